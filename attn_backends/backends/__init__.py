@@ -1,0 +1,1 @@
+"""The backends, one file each: declared buffers, plan, kernels. None of them imports another."""

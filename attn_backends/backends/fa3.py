@@ -1,0 +1,69 @@
+"""FlashAttention-3 on ragged queries over a page table, for grouped-query attention and for MLA by `q_v`.
+
+    grouped-query:  out[t] = softmax(scale * q[t] @ k[visible(t)].T) @ v[visible(t)]
+    MLA:            the key is (latent, rope) and the value the latent; FA3 takes the query as q (rope) and q_v (latent)
+
+q [num_tokens, num_heads, head_dim]; the cache holds keys and values, or latents [num_pages, page_size, rank + rope].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.cache import CacheFormat, PagedCache, PagedKV
+from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.kernels.torch_attention import page_table_attention
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.providers import runs_anywhere
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata.plans import ragged
+
+_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_PACKED = replace(_UNIFORM, packed=True)
+_TORCH = {
+    StepKind.PREFILL: _PACKED,
+    StepKind.DECODE: _UNIFORM,
+    StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.DRAFT_EXTEND: _PACKED,
+}
+
+
+def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: AttentionLayer) -> AttentionOutput:
+    if isinstance(cache, PagedKV):
+        k_pages, v_pages = cache.k, cache.v
+    else:
+        k_pages = cache.latent.unsqueeze(2)
+        v_pages = k_pages[..., : cache.rank]
+    out, lse = page_table_attention(
+        q,
+        k_pages,
+        v_pages,
+        plan.cu_seqlens_q,
+        plan.page_table,
+        plan.seqused_k,
+        max_seqlen_q=plan.max_seqlen_q,
+        causal=plan.causal,
+        scale=layer.scale,
+    )
+    return AttentionOutput(out, lse)
+
+
+class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
+    """Grouped-query attention or MLA in FlashAttention-3's metadata format."""
+
+    name = "fa3"
+    formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
+    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """Ragged queries over a page table, for every kind."""
+        return ragged.BUFFERS
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
+        """The ragged form of one forward."""
+        return ragged.plan_ragged(step, forward, buffers)

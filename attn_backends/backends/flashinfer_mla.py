@@ -1,0 +1,67 @@
+"""MLA on CSR page lists, the format of FlashInfer's `BatchMLAPagedAttentionWrapper`.
+
+    out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
+
+q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope].
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.kernels.torch_attention import csr_attention
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.providers import runs_anywhere
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata.plans import csr
+
+_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_PACKED = replace(_UNIFORM, packed=True)
+_TORCH = {
+    StepKind.PREFILL: _PACKED,
+    StepKind.DECODE: _UNIFORM,
+    StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.DRAFT_EXTEND: _PACKED,
+}
+
+
+def _launch_torch(q: Tensor, cache: PagedCache, plan: csr.CsrPlan, layer: AttentionLayer) -> AttentionOutput:
+    assert isinstance(cache, PagedLatent)
+    latent = cache.latent.unsqueeze(2)
+    out, lse = csr_attention(
+        q,
+        latent,
+        latent[..., : cache.rank],
+        plan.qo_indptr,
+        plan.kv_indptr,
+        plan.kv_indices,
+        plan.kv_len,
+        max_query=plan.max_query,
+        max_kv_len=plan.max_kv_len,
+        causal=plan.causal,
+        scale=layer.scale,
+    )
+    return AttentionOutput(out, lse)
+
+
+class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
+    """MLA in FlashInfer's metadata format."""
+
+    name = "flashinfer_mla"
+    formats = frozenset({CacheFormat.LATENT})
+    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """CSR page lists, for every kind."""
+        return csr.BUFFERS
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> csr.CsrPlan:
+        """The CSR form of one forward."""
+        return csr.plan_csr(step, forward, buffers)

@@ -1,0 +1,51 @@
+"""The reference: attention row by row over slot lists, for any cache format. Slow and plain.
+
+    out[t] = softmax(scale * q[t] @ k[slots(t)].T) @ v[slots(t)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.cache import CacheFormat, PagedCache
+from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.kernels.torch_attention import slot_attention
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.providers import runs_anywhere
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata.plans import slots
+
+_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_PACKED = replace(_UNIFORM, packed=True)
+_TORCH = {
+    StepKind.PREFILL: _PACKED,
+    StepKind.DECODE: _UNIFORM,
+    StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.DRAFT_EXTEND: _PACKED,
+}
+
+
+def _launch_torch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:
+    k, v = cache.read(plan.slots)
+    return AttentionOutput(*slot_attention(q, k, v, plan.request, plan.num_visible, layer.scale))
+
+
+class ReferenceBackend(AttentionBackend[slots.SlotPlan]):
+    """Attention over slot lists, the definition that the others are read against."""
+
+    name = "reference"
+    formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
+    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """Slot lists, for every kind."""
+        return slots.BUFFERS
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> slots.SlotPlan:
+        """The slot lists of one forward."""
+        return slots.plan_slots(step, forward, buffers)

@@ -1,0 +1,81 @@
+"""MLA on a padded block table at one query stride, the format of TensorRT-LLM's MLA and FlashMLA dense decode.
+
+    out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
+
+q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. The
+stride is uniform, so packed draft extend is refused; prompts of differing lengths are prefilled in the ragged form.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.providers import runs_anywhere
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata.plans import block_table, ragged
+
+TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
+
+_UNIFORM = Capabilities(page_sizes=frozenset({32, 64}), dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_TORCH = {
+    StepKind.PREFILL: Capabilities(page_sizes=frozenset({32, 64}), dtypes=FLOAT_TYPES, packed=True, graph=False),
+    StepKind.DECODE: _UNIFORM,
+    StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.DRAFT_EXTEND: _UNIFORM,
+}
+
+
+def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: AttentionLayer) -> AttentionOutput:
+    assert isinstance(cache, PagedLatent)
+    k_pages = cache.latent.unsqueeze(2)
+    v_pages = k_pages[..., : cache.rank]
+    if isinstance(plan, ragged.RaggedPlan):
+        out, lse = page_table_attention(
+            q,
+            k_pages,
+            v_pages,
+            plan.cu_seqlens_q,
+            plan.page_table,
+            plan.seqused_k,
+            max_seqlen_q=plan.max_seqlen_q,
+            causal=plan.causal,
+            scale=layer.scale,
+        )
+    else:
+        out, lse = block_table_attention(
+            q,
+            k_pages,
+            v_pages,
+            plan.block_table,
+            plan.cache_seqlens,
+            width=plan.width,
+            max_kv_len=plan.max_kv_len,
+            causal=plan.causal,
+            scale=layer.scale,
+        )
+    return AttentionOutput(out, lse)
+
+
+class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
+    """MLA in the metadata format of TensorRT-LLM and FlashMLA."""
+
+    name = "trtllm_mla"
+    formats = frozenset({CacheFormat.LATENT})
+    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """A block table; ragged for prefill."""
+        return ragged.BUFFERS if kind is StepKind.PREFILL else block_table.BUFFERS
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> TrtllmPlan:
+        """The block table of one forward, or the ragged form of a prefill."""
+        if step.kind is StepKind.PREFILL:
+            return ragged.plan_ragged(step, forward, buffers)
+        return block_table.plan_block_table(step, forward, buffers)

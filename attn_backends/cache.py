@@ -1,0 +1,135 @@
+"""Views of the paged KV cache: shape, strides and format of memory that somebody else may own.
+
+A slot is page * page_size + offset. Views may have any strides; reading and writing goes through (page, offset) pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import UnsupportedStepError
+from spec_metadata import CacheGeometry
+
+
+class CacheFormat(StrEnum):
+    """What a token's entry holds. Phases that share a cache must agree on it."""
+
+    KV = "kv"
+    LATENT = "latent"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyValues:
+    """What a grouped-query layer stores. k: [num_tokens, num_kv_heads, head_dim], after RoPE; v: likewise."""
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """What an MLA layer stores. latent: [num_tokens, rank + rope], normalised c_kv then rotated k_pe."""
+
+    latent: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedKV:
+    """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise."""
+
+    k: Tensor
+    v: Tensor
+    format: ClassVar[CacheFormat] = CacheFormat.KV
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of an entry."""
+        return self.k.dtype
+
+    def store(self, inputs: KeyValues, slots: Tensor) -> None:
+        """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+        pages, offsets = _split(slots, self.k.shape[1])
+        self.k[pages, offsets] = inputs.k.to(self.k.dtype)
+        self.v[pages, offsets] = inputs.v.to(self.v.dtype)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [*slots.shape, num_kv_heads, dim] of slots [...] int64."""
+        pages, offsets = _split(slots, self.k.shape[1])
+        return self.k[pages, offsets], self.v[pages, offsets]
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots to slots; all sources are read first."""
+        k, v = self.read(sources)
+        self.store(KeyValues(k, v), destinations)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedLatent:
+    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope]; rank: leading elements, the values."""
+
+    latent: Tensor
+    rank: int
+    format: ClassVar[CacheFormat] = CacheFormat.LATENT
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of an entry."""
+        return self.latent.dtype
+
+    def store(self, inputs: Latents, slots: Tensor) -> None:
+        """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+        pages, offsets = _split(slots, self.latent.shape[1])
+        self.latent[pages, offsets] = inputs.latent.to(self.latent.dtype)
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [*slots.shape, 1, rank + rope] and values [*slots.shape, 1, rank] of slots [...] int64."""
+        pages, offsets = _split(slots, self.latent.shape[1])
+        latent = self.latent[pages, offsets].unsqueeze(-2)
+        return latent, latent[..., : self.rank]
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy slots to slots; all sources are read first."""
+        pages, offsets = _split(sources, self.latent.shape[1])
+        self.store(Latents(self.latent[pages, offsets]), destinations)
+
+
+PagedCache = PagedKV | PagedLatent
+CacheInputs = KeyValues | Latents
+
+
+def _split(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
+    return torch.div(slots, page_size, rounding_mode="floor"), slots % page_size
+
+
+def allocate_kv(
+    geometry: CacheGeometry, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> PagedKV:
+    """A zeroed cache of keys and values for one layer."""
+    shape = (geometry.num_pages, geometry.page_size, num_kv_heads, head_dim)
+    return PagedKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+
+def allocate_latent(
+    geometry: CacheGeometry, rank: int, rope: int, dtype: torch.dtype, device: torch.device
+) -> PagedLatent:
+    """A zeroed cache of MLA latents for one layer."""
+    shape = (geometry.num_pages, geometry.page_size, rank + rope)
+    return PagedLatent(torch.zeros(shape, dtype=dtype, device=device), rank)
+
+
+def check_cache(cache: PagedCache, geometry: CacheGeometry) -> None:
+    """Refuse a cache whose pages are not those that the metadata indexes."""
+    pages = cache.k if isinstance(cache, PagedKV) else cache.latent
+    if pages.shape[0] < geometry.num_pages or pages.shape[1] != geometry.page_size:
+        raise UnsupportedStepError(
+            "cache",
+            [
+                f"it holds {pages.shape[0]} pages of {pages.shape[1]} tokens, the backend was built for "
+                f"{geometry.num_pages} pages of {geometry.page_size}"
+            ],
+        )

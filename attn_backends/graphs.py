@@ -1,0 +1,163 @@
+"""Graphs behind one interface: `CudaGraph` on a GPU, `RecordedGraph` anywhere.
+
+A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
+tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the same
+memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer, a value
+kept from capture, it gets wrong too. It does not model memory reuse inside the graph's pool, or streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attn_backends.errors import CaptureError
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """A region that was captured once and can be replayed."""
+
+    def capture(self, region: Callable[[], T]) -> T:
+        """Capture a region of device work; returns its outputs, whose memory every replay overwrites."""
+
+    def replay(self) -> None:
+        """Run the region again on the current contents of the memory that it was captured with."""
+
+
+class CudaGraph:
+    """A CUDA graph. The region runs a few times before the capture (kernels are compiled and handles made there)."""
+
+    num_warm_ups = 2
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, region: Callable[[], T]) -> T:
+        """Capture a region of device work; see `Graph`."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(self.num_warm_ups):
+                region()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph), torch.no_grad():
+            return region()
+
+    def replay(self) -> None:
+        """Replay on the current stream."""
+        self._graph.replay()
+
+
+class RecordedGraph:
+    """The operator calls of a region, replayed with frozen addresses and values."""
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+
+    def capture(self, region: Callable[[], T]) -> T:
+        """Record a region; see `Graph`."""
+        self._calls = []
+        with torch.no_grad(), _RefuseHostReads(), _Recorder(self._calls):
+            return region()
+
+    def replay(self) -> None:
+        """Poison every intermediate, then run the calls again in order."""
+        with torch.no_grad():
+            for call in self._calls:
+                for tensor in call.made:
+                    _poison(tensor)
+            for call in self._calls:
+                call.run()
+
+
+class _Call:
+    """One operator call with frozen arguments. made: the outputs in memory of their own, which a replay writes again."""
+
+    def __init__(self, func: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.outputs = tree_leaves(outputs)
+        inputs = {_storage(t) for t in _tensors((args, kwargs))}
+        self.made = [t for t in _tensors(outputs) if _storage(t) not in inputs]
+        self._is_view = not self.made and not func._schema.is_mutable
+        self._is_empty = func.overloadpacket in _UNINITIALISED
+
+    def run(self) -> None:
+        if self._is_view or self._is_empty:
+            return
+        again = tree_leaves(self.func(*self.args, **self.kwargs))
+        for output, value in zip(self.outputs, again, strict=True):
+            if any(output is tensor for tensor in self.made):
+                output.copy_(value)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[_Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        reason = _refusal(func, args, kwargs)
+        if reason:
+            raise CaptureError(f"{func} can't be captured: {reason}")
+        outputs = func(*args, **kwargs)
+        self._calls.append(_Call(func, args, kwargs, outputs))
+        return outputs
+
+
+class _RefuseHostReads(TorchFunctionMode):
+    """Refuses the conversions to Python that never reach the dispatcher."""
+
+    _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in self._READS:
+            raise CaptureError(f"Tensor.{func.__name__} reads the device from the host and can't be captured")
+        return func(*args, **(kwargs or {}))
+
+
+_aten = torch.ops.aten
+_UNINITIALISED = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+_INDEXING = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+
+
+def _refusal(func: Any, args: tuple, kwargs: dict) -> str:
+    """Why CUDA capture would refuse an operator call; empty if it would not."""
+    packet = func.overloadpacket
+    if packet in _INDEXING:
+        masks = [t for t in _tensors(args[1]) if t.dtype in (torch.bool, torch.uint8)]
+        return "a boolean index has as many results as the mask has ones, which the host must read" if masks else ""
+    if packet is _aten.repeat_interleave and kwargs.get("output_size") is not None:
+        return ""
+    if torch.Tag.data_dependent_output in func.tags:
+        return "it reads a value of the device on the host"
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return "the shape of its result depends on values, which the host must read"
+    if packet in (_aten.lift_fresh, _aten.lift_fresh_copy) and args[0].ndim > 0:
+        return "it makes a tensor from Python values, a copy from host memory; make it before the region"
+    return ""
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.dtype is torch.bool:
+        tensor.fill_(True)
+    elif tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

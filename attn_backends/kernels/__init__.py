@@ -1,0 +1,1 @@
+"""Attention as functions of tensors. They know metadata formats, and no backend, step or cache object."""

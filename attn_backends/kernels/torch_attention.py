@@ -1,0 +1,183 @@
+"""Torch kernels, one per metadata format; each reads that format's tensors and nothing else.
+
+They are the definition that other kernels are held to, and what runs where no GPU is. Shapes depend on host bounds
+only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries. Keys that no row sees
+are never multiplied: unowned memory may hold NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Masked attention of padded requests.
+
+    q: [bs, width, num_heads, dim]. k: [bs, num_keys, num_kv_heads, dim]. v: [bs, num_keys, num_kv_heads, v_dim], finite
+    where no row sees it. visible: [bs, width, num_keys] bool. Returns out [bs, width, num_heads, v_dim] and natural lse
+    [bs, width, num_heads] in the arithmetic's dtype; a row that sees nothing gets 0 and -inf.
+    """
+    bs, width, num_heads, _ = q.shape
+    num_keys, num_kv_heads = k.shape[1], k.shape[2]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    group = num_heads // num_kv_heads
+    grouped = q.to(dtype).reshape(bs, width, num_kv_heads, group, -1).permute(0, 2, 1, 3, 4)
+    grouped = grouped.reshape(bs, num_kv_heads, width * group, -1)
+    keys, values = k.to(dtype).permute(0, 2, 3, 1), v.to(dtype).transpose(1, 2)
+    scores = ((grouped @ keys) * scale).view(bs, num_kv_heads, width, group, num_keys)
+    scores = scores.masked_fill(~visible[:, None, :, None, :], float("-inf"))
+    peak = scores.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
+    weights = (scores - peak).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    out = weights.view(bs, num_kv_heads, width * group, num_keys) @ values
+    out = out.view(bs, num_kv_heads, width, group, -1) / total.clamp_min(torch.finfo(dtype).tiny)
+    lse = (peak + total.log()).squeeze(-1)
+    return out.transpose(1, 2).reshape(bs, width, num_heads, -1), lse.transpose(1, 2).reshape(bs, width, num_heads)
+
+
+def csr_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    *,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over CSR page lists (`spec_metadata.plans.csr`).
+
+    q: [num_tokens, num_heads, dim]. k_pages: [num_pages, page_size, num_kv_heads, dim]; v_pages likewise. Returns out
+    [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads].
+    """
+    max_pages = max_kv_len // k_pages.shape[1]
+    entries = kv_indptr[:-1].long().unsqueeze(1) + torch.arange(max_pages, device=q.device)
+    pages = kv_indices[entries.clamp(max=max(kv_indices.shape[0] - 1, 0))].long()
+    return _ragged_over_pages(q, k_pages, v_pages, qo_indptr, pages, kv_len, max_query, causal, scale)
+
+
+def page_table_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    cu_seqlens_q: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    *,
+    max_seqlen_q: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of ragged queries over a page table (`spec_metadata.plans.ragged`); shapes as `csr_attention`."""
+    pages = page_table.long()
+    return _ragged_over_pages(q, k_pages, v_pages, cu_seqlens_q, pages, seqused_k, max_seqlen_q, causal, scale)
+
+
+def block_table_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    width: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a padded block table at one query stride (`spec_metadata.plans.block_table`).
+
+    q: [bs * width, num_heads, dim]; the rest as `csr_attention`.
+    """
+    pages = block_table[:, : max_kv_len // k_pages.shape[1]].long()
+    lens = torch.full_like(cache_seqlens, width)
+    out, lse = _over_pages(q.unflatten(0, (-1, width)), lens, k_pages, v_pages, pages, cache_seqlens, causal, scale)
+    return out.flatten(0, 1), lse.flatten(0, 1)
+
+
+def slot_attention(
+    q: Tensor, k: Tensor, v: Tensor, request: Tensor, num_visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of each row over the leading keys of its request (`spec_metadata.plans.slots`).
+
+    q: [num_tokens, num_heads, dim]. k: [bs, max_kv_len, num_kv_heads, dim], v likewise. request, num_visible:
+    [num_tokens].
+    """
+    visible = torch.arange(k.shape[1], device=q.device) < num_visible.unsqueeze(1)
+    keys, values = (torch.where(visible[..., None, None], x[request], 0) for x in (k, v))
+    out, lse = attend(q.unsqueeze(1), keys, values, visible.unsqueeze(1), scale)
+    return out.squeeze(1).to(q.dtype), lse.squeeze(1)
+
+
+def _ragged_over_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor,
+    pages: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Pad the packed queries to [bs, max_query, ...], attend, and pack again."""
+    starts = query_indptr.long()
+    rows = starts[:-1].unsqueeze(1) + torch.arange(max_query, device=q.device)
+    padded = q[rows.clamp(max=max(q.shape[0] - 1, 0))]
+    out, lse = _over_pages(padded, query_indptr.diff(), k_pages, v_pages, pages, kv_lens, causal, scale)
+    token = torch.arange(q.shape[0], device=q.device)
+    request = torch.searchsorted(starts[1:], token, right=True)
+    position = token - starts[request]
+    return out[request, position], lse[request, position]
+
+
+def _over_pages(
+    q: Tensor,
+    query_lens: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    pages: Tensor,
+    kv_lens: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of padded queries [bs, width, num_heads, dim] over pages [bs, max_pages]; out in q's dtype."""
+    width = q.shape[1]
+    key = torch.arange(pages.shape[1] * k_pages.shape[1], device=q.device)
+    live = key < kv_lens.unsqueeze(1)
+    hidden_rows = query_lens.unsqueeze(1) - 1 - torch.arange(width, device=q.device)
+    last_key = kv_lens.unsqueeze(1) - (hidden_rows if causal else torch.zeros_like(hidden_rows))
+    visible = key < last_key.unsqueeze(2)
+    k, v = (torch.where(live[..., None, None], x[pages].flatten(1, 2), 0) for x in (k_pages, v_pages))
+    out, lse = attend(q, k, v, visible & live.unsqueeze(1), scale)
+    return out.to(q.dtype), lse
+
+
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix_out: Tensor, prefix_lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Join drafted tokens to a prefix that every row has already seen.
+
+    q: [bs * width, num_heads, dim]. k: [bs, num_keys, num_kv_heads, dim], v likewise: the drafted tokens, read by slot.
+    mask: [bs, width, num_keys] bool. prefix_out, prefix_lse: the prefix's output and natural lse, [bs * width, ...].
+    """
+    bs, width, _ = mask.shape
+    seen = mask.any(dim=1)[..., None, None]
+    k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
+    out, lse = attend(q.view(bs, width, *q.shape[1:]), k, v, mask, scale)
+    return merge_states(prefix_out, prefix_lse, out.flatten(0, 1), lse.flatten(0, 1))
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two disjoint sets of keys, from both parts' outputs [..., v_dim] and natural lse [...].
+
+    The result has out_a's dtype. At least one part of each row must have seen a key.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (lse_a - lse).exp().unsqueeze(-1), (lse_b - lse).exp().unsqueeze(-1)
+    return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse

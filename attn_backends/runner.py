@@ -1,0 +1,157 @@
+"""Runs a phase of a worker eagerly or through captured graphs, and hands out results that nobody else owns.
+
+A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs. Every tensor field of
+both is classified: one entry a request, one a query row, or independent of the batch. From the class the runner sizes
+static inputs, pads them, and trims results; a field without a class is refused when the runner is built (rule R5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, Metadata
+from attn_backends.errors import CaptureError
+from attn_backends.graphs import Graph
+from spec_metadata import Bucket, Paging, Step
+
+I = TypeVar("I")
+O = TypeVar("O")
+
+
+class FieldClass(StrEnum):
+    """What the leading dimension of a field counts."""
+
+    PER_REQUEST = "per request"
+    PER_TOKEN = "per token"
+    PASS_THROUGH = "pass-through"
+
+
+PerRequest = Annotated[Tensor, FieldClass.PER_REQUEST]
+PerToken = Annotated[Tensor, FieldClass.PER_TOKEN]
+PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase(Generic[I, O]):
+    """A region that a runner runs.
+
+    region: (metadata, inputs) -> outputs, device work without host reads. safe_inputs: batch size -> inputs of padded
+    rows, which are zeros. output: the outputs' dataclass. bucket: batch size -> the bucket that captures it.
+    """
+
+    name: str
+    region: Callable[[Metadata, I], O]
+    safe_inputs: Callable[[int], I]
+    output: type[O]
+    bucket: Callable[[int], Bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult(Generic[O]):
+    """What a step produced, in memory of its own, and how. bucket: of the graph that ran, None if it ran eagerly."""
+
+    value: O
+    bucket: Bucket | None
+
+    @property
+    def ran_graph(self) -> bool:
+        """Whether a graph ran: a property of the result, not of the runner."""
+        return self.bucket is not None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured(Generic[I, O]):
+    graph: Graph
+    meta: Metadata
+    inputs: I
+    outputs: O
+
+
+class PhaseRunner(Generic[I, O]):
+    """Runs one phase on one backend.
+
+    buckets: batch sizes to capture, none for a runner that is always eager. make_graph: how. paging: the engine's table.
+    A batch larger than the largest bucket runs eagerly.
+    """
+
+    def __init__(
+        self,
+        phase: Phase[I, O],
+        backend: AttentionBackend,
+        paging: Paging,
+        buckets: Sequence[int] = (),
+        make_graph: Callable[[], Graph] | None = None,
+    ) -> None:
+        self.phase, self.backend = phase, backend
+        self._output_classes = classify(phase.output)
+        self._captured: dict[int, _Captured[I, O]] = {}
+        if not buckets:
+            return
+        if make_graph is None:
+            raise CaptureError(f"phase {phase.name}: buckets {list(buckets)} were given and no graph to capture with")
+        largest = phase.safe_inputs(max(buckets))
+        for bs in sorted(set(buckets), reverse=True):
+            self._captured[bs] = self._capture(bs, largest, paging, make_graph())
+
+    def run(self, step: Step, inputs: I) -> StepResult[O]:
+        """Run a step; the smallest bucket that holds it, or eagerly."""
+        fitting = [bs for bs in self._captured if bs >= step.bs]
+        if not fitting:
+            meta = self.backend.init_forward_metadata(step)
+            return StepResult(self._own(self.phase.region(meta, inputs), step), None)
+        captured = self._captured[min(fitting)]
+        self.backend.replay(captured.meta, step)
+        _copy(captured.inputs, inputs)
+        captured.graph.replay()
+        return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
+
+    def _capture(self, bs: int, largest: I, paging: Paging, graph: Graph) -> _Captured[I, O]:
+        bucket = self.phase.bucket(bs)
+        meta = self.backend.capture(bucket, paging)
+        inputs = _trim(largest, bucket.bs, bucket.bs * bucket.width)
+        outputs = graph.capture(lambda: self.phase.region(meta, inputs))
+        return _Captured(graph, meta, inputs, outputs)
+
+    def _own(self, outputs: O, step: Step) -> O:
+        trimmed = _trim(outputs, step.bs, step.num_tokens)
+        return _map(trimmed, lambda tensor, _: tensor.clone())
+
+
+def classify(kind: type) -> dict[str, FieldClass]:
+    """The class of every field of a dataclass of tensors; refuses a field without one."""
+    if not is_dataclass(kind):
+        raise CaptureError(f"{kind.__name__} must be a dataclass of classified tensors")
+    hints = get_type_hints(kind, include_extras=True)
+    classes = {}
+    for field in fields(kind):
+        found = [x for x in getattr(hints[field.name], "__metadata__", ()) if isinstance(x, FieldClass)]
+        if len(found) != 1:
+            raise CaptureError(
+                f"field {kind.__name__}.{field.name} has no class: annotate it PerRequest, PerToken or PassThrough, so "
+                "that it can be trimmed from padded to real size"
+            )
+        classes[field.name] = found[0]
+    return classes
+
+
+def _map(value: Any, change: Callable[[Tensor, FieldClass], Tensor]) -> Any:
+    classes = classify(type(value))
+    return type(value)(**{name: change(getattr(value, name), kind) for name, kind in classes.items()})
+
+
+def _trim(value: Any, bs: int, num_tokens: int) -> Any:
+    sizes = {FieldClass.PER_REQUEST: bs, FieldClass.PER_TOKEN: num_tokens}
+    return _map(value, lambda tensor, kind: tensor[: sizes[kind]] if kind in sizes else tensor)
+
+
+def _copy(static: Any, given: Any) -> None:
+    """Fill static inputs: the given entries, then zeros."""
+    for name in classify(type(static)):
+        destination, source = getattr(static, name), getattr(given, name)
+        destination[: source.shape[0]].copy_(source)
+        destination[source.shape[0] :].zero_()

@@ -1,0 +1,53 @@
+"""What a step of speculative decoding is: layouts, trees, paging, acceptance, declared buffers and plans.
+
+Needs torch only. How attention is computed is `attn_backends`' part.
+"""
+
+from spec_metadata.acceptance import Acceptance, accept_greedy, compaction_moves
+from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
+from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind
+from spec_metadata.errors import InvalidStepError
+from spec_metadata.layout import PackedQuery, Step, UniformQuery, next_slots, token_positions
+from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
+from spec_metadata.static_inputs import copy_step, input_specs, misfit, pad_step, static_step
+from spec_metadata.tree import DraftBeams, DraftTree
+from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
+
+__all__ = [
+    "Acceptance",
+    "Arena",
+    "BlockTable",
+    "Bucket",
+    "BufferSpec",
+    "Buffers",
+    "CacheGeometry",
+    "Capacity",
+    "DensePart",
+    "Dim",
+    "DraftBeams",
+    "DraftTree",
+    "Extent",
+    "InvalidStepError",
+    "PackedQuery",
+    "Paging",
+    "Producer",
+    "RequestTable",
+    "Step",
+    "StepKind",
+    "TreePart",
+    "UniformQuery",
+    "accept_greedy",
+    "allocate",
+    "compaction_moves",
+    "copy_step",
+    "dense_part",
+    "input_specs",
+    "misfit",
+    "next_slots",
+    "pad_step",
+    "real_rows",
+    "static_step",
+    "token_positions",
+    "tree_part",
+    "write_slots",
+]

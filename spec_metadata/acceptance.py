@@ -1,0 +1,62 @@
+"""What the target accepts of a draft tree, and where the accepted KV goes: fixed-shape device code, no host read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_metadata.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Acceptance:
+    """The accepted path of each request.
+
+    num_accepted: [bs] int32, at least 1: the root is always accepted. path: [bs, max_accepted] int64, the node at each
+    depth; past the path, the node whose number is the depth. tokens: [bs, max_accepted] int64, what the cycle emits,
+    which is also what draft extend reads: the accepted drafts, then the target's own token (bonus), repeated to the end.
+    """
+
+    num_accepted: Tensor
+    path: Tensor
+    tokens: Tensor
+
+    @property
+    def bonus(self) -> Tensor:
+        """[bs] int64: the target's token after the accepted path, the root of the next tree."""
+        return self.tokens[:, -1]
+
+
+def accept_greedy(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Acceptance:
+    """Accept the path that the target's own greedy choice takes.
+
+    target_tokens: [bs, num_nodes] int64, the target's argmax at each node. A node is accepted if every node on its path
+    is what the target chose at that node's parent. Siblings must hold different tokens.
+    """
+    num_nodes = tree.tokens.shape[1]
+    chosen = tree.tokens == target_tokens.gather(1, tree.parents)
+    chosen = chosen | (torch.arange(num_nodes, device=chosen.device) == 0)
+    accepted = (chosen.unsqueeze(1) | ~tree.mask).all(dim=2)
+    num_accepted = accepted.sum(1)
+    depths = torch.arange(max_accepted, device=chosen.device)
+    at_depth = accepted.unsqueeze(1) & (tree.depths.unsqueeze(1) == depths.view(1, -1, 1))
+    on_path = depths < num_accepted.unsqueeze(1)
+    path = torch.where(on_path, at_depth.int().argmax(dim=2), depths)
+    last = path.gather(1, num_accepted.unsqueeze(1) - 1)
+    bonus = target_tokens.gather(1, last)
+    drafted = tree.tokens.gather(1, path.roll(-1, dims=1))
+    tokens = torch.where(depths < num_accepted.unsqueeze(1) - 1, drafted, bonus)
+    return Acceptance(num_accepted.int(), path, tokens)
+
+
+def compaction_moves(acceptance: Acceptance, out_cache_loc: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots (sources, destinations), each [bs * max_accepted] int64, that bring accepted KV behind the committed.
+
+    out_cache_loc: the verify step's flat write slots. Off the path source and destination are the same slot. All
+    sources must be read before any destination is written.
+    """
+    bs, max_accepted = acceptance.path.shape
+    slots = out_cache_loc.long().reshape(bs, -1)
+    return slots.gather(1, acceptance.path).reshape(-1), slots[:, :max_accepted].reshape(-1)

@@ -1,0 +1,180 @@
+"""Declared buffers (rule R3): every metadata tensor is declared once, and the declaration does the rest.
+
+A `BufferSpec` says what a buffer is: name, dtype, size as an expression of an `Extent`, pad value, valid range,
+producer, and what a kernel may read past the live end. The declaration allocates the buffer, checks it, and prints
+itself. An `Arena` holds one allocation at the largest extent of a phase; smaller buckets are prefix views of it with
+the same strides and addresses, so a graph captured on any bucket stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from spec_metadata.capacity import Extent
+from spec_metadata.errors import InvalidStepError
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """A size: a number or an expression of an extent that can print itself, such as `bs * width + 1`."""
+
+    text: str
+    of: Callable[[Extent], int]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __mul__(self, other: Dim) -> Dim:
+        return Dim(f"{self.text} * {other.text}", lambda e: self.of(e) * other.of(e))
+
+    def __add__(self, other: int) -> Dim:
+        return Dim(f"{self.text} + {other}", lambda e: self.of(e) + other)
+
+
+BS = Dim("bs", lambda e: e.bs)
+WIDTH = Dim("width", lambda e: e.width)
+NUM_TOKENS = Dim("num_tokens", lambda e: e.num_tokens)
+NUM_FORWARDS = Dim("num_forwards", lambda e: e.num_forwards)
+NUM_WRITES = Dim("num_writes", lambda e: e.num_writes)
+MAX_PAGES = Dim("max_pages", lambda e: e.max_pages)
+MAX_KV_LEN = Dim("max_kv_len", lambda e: e.max_kv_len)
+ONE = Dim("1", lambda e: 1)
+
+
+class Producer(StrEnum):
+    """Who writes a buffer: recordable device code, or a host half that can't be part of a graph (rule R9)."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """The declaration of one buffer.
+
+    shape: sizes, outermost first. doc: what an element is. pad: value of elements that no request owns; also the
+    contents after allocation. low, high: the valid range of a device value, `high` exclusive and an expression (None:
+    unchecked). over_read: what a kernel may read past the live elements, in words; empty if nothing.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    doc: str
+    pad: int = 0
+    low: int | None = None
+    high: Dim | None = None
+    producer: Producer = Producer.DEVICE
+    over_read: str = ""
+
+    def sizes(self, extent: Extent) -> tuple[int, ...]:
+        """The shape at an extent, in elements."""
+        return tuple(dim.of(extent) for dim in self.shape)
+
+    def __str__(self) -> str:
+        shape = ", ".join(map(str, self.shape))
+        over_read = f"; over-read: {self.over_read}" if self.over_read else ""
+        return f"{self.name} [{shape}] {str(self.dtype).removeprefix('torch.')}, {self.producer}: {self.doc}{over_read}"
+
+
+class Buffers(Mapping[str, Tensor]):
+    """Named tensors that follow a declaration; what a plan writes into."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
+        self._tensors = dict(tensors)
+        self.extent = extent
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+GUARD_ELEMENTS = 32  # words before and after each buffer in checking mode
+_GUARD_WORD = {torch.bool: 1, torch.uint8: 0xA5}
+
+
+def _guard_word(dtype: torch.dtype) -> int:
+    return _GUARD_WORD.get(dtype, 0x5AFE)
+
+
+class Arena:
+    """One allocation of declared buffers at the largest extent; buckets are prefix views of it.
+
+    checking: surround every buffer with guard words, which `check_guards` compares.
+    """
+
+    def __init__(
+        self, specs: Iterable[BufferSpec], largest: Extent, device: torch.device, *, checking: bool = False
+    ) -> None:
+        self.specs = tuple(specs)
+        self.largest = largest
+        names = [spec.name for spec in self.specs]
+        if len(set(names)) != len(names):
+            raise InvalidStepError(f"two declared buffers share a name: {sorted(names)}")
+        self._storage: dict[str, Tensor] = {}
+        self._full: dict[str, Tensor] = {}
+        guard = GUARD_ELEMENTS if checking else 0
+        for spec in self.specs:
+            sizes = spec.sizes(largest)
+            num_elements = int(torch.Size(sizes).numel())
+            storage = torch.full((num_elements + 2 * guard,), _guard_word(spec.dtype), dtype=spec.dtype, device=device)
+            live = storage[guard : guard + num_elements]
+            self._storage[spec.name] = storage
+            self._full[spec.name] = live.fill_(spec.pad).view(sizes)
+        self._guard = guard
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers, guard words left out."""
+        return sum(t.numel() * t.element_size() for t in self._full.values())
+
+    def view(self, extent: Extent) -> Buffers:
+        """Prefix views at a smaller extent, at the same addresses and strides."""
+        views = {}
+        for spec in self.specs:
+            sizes, full = spec.sizes(extent), self._full[spec.name]
+            if any(size > most for size, most in zip(sizes, full.shape, strict=True)):
+                raise InvalidStepError(
+                    f"buffer {spec.name} [{', '.join(map(str, spec.shape))}] needs {sizes} but was allocated "
+                    f"{tuple(full.shape)}: the step is larger than the declared capacity"
+                )
+            views[spec.name] = full[tuple(slice(0, size) for size in sizes)]
+        return Buffers(views, extent)
+
+    def check_guards(self) -> list[str]:
+        """Names of the buffers next to which somebody wrote (reads the device: checking mode only)."""
+        broken = []
+        for name, storage in self._storage.items():
+            word = _guard_word(storage.dtype)
+            edges = torch.cat((storage[: self._guard], storage[storage.numel() - self._guard :]))
+            if not bool((edges == word).all()):
+                broken.append(name)
+        return broken
+
+
+def allocate(specs: Iterable[BufferSpec], extent: Extent, device: torch.device, *, checking: bool = False) -> Buffers:
+    """Fresh buffers of exactly one extent: the destination of an eager plan."""
+    return Arena(specs, extent, device, checking=checking).view(extent)
+
+
+def out_of_range(specs: Iterable[BufferSpec], buffers: Buffers) -> list[str]:
+    """Buffers with a value outside their declared range, in words (reads the device: checking mode only)."""
+    problems = []
+    for spec in specs:
+        if spec.high is None or buffers[spec.name].numel() == 0:
+            continue
+        low, high = spec.low or 0, spec.high.of(buffers.extent)
+        least, most = int(buffers[spec.name].min()), int(buffers[spec.name].max())
+        if least < low or most >= high:
+            problems.append(f"{spec.name} holds [{least}, {most}], declared [{low}, {high})")
+    return problems

@@ -1,0 +1,146 @@
+"""How large a step may become: capacities, graph buckets and the extent of a buffer set.
+
+`Capacity` is what an engine configures once, `Bucket` names one captured graph, and `Extent` holds the numbers that
+buffer sizes are expressions of (`spec_metadata.buffers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from spec_metadata.errors import InvalidStepError
+
+
+class StepKind(StrEnum):
+    """The situations in which an engine calls attention."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DRAFT_DECODE = "draft_decode"
+    TARGET_VERIFY = "target_verify"
+    DRAFT_EXTEND = "draft_extend"
+    IDLE = "idle"
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer that is at least a / b."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest step that an engine will ever build.
+
+    max_bs: requests in one step. max_context: tokens that a request may commit. page_size: tokens in a page.
+    topk: branches of a draft level. num_steps: drafted depth. num_draft_tokens: nodes of the draft tree, the root
+    (the last sampled token) included.
+    """
+
+    max_bs: int
+    max_context: int
+    page_size: int
+    topk: int = 1
+    num_steps: int = 1
+    num_draft_tokens: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("max_bs", "max_context", "page_size", "topk", "num_steps"):
+            if getattr(self, name) < 1:
+                raise InvalidStepError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 2 <= self.num_draft_tokens <= self.max_tree_nodes:
+            raise InvalidStepError(
+                f"num_draft_tokens counts the root and must be in [2, {self.max_tree_nodes}], the nodes of a tree of "
+                f"topk={self.topk} and num_steps={self.num_steps}; got {self.num_draft_tokens}"
+            )
+
+    @property
+    def max_tree_nodes(self) -> int:
+        """Nodes that topk and num_steps can propose: the root, topk at depth 1, topk² at each further depth."""
+        return 1 + self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def max_accepted(self) -> int:
+        """Longest accepted path, the root included; the width of a uniform draft extend."""
+        return min(self.num_steps + 1, self.num_draft_tokens)
+
+    @property
+    def draft_room(self) -> int:
+        """Tokens past the committed ones that a verify or the draft loop may write."""
+        return max(self.num_draft_tokens, self.topk * self.num_steps)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a request's table row."""
+        return ceil_div(self.max_context + self.draft_room, self.page_size)
+
+    @property
+    def max_kv_len(self) -> int:
+        """Tokens of a request's table row: context plus draft room, rounded up to pages, never context alone."""
+        return self.max_pages * self.page_size
+
+    def bucket(self, kind: StepKind, bs: int) -> Bucket:
+        """The bucket in which a uniform step of this kind and batch size is captured."""
+        widths = {
+            StepKind.DECODE: 1,
+            StepKind.DRAFT_DECODE: self.topk,
+            StepKind.TARGET_VERIFY: self.num_draft_tokens,
+            StepKind.DRAFT_EXTEND: self.max_accepted,
+        }
+        if kind not in widths:
+            raise InvalidStepError(f"a {kind} step has no uniform width, so it has no bucket; one of {list(widths)} has")
+        tree = self.topk > 1 and kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+        num_steps = self.num_steps if kind is StepKind.DRAFT_DECODE else 1
+        return Bucket(kind, bs, widths[kind], num_steps, tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The key of a captured graph: a uniform step of one kind, padded batch size and width.
+
+    width: query rows of a request. num_steps: drafted depth of a draft-decode step, else 1. tree: whether the step
+    has a tree part (draft branches or a verify mask) beside the committed prefix.
+    """
+
+    kind: StepKind
+    bs: int
+    width: int
+    num_steps: int = 1
+    tree: bool = False
+
+    def __str__(self) -> str:
+        tree = " tree" if self.tree else ""
+        steps = f" num_steps={self.num_steps}" if self.kind is StepKind.DRAFT_DECODE else ""
+        return f"{self.kind}{tree} bs={self.bs} width={self.width}{steps}"
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The sizes that buffer declarations are expressions of; made from a bucket (captured) or a step (eager)."""
+
+    bs: int
+    width: int
+    num_tokens: int
+    num_forwards: int
+    num_writes: int
+    page_size: int
+    max_pages: int
+
+    @property
+    def max_kv_len(self) -> int:
+        """Keys of one request that a buffer of this extent can address."""
+        return self.max_pages * self.page_size
+
+    @classmethod
+    def of_bucket(cls, bucket: Bucket, capacity: Capacity) -> Extent:
+        """Extent of a captured step: everything at the bucket's batch size and the whole capacity of context."""
+        drafts = bucket.kind is StepKind.DRAFT_DECODE
+        return cls(
+            bs=bucket.bs,
+            width=bucket.width,
+            num_tokens=bucket.bs * bucket.width,
+            num_forwards=bucket.num_steps - 1 if drafts else 1,
+            num_writes=bucket.bs * bucket.width * bucket.num_steps,
+            page_size=capacity.page_size,
+            max_pages=capacity.max_pages,
+        )

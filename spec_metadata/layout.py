@@ -1,0 +1,274 @@
+"""The step: what one attention call of an engine is, as a frozen value that any worker builds from tensors it has.
+
+A step is homogeneous: a batch that mixes prefill and decode is two steps. `seq_lens` counts the tokens whose KV is
+committed before the step, per model (target and draft differ); what each row sees and where it writes follows from it
+in `spec_metadata.visibility`. A uniform and a packed query layout are different types (rule R2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
+from spec_metadata.errors import InvalidStepError
+from spec_metadata.paging import Paging
+
+
+@dataclass(frozen=True, slots=True)
+class UniformQuery:
+    """Every request has `width` query rows."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedQuery:
+    """Request i has `lens_cpu[i]` query rows, packed one after the other.
+
+    cu_seqlens: [bs + 1] int32, exclusive prefix sums of the lengths, on the step's device.
+    """
+
+    cu_seqlens: Tensor
+    lens_cpu: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lens: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> Self:
+        """The layout of host lengths."""
+        sums = [0]
+        for length in lens:
+            sums.append(sums[-1] + length)
+        return cls(torch.tensor(sums, dtype=torch.int32, device=device), tuple(lens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of all requests."""
+        return sum(self.lens_cpu)
+
+    @property
+    def width(self) -> int:
+        """Query rows of the longest request."""
+        return max(self.lens_cpu, default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step of `bs` requests (padded rows included), built by the class methods below.
+
+    seq_lens: [bs] int32 or int64, committed tokens of each request before the step. paging: where its tokens live.
+    out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode
+    [bs * topk * num_steps] in (batch, topk, step) order. num_real: [1] int32, leading rows that are real requests, the
+    rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
+    tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
+    max_committed: host bound on seq_lens of an eager step (None: the capacity).
+    """
+
+    kind: StepKind
+    query: UniformQuery | PackedQuery
+    seq_lens: Tensor
+    paging: Paging
+    out_cache_loc: Tensor
+    num_real: Tensor
+    num_steps: int = 1
+    tree_mask: Tensor | None = None
+    max_committed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1 or self.query.width < (0 if self.bs == 0 else 1):
+            raise InvalidStepError(f"num_steps and width must be at least 1, got {self.num_steps} and {self.width}")
+        if self.seq_lens.dtype not in (torch.int32, torch.int64) or self.seq_lens.ndim != 1:
+            raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(self.seq_lens)}")
+        if self.paging.bs != self.bs:
+            raise InvalidStepError(f"seq_lens holds {self.bs} requests but the paging {self.paging.bs}")
+        if isinstance(self.query, PackedQuery) and len(self.query.lens_cpu) != self.bs:
+            raise InvalidStepError(f"the packed query holds {len(self.query.lens_cpu)} requests, seq_lens {self.bs}")
+        if isinstance(self.query, PackedQuery) and min(self.query.lens_cpu, default=1) < 1:
+            raise InvalidStepError(f"every request needs at least one query row, got lengths {self.query.lens_cpu}")
+        if self.out_cache_loc.shape != (self.num_writes,):
+            raise InvalidStepError(
+                f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
+                f"{_describe(self.out_cache_loc)}"
+            )
+        if self.out_cache_loc.dtype not in (torch.int32, torch.int64):
+            raise InvalidStepError(f"out_cache_loc must be int32 or int64, got {self.out_cache_loc.dtype}")
+        expected_mask = (self.bs, self.width, self.width)
+        if self.tree_mask is not None and (
+            self.tree_mask.shape != expected_mask or self.tree_mask.dtype is not torch.bool
+        ):
+            raise InvalidStepError(f"tree_mask must be {expected_mask} bool, got {_describe(self.tree_mask)}")
+
+    @property
+    def bs(self) -> int:
+        """Requests, padded rows included."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Query rows of a request; of the longest one if packed."""
+        return self.query.width
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of one forward."""
+        return self.query.num_tokens if isinstance(self.query, PackedQuery) else self.bs * self.width
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards that this step plans."""
+        return self.num_steps - 1 if self.kind is StepKind.DRAFT_DECODE else 1
+
+    @property
+    def num_writes(self) -> int:
+        """Slots in out_cache_loc."""
+        return self.num_tokens * self.num_steps
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether rows see a tree of drafted tokens beside the committed prefix."""
+        return self.tree_mask is not None or (self.kind is StepKind.DRAFT_DECODE and self.width > 1)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step's tensors live."""
+        return self.seq_lens.device
+
+    def extent(self, capacity: Capacity) -> Extent:
+        """Sizes of the buffers of an eager plan of this step."""
+        committed = capacity.max_context if self.max_committed is None else self.max_committed
+        room = max(self.num_writes // max(self.bs, 1), self.width, capacity.draft_room)
+        return Extent(
+            bs=self.bs,
+            width=self.width,
+            num_tokens=self.num_tokens,
+            num_forwards=self.num_forwards,
+            num_writes=self.num_writes,
+            page_size=capacity.page_size,
+            max_pages=min(capacity.max_pages, ceil_div(committed + room, capacity.page_size)),
+        )
+
+    def bucket(self, bs: int | None = None) -> Bucket:
+        """The bucket that this step fills, at batch size `bs` (default: its own). Packed steps have none."""
+        assert isinstance(self.query, UniformQuery), "a packed step fits no bucket"
+        return Bucket(self.kind, self.bs if bs is None else bs, self.width, self.num_steps, self.is_tree)
+
+    @classmethod
+    def prefill(
+        cls, query: PackedQuery, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **bounds: int
+    ) -> Self:
+        """Prompt tokens after `seq_lens` cached ones (0, or the earlier chunks); causal."""
+        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, **bounds)
+
+    @classmethod
+    def decode(cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **bounds: int) -> Self:
+        """One new token a request."""
+        return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, **bounds)
+
+    @classmethod
+    def draft_decode(
+        cls,
+        topk: int,
+        num_steps: int,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        **bounds: int,
+    ) -> Self:
+        """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
+        query = UniformQuery(topk)
+        return cls._build(
+            StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, num_steps=num_steps, **bounds
+        )
+
+    @classmethod
+    def target_verify(
+        cls,
+        num_draft_tokens: int,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+        **bounds: int,
+    ) -> Self:
+        """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
+        query = UniformQuery(num_draft_tokens)
+        return cls._build(
+            StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, tree_mask=tree_mask, **bounds
+        )
+
+    @classmethod
+    def draft_extend(
+        cls,
+        query: UniformQuery | PackedQuery,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        **bounds: int,
+    ) -> Self:
+        """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle."""
+        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, **bounds)
+
+    @classmethod
+    def idle(cls, paging: Paging) -> Self:
+        """No request at all: what a rank without work calls. `paging` holds no rows."""
+        empty = torch.empty(0, dtype=torch.int32, device=paging.static_input().device)
+        return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty)
+
+    @classmethod
+    def _build(
+        cls,
+        kind: StepKind,
+        query: UniformQuery | PackedQuery,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None,
+        *,
+        num_steps: int = 1,
+        tree_mask: Tensor | None = None,
+        max_committed: int | None = None,
+    ) -> Self:
+        if out_cache_loc is None:
+            out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
+        num_real = torch.full((1,), seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
+        return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed)
+
+
+def next_slots(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
+    """The slots right after the committed tokens, in out_cache_loc order.
+
+    Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
+    """
+    if isinstance(query, PackedQuery):
+        offsets = torch.cat([torch.arange(n, device=seq_lens.device) for n in query.lens_cpu])
+        lens = torch.tensor(query.lens_cpu, device=seq_lens.device)
+        request = torch.repeat_interleave(torch.arange(len(query.lens_cpu), device=seq_lens.device), lens)
+        per_row = repeat_requests(paging, request)
+        return per_row.slots((seq_lens.long()[request] + offsets).unsqueeze(1)).squeeze(1)
+    offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
+    return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
+
+
+def repeat_requests(paging: Paging, request: Tensor) -> Paging:
+    """The paging of a batch whose row i is request `request[i]` of this one. request: [n] int64."""
+    return paging.on_static(paging.static_input().index_select(0, request))
+
+
+def token_positions(step: Step, forward: int = 0) -> Tensor:
+    """[num_tokens] int64 RoPE positions of a chain or packed step's rows: committed length + depth.
+
+    For draft decode, forward i stands at depth i for every branch. A tree verify adds the tree's own depths instead.
+    """
+    start = step.seq_lens.long()
+    if isinstance(step.query, PackedQuery):
+        lens = torch.tensor(step.query.lens_cpu, device=step.device)
+        first = torch.repeat_interleave(step.query.cu_seqlens[:-1].long(), lens)
+        return torch.repeat_interleave(start, lens) + torch.arange(step.num_tokens, device=step.device) - first
+    if step.kind is StepKind.DRAFT_DECODE:
+        return (start + forward).unsqueeze(1).expand(-1, step.width).reshape(-1)
+    return (start.unsqueeze(1) + torch.arange(step.width, device=step.device)).reshape(-1)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype}"

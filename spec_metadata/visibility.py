@@ -1,0 +1,122 @@
+"""What a row sees and where it writes: the one definition of each (rule R4), for the worker, plans and backends.
+
+Attention of a step is a dense part, a prefix of the request's tokens, and for trees a tree part: drafted tokens read by
+slot under an ancestor mask. The two are joined by their log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_metadata.capacity import StepKind
+from spec_metadata.errors import InvalidStepError
+from spec_metadata.layout import PackedQuery, Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DensePart:
+    """The tokens that a forward reads in position order.
+
+    kv_lens: [bs] int32, keys that the last row of a request sees. causal: row j of w sees kv_lens - (w - 1 - j) keys
+    (bottom-right aligned); otherwise every row sees all.
+    """
+
+    kv_lens: Tensor
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreePart:
+    """The drafted tokens that a forward reads by slot.
+
+    slots: [bs, num_keys] int64. mask: [bs, width, num_keys] bool, row sees key.
+    """
+
+    slots: Tensor
+    mask: Tensor
+
+
+def dense_part(step: Step, forward: int = 0) -> DensePart:
+    """The dense part of forward `forward` of a step.
+
+    A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a tree every
+    row sees all committed tokens and no more. A padded row reads as many keys of the reserved page as it has query
+    rows, whatever the forward: it is never advanced.
+    """
+    committed = step.seq_lens.int()
+    if isinstance(step.query, PackedQuery):
+        return DensePart(committed + step.query.cu_seqlens.diff(), causal=True)
+    if step.is_tree:
+        kv_lens, causal = committed, False
+    elif step.kind is StepKind.DRAFT_DECODE:
+        kv_lens, causal = committed + (forward + 1), True
+    else:
+        kv_lens, causal = committed + step.width, True
+    padding = torch.full_like(kv_lens, step.width)
+    return DensePart(torch.where(real_rows(step), kv_lens, padding), causal)
+
+
+def real_rows(step: Step) -> Tensor:
+    """[bs] bool: the rows that are real requests, known on the device only."""
+    return torch.arange(step.bs, device=step.device) < step.num_real
+
+
+def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> TreePart | None:
+    """The tree part of a forward; None if the step is no tree.
+
+    ancestors: for a draft of topk > 1, [bs, topk, forward + 1] int64: the branch on which the path of branch k stood at
+    each depth so far, the last entry being k itself.
+    """
+    if not step.is_tree:
+        return None
+    if step.kind is StepKind.TARGET_VERIFY:
+        assert step.tree_mask is not None
+        return TreePart(step.out_cache_loc.long().reshape(step.bs, step.width), step.tree_mask)
+    expected = (step.bs, step.width, forward + 1)
+    if ancestors is None or ancestors.shape != expected:
+        given = "none" if ancestors is None else list(ancestors.shape)
+        raise InvalidStepError(
+            f"draft forward {forward} of topk={step.width} needs ancestors {list(expected)} (the branch of each row's "
+            f"path at each depth), got {given}"
+        )
+    branches = torch.arange(step.width, device=step.device)
+    on_path = ancestors.unsqueeze(2) == branches.view(1, 1, -1, 1)
+    mask = torch.zeros((*on_path.shape[:3], step.num_steps), dtype=torch.bool, device=step.device)
+    mask[..., : forward + 1] = on_path
+    slots = step.out_cache_loc.long().reshape(step.bs, -1)
+    return TreePart(slots, mask.reshape(step.bs, step.width, -1))
+
+
+def write_slots(step: Step, forward: int = 0) -> Tensor:
+    """[num_tokens] int64, dense: where the rows of a forward write.
+
+    The flat out_cache_loc of a draft is (batch, topk, step); taking one step of it is a strided view, which kernels
+    that read slots with stride one would misread, so it is copied here once.
+    """
+    if step.kind is not StepKind.DRAFT_DECODE:
+        return step.out_cache_loc.long().contiguous()
+    per_step = step.out_cache_loc.long().reshape(step.bs, step.width, step.num_steps)
+    return per_step[:, :, forward].reshape(-1).contiguous()
+
+
+def query_starts(step: Step) -> Tensor:
+    """[bs + 1] int32: first query row of each request, and the end."""
+    if isinstance(step.query, PackedQuery):
+        return step.query.cu_seqlens
+    return torch.arange(step.bs + 1, dtype=torch.int32, device=step.device) * step.width
+
+
+def num_visible_pages(step: Step, dense: DensePart) -> Tensor:
+    """[bs] int32: pages that hold the visible keys of each request."""
+    page_size = step.paging.geometry.page_size
+    return torch.div(dense.kv_lens + (page_size - 1), page_size, rounding_mode="floor").int()
+
+
+def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
+    """[bs, max_pages] int64: the pages of each request's visible keys, then the reserved page to the end of the row."""
+    pages = step.paging.pages(max_pages)
+    live = torch.arange(max_pages, device=step.device) < num_visible_pages(step, dense).unsqueeze(1)
+    return torch.where(live, pages, step.paging.geometry.reserved_page)
