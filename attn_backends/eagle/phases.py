@@ -1,0 +1,177 @@
+"""The phases of an EAGLE cycle as regions of device work: draft, verify and accept, draft extend; and plain decode.
+
+No region reads the device from the host, so each can be captured whole. H is the target's hidden size, N num_draft_tokens,
+A max_accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
+from attn_backends.cache import PagedCache
+from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.decoder import DraftModel, TargetModel
+from attn_backends.runner import PerRequest, Phase
+from spec_metadata import Capacity, DraftBeams, DraftTree, StepKind, accept_greedy, compaction_moves, token_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftState:
+    """What a draft loop starts from. root: [bs] int64, the last sampled token. tokens: [bs, topk] int64 and log_probs
+    [bs, topk]: the draft's best at depth 1. hidden: [bs, H], the draft's state at its last committed row.
+    """
+
+    root: PerRequest
+    tokens: PerRequest
+    log_probs: PerRequest
+    hidden: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeFields:
+    """A `DraftTree`, field by field."""
+
+    tokens: PerRequest
+    parents: PerRequest
+    depths: PerRequest
+    mask: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accepted:
+    """An `Acceptance` with the target's hidden states on its path. num_accepted: [bs] int32. tokens: [bs, A] int64.
+    hidden: [bs, A, H]; rows past num_accepted are garbage.
+    """
+
+    num_accepted: PerRequest
+    tokens: PerRequest
+    hidden: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextTokens:
+    """tokens: [bs] int64."""
+
+    tokens: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """A model with its caches and the backend of one phase."""
+
+    model: TargetModel | DraftModel
+    caches: Sequence[PagedCache]
+    backend: AttentionBackend
+
+    def attention(self, meta: ForwardMetadata) -> ForwardAttention:
+        """The attention of one forward."""
+        return ForwardAttention(self.backend, self.caches, meta, self.model.layers)
+
+
+def draft_phase(draft: Model, capacity: Capacity) -> Phase[DraftState, TreeFields]:
+    """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes."""
+    topk, hidden_size = capacity.topk, draft.model.hidden_size
+
+    def region(meta: Metadata, state: DraftState) -> TreeFields:
+        beams = DraftBeams.start(state.tokens, state.log_probs)
+        hidden = state.hidden.unsqueeze(1).expand(-1, topk, -1)
+        for i in range(capacity.num_steps - 1):
+            of_parent = beams.parent_branches.unsqueeze(2).expand(-1, -1, hidden_size)
+            rows = hidden.gather(1, of_parent).reshape(-1, hidden_size)
+            attention = draft.attention(meta.at(i, beams.ancestors))
+            out = draft.model.forward(beams.tokens.reshape(-1), rows, token_positions(meta.step, i), attention)
+            log_probs, tokens = _best(draft.model.logits(out), topk)
+            beams = beams.advance(tokens.view(-1, topk, topk), log_probs.view(-1, topk, topk))
+            hidden = out.view(-1, topk, hidden_size)
+        tree = beams.tree(state.root, capacity.num_draft_tokens)
+        return TreeFields(tree.tokens, tree.parents, tree.depths, tree.mask)
+
+    def safe_inputs(bs: int) -> DraftState:
+        ids = torch.zeros(bs, topk, dtype=torch.int64, device=draft.model.device)
+        return DraftState(
+            root=ids[:, 0].clone(),
+            tokens=ids,
+            log_probs=torch.zeros(bs, topk, device=draft.model.device),
+            hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
+        )
+
+    return Phase("draft", region, safe_inputs, TreeFields, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
+
+
+def verify_phase(target: Model, capacity: Capacity) -> Phase[TreeFields, Accepted]:
+    """One target forward over the tree, greedy acceptance, and the accepted KV moved behind the committed."""
+    num_nodes, max_accepted = capacity.num_draft_tokens, capacity.max_accepted
+
+    def region(meta: Metadata, fields: TreeFields) -> Accepted:
+        tree = DraftTree(fields.tokens, fields.parents, fields.depths, fields.mask)
+        positions = (meta.step.seq_lens.long().unsqueeze(1) + tree.depths).reshape(-1)
+        hidden = target.model.forward(tree.tokens.reshape(-1), positions, target.attention(meta.at()))
+        chosen = target.model.logits(hidden).argmax(dim=-1).view(-1, num_nodes)
+        acceptance = accept_greedy(tree, chosen, max_accepted)
+        if meta.step.is_tree:
+            sources, destinations = compaction_moves(acceptance, meta.step.out_cache_loc)
+            for cache in target.caches:
+                cache.move(sources, destinations)
+        on_path = acceptance.path.unsqueeze(2).expand(-1, -1, hidden.shape[-1])
+        accepted_hidden = hidden.view(-1, num_nodes, hidden.shape[-1]).gather(1, on_path)
+        return Accepted(acceptance.num_accepted, acceptance.tokens, accepted_hidden)
+
+    def safe_inputs(bs: int) -> TreeFields:
+        ids = torch.zeros(bs, num_nodes, dtype=torch.int64, device=target.model.device)
+        mask = torch.zeros(bs, num_nodes, num_nodes, dtype=torch.bool, device=target.model.device)
+        return TreeFields(tokens=ids, parents=ids.clone(), depths=ids.clone(), mask=mask)
+
+    return Phase("verify", region, safe_inputs, Accepted, lambda bs: capacity.bucket(StepKind.TARGET_VERIFY, bs))
+
+
+def extend_phase(draft: Model, capacity: Capacity) -> Phase[Accepted, DraftState]:
+    """The draft catches up over the accepted path, and scores depth 1 at its last row."""
+    max_accepted, hidden_size = capacity.max_accepted, draft.model.hidden_size
+
+    def region(meta: Metadata, accepted: Accepted) -> DraftState:
+        rows = accepted.hidden.reshape(-1, hidden_size)
+        attention = draft.attention(meta.at())
+        out = draft.model.forward(accepted.tokens.reshape(-1), rows, token_positions(meta.step), attention)
+        last = (accepted.num_accepted.long() - 1).clamp_min(0).view(-1, 1, 1).expand(-1, -1, hidden_size)
+        hidden = out.view(-1, max_accepted, hidden_size).gather(1, last).squeeze(1)
+        log_probs, tokens = _best(draft.model.logits(hidden), capacity.topk)
+        return DraftState(root=accepted.tokens[:, -1], tokens=tokens, log_probs=log_probs, hidden=hidden)
+
+    def safe_inputs(bs: int) -> Accepted:
+        device = draft.model.device
+        return Accepted(
+            num_accepted=torch.zeros(bs, dtype=torch.int32, device=device),
+            tokens=torch.zeros(bs, max_accepted, dtype=torch.int64, device=device),
+            hidden=torch.zeros(bs, max_accepted, hidden_size, dtype=draft.model.dtype, device=device),
+        )
+
+    return Phase("draft_extend", region, safe_inputs, DraftState, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
+
+
+def decode_phase(target: Model, capacity: Capacity) -> Phase[NextTokens, NextTokens]:
+    """One target forward of width 1 and its greedy choice: plain decoding."""
+
+    def region(meta: Metadata, given: NextTokens) -> NextTokens:
+        hidden = target.model.forward(given.tokens, token_positions(meta.step), target.attention(meta.at()))
+        return NextTokens(target.model.logits(hidden).argmax(dim=-1))
+
+    def safe_inputs(bs: int) -> NextTokens:
+        return NextTokens(torch.zeros(bs, dtype=torch.int64, device=target.model.device))
+
+    return Phase("decode", region, safe_inputs, NextTokens, lambda bs: capacity.bucket(StepKind.DECODE, bs))
+
+
+def first_drafts(logits: Tensor, root: Tensor, hidden: Tensor, topk: int) -> DraftState:
+    """The state after a draft prefill. logits: [bs, vocab] and hidden: [bs, H] of each prompt's last row."""
+    log_probs, tokens = _best(logits, topk)
+    return DraftState(root=root, tokens=tokens, log_probs=log_probs, hidden=hidden)
+
+
+def _best(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids [rows, topk] of the best tokens. logits: [rows, vocab]."""
+    return logits.float().log_softmax(dim=-1).topk(topk, dim=-1)
