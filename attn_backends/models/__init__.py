@@ -1,0 +1,21 @@
+"""Models that attend through a backend: transformers' modules, loaded from local folders.
+
+Importing this package needs torch only; loading a model imports transformers.
+"""
+
+from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.decoder import DraftModel, TargetModel
+from attn_backends.models.loading import EMBEDDED, load_draft, load_target, load_tokenizer
+from attn_backends.models.tokenizer import ByteTokenizer, Tokenizer
+
+__all__ = [
+    "EMBEDDED",
+    "ByteTokenizer",
+    "DraftModel",
+    "ForwardAttention",
+    "TargetModel",
+    "Tokenizer",
+    "load_draft",
+    "load_target",
+    "load_tokenizer",
+]

@@ -1,0 +1,120 @@
+"""A target and a draft as a worker sees them: tokens in, hidden states out, attention passed in.
+
+transformers' modules hold the weights and compute everything but attention. The decoder layers are run one by one, not
+through transformers' own forward, which builds masks and may read the device: this forward has fixed shapes and reads
+nothing, so it can be recorded into a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
+from attn_backends.layer import AttentionLayer
+from attn_backends.models.attention import ForwardAttention
+from spec_metadata import CacheGeometry
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from attn_backends.models.draft import EagleDraft
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture that can be served.
+
+    architecture, draft_architecture: as config.json names them. cache_format: what its attention layers store.
+    attach: make transformers' decoder layers of a configuration attend through a `ForwardAttention` passed as
+    `attention=`; returns their attention layers.
+    """
+
+    architecture: str
+    draft_architecture: str
+    cache_format: CacheFormat
+    attach: Callable[[Iterable[Any], Any], tuple[AttentionLayer, ...]]
+
+
+class PagedModel:
+    """What a target and a draft share: attention layers over a paged cache, an embedding and an output head."""
+
+    def __init__(
+        self, family: Family, config: Any, blocks: Iterable[Any], embedding: nn.Module, head: nn.Linear
+    ) -> None:
+        self.family = family
+        self.layers: tuple[AttentionLayer, ...] = family.attach(blocks, config)
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = config.max_position_embeddings
+        self.embedding = embedding
+        self.head = head
+
+    @property
+    def cache_format(self) -> CacheFormat:
+        """What the attention layers store."""
+        return self.family.cache_format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and caches."""
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.head.weight.device
+
+    def allocate_caches(self, geometry: CacheGeometry) -> list[PagedCache]:
+        """A zeroed cache for each attention layer, in the model's dtype."""
+        return [self._allocate_cache(layer, geometry) for layer in self.layers]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
+        return self.head(hidden)
+
+    def _allocate_cache(self, layer: AttentionLayer, geometry: CacheGeometry) -> PagedCache:
+        if self.cache_format is CacheFormat.KV:
+            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, self.dtype, self.device)
+        rank = layer.v_head_dim
+        return allocate_latent(geometry, rank, layer.head_dim - rank, self.dtype, self.device)
+
+
+class TargetModel(PagedModel):
+    """A causal language model of a family. Takes over `model`, a transformers model whose attention it replaces."""
+
+    def __init__(self, family: Family, model: PreTrainedModel) -> None:
+        model.eval().requires_grad_(False)
+        super().__init__(family, model.config, model.model.layers, model.model.embed_tokens, model.lm_head)
+        self._decoder = model.model
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
+        """Hidden states [T, hidden_size] after the final norm. tokens, positions: [T] int64."""
+        rows = self._decoder.embed_tokens(tokens.unsqueeze(0))
+        rotation = self._decoder.rotary_emb(rows, positions.unsqueeze(0))
+        for block in self._decoder.layers:
+            rows = block(rows, position_embeddings=rotation, attention=attention)
+        return self._decoder.norm(rows).squeeze(0)
+
+
+class DraftModel(PagedModel):
+    """The EAGLE draft of a target, with the target's embedding and output head. Takes over `draft`."""
+
+    def __init__(self, draft: EagleDraft, target: TargetModel) -> None:
+        draft.eval().requires_grad_(False)
+        super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
+        self._draft = draft
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
+        """Hidden states [T, hidden_size], both what `logits` reads and the `hidden` of the next drafted rows.
+
+        tokens: [T] int64, the token after each row's position. hidden: [T, hidden_size], the target's at the row's
+        position, or the parent row's own output. positions: [T] int64.
+        """
+        embeds = self.embedding(tokens.unsqueeze(0))
+        rows = self._draft(embeds, hidden.unsqueeze(0), positions.unsqueeze(0), attention=attention)
+        return rows.squeeze(0)

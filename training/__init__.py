@@ -1,0 +1,1 @@
+"""Training and evaluation of the byte-level checkpoints in ``attn_backends/models/checkpoints``."""
