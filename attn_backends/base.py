@@ -1,7 +1,7 @@
 """The contract of an attention backend, and the metadata interface that follows from it.
 
-A backend declares its buffers and turns a step into metadata in one function, `plan` (rule R1). Eager, capture and replay
-all run it and differ only in the destination:
+A backend declares its buffers and turns a step into metadata in one function, `plan` (rule R1). Eager, capture and
+replay all run it and differ only in the destination:
 
     meta = backend.init_forward_metadata(step)      # eager: fresh buffers
     meta = backend.capture(bucket, paging)          # static buffers with safe contents
@@ -110,9 +110,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     A subclass gives `name`, `formats`, `kernels` (best first), `buffers` and `plan`.
 
-    capacity: the largest step. geometry: of the cache. kernel: a kernel's name, or "auto" for the first that runs on the
-    device. checking: guard words around every buffer, ranges and step values checked on the device; reads it back, so
-    it is for tests and debugging.
+    capacity: the largest step. geometry: of the cache. kernel: a kernel's name, or "auto" for the first that runs on
+    the device. checking: guard words around every buffer, ranges and step values checked on the device; reads it back,
+    so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -208,9 +208,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Plan captured metadata again from its static inputs."""
         self._plan_all(meta.step, meta.buffers)
 
-    def store(
-        self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
-    ) -> None:
+    def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
         self._check_layer(cache, meta, layer, cache.dtype)
         cache.store(inputs, meta.write_slots)

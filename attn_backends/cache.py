@@ -38,6 +38,9 @@ class Latents:
     latent: Tensor
 
 
+CacheInputs = KeyValues | Latents
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
     """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise."""
@@ -51,8 +54,10 @@ class PagedKV:
         """Type of an entry."""
         return self.k.dtype
 
-    def store(self, inputs: KeyValues, slots: Tensor) -> None:
+    def store(self, inputs: CacheInputs, slots: Tensor) -> None:
         """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+        if not isinstance(inputs, KeyValues):
+            raise UnsupportedStepError("cache of keys and values", [f"it can't store {type(inputs).__name__}"])
         pages, offsets = _split(slots, self.k.shape[1])
         self.k[pages, offsets] = inputs.k.to(self.k.dtype)
         self.v[pages, offsets] = inputs.v.to(self.v.dtype)
@@ -81,8 +86,10 @@ class PagedLatent:
         """Type of an entry."""
         return self.latent.dtype
 
-    def store(self, inputs: Latents, slots: Tensor) -> None:
+    def store(self, inputs: CacheInputs, slots: Tensor) -> None:
         """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+        if not isinstance(inputs, Latents):
+            raise UnsupportedStepError("cache of latents", [f"it can't store {type(inputs).__name__}"])
         pages, offsets = _split(slots, self.latent.shape[1])
         self.latent[pages, offsets] = inputs.latent.to(self.latent.dtype)
 
@@ -99,7 +106,6 @@ class PagedLatent:
 
 
 PagedCache = PagedKV | PagedLatent
-CacheInputs = KeyValues | Latents
 
 
 def _split(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:

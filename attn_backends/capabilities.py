@@ -26,11 +26,11 @@ class Capabilities:
     """What one (backend, kernel, step kind) supports. None in a field means no limit.
 
     page_sizes: tokens. max_width: query rows of a request. packed: query layouts of differing lengths. non_causal: can
-    show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key, value)
-    sizes. max_query_heads: local query heads. dtypes: of queries and cache. graph: can be captured at a uniform width.
-    needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
-    request does not see (it multiplies them by zero, so they must be finite). window, sinks, kv_scales: what of a
-    layer's extras it implements.
+    show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
+    value) sizes. max_query_heads: local query heads. dtypes: of queries and cache. graph: can be captured at a uniform
+    width. needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page
+    that the request does not see (it multiplies them by zero, so they must be finite). window, sinks, kv_scales: what
+    of a layer's extras it implements.
     """
 
     page_sizes: frozenset[int] | None

@@ -1,9 +1,9 @@
 """Graphs behind one interface: `CudaGraph` on a GPU, `RecordedGraph` anywhere.
 
 A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
-tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the same
-memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer, a value
-kept from capture, it gets wrong too. It does not model memory reuse inside the graph's pool, or streams.
+tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
+same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
+a value kept from capture, it gets wrong too. It does not model memory reuse inside the graph's pool, or streams.
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ class _RefuseHostReads(TorchFunctionMode):
 
 
 _aten = torch.ops.aten
-_UNINITIALISED = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+_UNINITIALISED = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
 _INDEXING = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
 
 

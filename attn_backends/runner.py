@@ -19,8 +19,8 @@ from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph
 from spec_metadata import Bucket, Paging, Step
 
-I = TypeVar("I")
-O = TypeVar("O")
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
 
 
 class FieldClass(StrEnum):
@@ -37,7 +37,7 @@ PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase(Generic[I, O]):
+class Phase(Generic[Inputs, Outputs]):
     """A region that a runner runs.
 
     region: (metadata, inputs) -> outputs, device work without host reads. safe_inputs: batch size -> inputs of padded
@@ -45,17 +45,17 @@ class Phase(Generic[I, O]):
     """
 
     name: str
-    region: Callable[[Metadata, I], O]
-    safe_inputs: Callable[[int], I]
-    output: type[O]
+    region: Callable[[Metadata, Inputs], Outputs]
+    safe_inputs: Callable[[int], Inputs]
+    output: type[Outputs]
     bucket: Callable[[int], Bucket]
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult(Generic[O]):
+class StepResult(Generic[Outputs]):
     """What a step produced, in memory of its own, and how. bucket: of the graph that ran, None if it ran eagerly."""
 
-    value: O
+    value: Outputs
     bucket: Bucket | None
 
     @property
@@ -65,23 +65,23 @@ class StepResult(Generic[O]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured(Generic[I, O]):
+class _Captured(Generic[Inputs, Outputs]):
     graph: Graph
     meta: Metadata
-    inputs: I
-    outputs: O
+    inputs: Inputs
+    outputs: Outputs
 
 
-class PhaseRunner(Generic[I, O]):
+class PhaseRunner(Generic[Inputs, Outputs]):
     """Runs one phase on one backend.
 
-    buckets: batch sizes to capture, none for a runner that is always eager. make_graph: how. paging: the engine's table.
-    A batch larger than the largest bucket runs eagerly.
+    buckets: batch sizes to capture, none for a runner that is always eager. make_graph: how. paging: the engine's
+    table. A batch larger than the largest bucket runs eagerly.
     """
 
     def __init__(
         self,
-        phase: Phase[I, O],
+        phase: Phase[Inputs, Outputs],
         backend: AttentionBackend,
         paging: Paging,
         buckets: Sequence[int] = (),
@@ -89,7 +89,7 @@ class PhaseRunner(Generic[I, O]):
     ) -> None:
         self.phase, self.backend = phase, backend
         self._output_classes = classify(phase.output)
-        self._captured: dict[int, _Captured[I, O]] = {}
+        self._captured: dict[int, _Captured[Inputs, Outputs]] = {}
         if not buckets:
             return
         if make_graph is None:
@@ -98,7 +98,7 @@ class PhaseRunner(Generic[I, O]):
         for bs in sorted(set(buckets), reverse=True):
             self._captured[bs] = self._capture(bs, largest, paging, make_graph())
 
-    def run(self, step: Step, inputs: I) -> StepResult[O]:
+    def run(self, step: Step, inputs: Inputs) -> StepResult[Outputs]:
         """Run a step; the smallest bucket that holds it, or eagerly."""
         fitting = [bs for bs in self._captured if bs >= step.bs]
         if not fitting:
@@ -110,14 +110,14 @@ class PhaseRunner(Generic[I, O]):
         captured.graph.replay()
         return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
 
-    def _capture(self, bs: int, largest: I, paging: Paging, graph: Graph) -> _Captured[I, O]:
+    def _capture(self, bs: int, largest: Inputs, paging: Paging, graph: Graph) -> _Captured[Inputs, Outputs]:
         bucket = self.phase.bucket(bs)
         meta = self.backend.capture(bucket, paging)
         inputs = _trim(largest, bucket.bs, bucket.bs * bucket.width)
         outputs = graph.capture(lambda: self.phase.region(meta, inputs))
         return _Captured(graph, meta, inputs, outputs)
 
-    def _own(self, outputs: O, step: Step) -> O:
+    def _own(self, outputs: Outputs, step: Step) -> Outputs:
         trimmed = _trim(outputs, step.bs, step.num_tokens)
         return _map(trimmed, lambda tensor, _: tensor.clone())
 

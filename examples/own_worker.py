@@ -3,7 +3,8 @@
     python examples/own_worker.py [BACKEND]        # flashinfer_mla (default), trtllm_mla, fa3, reference
 
 Two prompts of different lengths, trees of topk 4, greedy; every step is eager. For graphs, replace
-`backend.init_forward_metadata(step)` by `backend.capture(bucket, paging)` once and `backend.replay(meta, step)` per step.
+`backend.init_forward_metadata(step)` by one `backend.capture(bucket, paging)` and a `backend.replay(meta, step)` per
+step.
 """
 
 import sys
@@ -56,10 +57,12 @@ def prefill(prompts):
     """Target, then draft: row p of the draft takes the target's hidden state p and the token p + 1."""
     step = Step.prefill(PackedQuery.of([len(p) for p in prompts]), torch.zeros(len(prompts), dtype=torch.int32), paging)
     meta, positions = backend.init_forward_metadata(step).at(), token_positions(step)
-    hidden = target.forward(torch.tensor(sum(prompts, [])), positions, attention(target, meta))
+    hidden = target.forward(
+        torch.tensor([token for prompt in prompts for token in prompt]), positions, attention(target, meta)
+    )
     last = step.query.cu_seqlens[1:].long() - 1
     root = target.logits(hidden[last]).argmax(-1)
-    shifted = torch.tensor(sum(([*p[1:], int(t)] for p, t in zip(prompts, root, strict=True)), []))
+    shifted = torch.tensor([t for p, first in zip(prompts, root.tolist(), strict=True) for t in [*p[1:], first]])
     out = draft.forward(shifted, hidden, positions, attention(draft, meta))[last]
     return root, out
 

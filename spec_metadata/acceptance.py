@@ -16,7 +16,7 @@ class Acceptance:
 
     num_accepted: [bs] int32, at least 1: the root is always accepted. path: [bs, max_accepted] int64, the node at each
     depth; past the path, the node whose number is the depth. tokens: [bs, max_accepted] int64, what the cycle emits,
-    which is also what draft extend reads: the accepted drafts, then the target's own token (bonus), repeated to the end.
+    which draft extend reads too: the accepted drafts, then the target's own token (bonus), repeated to the end.
     """
 
     num_accepted: Tensor

@@ -32,7 +32,9 @@ def check_values(step: Step) -> None:
     """Check lengths, rows and slots of a step's real requests. Reads the device back: for checking mode."""
     num_real = int(step.num_real)
     lens = step.seq_lens[:num_real].tolist()
-    widths = step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.num_writes // max(step.bs, 1)] * num_real
+    widths = (
+        step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.num_writes // max(step.bs, 1)] * num_real
+    )
     for request, (length, width) in enumerate(zip(lens, widths, strict=False)):
         if length < 0 or length + width > step.paging.row_tokens:
             raise InvalidStepError(

@@ -88,7 +88,9 @@ class Capacity:
             StepKind.DRAFT_EXTEND: self.max_accepted,
         }
         if kind not in widths:
-            raise InvalidStepError(f"a {kind} step has no uniform width, so it has no bucket; one of {list(widths)} has")
+            raise InvalidStepError(
+                f"a {kind} step has no uniform width, so it has no bucket; one of {list(widths)} has"
+            )
         tree = self.topk > 1 and kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
         num_steps = self.num_steps if kind is StepKind.DRAFT_DECODE else 1
         return Bucket(kind, bs, widths[kind], num_steps, tree)

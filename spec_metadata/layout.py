@@ -156,15 +156,29 @@ class Step:
 
     @classmethod
     def prefill(
-        cls, query: PackedQuery, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **bounds: int
+        cls,
+        query: PackedQuery,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        *,
+        max_committed: int | None = None,
     ) -> Self:
         """Prompt tokens after `seq_lens` cached ones (0, or the earlier chunks); causal."""
-        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, **bounds)
+        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
 
     @classmethod
-    def decode(cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **bounds: int) -> Self:
+    def decode(
+        cls,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        *,
+        max_committed: int | None = None,
+    ) -> Self:
         """One new token a request."""
-        return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, **bounds)
+        query = UniformQuery(1)
+        return cls._build(StepKind.DECODE, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
 
     @classmethod
     def draft_decode(
@@ -174,12 +188,18 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        **bounds: int,
+        *,
+        max_committed: int | None = None,
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
-        query = UniformQuery(topk)
         return cls._build(
-            StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, num_steps=num_steps, **bounds
+            StepKind.DRAFT_DECODE,
+            UniformQuery(topk),
+            seq_lens,
+            paging,
+            out_cache_loc,
+            num_steps=num_steps,
+            max_committed=max_committed,
         )
 
     @classmethod
@@ -189,13 +209,19 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
+        *,
         tree_mask: Tensor | None = None,
-        **bounds: int,
+        max_committed: int | None = None,
     ) -> Self:
         """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
-        query = UniformQuery(num_draft_tokens)
         return cls._build(
-            StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, tree_mask=tree_mask, **bounds
+            StepKind.TARGET_VERIFY,
+            UniformQuery(num_draft_tokens),
+            seq_lens,
+            paging,
+            out_cache_loc,
+            tree_mask=tree_mask,
+            max_committed=max_committed,
         )
 
     @classmethod
@@ -205,10 +231,11 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        **bounds: int,
+        *,
+        max_committed: int | None = None,
     ) -> Self:
         """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle."""
-        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, **bounds)
+        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
 
     @classmethod
     def idle(cls, paging: Paging) -> Self:

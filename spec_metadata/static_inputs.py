@@ -114,14 +114,10 @@ def _fill(static: Step, step: Step | None) -> None:
         else:
             table[:bs].copy_(given)
     static.seq_lens[bs:].zero_()
-    static.out_cache_loc[num_writes:].copy_(
-        geometry.reserved_slots(static.num_writes - num_writes, static.device)
-    )
+    static.out_cache_loc[num_writes:].copy_(geometry.reserved_slots(static.num_writes - num_writes, static.device))
     is_table = isinstance(static.paging, BlockTable)
     table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
     if static.tree_mask is not None:
         if step is not None and step.tree_mask is not None:
             static.tree_mask[:bs].copy_(step.tree_mask)
         static.tree_mask[bs:] = torch.eye(static.width, dtype=torch.bool, device=static.device)
-
-

@@ -165,9 +165,7 @@ class UnrolledFlash(torch.autograd.Function):
         single, flat = saved[: ctx.extra], saved[ctx.extra :]
         grad = grad.contiguous()
         kernel = (*ctx.kernel, 0.0, True, seed, offset)
-        dq, dk0, dv0 = _flash_backward(
-            grad, q, flat[0], flat[1], out, lse, *kernel, scale=ctx.scale
-        )
+        dq, dk0, dv0 = _flash_backward(grad, q, flat[0], flat[1], out, lse, *kernel, scale=ctx.scale)
         wide = grad.float()
         delta = (wide * out.float()).sum(-1)
         dq = dq.float()

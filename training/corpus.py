@@ -60,9 +60,7 @@ def read_sources(root: Path) -> dict[str, bytes]:
 
 def is_typical(name: str, data: bytes) -> bool:
     """True for ASCII source of 12 to 48 KB outside the folders of tables and broken files."""
-    return (
-        12_000 <= len(data) <= 48_000 and data.isascii() and not TABLE_DIRS & set(name.split("/"))
-    )
+    return 12_000 <= len(data) <= 48_000 and data.isascii() and not TABLE_DIRS & set(name.split("/"))
 
 
 def choose_heldout(files: dict[str, bytes]) -> list[str]:

@@ -95,9 +95,7 @@ class Window:
         ids: ``[B, W]`` tokens.
     """
 
-    def __init__(
-        self, target: transformers.PreTrainedModel, draft: EagleDraft | None, ids: Tensor
-    ) -> None:
+    def __init__(self, target: transformers.PreTrainedModel, draft: EagleDraft | None, ids: Tensor) -> None:
         self.target, self.draft, self.ids = target, draft, ids
         self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
         record = attention.Recorder()
@@ -163,9 +161,7 @@ class Window:
         nodes: int,
     ) -> Tree:
         """Keeps the ``nodes - 1`` best candidates; ties go to the earlier one."""
-        order = (
-            torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
-        )
+        order = torch.cat(scores, 1).sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
         order = order.sort(1).values
         parent = torch.cat(parents, 1).gather(1, order)
         place = torch.zeros(len(root), 1 + sum(t.shape[1] for t in tokens), dtype=torch.long)
@@ -187,9 +183,7 @@ class Window:
         """The accepted drafts ``[B]`` of each tree under greedy verification."""
         seen = self.positions < root[:, None]
         plan = attention.Nodes(self.target_kv, seen, tree.sees)
-        hidden = models.target_hidden(
-            self.target, tree.tokens, root[:, None] + tree.depth, plan=plan
-        )
+        hidden = models.target_hidden(self.target, tree.tokens, root[:, None] + tree.depth, plan=plan)
         choice = self.target.lm_head(hidden).argmax(-1)
         at = torch.zeros_like(root)
         accepted = torch.zeros_like(root)

@@ -78,9 +78,7 @@ def new_target(name: str) -> PreTrainedModel:
 
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A stored target, frozen, on the training attention function."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation=attention.NAME, dtype=dtype
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -90,9 +88,7 @@ def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> EagleD
     return draft.requires_grad_(False).to(device)
 
 
-def target_hidden(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: attention.Plan | None = None
-) -> Tensor:
+def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: attention.Plan | None = None) -> Tensor:
     """The target's hidden states after its final norm.
 
     Args:
@@ -108,7 +104,5 @@ def target_hidden(
     rows = base.embed_tokens(ids)
     position_embeddings = base.rotary_emb(rows, positions)
     for layer in base.layers:
-        rows = layer(
-            rows, position_ids=positions, position_embeddings=position_embeddings, plan=plan
-        )
+        rows = layer(rows, position_ids=positions, position_embeddings=position_embeddings, plan=plan)
     return base.norm(rows)

@@ -57,9 +57,7 @@ class Windows:
         from_start: the share of windows that begin at a document's separator.
     """
 
-    def __init__(
-        self, stream: bytes, device: torch.device, seed: int, from_start: float = 0.1
-    ) -> None:
+    def __init__(self, stream: bytes, device: torch.device, seed: int, from_start: float = 0.1) -> None:
         self.data = torch.frombuffer(bytearray(stream), dtype=torch.uint8).to(device)
         self.documents = (self.data == 0).nonzero().flatten()
         self.generator = torch.Generator(device).manual_seed(seed)
@@ -89,9 +87,7 @@ def optimizer_for(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": decayed, "weight_decay": recipe.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=named[0][1].is_cuda
-    )
+    return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=named[0][1].is_cuda)
 
 
 def rate(progress: float, recipe: Recipe) -> float:
@@ -198,9 +194,7 @@ def train_target(
     return model, rows
 
 
-def unroll(
-    draft: EagleDraft, embeds: Tensor, hidden: Tensor, head: nn.Module, steps: int
-) -> list[Tensor]:
+def unroll(draft: EagleDraft, embeds: Tensor, hidden: Tensor, head: nn.Module, steps: int) -> list[Tensor]:
     """The draft's logits over unrolled steps.
 
     Args:
@@ -389,9 +383,7 @@ def main() -> None:
         save_target(target, folder / "target")
         run |= {"target_recipe": asdict(recipe), "rows": run["rows"] + rows}
     if "draft" in args.stages:
-        recipe = Recipe(
-            args.draft_seconds, args.draft_steps, args.draft_batch, args.length, args.draft_lr, 0.01
-        )
+        recipe = Recipe(args.draft_seconds, args.draft_steps, args.draft_batch, args.length, args.draft_lr, 0.01)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         frozen = models.load_target(folder / "target", dtype, device)
         draft, rows = train_draft(args.model, frozen, train, valid, recipe, device, fast)

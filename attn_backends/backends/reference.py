@@ -1,6 +1,6 @@
 """The reference: attention row by row over slot lists, for any cache format. Slow and plain.
 
-    out[t] = softmax(scale * q[t] @ k[slots(t)].T) @ v[slots(t)]
+out[t] = softmax(scale * q[t] @ k[slots(t)].T) @ v[slots(t)]
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The phases of an EAGLE cycle as regions of device work: draft, verify and accept, draft extend; and plain decode.
 
-No region reads the device from the host, so each can be captured whole. H is the target's hidden size, N num_draft_tokens,
-A max_accepted.
+No region reads the device from the host, so each can be captured whole. H is the target's hidden size and A
+max_accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
 from attn_backends.cache import PagedCache
 from attn_backends.models.attention import ForwardAttention
-from attn_backends.models.decoder import DraftModel, TargetModel
+from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends.runner import PerRequest, Phase
 from spec_metadata import Capacity, DraftBeams, DraftTree, StepKind, accept_greedy, compaction_moves, token_positions
+
+M = TypeVar("M", bound=PagedModel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,10 +64,10 @@ class NextTokens:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Model:
+class Model(Generic[M]):
     """A model with its caches and the backend of one phase."""
 
-    model: TargetModel | DraftModel
+    model: M
     caches: Sequence[PagedCache]
     backend: AttentionBackend
 
@@ -73,7 +76,7 @@ class Model:
         return ForwardAttention(self.backend, self.caches, meta, self.model.layers)
 
 
-def draft_phase(draft: Model, capacity: Capacity) -> Phase[DraftState, TreeFields]:
+def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftState, TreeFields]:
     """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes."""
     topk, hidden_size = capacity.topk, draft.model.hidden_size
 
@@ -103,7 +106,7 @@ def draft_phase(draft: Model, capacity: Capacity) -> Phase[DraftState, TreeField
     return Phase("draft", region, safe_inputs, TreeFields, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
 
 
-def verify_phase(target: Model, capacity: Capacity) -> Phase[TreeFields, Accepted]:
+def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[TreeFields, Accepted]:
     """One target forward over the tree, greedy acceptance, and the accepted KV moved behind the committed."""
     num_nodes, max_accepted = capacity.num_draft_tokens, capacity.max_accepted
 
@@ -129,7 +132,7 @@ def verify_phase(target: Model, capacity: Capacity) -> Phase[TreeFields, Accepte
     return Phase("verify", region, safe_inputs, Accepted, lambda bs: capacity.bucket(StepKind.TARGET_VERIFY, bs))
 
 
-def extend_phase(draft: Model, capacity: Capacity) -> Phase[Accepted, DraftState]:
+def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted, DraftState]:
     """The draft catches up over the accepted path, and scores depth 1 at its last row."""
     max_accepted, hidden_size = capacity.max_accepted, draft.model.hidden_size
 
@@ -153,7 +156,7 @@ def extend_phase(draft: Model, capacity: Capacity) -> Phase[Accepted, DraftState
     return Phase("draft_extend", region, safe_inputs, DraftState, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
 
 
-def decode_phase(target: Model, capacity: Capacity) -> Phase[NextTokens, NextTokens]:
+def decode_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[NextTokens, NextTokens]:
     """One target forward of width 1 and its greedy choice: plain decoding."""
 
     def region(meta: Metadata, given: NextTokens) -> NextTokens:

@@ -20,8 +20,8 @@ class SlotAllocator:
     """Gives pages to table rows and takes them back.
 
     Row `geometry.reserved_row` and page `geometry.reserved_page` belong to padding and are never given. Unowned entries
-    of the table point into the reserved page. seed: order in which pages are given; shuffled, so that no kernel can rely
-    on neighbouring pages.
+    of the table point into the reserved page. seed: order in which pages are given, shuffled so that no kernel can
+    rely on neighbouring pages.
     """
 
     def __init__(self, geometry: CacheGeometry, capacity: Capacity, device: torch.device, seed: int = 0) -> None:

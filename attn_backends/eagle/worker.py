@@ -1,14 +1,14 @@
 """The reference workers: plain decoding, and EAGLE's draft, verify, accept and draft extend, for many requests at once.
 
 They show how a worker drives the backends, and the library's own tests run on them; a serving engine brings its own. A
-step reads the device once, for the tokens that it emits. Target and draft keep KV in the same slots of their own caches.
+step reads the device once, for the tokens that it emits. Target and draft keep KV in the same slots, each in its cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ from attn_backends.models.decoder import DraftModel, TargetModel
 from attn_backends.runner import Phase, PhaseRunner
 from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, UniformQuery, token_positions
 
-I = TypeVar("I")
-O = TypeVar("O")
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,22 @@ class PhaseBackends:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphOptions:
-    """Which batch sizes to capture, and with what kind of graph."""
+class WorkerOptions:
+    """How a worker runs.
+
+    buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture them with. chunk: prompt tokens of
+    a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
+    pages are given out.
+    """
 
     buckets: tuple[int, ...] = ()
     make_graph: Callable[[], Graph] | None = None
+    chunk: int = 512
+    eos_token: int | None = None
+    seed: int = 0
 
 
-EAGER = GraphOptions()
+DEFAULTS = WorkerOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +107,7 @@ def last_rows(step: Step) -> Tensor:
 class TargetWorker:
     """What plain and speculative decoding share: the target, its cache, prompts, and the table of requests.
 
-    chunk: prompt tokens of a request that one prefill forward takes. eos_token: ends a request (None: none does). seed:
-    order in which pages are given out. num_graph_steps, num_eager_steps: how often each phase ran which way.
+    num_graph_steps, num_eager_steps: how often each phase ran which way.
     """
 
     def __init__(
@@ -109,24 +116,33 @@ class TargetWorker:
         backends: PhaseBackends,
         capacity: Capacity,
         geometry: CacheGeometry,
-        *,
-        chunk: int = 512,
-        eos_token: int | None = None,
-        seed: int = 0,
+        options: WorkerOptions = DEFAULTS,
     ) -> None:
-        self.target, self.backends, self.capacity = target, backends, capacity
-        self.chunk, self.eos_token, self.max_context = chunk, eos_token, capacity.max_context
+        self.target, self.backends, self.capacity, self.options = target, backends, capacity, options
+        self.max_context, self.eos_token = capacity.max_context, options.eos_token
         self.device = target.device
-        self.slots = SlotAllocator(geometry, capacity, target.device, seed)
+        self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
         self.target_caches = target.allocate_caches(geometry)
         self.num_graph_steps: dict[str, int] = {}
         self.num_eager_steps: dict[str, int] = {}
 
-    def _runner(self, phase: Phase[I, O], backend: AttentionBackend, graphs: GraphOptions) -> PhaseRunner[I, O]:
-        paging = self.slots.paging(torch.empty(0, dtype=torch.int64, device=self.device))
-        return PhaseRunner(phase, backend, paging, graphs.buckets, graphs.make_graph)
+    @torch.no_grad()
+    def target_prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, dict[int, int]]:
+        """Run a round of chunks. Returns hidden [num_tokens, H] and, by row, the first token where a prompt ended."""
+        step = self._prefill_step(chunks)
+        model = Model(self.target, self.target_caches, self.backends.prefill)
+        meta = model.backend.init_forward_metadata(step)
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
+        hidden = self.target.forward(tokens, token_positions(step), model.attention(meta.at()))
+        chosen = self.target.logits(hidden[last_rows(step)]).argmax(dim=-1).tolist()
+        first = {c.request.row: token for c, token in zip(chunks, chosen, strict=True) if c.ends_prompt}
+        return hidden, first
 
-    def _run(self, runner: PhaseRunner[I, O], step: Step, inputs: I) -> O:
+    def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
+        paging = self.slots.paging(torch.empty(0, dtype=torch.int64, device=self.device))
+        return PhaseRunner(phase, backend, paging, self.options.buckets, self.options.make_graph)
+
+    def _run(self, runner: PhaseRunner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
         result = runner.run(step, inputs)
         counts = self.num_graph_steps if result.ran_graph else self.num_eager_steps
         counts[runner.phase.name] = counts.get(runner.phase.name, 0) + 1
@@ -145,34 +161,29 @@ class TargetWorker:
         paging = self.slots.paging(self._rows([chunk.request for chunk in chunks]))
         return Step.prefill(query, starts, paging, max_committed=max(chunk.start for chunk in chunks))
 
-    @torch.no_grad()
-    def _target_prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, dict[int, int]]:
-        """Run a round of chunks. Returns hidden [num_tokens, H] and, by row, the first token where a prompt ended."""
-        step = self._prefill_step(chunks)
-        model = Model(self.target, self.target_caches, self.backends.prefill)
-        meta = model.backend.init_forward_metadata(step)
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        hidden = self.target.forward(tokens, token_positions(step), model.attention(meta.at()))
-        chosen = self.target.logits(hidden[last_rows(step)]).argmax(dim=-1).tolist()
-        first = {c.request.row: token for c, token in zip(chunks, chosen, strict=True) if c.ends_prompt}
-        return hidden, first
-
 
 class PlainWorker(TargetWorker):
     """Plain greedy decoding of the target: what speculative decoding must equal."""
 
     draft_room = 1
 
-    def __init__(self, *args: Any, graphs: GraphOptions = EAGER, **options: Any) -> None:
-        super().__init__(*args, **options)
-        phase = decode_phase(Model(self.target, self.target_caches, self.backends.decode), self.capacity)
-        self._decode = self._runner(phase, self.backends.decode, graphs)
+    def __init__(
+        self,
+        target: TargetModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        super().__init__(target, backends, capacity, geometry, options)
+        phase = decode_phase(Model(target, self.target_caches, backends.decode), capacity)
+        self._decode = self._runner(phase, backends.decode)
 
     def prefill(self, requests: Sequence[Request]) -> list[int]:
         """Commit the prompts; returns each request's first token."""
         first: dict[int, int] = {}
-        for chunks in prompt_chunks(requests, self.chunk):
-            first |= self._target_prefill(chunks)[1]
+        for chunks in prompt_chunks(requests, self.options.chunk):
+            first |= self.target_prefill(chunks)[1]
         return [first[request.row] for request in requests]
 
     @torch.no_grad()
@@ -187,27 +198,30 @@ class EagleWorker(TargetWorker):
     """EAGLE: the draft proposes a chain or tree, the target verifies it in one forward."""
 
     def __init__(
-        self, target: TargetModel, draft: DraftModel, *args: Any, graphs: GraphOptions = EAGER, **options: Any
+        self,
+        target: TargetModel,
+        draft: DraftModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
     ) -> None:
-        super().__init__(target, *args, **options)
-        capacity, backends, caches = self.capacity, self.backends, draft.allocate_caches(self.slots.geometry)
-        self.draft_room = capacity.draft_room
-        self.draft, self.draft_caches = draft, caches
-        drafting = draft_phase(Model(draft, caches, backends.draft), capacity)
+        super().__init__(target, backends, capacity, geometry, options)
+        self.draft, self.draft_room = draft, capacity.draft_room
+        self.draft_caches = draft.allocate_caches(geometry)
+        drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
         verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
-        extending = extend_phase(Model(draft, caches, backends.draft_extend), capacity)
-        # A tree of depth 1 is the scores that draft extend left: there is no forward to capture.
-        draft_graphs = graphs if capacity.num_steps > 1 else EAGER
-        self._draft = self._runner(drafting, backends.draft, draft_graphs)
-        self._verify = self._runner(verifying, backends.verify, graphs)
-        self._extend = self._runner(extending, backends.draft_extend, graphs)
+        extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
+        self._draft = self._runner(drafting, backends.draft)
+        self._verify = self._runner(verifying, backends.verify)
+        self._extend = self._runner(extending, backends.draft_extend)
         self._state = drafting.safe_inputs(capacity.max_bs + 1)
 
     def prefill(self, requests: Sequence[Request]) -> list[int]:
         """Commit the prompts to target and draft; returns each request's first token."""
         first: dict[int, int] = {}
-        for chunks in prompt_chunks(requests, self.chunk):
-            hidden, ended = self._target_prefill(chunks)
+        for chunks in prompt_chunks(requests, self.options.chunk):
+            hidden, ended = self.target_prefill(chunks)
             self._draft_prefill(chunks, hidden, ended)
             first |= ended
         return [first[request.row] for request in requests]

@@ -174,7 +174,8 @@ def tree_attention(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two disjoint sets of keys, from both parts' outputs [..., v_dim] and natural lse [...].
+    """Attention over the union of two disjoint sets of keys, from both parts' outputs [..., v_dim] and natural lse
+    [...].
 
     The result has out_a's dtype. At least one part of each row must have seen a key.
     """

@@ -48,9 +48,7 @@ class EagleDraft(nn.Module):
     def __init__(self, config: PreTrainedConfig, attn_implementation: str | None = None) -> None:
         super().__init__()
         if config.model_type not in _FAMILIES:
-            raise ValueError(
-                f"no EAGLE draft for model_type {config.model_type!r}; known: {sorted(_FAMILIES)}"
-            )
+            raise ValueError(f"no EAGLE draft for model_type {config.model_type!r}; known: {sorted(_FAMILIES)}")
         if attn_implementation is not None or config._attn_implementation is None:
             config._attn_implementation = attn_implementation or "sdpa"
         layer, norm, rotary = _FAMILIES[config.model_type]
@@ -124,7 +122,5 @@ class EagleDraft(nn.Module):
         fields["architectures"] = [ARCHITECTURES[self.config.model_type]]
         fields["dtype"] = str(dtype).removeprefix("torch.")
         (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-        weights = {
-            k: v.detach().to("cpu", dtype).contiguous() for k, v in self.state_dict().items()
-        }
+        weights = {k: v.detach().to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

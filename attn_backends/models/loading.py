@@ -138,7 +138,9 @@ def _require_transformers() -> None:
         import safetensors  # noqa: F401
         import transformers  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"loading a model needs transformers and safetensors: {error}") from error
+        raise CheckpointError(
+            f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
+        ) from error
 
 
 def _read_config(path: Path, field: str) -> tuple[Family, PreTrainedConfig]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, NUM_FORWARDS, BufferSpec, Buffers, Dim
+from spec_metadata.buffers import BS, NUM_FORWARDS, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, UniformQuery

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, BufferSpec, Buffers
+from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, Buffers, BufferSpec
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, num_visible_pages, query_starts, visible_pages
 

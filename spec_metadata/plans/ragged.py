@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, BufferSpec, Buffers
+from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, Buffers, BufferSpec
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, query_starts, visible_pages
 

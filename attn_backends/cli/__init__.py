@@ -1,0 +1,70 @@
+"""The command line `attn-backends`: what there is, and speculative decoding through it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from attn_backends.errors import AttnBackendsError
+from spec_metadata import InvalidStepError
+
+FAILED, MISUSED = 1, 2  # exit codes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
+    args = _parser().parse_args(arguments)
+    try:
+        return _run(args)
+    except (AttnBackendsError, InvalidStepError) as error:
+        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        return MISUSED
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Imports the command only, so that `list` and `info` need no model library."""
+    if args.command in ("list", "info"):
+        from attn_backends.cli import describe
+
+        names = [args.name] if args.command == "info" else None
+        return describe.show(names, as_json=args.json)
+    if args.command == "generate":
+        from attn_backends.cli import generate
+
+        return generate.run(args)
+    from attn_backends.cli import demo
+
+    return demo.run(args)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="attn-backends", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    listing = commands.add_parser("list", help="backends, their kernels, and what runs here")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+    info = commands.add_parser("info", help="one backend: kernels, capabilities, declared buffers")
+    info.add_argument("name", help="a backend's name, or module:Class")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    generate = commands.add_parser("generate", help="continue prompts by EAGLE")
+    generate.add_argument("--config", default="chain", help="a file, or a preset's name (default: %(default)s)")
+    generate.add_argument("--backend", help="run every phase on this backend instead of the file's")
+    generate.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
+    generate.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
+    generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
+    demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every dense backend")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    for command in (generate, demo):
+        command.add_argument("--kernel", help="a kernel's name, or auto")
+        command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="weights and cache")
+        command.add_argument("--device", help="such as cpu or cuda")
+    return parser
+
+
+def runtime_options(args: argparse.Namespace) -> dict[str, object]:
+    """The keys of [runtime] that the command line gives."""
+    given = {"kernel": args.kernel, "dtype": args.dtype, "device": args.device}
+    return {key: value for key, value in given.items() if value is not None}

@@ -1,0 +1,7 @@
+"""`python -m attn_backends.cli`."""
+
+import sys
+
+from attn_backends.cli import main
+
+sys.exit(main())

@@ -1,0 +1,307 @@
+"""Configurations: TOML files of `configs/`, validated, and what a run makes of them.
+
+`configs/backends/NAME.toml` says how a backend runs by default; `configs/eagle/PRESET.toml`, or a file of the same
+form, describes a run. Both ship with the package.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from attn_backends.errors import BackendUnavailableError, ConfigError
+from attn_backends.providers import missing_kernel_reasons
+from attn_backends.registry import get_backend
+from spec_metadata import Capacity
+
+PHASES = ("prefill", "decode", "draft", "verify", "draft_extend")
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Options(BaseModel):
+    """A table of a file: unknown keys are refused, nothing is converted, nothing changes later."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class BackendOptions(Options):
+    """How a backend runs by default. model: the embedded model that it is shown on."""
+
+    name: str
+    page_size: Count
+    model: str
+    kernel: str = "auto"
+
+
+class PhaseNames(Options):
+    """The name of each phase's backend."""
+
+    prefill: str
+    decode: str
+    draft: str
+    verify: str
+    draft_extend: str
+
+    def of(self, phase: str) -> str:
+        """The backend of a phase."""
+        return str(getattr(self, phase))
+
+    @property
+    def distinct(self) -> tuple[str, ...]:
+        """The backends, each once, in the order of the phases."""
+        return tuple(dict.fromkeys(map(self.of, PHASES)))
+
+
+class EagleOptions(Options):
+    """The shape of drafting. num_draft_tokens counts the root, which is the last sampled token."""
+
+    topk: Count
+    num_steps: Count
+    num_draft_tokens: Count
+
+    @field_validator("num_draft_tokens")
+    @classmethod
+    def _fits_the_tree(cls, value: int, info: ValidationInfo) -> int:
+        if {"topk", "num_steps"} <= info.data.keys():
+            Capacity(max_bs=1, max_context=1, page_size=1, num_draft_tokens=value, **info.data)
+        return value
+
+
+class ModelOptions(Options):
+    """Names of embedded models, or folders."""
+
+    target: str
+    draft: str
+
+
+class RuntimeOptions(Options):
+    """How a run is carried out.
+
+    path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
+    capture; larger batches run eagerly. max_context: tokens of a request, prompt and output together. prefill_chunk:
+    prompt tokens of a request in one forward. seed: of the order in which pages are given out. kernel, page_size: None
+    for those of the backend's file.
+    """
+
+    path: Literal["graph", "eager"] = "graph"
+    max_bs: Count = 8
+    buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = (1, 2, 4, 8)
+    max_context: Count = 1024
+    max_new_tokens: Count = 64
+    prefill_chunk: Count = 256
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    kernel: str | None = None
+    page_size: Count | None = None
+
+    @field_validator("buckets")
+    @classmethod
+    def _hold_no_more_than_a_step(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        max_bs = info.data.get("max_bs")
+        if max_bs is not None and max(value) > max_bs:
+            raise ValueError(f"a bucket of {max(value)} requests is larger than max_bs = {max_bs}")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        try:
+            torch.device(value)
+        except RuntimeError:
+            raise ValueError(f"no device has the name {value!r}; examples are 'cpu', 'cuda' and 'cuda:1'") from None
+        return value
+
+
+class RunOptions(Options):
+    """A run's file."""
+
+    backend: PhaseNames
+    eagle: EagleOptions
+    model: ModelOptions | None = None
+    runtime: RuntimeOptions = RuntimeOptions()
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _one_for_all(cls, value: object) -> object:
+        return dict.fromkeys(PHASES, value) if isinstance(value, str) else value
+
+
+class RunConfig(Options):
+    """A run, with everything decided: what an engine is built from.
+
+    source: the file. backends: of each phase. kernels: of each backend, by name. page_size: tokens.
+    """
+
+    source: str
+    backends: PhaseNames
+    kernels: Mapping[str, str]
+    page_size: Count
+    model: ModelOptions
+    eagle: EagleOptions
+    runtime: RuntimeOptions
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of weights and cache."""
+        return DTYPES[self.runtime.dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run is."""
+        return torch.device(self.runtime.device)
+
+    @property
+    def capacity(self) -> Capacity:
+        """The largest step of the run."""
+        runtime, eagle = self.runtime, self.eagle
+        return Capacity(runtime.max_bs, runtime.max_context, self.page_size, **eagle.model_dump())
+
+
+def load_run_config(
+    config: str, *, backend: str | None = None, runtime: Mapping[str, object] | None = None
+) -> RunConfig:
+    """A run from a file, or from the name of a preset in `configs/eagle`.
+
+    backend: runs all phases instead of the file's. runtime: replaces keys of the file's [runtime].
+    """
+    path = _run_file(config)
+    raw = _read(path)
+    if backend is not None:
+        raw["backend"] = backend
+    if runtime and isinstance(raw.setdefault("runtime", {}), dict):
+        raw["runtime"] |= runtime
+    run = _validate(RunOptions, raw, path)
+    options = {name: backend_options(name) for name in run.backend.distinct}
+    kernel = run.runtime.kernel
+    kernels = {name: kernel or (found.kernel if found else "auto") for name, found in options.items()}
+    for name in kernels:
+        _check_kernel(name, kernels[name])
+    _check_formats(path, run.backend)
+    return RunConfig(
+        source=str(path),
+        backends=run.backend,
+        kernels=kernels,
+        page_size=run.runtime.page_size or _page_size(path, options),
+        model=run.model or _model(path, options),
+        eagle=run.eagle,
+        runtime=run.runtime,
+    )
+
+
+def backend_options(name: str) -> BackendOptions | None:
+    """What `configs/backends` says of a backend; None of one that has no file there."""
+    path = config_folder() / "backends" / f"{name}.toml"
+    return _validate(BackendOptions, _read(path), path) if path.is_file() else None
+
+
+def config_folder() -> Path:
+    """The shipped configurations: inside an installed package, at the top of a checkout."""
+    package = Path(str(resources.files("attn_backends")))
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def preset_names() -> list[str]:
+    """The presets of `configs/eagle`."""
+    return sorted(path.stem for path in (config_folder() / "eagle").glob("*.toml"))
+
+
+def _run_file(config: str) -> Path:
+    if config in preset_names():
+        return config_folder() / "eagle" / f"{config}.toml"
+    path = Path(config)
+    if not path.is_file():
+        closest = _closest(config, preset_names())
+        raise ConfigError(f"{config!r} is neither a file nor a preset ({', '.join(preset_names())}){closest}")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+Checked = TypeVar("Checked", bound=Options)
+
+
+def _validate(form: type[Checked], raw: Mapping[str, object], path: Path) -> Checked:
+    try:
+        return form.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(form, problem["loc"], problem) for problem in error.errors()]
+        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
+
+
+def _explain(form: type[Options], location: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
+    key = ".".join(map(str, location))
+    if problem["type"] == "missing":
+        return f"{key} is missing"
+    if problem["type"] == "extra_forbidden":
+        known = _keys_beside(form, location)
+        return f"unknown key {key}; there are {', '.join(known)}{_closest(str(location[-1]), known)}"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}"
+    return f"{key}: {problem['msg']}, got {problem['input']!r}"
+
+
+def _keys_beside(form: type[Options], location: tuple[int | str, ...]) -> list[str]:
+    """The keys of the table that a location is in."""
+    for key in location[:-1]:
+        annotation = form.model_fields[str(key)].annotation
+        choices = getattr(annotation, "__args__", (annotation,))
+        form = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Options))
+    return list(form.model_fields)
+
+
+def _closest(word: str, known: list[str]) -> str:
+    closest = get_close_matches(word, known, n=1)
+    return f". Did you mean {closest[0]!r}?" if closest else ""
+
+
+def _check_kernel(backend: str, kernel: str) -> None:
+    names = [known.name for known in get_backend(backend).kernels]
+    if kernel not in ("auto", *names):
+        reasons = missing_kernel_reasons(backend, kernel)
+        raise BackendUnavailableError(f"kernel {kernel!r} of {backend}", reasons, f"It has {', '.join(names)}.")
+
+
+def _check_formats(path: Path, backends: PhaseNames) -> None:
+    """Phases share the cache, so some format must suit all of their backends."""
+    formats = {phase: get_backend(backends.of(phase)).formats for phase in PHASES}
+    if not frozenset.intersection(*formats.values()):
+        taken = [f"{phase} ({backends.of(phase)}) takes {' or '.join(sorted(formats[phase]))}" for phase in PHASES]
+        raise ConfigError(f"{path}: backend: the phases share one cache and agree on no format: {', '.join(taken)}")
+
+
+def _page_size(path: Path, options: Mapping[str, BackendOptions | None]) -> int:
+    sizes = {name: found.page_size for name, found in options.items() if found is not None}
+    if not sizes:
+        raise ConfigError(f"{path}: runtime.page_size is missing; {', '.join(options)} has no file that gives one")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{path}: backend: the phases share one cache and their page sizes differ: {listed}. Set runtime.page_size "
+            f"to one that all of them take"
+        )
+    return next(iter(sizes.values()))
+
+
+def _model(path: Path, options: Mapping[str, BackendOptions | None]) -> ModelOptions:
+    names = {name: found.model for name, found in options.items() if found is not None}
+    if len(set(names.values())) != 1:
+        listed = ", ".join(f"{name} {model}" for name, model in names.items()) or "no file of a backend gives one"
+        raise ConfigError(f"{path}: model is missing, and backends don't agree on one ({listed}). Add [model]")
+    model = next(iter(names.values()))
+    return ModelOptions(target=model, draft=model)

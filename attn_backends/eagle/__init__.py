@@ -1,0 +1,1 @@
+"""The reference workers that drive the backends: plain decoding and EAGLE."""

@@ -1,0 +1,69 @@
+"""From a name to a backend class: the built-in ones, those of other packages, and `module:Class`.
+
+Another package adds a backend by an entry point of the group `attn_backends.backends`; nothing of it is imported before
+its name is looked up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from difflib import get_close_matches
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from attn_backends.base import AttentionBackend
+from attn_backends.errors import BackendUnavailableError
+
+ENTRY_POINT_GROUP = "attn_backends.backends"
+
+BUILT_IN = {
+    "flashinfer_mla": "attn_backends.backends.flashinfer_mla:FlashInferMLABackend",
+    "trtllm_mla": "attn_backends.backends.trtllm_mla:TrtllmMLABackend",
+    "fa3": "attn_backends.backends.fa3:FA3Backend",
+    "reference": "attn_backends.backends.reference:ReferenceBackend",
+}
+
+
+def list_backends() -> dict[str, str]:
+    """The `module:Class` of every known name, built-in ones first; imports none of them."""
+    known = dict(BUILT_IN)
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        if known.setdefault(entry.name, entry.value) != entry.value:
+            raise BackendUnavailableError(
+                f"backend {entry.name!r}",
+                [f"the name stands for both {known[entry.name]} and {entry.value}"],
+                f"Uninstall one of the packages; two entry points of {ENTRY_POINT_GROUP} can't share a name.",
+            )
+    return known
+
+
+def get_backend(name: str) -> type[AttentionBackend]:
+    """The class of a known name or of `module:Class`."""
+    if ":" in name:
+        return _load(name, name)
+    known = list_backends()
+    if name not in known:
+        closest = get_close_matches(name, known, n=1)
+        guess = f"Did you mean {closest[0]!r}? " if closest else ""
+        raise BackendUnavailableError(
+            f"backend {name!r}", [f"unknown name; there are {', '.join(known)}"], f"{guess}Or give module:Class."
+        )
+    return _load(name, known[name])
+
+
+def _load(name: str, target: str) -> type[AttentionBackend]:
+    what = f"backend {name!r}"
+    module_name, _, class_name = target.partition(":")
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # another package's module may raise anything
+        reason = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
+        raise BackendUnavailableError(what, [reason]) from error
+    found = getattr(module, class_name, None)
+    if not (inspect.isclass(found) and issubclass(found, AttentionBackend)):
+        raise BackendUnavailableError(what, [f"{target} names no subclass of attn_backends.AttentionBackend"])
+    missing = sorted(found.__abstractmethods__)
+    missing += [attribute for attribute in ("name", "formats", "kernels") if not hasattr(found, attribute)]
+    if missing:
+        raise BackendUnavailableError(what, [f"{target} does not define {', '.join(missing)}"])
+    return found
