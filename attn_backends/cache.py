@@ -75,7 +75,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLatent:
-    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope]; rank: leading elements, the values."""
+    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], whose first `rank` are the values."""
 
     latent: Tensor
     rank: int

@@ -79,7 +79,7 @@ class RecordedGraph:
 
 
 class _Call:
-    """One operator call with frozen arguments. made: the outputs in memory of their own, which a replay writes again."""
+    """One operator call with frozen arguments. made: outputs in memory of their own, which a replay writes again."""
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs

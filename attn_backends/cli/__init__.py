@@ -30,8 +30,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.command in ("list", "info"):
         from attn_backends.cli import describe
 
-        names = [args.name] if args.command == "info" else None
-        return describe.show(names, as_json=args.json)
+        if args.command == "list":
+            return describe.show_list(as_json=args.json)
+        return describe.show_info(args.name, as_json=args.json)
     if args.command == "generate":
         from attn_backends.cli import generate
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from attn_backends.base import AttentionBackend
@@ -18,6 +19,8 @@ from attn_backends.providers import NOT_CONNECTED, VENDOR_KERNELS_OF, device_rea
 from attn_backends.registry import get_backend, list_backends
 
 DEVICES = ("cpu", "cuda")
+
+T = TypeVar("T")
 
 
 def show_list(*, as_json: bool) -> int:
@@ -30,9 +33,11 @@ def show_list(*, as_json: bool) -> int:
     table = Table("backend", "cache", "runs here", "does not (reasons: attn-backends info NAME)")
     for backend in backends:
         if "reason" in backend:
-            table.add_row(backend["name"], "", "", backend["reason"])
+            table.add_row(backend["name"], "", "", escape(backend["reason"]))
             continue
-        here = [f"{kernel['name']} ({', '.join(kernel['runs_on'])})" for kernel in backend["kernels"] if kernel["runs_on"]]
+        here = [
+            f"{kernel['name']} ({', '.join(kernel['runs_on'])})" for kernel in backend["kernels"] if kernel["runs_on"]
+        ]
         not_here = [kernel["name"] for kernel in backend["kernels"] if not kernel["runs_on"]]
         table.add_row(backend["name"], ", ".join(backend["formats"]), ", ".join(here), ", ".join(not_here))
     console.print(table)
@@ -51,10 +56,10 @@ def show_info(name: str, *, as_json: bool) -> int:
     console.print(_kernel_table(described["kernels"]))
     for kernel, kinds in described["capabilities"].items():
         console.print(_capability_table(kernel, kinds))
-    for kind, buffers in described["buffers"].items():
-        console.print(f"\n[bold]buffers of {kind}[/]")
+    for kinds, buffers in _grouped(described["buffers"]):
+        console.print(f"\n[bold]buffers of {kinds}[/]")
         for buffer in buffers:
-            console.print(f"  {buffer}", markup=False)
+            console.print(f"  {buffer}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -63,7 +68,7 @@ def describe(name: str) -> dict[str, Any]:
     backend = get_backend(name)
     return {
         **summarize(backend),
-        "summary": (backend.__doc__ or "").strip().splitlines()[0] if backend.__doc__ else "",
+        "summary": (backend.__doc__ or "").strip(),
         "capabilities": {
             kernel.name: {str(kind): _values(capabilities) for kind, capabilities in kernel.capabilities.items()}
             for kernel in backend.kernels
@@ -80,3 +85,83 @@ def summarize(backend: type[AttentionBackend]) -> dict[str, Any]:
         "formats": sorted(backend.formats),
         "kernels": [*_connected(backend), *_not_connected(backend)],
     }
+
+
+def _listed(name: str, target: str) -> dict[str, Any]:
+    try:
+        return summarize(get_backend(name)) | {"name": name}
+    except BackendUnavailableError as error:
+        return {"name": name, "class": target, "reason": str(error)}
+
+
+def _connected(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
+    rows = []
+    for kernel in backend.kernels:
+        reasons = {device: kernel.unavailable_reasons(torch.device(device)) for device in DEVICES}
+        rows.append(
+            {
+                "name": kernel.name,
+                "runs_on": [device for device in DEVICES if not reasons[device]],
+                "reasons": [f"{device}: {reason}" for device in DEVICES for reason in reasons[device]],
+            }
+        )
+    return rows
+
+
+def _not_connected(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
+    """The vendors' kernels that the backend's metadata is made for and that this version does not call."""
+    connected = {kernel.name for kernel in backend.kernels}
+    missing = [name for name in VENDOR_KERNELS_OF.get(backend.name, ()) if name not in connected]
+    return [
+        {"name": name, "runs_on": [], "reasons": [NOT_CONNECTED, installation(name), *device_reasons(name)]}
+        for name in missing
+    ]
+
+
+def _values(capabilities: Capabilities) -> dict[str, Any]:
+    """The fields of a record, and whether it can do trees, as JSON values; None means no limit."""
+    values = {key: _value(value) for key, value in asdict(capabilities).items()}
+    return values | {"tree": capabilities.tree}
+
+
+def _value(value: object) -> object:
+    if isinstance(value, frozenset):
+        return sorted(entry if isinstance(entry, int) else str(entry).removeprefix("torch.") for entry in value)
+    return value if value is None or isinstance(value, bool | int) else str(value)
+
+
+def _grouped(by_kind: Mapping[str, T]) -> list[tuple[str, T]]:
+    """Step kinds that share a value, as one entry."""
+    groups: list[tuple[list[str], T]] = []
+    for kind, value in by_kind.items():
+        same = next((kinds for kinds, shared in groups if shared == value), None)
+        if same is None:
+            groups.append(([kind], value))
+        else:
+            same.append(kind)
+    return [(", ".join(kinds), value) for kinds, value in groups]
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> Table:
+    table = Table("kernel", "runs on", "why not elsewhere", title="kernels, best first", title_justify="left")
+    for kernel in kernels:
+        table.add_row(kernel["name"], ", ".join(kernel["runs_on"]) or "-", escape("; ".join(kernel["reasons"])))
+    return table
+
+
+def _capability_table(kernel: str, kinds: Mapping[str, Mapping[str, Any]]) -> Table:
+    groups = _grouped(kinds)
+    table = Table("", *(kinds for kinds, _ in groups), title=f"kernel {kernel}", title_justify="left")
+    for field in groups[0][1]:
+        table.add_row(field, *(_shown(field, values[field]) for _, values in groups))
+    return table
+
+
+def _shown(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if value is None:
+        return "none" if field == "lse" else "any"
+    return str(value)

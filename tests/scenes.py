@@ -1,0 +1,335 @@
+"""Batches placed in a hostile paged cache by the tests' own code, and what every row of them must see and write.
+
+A `World` is an engine: capacity, cache memory, request-to-token table, backend. A `Scene` is one batch in it. The scene
+keeps each request's tokens by name, an int for a token position and a tuple for a drafted tree node, with their vectors
+and slots; it shares no code with the plans that it is used to test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend
+from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents, PagedCache, PagedKV, PagedLatent
+from attn_backends.layer import AttentionLayer
+from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Paging, RequestTable, Step, StepKind
+from spec_metadata import UniformQuery
+from tests import oracle
+
+NUM_STEPS, MAX_BS = 3, 5
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 6
+MLA_HEADS, RANK, ROPE = 3, 5, 2
+SCALE = 0.37
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Which backend, on what cache, in what arithmetic. topk: above 1, the world drafts trees."""
+
+    backend: type[AttentionBackend]
+    format: CacheFormat
+    page_size: int
+    topk: int = 1
+    dtype: torch.dtype = torch.float64
+    block_table: bool = False
+    checking: bool = True
+
+    def __str__(self) -> str:
+        table = "block_table" if self.block_table else "request_table"
+        return f"{self.backend.name}-{self.format}-page{self.page_size}-topk{self.topk}-{table}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """lens: committed tokens of each request. widths: query rows of each request of a packed step; else the capacity's.
+
+    bounded: the step promises its longest length, so that eager buffers are small.
+    """
+
+    kind: StepKind
+    lens: tuple[int, ...]
+    widths: tuple[int, ...] = ()
+    bounded: bool = False
+
+
+Name = Hashable
+
+
+@dataclass(frozen=True)
+class Row:
+    """A query row: the token that it writes and those that it sees, by name."""
+
+    request: int
+    token: Name
+    visible: list[Name]
+
+
+@dataclass
+class Request:
+    """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name."""
+
+    length: int
+    slots: dict[Name, int] = field(default_factory=dict)
+    vectors: dict[Name, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What a model hands to one forward."""
+
+    q: Tensor
+    stored: CacheInputs
+    ancestors: Tensor | None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        stored = [self.stored.latent] if isinstance(self.stored, Latents) else [self.stored.k, self.stored.v]
+        return [self.q, *stored] + ([] if self.ancestors is None else [self.ancestors])
+
+
+class World:
+    """An engine with one layer. memory: [num_pages, page_size, 2, kv_heads, dim]; a latent cache uses half of it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.capacity = capacity_of(setup.page_size, setup.topk)
+        num_pages = MAX_BS * self.capacity.max_pages + 4
+        self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
+        self.layer, shape = layer_of(setup.format)
+        self.memory = torch.zeros(num_pages, setup.page_size, 2, *shape, dtype=setup.dtype)
+        self.cache = view_of(self.memory, setup.format)
+        self.table = torch.zeros(MAX_BS + 3, self.capacity.max_kv_len, dtype=torch.int32)
+        self.backend = setup.backend(self.capacity, self.geometry, checking=setup.checking)
+
+    def paging(self, rows: Tensor | None = None) -> Paging:
+        """The paging that a graph is captured on."""
+        if self.setup.block_table:
+            return BlockTable(torch.zeros(0, self.capacity.max_pages, dtype=torch.int32), self.geometry)
+        return RequestTable(self.table, torch.zeros(0, dtype=torch.int64) if rows is None else rows, self.geometry)
+
+
+def capacity_of(page_size: int, topk: int) -> Capacity:
+    """A small capacity whose context and draft room together fill their last page exactly."""
+    room = 4 if topk == 1 else topk * NUM_STEPS
+    num_pages = max(2, -(-(14 + room) // page_size))
+    return Capacity(MAX_BS, num_pages * page_size - room, page_size, topk, NUM_STEPS, num_draft_tokens=room)
+
+
+def layer_of(format: CacheFormat) -> tuple[AttentionLayer, tuple[int, int]]:
+    """A layer, and [kv_heads, dim] of its cache entries."""
+    if format is CacheFormat.KV:
+        return AttentionLayer(0, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, SCALE), (KV_HEADS, HEAD_DIM)
+    return AttentionLayer(0, MLA_HEADS, 1, RANK + ROPE, RANK, SCALE), (1, RANK + ROPE)
+
+
+def view_of(memory: Tensor, format: CacheFormat) -> PagedCache:
+    """A strided view of the memory as a cache."""
+    if format is CacheFormat.KV:
+        return PagedKV(memory[:, :, 0], memory[:, :, 1])
+    return PagedLatent(memory[:, :, 0, 0], RANK)
+
+
+class Scene:
+    """A batch in a world: pages assigned at random, rows with what they see, and the step that describes it.
+
+    Making a scene rewrites the world's table; `reset_memory` writes the cache.
+    """
+
+    def __init__(self, world: World, batch: Batch, seed: int = 0) -> None:
+        self.world, self.batch = world, batch
+        self.rng = torch.Generator().manual_seed(seed)
+        capacity = world.capacity
+        is_idle = batch.kind is StepKind.IDLE
+        self.width = max(batch.widths) if batch.widths else 1 if is_idle else capacity.bucket(batch.kind, 1).width
+        self.drafts = batch.kind is StepKind.DRAFT_DECODE
+        self.is_tree = capacity.topk > 1 and batch.kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+        self.widths = batch.widths or (self.width,) * len(batch.lens)
+        self.num_forwards = NUM_STEPS - 1 if self.drafts else 1
+        self.requests = [Request(length) for length in batch.lens]
+        self._place()
+        self.paths = [self._paths() if self.is_tree else [] for _ in self.requests]
+        self.rows = [self._rows(forward) for forward in range(self.num_forwards)]
+
+    def _int(self, high: int) -> int:
+        return int(torch.randint(high, (), generator=self.rng))
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.rng, dtype=torch.float64).to(self.world.setup.dtype)
+
+    def _place(self) -> None:
+        """Give every request shuffled pages, and its committed and drafted tokens slots and vectors."""
+        world, page_size = self.world, self.world.geometry.page_size
+        free = [p for p in torch.randperm(world.geometry.num_pages, generator=self.rng).tolist() if p != 2]
+        rows = [r for r in torch.randperm(len(world.table), generator=self.rng).tolist() if r != 1]
+        self.table_rows = rows[: len(self.requests)]
+        per_row = world.capacity.max_pages
+        self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.rng)]
+        for request, row, width in zip(self.requests, self.table_rows, self.widths, strict=True):
+            num_tokens = request.length + (width * NUM_STEPS if self.drafts else width)
+            num_pages = -(-num_tokens // page_size)
+            owned, free = free[:num_pages], free[num_pages:]
+            self.pages[row, :num_pages] = torch.tensor(owned, dtype=torch.int64)
+            slots = [owned[t // page_size] * page_size + t % page_size for t in range(num_tokens)]
+            names = [*range(request.length), *self._drafted_names(request.length, width)]
+            if self.is_tree:
+                order = torch.randperm(num_tokens - request.length, generator=self.rng).tolist()
+                slots[request.length :] = [slots[request.length + i] for i in order]
+            request.slots = dict(zip(names, slots, strict=True))
+            request.vectors = {name: self._randn(*world.memory.shape[2:]) for name in names}
+        self.pages[1] = 2
+        offsets = torch.arange(page_size)
+        world.table.copy_((self.pages.unsqueeze(2) * page_size + offsets).flatten(1))
+
+    def _drafted_names(self, length: int, width: int) -> list[Name]:
+        """Tokens that the step adds, in out_cache_loc order."""
+        if not self.is_tree:
+            return list(range(length, length + (width * NUM_STEPS if self.drafts else width)))
+        return [(k, i) for k in range(width) for i in range(NUM_STEPS if self.drafts else 1)]
+
+    def _paths(self) -> list[list[list[int]]]:
+        """Random trees: of forward i and row k, the branch at each depth of a draft, or the node's path of a verify."""
+        if self.drafts:
+            paths = [[[k] for k in range(self.width)]]
+            for _ in range(NUM_STEPS - 2):
+                paths.append([[*paths[-1][self._int(self.width)], k] for k in range(self.width)])
+            return paths
+        nodes = [[0]]
+        for node in range(1, self.width):
+            nodes.append([*nodes[self._int(node)], node])
+        return [nodes]
+
+    def _rows(self, forward: int) -> list[Row]:
+        """The rows of one forward, request after request."""
+        rows = []
+        for index, (request, width) in enumerate(zip(self.requests, self.widths, strict=True)):
+            committed = list(range(request.length))
+            for j in range(width):
+                if not self.is_tree:
+                    token = request.length + (forward if self.drafts else j)
+                    rows.append(Row(index, token, list(range(token + 1))))
+                    continue
+                path = self.paths[index][forward][j]
+                drafted = [(k, i) for i, k in enumerate(path)] if self.drafts else [(node, 0) for node in path]
+                rows.append(Row(index, drafted[-1], [*committed, *drafted]))
+        return rows
+
+    def step(self) -> Step:
+        """The step, from strided int32 and int64 tensors."""
+        bound = max(self.batch.lens) if self.batch.bounded else None
+        lens = strided(torch.tensor(self.batch.lens, dtype=torch.int32))
+        query = PackedQuery.of(self.batch.widths) if self.batch.widths else UniformQuery(self.width)
+        out_cache_loc = strided(torch.tensor(self.write_order(), dtype=torch.int64))
+        match self.batch.kind:
+            case StepKind.IDLE:
+                return Step.idle(self.paging())
+            case StepKind.PREFILL:
+                return Step.prefill(query, lens, self.paging(), out_cache_loc, max_committed=bound)
+            case StepKind.DECODE:
+                return Step.decode(lens, self.paging(), out_cache_loc, max_committed=bound)
+            case StepKind.DRAFT_DECODE:
+                return Step.draft_decode(self.width, NUM_STEPS, lens, self.paging(), out_cache_loc, max_committed=bound)
+            case StepKind.TARGET_VERIFY:
+                mask = self.tree_mask() if self.is_tree else None
+                return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, max_committed=bound)
+            case _:
+                return Step.draft_extend(query, lens, self.paging(), out_cache_loc, max_committed=bound)
+
+    def paging(self) -> Paging:
+        """Where the requests live."""
+        if self.world.setup.block_table:
+            return BlockTable(self.pages[self.table_rows].int(), self.world.geometry)
+        rows = strided(torch.tensor(self.table_rows, dtype=torch.int64))
+        return self.world.paging(rows)
+
+    def write_order(self) -> list[int]:
+        """Slots of all drafted tokens, flat."""
+        return [slot for r in self.requests for name, slot in r.slots.items() if not self._is_committed(r, name)]
+
+    def tree_mask(self) -> Tensor:
+        """[bs, width, width] bool: node sees node."""
+        mask = torch.zeros(len(self.requests), self.width, self.width, dtype=torch.bool)
+        for index, paths in enumerate(self.paths):
+            for node, path in enumerate(paths[0]):
+                mask[index, node, path] = True
+        return mask
+
+    def inputs(self, bs: int | None = None) -> list[ForwardInputs]:
+        """What a model hands to each forward, padded with random rows to `bs` requests."""
+        bs = len(self.requests) if bs is None else bs
+        return [self._inputs(forward, bs) for forward in range(self.num_forwards)]
+
+    def _inputs(self, forward: int, bs: int) -> ForwardInputs:
+        rows, rng = self.rows[forward], torch.Generator().manual_seed(forward)
+        num_rows = len(rows) if self.batch.widths else bs * self.width
+        vectors = torch.randn(num_rows, *self.world.memory.shape[2:], generator=rng, dtype=torch.float64)
+        vectors = vectors.to(self.world.setup.dtype)
+        for i, row in enumerate(rows):
+            vectors[i] = self.requests[row.request].vectors[row.token]
+        kv = self.world.setup.format is CacheFormat.KV
+        stored = KeyValues(vectors[:, 0], vectors[:, 1]) if kv else Latents(vectors[:, 0, 0])
+        layer = self.world.layer
+        q = torch.randn(num_rows, layer.num_heads, layer.head_dim, generator=rng, dtype=torch.float64)
+        return ForwardInputs(q.to(self.world.setup.dtype), stored, self._ancestors(forward, bs))
+
+    def _ancestors(self, forward: int, bs: int) -> Tensor | None:
+        if not (self.drafts and self.is_tree):
+            return None
+        ancestors = torch.zeros(bs, self.width, forward + 1, dtype=torch.int64)
+        for index, paths in enumerate(self.paths):
+            ancestors[index] = torch.tensor(paths[forward])
+        return ancestors
+
+    def reset_memory(self, poison: float = float("nan")) -> Tensor:
+        """Write the committed tokens and poison everything else, the reserved page with finite garbage. Returns a copy."""
+        memory = self.world.memory
+        memory.fill_(poison)
+        memory[self.world.geometry.reserved_page] = 77.0
+        for request in self.requests:
+            for position in range(request.length):
+                self._write(memory, request, position)
+        return memory.clone()
+
+    def expected_memory(self, before: Tensor, forwards: int | None = None) -> Tensor:
+        """The memory after the first forwards (default: all) have stored their rows, reserved page aside."""
+        memory = before.clone()
+        for rows in self.rows[:forwards]:
+            for row in rows:
+                self._write(memory, self.requests[row.request], row.token)
+        return memory
+
+    def _write(self, memory: Tensor, request: Request, name: Name) -> None:
+        page, offset = divmod(request.slots[name], self.world.geometry.page_size)
+        if self.world.setup.format is CacheFormat.KV:
+            memory[page, offset] = request.vectors[name]
+        else:
+            memory[page, offset, 0] = request.vectors[name][0]
+
+    @staticmethod
+    def _is_committed(request: Request, name: Name) -> bool:
+        return isinstance(name, int) and name < request.length
+
+    def expected_output(self, inputs: list[ForwardInputs], forward: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Output and LSE of every real row of a forward, by definition, in an arithmetic."""
+        layer = self.world.layer
+        outs, lses = (
+            [torch.empty(0, layer.num_heads, layer.v_head_dim, dtype=dtype)],
+            [torch.empty(0, layer.num_heads, dtype=dtype)],
+        )
+        for q, row in zip(inputs[forward].q, self.rows[forward], strict=False):
+            tokens = [self.requests[row.request].vectors[name].to(dtype) for name in row.visible]
+            keys = [token[0] for token in tokens]
+            kv = self.world.setup.format is CacheFormat.KV
+            values = [token[1] for token in tokens] if kv else [token[0, :, :RANK] for token in tokens]
+            out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale)
+            outs.append(out.unsqueeze(0))
+            lses.append(lse.unsqueeze(0))
+        return torch.cat(outs), torch.cat(lses)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values at stride 2, with others between them."""
+    return torch.stack((tensor, tensor + 1), dim=1)[:, 0]

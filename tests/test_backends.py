@@ -1,0 +1,403 @@
+"""Every backend, step kind and path against a float64 oracle that works from tokens; and what backends refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import base
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.backends.trtllm_mla import TrtllmMLABackend
+from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
+from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
+from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
+from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery, copy_step
+from tests.checks import check_eager, check_identical, check_outputs, check_replay
+from tests.scenes import MAX_BS, Batch, ForwardInputs, Scene, Setup, World, capacity_of, view_of
+
+KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
+BACKENDS = [
+    (FlashInferMLABackend, LATENT, (1, 4, 16, 64)),
+    (TrtllmMLABackend, LATENT, (32, 64)),
+    (FA3Backend, KV, (1, 4, 16, 64)),
+    (FA3Backend, LATENT, (1, 16)),
+    (ReferenceBackend, KV, (1, 16)),
+    (ReferenceBackend, LATENT, (4,)),
+]
+SETUPS = [
+    Setup(backend, format, page_size, topk, block_table=bool(index % 2) ^ (topk > 1))
+    for backend, format, page_sizes in BACKENDS
+    for index, page_size in enumerate(page_sizes)
+    for topk in (1, 3)
+]
+GRAPH_KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
+
+
+def around_pages(setup: Setup) -> tuple[int, ...]:
+    """Committed lengths around a page edge, none at all among them where a step allows it, and a full context."""
+    context = capacity_of(setup.page_size, setup.topk).max_context
+    edge = setup.page_size * max(1, 8 // setup.page_size)
+    return (edge, max(edge - 1, 1), edge + 1, context)
+
+
+REPLAYS = ["growing", "shrinking", "padded", "idle"]
+
+
+def replay_batches(setup: Setup, kind: StepKind, name: str) -> tuple[Batch, Batch, int]:
+    """The batch of a capture, the one of a replay, and the bucket's batch size."""
+    edge, less, more, context = around_pages(setup)
+    idle = Batch(StepKind.IDLE, ())
+    return {
+        "growing": (Batch(kind, (1, less)), Batch(kind, (more, context, edge)), 3),
+        "shrinking": (Batch(kind, (context, more, edge)), Batch(kind, (less, 1)), 3),
+        "padded": (Batch(kind, (edge, 2)), Batch(kind, (more, less)), MAX_BS),
+        "idle": (Batch(kind, (edge, context)), idle, 2),
+    }[name]
+
+
+def kinds_of(setup: Setup) -> list[StepKind]:
+    """Kinds whose step differs in a world that drafts trees from the one in a world of chains."""
+    return GRAPH_KINDS if setup.topk == 1 else [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
+
+
+UNIFORM = [pytest.param(setup, kind, id=f"{setup}-{kind}") for setup in SETUPS for kind in kinds_of(setup)]
+PACKED = [pytest.param(setup, id=str(setup)) for setup in SETUPS if setup.topk == 1]
+
+
+@pytest.mark.parametrize("poison", [math.nan, 1e3], ids=["nan", "finite"])
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+def test_eager(setup: Setup, kind: StepKind, poison: float) -> None:
+    check_eager(World(setup), Batch(kind, around_pages(setup)), poison)
+
+
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+def test_eager_in_buffers_of_the_longest_request(setup: Setup, kind: StepKind) -> None:
+    check_eager(World(setup), Batch(kind, (0 if kind is StepKind.TARGET_VERIFY else 1, 5, 3), bounded=True))
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["capacity", "bounded"])
+@pytest.mark.parametrize("setup", PACKED)
+def test_prefill_with_and_without_prefix(setup: Setup, bounded: bool) -> None:
+    edge, less, more, context = around_pages(setup)
+    check_eager(World(setup), Batch(StepKind.PREFILL, (0, 0), (edge, 1), bounded))
+    check_eager(World(setup), Batch(StepKind.PREFILL, (less, 0, more, context), (3, context, 1, 2), bounded))
+
+
+@pytest.mark.parametrize("setup", PACKED)
+def test_packed_draft_extend(setup: Setup) -> None:
+    batch = Batch(StepKind.DRAFT_EXTEND, around_pages(setup), (2, 4, 1, 3))
+    if setup.backend is TrtllmMLABackend:
+        assert_refused(World(setup), batch, "packed query lengths")
+    else:
+        check_eager(World(setup), batch)
+
+
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_eager_in_single_precision(setup: Setup, kind: StepKind, dtype: torch.dtype) -> None:
+    check_eager(World(replace(setup, dtype=dtype)), Batch(kind, around_pages(setup)))
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_idle(setup: Setup) -> None:
+    check_eager(World(setup), Batch(StepKind.IDLE, ()))
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+def test_replay(setup: Setup, kind: StepKind, name: str) -> None:
+    check_replay(World(setup), *replay_batches(setup, kind, name))
+
+
+@pytest.mark.parametrize("name", ["growing", "padded"])
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+def test_replay_with_refresh_as_the_first_node(setup: Setup, kind: StepKind, name: str) -> None:
+    world = World(replace(setup, checking=False))
+    check_replay(world, *replay_batches(setup, kind, name), record_refresh=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("poison", [math.nan, 1e3], ids=["nan", "finite"])
+@pytest.mark.parametrize("block_table", [False, True], ids=["request_table", "block_table"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", REPLAYS)
+@pytest.mark.parametrize(("setup", "kind"), UNIFORM)
+def test_replay_whole_cross(
+    setup: Setup, kind: StepKind, name: str, dtype: torch.dtype, block_table: bool, poison: float
+) -> None:
+    world = World(replace(setup, dtype=dtype, block_table=block_table))
+    check_replay(world, *replay_batches(setup, kind, name), poison)
+
+
+@pytest.mark.parametrize("kind", GRAPH_KINDS)
+@pytest.mark.parametrize("backend", [FlashInferMLABackend, TrtllmMLABackend, FA3Backend, ReferenceBackend])
+@pytest.mark.parametrize("field", ["seq_lens", "paging", "out_cache_loc"])
+def test_replay_with_one_frozen_input_fails(
+    field: str, backend: type[AttentionBackend], kind: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(backend, LATENT, 32)
+    batches = replay_batches(setup, kind, "growing")
+    freeze_second_copy(monkeypatch, field)
+    with pytest.raises(AssertionError):
+        check_replay(World(replace(setup, checking=False)), *batches)
+
+
+@pytest.mark.parametrize("field", ["seq_lens", "paging", "out_cache_loc", "tree_mask"])
+@pytest.mark.parametrize("setup", [s for s in SETUPS if s.topk > 1 and s.page_size in (16, 32)], ids=str)
+def test_replay_of_a_tree_with_one_frozen_input_fails(
+    field: str, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = replay_batches(setup, StepKind.TARGET_VERIFY, "growing")
+    freeze_second_copy(monkeypatch, field)
+    with pytest.raises(AssertionError):
+        check_replay(World(replace(setup, checking=False)), *batches)
+
+
+@pytest.mark.parametrize(("setup", "kind"), [p for p in UNIFORM if p.values[0].page_size in (16, 32)])
+def test_replay_with_frozen_number_of_real_rows_fails(
+    setup: Setup, kind: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = replay_batches(setup, kind, "growing")
+    freeze_second_copy(monkeypatch, "num_real")
+    with pytest.raises(AssertionError):
+        check_replay(World(replace(setup, checking=False)), *batches)
+
+
+def freeze_second_copy(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """Let the first replay (the capture's) through, and keep one static input of it in all later ones."""
+    calls = []
+
+    def copy_but_one(static: Step, step: Step) -> None:
+        value = static.paging.static_input() if field == "paging" else getattr(static, field)
+        kept = value.clone()
+        copy_step(static, step)
+        if calls:
+            value.copy_(kept)
+        calls.append(step)
+
+    monkeypatch.setattr(base, "copy_step", copy_but_one)
+
+
+@contextmanager
+def nothing_written(world: World, meta: Metadata | None = None) -> Iterator[None]:
+    """Inside, neither the cache nor captured buffers may change."""
+    tensors = [world.memory, *(meta.buffers.values() if meta else ())]
+    before = [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, old in zip(tensors, before, strict=True):
+        check_identical("memory", tensor, old)
+
+
+def assert_refused(world: World, batch: Batch, reason: str) -> None:
+    """An eager step that is refused for a reason, with nothing written."""
+    scene = Scene(world, batch)
+    scene.reset_memory()
+    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
+        world.backend.init_forward_metadata(scene.step())
+
+
+def captured(world: World, kind: StepKind, bs: int = 2) -> Metadata:
+    """Captured metadata that describes a batch."""
+    meta = world.backend.capture(world.capacity.bucket(kind, bs), world.paging())
+    world.backend.replay(meta, Scene(world, Batch(kind, (5, 3))).step())
+    return meta
+
+
+MID = [Setup(backend, format, 32) for backend, format, _ in BACKENDS]
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_captured_graph_refuses_packed_draft_extend(setup: Setup) -> None:
+    world = World(setup)
+    meta = captured(world, StepKind.DRAFT_EXTEND)
+    step = Scene(world, Batch(StepKind.DRAFT_EXTEND, (5, 3), (4, 4))).step()
+    for call in (world.backend.replay, world.backend.copy_inputs):
+        with (
+            nothing_written(world, meta),
+            pytest.raises(UnsupportedStepError, match=r"packed query \(lengths \(4, 4\)"),
+        ):
+            call(meta, step)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_captured_graph_refuses_what_it_was_not_captured_for(setup: Setup) -> None:
+    world = World(setup)
+    meta = captured(world, StepKind.TARGET_VERIFY)
+    step = Scene(world, Batch(StepKind.TARGET_VERIFY, (5, 3))).step()
+    other_table = RequestTable(world.table.clone(), torch.tensor([0, 2]), world.geometry)
+    pages = BlockTable(torch.zeros(2, world.capacity.max_pages, dtype=torch.int32), world.geometry)
+    mask = torch.eye(4, dtype=torch.bool).expand(2, -1, -1)
+    slots = step.out_cache_loc
+    misfits = {
+        "width=4.*width=3": Step.target_verify(3, step.seq_lens, step.paging, slots[:6]),
+        "target_verify.*draft_extend": Step.draft_extend(UniformQuery(4), step.seq_lens, step.paging, slots),
+        "tree": Step.target_verify(4, step.seq_lens, step.paging, slots, tree_mask=mask),
+        "brings another one": Step.target_verify(4, step.seq_lens, other_table, slots),
+        "has a BlockTable": Step.target_verify(4, step.seq_lens, pages, slots),
+        "for 2 requests, the step has 3": Scene(world, Batch(StepKind.TARGET_VERIFY, (1, 2, 3))).step(),
+    }
+    for reason, misfit in misfits.items():
+        with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match=reason) as error:
+            world.backend.replay(meta, misfit)
+        assert "run the step eagerly" in str(error.value)
+
+
+def test_captured_draft_refuses_another_depth() -> None:
+    world = World(Setup(FA3Backend, KV, 4))
+    meta = captured(world, StepKind.DRAFT_DECODE)
+    step = Step.draft_decode(1, 2, torch.tensor([3, 4]), world.paging(torch.tensor([0, 2])))
+    with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match="num_steps=3.*num_steps=2"):
+        world.backend.replay(meta, step)
+
+
+def test_replay_takes_captured_metadata_only() -> None:
+    world = World(Setup(FA3Backend, KV, 4))
+    step = Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
+    meta = world.backend.init_forward_metadata(step)
+    with nothing_written(world, meta), pytest.raises(CaptureError, match="eager"):
+        world.backend.replay(meta, step)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, *GRAPH_KINDS])
+def test_page_size_that_a_backend_lacks(page_size: int, kind: StepKind) -> None:
+    world = World(Setup(TrtllmMLABackend, LATENT, page_size))
+    widths = (2, 1) if kind is StepKind.PREFILL else ()
+    assert_refused(world, Batch(kind, (5, 3), widths), f"page size {page_size} .it takes 32, 64")
+    if kind is not StepKind.PREFILL:
+        with pytest.raises(UnsupportedStepError, match=f"page size {page_size}"):
+            world.backend.capture(world.capacity.bucket(kind, 2), world.paging())
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_more_requests_than_the_capacity(setup: Setup) -> None:
+    world = World(setup)
+    lens = torch.ones(MAX_BS + 1, dtype=torch.int64)
+    rows = torch.tensor([0, 2, 3, 4, 5, 6])
+    with nothing_written(world), pytest.raises(UnsupportedStepError, match=f"max_bs={MAX_BS}"):
+        world.backend.init_forward_metadata(Step.decode(lens, world.paging(rows), torch.arange(MAX_BS + 1)))
+    with pytest.raises(CaptureError, match=f"max_bs={MAX_BS}"):
+        world.backend.capture(world.capacity.bucket(StepKind.DECODE, MAX_BS + 1), world.paging())
+
+
+def test_geometry_that_is_not_the_backends() -> None:
+    world, other = World(Setup(FA3Backend, KV, 16)), World(Setup(FA3Backend, KV, 4))
+    step = Scene(other, Batch(StepKind.DECODE, (5, 3))).step()
+    with nothing_written(world), pytest.raises(UnsupportedStepError, match="a table over CacheGeometry"):
+        world.backend.init_forward_metadata(step)
+    with pytest.raises(UnsupportedStepError, match="page size 16, the cache 4"):
+        FA3Backend(world.capacity, other.geometry)
+
+
+def test_unknown_kernel() -> None:
+    world = World(Setup(FA3Backend, KV, 16))
+    with pytest.raises(BackendUnavailableError, match="'flash_attn_4'.*torch"):
+        FA3Backend(world.capacity, world.geometry, kernel="flash_attn_4")
+
+
+def ready(setup: Setup) -> tuple[World, ForwardMetadata, ForwardInputs]:
+    """A decode step of two requests, planned."""
+    world = World(setup)
+    scene = Scene(world, Batch(StepKind.DECODE, (5, 3)))
+    scene.reset_memory()
+    return world, world.backend.init_forward_metadata(scene.step()).at(), scene.inputs()[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"window": 4}, "sliding window of 4"),
+        ({"sinks": torch.zeros(3)}, "attention sinks"),
+        ({"k_scale": 0.5}, "k_scale=0.5"),
+        ({"v_scale": 2.0}, "v_scale=2.0"),
+    ],
+    ids=["window", "sinks", "k_scale", "v_scale"],
+)
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_layer_extras_that_a_kernel_lacks(setup: Setup, extra: dict[str, Any], reason: str) -> None:
+    world, meta, given = ready(setup)
+    layer = replace(world.layer, **extra)
+    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
+        world.backend.store(given.stored, world.cache, meta, layer)
+    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
+        world.backend.forward(given.q, world.cache, meta, layer)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_query_of_another_shape_or_type(setup: Setup) -> None:
+    world, meta, given = ready(setup)
+    for q in (given.q[:1], given.q[:, :1], given.q[..., :1], given.q.flatten(1)):
+        with pytest.raises(UnsupportedStepError, match="q is"):
+            world.backend.forward(q, world.cache, meta, world.layer)
+    with pytest.raises(UnsupportedStepError, match="torch.int32"):
+        world.backend.forward(given.q.int(), world.cache, meta, world.layer)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_cache_of_another_geometry_or_format(setup: Setup) -> None:
+    world, meta, given = ready(setup)
+    memory = world.memory
+    caches = {
+        "holds 9 pages": view_of(memory[:9], setup.format),
+        "of 16 tokens": view_of(memory.unflatten(1, (2, 16)).flatten(0, 1), setup.format),
+    }
+    if setup.backend in (FlashInferMLABackend, TrtllmMLABackend):
+        caches["a cache of kv"] = PagedKV(memory[:, :, 0], memory[:, :, 1])
+    for reason, cache in caches.items():
+        with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
+            world.backend.store(given.stored, cache, meta, world.layer)
+        with pytest.raises(UnsupportedStepError, match=reason):
+            world.backend.forward(given.q, cache, meta, world.layer)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_store_refuses_inputs_that_do_not_fit(setup: Setup) -> None:
+    """Fewer rows or heads than the cache takes would be broadcast, silently."""
+    world, meta, given = ready(setup)
+    kv = setup.format is CacheFormat.KV
+    tensors = given.tensors()[1:]
+    kind = KeyValues if kv else Latents
+    wrong = [kind(*(t[:1] for t in tensors)), kind(*(t[..., :1] for t in tensors))]
+    if kv:
+        k, v = tensors
+        wrong += [KeyValues(k[:, :1], v[:, :1]), KeyValues(k, v[..., :5]), Latents(k[:, 0])]
+    else:
+        wrong.append(KeyValues(tensors[0].unsqueeze(1), tensors[0].unsqueeze(1)))
+    for inputs in wrong:
+        with nothing_written(world), pytest.raises(UnsupportedStepError):
+            world.backend.store(inputs, world.cache, meta, world.layer)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_layer_that_is_not_the_caches(setup: Setup) -> None:
+    world, meta, given = ready(setup)
+    heads = world.layer.num_heads
+    layer = replace(world.layer, num_kv_heads=heads)
+    with pytest.raises(UnsupportedStepError):
+        world.backend.forward(given.q, world.cache, meta, layer)
+    layer = replace(world.layer, v_head_dim=world.layer.v_head_dim - 1)
+    with pytest.raises(UnsupportedStepError):
+        world.backend.forward(given.q, world.cache, meta, layer)
+
+
+@pytest.mark.parametrize("block_table", [False, True], ids=["request_table", "block_table"])
+@pytest.mark.parametrize("setup", MID, ids=str)
+def test_table_entries_past_a_requests_tokens_may_hold_anything(setup: Setup, block_table: bool) -> None:
+    world = World(replace(setup, block_table=block_table))
+    scene = Scene(world, Batch(StepKind.TARGET_VERIFY, (30, 3)))
+    for row, request in zip(scene.table_rows, scene.requests, strict=True):
+        num_tokens = request.length + scene.width
+        world.table[row, num_tokens:] = 10**6
+        scene.pages[row, -(-num_tokens // setup.page_size) :] = 10**6
+    scene.reset_memory()
+    meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+    world.backend.store(given[0].stored, world.cache, meta.at(), world.layer)
+    check_outputs(scene, given, [world.backend.forward(given[0].q, world.cache, meta.at(), world.layer)])

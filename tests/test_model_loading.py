@@ -1,0 +1,216 @@
+"""Loading targets, drafts and tokenizers: what is read is what was saved, and what is refused, with reasons."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from attn_backends.errors import CheckpointError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.models import EMBEDDED, ByteTokenizer, load_draft, load_target, load_tokenizer
+from spec_metadata import PackedQuery, Step
+from tests import reference_models as rm
+
+LENS = (5, 13, 9)
+
+
+@pytest.fixture(params=["gqa", "mla_q_lora", "mla_experts"])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Path]:
+    """A model's name, and folders of its target and draft."""
+    rm.tiny_target(request.param).save_pretrained(tmp_path / "target")
+    rm.tiny_draft(request.param).save_pretrained(tmp_path / "draft", torch.float32)
+    return request.param, tmp_path / "target", tmp_path / "draft"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_loaded_models_equal_those_that_were_saved(folders: tuple[str, Path, Path]) -> None:
+    name, target_folder, draft_folder = folders
+    target = load_target(target_folder, torch.float32)
+    draft = load_draft(draft_folder, target)
+    built = rm.served_target(name, rm.tiny_target(name))
+    outputs = []
+    for a_target, a_draft in ((target, draft), (built, rm.served_draft(rm.tiny_draft(name), built))):
+        tokens, positions = torch.cat(rm.random_tokens(LENS)), torch.cat([torch.arange(n) for n in LENS])
+        lens = PackedQuery.of(LENS)
+        requests, drafts = rm.Requests(a_target, "fa3", len(LENS)), rm.Requests(a_draft, "fa3", len(LENS))
+        step = Step.prefill(lens, requests.committed, requests.paging)
+        attention, draft_attention = requests.attention(step), drafts.attention(step)
+        hidden = RecordedGraph().capture(partial(a_target.forward, tokens, positions, attention))
+        outputs.append((hidden, a_draft.forward(tokens, hidden, positions, draft_attention)))
+    for loaded, saved in zip(*outputs, strict=True):
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_checkpoints_load_by_name(name: str) -> None:
+    target = load_target(name, torch.bfloat16)
+    draft = load_draft(name, target)
+    assert isinstance(load_tokenizer(name, target.vocab_size), ByteTokenizer)
+    assert (len(draft.layers), draft.hidden_size) == (1, target.hidden_size)
+
+
+def test_dtype_and_sizes(folders: tuple[str, Path, Path]) -> None:
+    target = load_target(folders[1], torch.bfloat16)
+    draft = load_draft(folders[2], target)
+    for model in (target, draft):
+        assert (model.dtype, model.device.type) == (torch.bfloat16, "cpu")
+        assert (model.vocab_size, model.hidden_size, model.max_positions) == (rm.VOCAB, rm.HIDDEN, 128)
+    assert ([layer.id for layer in target.layers], [layer.id for layer in draft.layers]) == ([0, 1], [0])
+    rotaries = (target._decoder.rotary_emb, draft._draft.rotary_emb)
+    assert [rotary.inv_freq.dtype for rotary in rotaries] == [torch.float32] * 2
+    requests, tokens = rm.Requests(draft, "fa3", 3), torch.tensor([1, 2, 3])
+    step = Step.decode(requests.committed, requests.paging)
+    hidden = torch.ones(3, rm.HIDDEN, dtype=torch.bfloat16)
+    assert draft.forward(tokens, hidden, tokens, requests.attention(step)).dtype is torch.bfloat16
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"neither a folder nor an embedded checkpoint \(gqa, mla\)"):
+        load_target(tmp_path / "absent", torch.float32)
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        load_target(tmp_path, torch.float32)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not a JSON object"):
+        load_target(tmp_path, torch.float32)
+
+
+def test_other_architectures(folders: tuple[str, Path, Path]) -> None:
+    _, target_folder, draft_folder = folders
+    target = load_target(target_folder, torch.float32)
+    with pytest.raises(CheckpointError, match=r"Eagle.*supported here: LlamaForCausalLM, DeepseekV3ForCausalLM"):
+        load_target(draft_folder, torch.float32)
+    with pytest.raises(CheckpointError, match="supported here: LlamaForCausalLMEagle, DeepseekV3ForCausalLMEagle"):
+        load_draft(target_folder, target)
+    edit_config(target_folder, architectures=["GemmaForCausalLM"])
+    with pytest.raises(CheckpointError, match="GemmaForCausalLM"):
+        load_target(target_folder, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic rotary"),
+        (
+            {"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}},
+            "longrope rotary",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+    ],
+)
+def test_configurations_that_cannot_be_served(
+    folders: tuple[str, Path, Path], changes: dict[str, Any], message: str
+) -> None:
+    edit_config(folders[1], **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_target(folders[1], torch.float32)
+
+
+NORM = {"target": "model.norm.weight", "draft": "norm.weight"}
+
+
+@pytest.mark.parametrize("part", ["target", "draft"])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weights, norm: weights.pop(norm), "1 missing: {norm}"),
+        (lambda weights, norm: weights.update({"odd.weight": torch.ones(2)}), "not part of the architecture: odd"),
+        (lambda weights, norm: weights.update({norm: torch.ones(7)}), r"{norm} is \[7\], not \[32\]"),
+    ],
+    ids=["missing", "unexpected", "shape"],
+)
+def test_tensors_that_do_not_match(
+    folders: tuple[str, Path, Path], part: str, edit: Callable[[dict[str, Tensor], str], object], message: str
+) -> None:
+    _, target_folder, draft_folder = folders
+    target = load_target(target_folder, torch.float32)
+    edit_weights(target_folder if part == "target" else draft_folder, lambda weights: edit(weights, NORM[part]))
+    with pytest.raises(CheckpointError, match=message.format(norm=NORM[part])):
+        load_target(target_folder, torch.float32) if part == "target" else load_draft(draft_folder, target)
+
+
+def test_folders_without_weights(folders: tuple[str, Path, Path]) -> None:
+    _, target_folder, draft_folder = folders
+    target = load_target(target_folder, torch.float32)
+    for folder in (target_folder, draft_folder):
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        load_target(target_folder, torch.float32)
+    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+        load_draft(draft_folder, target)
+    for folder in (target_folder, draft_folder):
+        (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="target"):
+        load_target(target_folder, torch.float32)
+    with pytest.raises(CheckpointError, match="draft"):
+        load_draft(draft_folder, target)
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": 65}, {"hidden_size": 64}, {"architectures": None}])
+def test_a_draft_of_another_target(folders: tuple[str, Path, Path], changes: dict[str, Any]) -> None:
+    name, target_folder, draft_folder = folders
+    target = load_target(target_folder, torch.float32)
+    other = "DeepseekV3ForCausalLMEagle" if name == "gqa" else "LlamaForCausalLMEagle"
+    edit_config(draft_folder, **{key: value or [other] for key, value in changes.items()})
+    with pytest.raises(CheckpointError, match="does not fit the target"):
+        load_draft(draft_folder, target)
+
+
+def test_bytes_round_trip(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tmp_path, 256)
+    assert isinstance(tokenizer, ByteTokenizer)
+    ids = tokenizer.encode("größer ✓\n")
+    assert ids[0] == tokenizer.bos_token_id == 0
+    assert max(ids) < 256
+    assert tokenizer.decode([*ids, 0]) == "größer ✓\n"
+    assert tokenizer.decode(ids[:4]) == "gr\ufffd"
+
+
+def test_a_vocabulary_that_is_not_bytes(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="a vocabulary of 64 is not that of bytes"):
+        load_tokenizer(tmp_path, 64)
+
+
+def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "one": 1, "two": 2, "<unk>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, 4)
+    assert tokenizer.encode("two one") == [2, 1]
+    assert tokenizer.decode([0, 2, 1]) == "two one"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, None)
+    with pytest.raises(CheckpointError, match="has 4 tokens, the target 3"):
+        load_tokenizer(tmp_path, 3)
+
+
+def test_importing_needs_no_transformers() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
+        "import attn_backends, attn_backends.models\n"
+        "attn_backends.models.load_target('gqa', None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "needs transformers" in done.stderr.splitlines()[-1], done.stderr
