@@ -48,7 +48,7 @@ from spec_metadata import (
     tree_part,
     write_slots,
 )
-from spec_metadata.admission import check_table_room, check_values
+from spec_metadata.admission import check_capture_room, check_table_room, check_values
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
 
 Plan = TypeVar("Plan")
@@ -181,6 +181,7 @@ class AttentionBackend(ABC, Generic[Plan]):
             extent = Extent.of_bucket(largest, self.capacity)
             self._arenas[key] = Arena(specs, extent, self.device, checking=self.checking)
         buffers = self._arenas[key].view(Extent.of_bucket(bucket, self.capacity))
+        check_capture_room(paging, self.capacity)
         step = static_step(bucket, paging, buffers)
         reasons = self.unsupported_reasons(step)
         if not reasons and not self.kernel.capabilities[bucket.kind].graph:
@@ -256,7 +257,7 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise UnsupportedStepError(f"{self.name} ({self.kernel.name}) can't take a {step.kind} step", reasons)
         check_table_room(step, self.capacity)
         if self.checking:
-            check_values(step)
+            check_values(step, self.capacity)
 
     def _plan_all(self, step: Step, buffers: Buffers) -> tuple[Plan, ...]:
         plans = []
@@ -275,7 +276,7 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise UnsupportedStepError(
                 f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {sorted(self.formats)})"]
             )
-        check_cache(cache, self.geometry)
+        check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
             return
         reasons = self.kernel.capabilities[meta.kind].layer_reasons(layer, dtype)

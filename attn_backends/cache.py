@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry
 
 
@@ -54,10 +55,17 @@ class PagedKV:
         """Type of an entry."""
         return self.k.dtype
 
+    @property
+    def entry_sizes(self) -> tuple[int, int, int]:
+        """KV heads, key elements and value elements of an entry."""
+        return self.k.shape[2], self.k.shape[3], self.v.shape[3]
+
     def store(self, inputs: CacheInputs, slots: Tensor) -> None:
         """Write one row of inputs to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, KeyValues):
             raise UnsupportedStepError("cache of keys and values", [f"it can't store {type(inputs).__name__}"])
+        for name, given, page in (("k", inputs.k, self.k), ("v", inputs.v, self.v)):
+            _check_rows(name, given, (slots.shape[0], *page.shape[2:]))
         pages, offsets = _split(slots, self.k.shape[1])
         self.k[pages, offsets] = inputs.k.to(self.k.dtype)
         self.v[pages, offsets] = inputs.v.to(self.v.dtype)
@@ -75,7 +83,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLatent:
-    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], whose first `rank` are the values."""
+    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], the first `rank` the values."""
 
     latent: Tensor
     rank: int
@@ -86,10 +94,16 @@ class PagedLatent:
         """Type of an entry."""
         return self.latent.dtype
 
+    @property
+    def entry_sizes(self) -> tuple[int, int, int]:
+        """KV heads, key elements and value elements of an entry."""
+        return 1, self.latent.shape[2], self.rank
+
     def store(self, inputs: CacheInputs, slots: Tensor) -> None:
         """Write one row of inputs to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, Latents):
             raise UnsupportedStepError("cache of latents", [f"it can't store {type(inputs).__name__}"])
+        _check_rows("latent", inputs.latent, (slots.shape[0], *self.latent.shape[2:]))
         pages, offsets = _split(slots, self.latent.shape[1])
         self.latent[pages, offsets] = inputs.latent.to(self.latent.dtype)
 
@@ -106,6 +120,11 @@ class PagedLatent:
 
 
 PagedCache = PagedKV | PagedLatent
+
+
+def _check_rows(name: str, given: Tensor, needed: tuple[int, ...]) -> None:
+    if given.shape != needed:
+        raise UnsupportedStepError("cache", [f"{name} to store is {list(given.shape)}, not {list(needed)}"])
 
 
 def _split(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
@@ -128,14 +147,19 @@ def allocate_latent(
     return PagedLatent(torch.zeros(shape, dtype=dtype, device=device), rank)
 
 
-def check_cache(cache: PagedCache, geometry: CacheGeometry) -> None:
-    """Refuse a cache whose pages are not those that the metadata indexes."""
+def check_cache(cache: PagedCache, geometry: CacheGeometry, layer: AttentionLayer) -> None:
+    """Refuse a cache whose pages are not those that the metadata indexes, or whose entries are not the layer's."""
     pages = cache.k if isinstance(cache, PagedKV) else cache.latent
+    reasons = []
     if pages.shape[0] < geometry.num_pages or pages.shape[1] != geometry.page_size:
-        raise UnsupportedStepError(
-            "cache",
-            [
-                f"it holds {pages.shape[0]} pages of {pages.shape[1]} tokens, the backend was built for "
-                f"{geometry.num_pages} pages of {geometry.page_size}"
-            ],
+        reasons.append(
+            f"it holds {pages.shape[0]} pages of {pages.shape[1]} tokens, the backend was built for "
+            f"{geometry.num_pages} pages of {geometry.page_size}"
         )
+    if cache.entry_sizes != (layer.num_kv_heads, layer.head_dim, layer.v_head_dim):
+        reasons.append(
+            f"its entries have (KV heads, key, value) sizes {cache.entry_sizes}, the layer "
+            f"{(layer.num_kv_heads, layer.head_dim, layer.v_head_dim)}"
+        )
+    if reasons:
+        raise UnsupportedStepError(f"the cache of layer {layer.id}", reasons)

@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph
-from spec_metadata import Bucket, Paging, Step
+from spec_metadata import Bucket, InvalidStepError, Paging, Step
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
@@ -100,6 +100,7 @@ class PhaseRunner(Generic[Inputs, Outputs]):
 
     def run(self, step: Step, inputs: Inputs) -> StepResult[Outputs]:
         """Run a step; the smallest bucket that holds it, or eagerly."""
+        self._check_inputs(step, inputs)
         fitting = [bs for bs in self._captured if bs >= step.bs]
         if not fitting:
             meta = self.backend.init_forward_metadata(step)
@@ -109,6 +110,15 @@ class PhaseRunner(Generic[Inputs, Outputs]):
         _copy(captured.inputs, inputs)
         captured.graph.replay()
         return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
+
+    def _check_inputs(self, step: Step, inputs: Inputs) -> None:
+        for name, kind in classify(type(inputs)).items():
+            needed = {FieldClass.PER_REQUEST: step.bs, FieldClass.PER_TOKEN: step.num_tokens}.get(kind)
+            given = getattr(inputs, name).shape[:1]
+            if needed is not None and given != (needed,):
+                raise InvalidStepError(
+                    f"phase {self.phase.name}: input {name} is {kind}; this step needs {needed} of it, got {list(given)}"
+                )
 
     def _capture(self, bs: int, largest: Inputs, paging: Paging, graph: Graph) -> _Captured[Inputs, Outputs]:
         bucket = self.phase.bucket(bs)

@@ -7,48 +7,88 @@ its tables calls `check_write_slots` on them when it admits a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
 from spec_metadata.capacity import Capacity, StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import PackedQuery, Step
-from spec_metadata.paging import CacheGeometry
+from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
-    """Refuse a table whose rows can't hold the committed tokens and what the step adds. Reads shapes only."""
-    extent = step.extent(capacity)
-    row_tokens = step.paging.row_tokens
-    if step.kind is not StepKind.IDLE and row_tokens < extent.max_kv_len:
+    """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only."""
+    if step.kind is StepKind.IDLE:
+        return
+    packed = isinstance(step.query, PackedQuery)
+    committed = step.max_committed if step.max_committed is not None else 0 if packed else capacity.max_context
+    num_added = step.num_added_at_least
+    if max(committed + num_added, step.width) > capacity.max_kv_len:
         raise InvalidStepError(
-            f"a table row holds {row_tokens} tokens; {extent.max_kv_len} are needed for "
-            f"{step.max_committed or capacity.max_context} committed tokens and {capacity.draft_room} drafted, rounded "
-            f"up to pages of {capacity.page_size}. Make the table wider, or pass max_committed if lengths are bounded"
+            f"a {step.kind} step adds {max(num_added, step.width)} tokens to requests of up to {committed} committed; "
+            f"the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} and {capacity.draft_room} "
+            "drafted)"
         )
+    extent = step.extent(capacity)
+    if step.paging.row_tokens < extent.max_kv_len:
+        committed = capacity.max_context if step.max_committed is None else step.max_committed
+        raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
 
 
-def check_values(step: Step) -> None:
+def check_capture_room(paging: Paging, capacity: Capacity) -> None:
+    """Refuse to capture on a table that can't hold a request at the capacity."""
+    if paging.row_tokens < capacity.max_kv_len:
+        raise InvalidStepError(_too_narrow(paging, capacity.max_kv_len, capacity.max_context, capacity))
+
+
+def _too_narrow(paging: Paging, needed: int, committed: int, capacity: Capacity) -> str:
+    return (
+        f"a table row holds {paging.row_tokens} tokens; {needed} are needed for {committed} committed tokens and "
+        f"{capacity.draft_room} drafted, rounded up to pages of {capacity.page_size}. Make the table wider, or pass "
+        "max_committed if lengths are bounded"
+    )
+
+
+def check_values(step: Step, capacity: Capacity) -> None:
     """Check lengths, rows and slots of a step's real requests. Reads the device back: for checking mode."""
     num_real = int(step.num_real)
     lens = step.seq_lens[:num_real].tolist()
-    widths = (
-        step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.num_writes // max(step.bs, 1)] * num_real
-    )
-    for request, (length, width) in enumerate(zip(lens, widths, strict=False)):
-        if length < 0 or length + width > step.paging.row_tokens:
+    _check_query_values(step)
+    if isinstance(step.query, PackedQuery):
+        widths = list(step.query.lens_cpu)
+    else:
+        widths = [step.width * step.num_steps] * num_real
+    most = min(step.paging.row_tokens, capacity.max_kv_len)
+    for request, (length, width) in enumerate(zip(lens, widths, strict=True)):
+        if length < 0 or length + width > most:
             raise InvalidStepError(
-                f"request {request} has {length} committed tokens and adds {width}; its table row holds "
-                f"{step.paging.row_tokens}"
+                f"request {request} has {length} committed tokens and adds {width}; its table row and the capacity "
+                f"hold {most}"
+            )
+        if step.max_committed is not None and length > step.max_committed:
+            raise InvalidStepError(
+                f"request {request} has {length} committed tokens, max_committed={step.max_committed}"
             )
     positions = torch.arange(step.paging.row_tokens, device=step.device).expand(step.bs, -1)
-    slots = step.paging.slots(positions)[:num_real].tolist()
+    slots = step.paging.slots(positions)[:num_real].tolist() if num_real else []
     visible = [row[:length] for row, length in zip(slots, lens, strict=True)]
     flat, writes = step.out_cache_loc.tolist(), []
     for width in widths:
         writes.append(flat[:width])
         flat = flat[width:]
-    check_write_slots(writes[:num_real], visible, step.paging.geometry)
+    check_write_slots(writes, visible, step.paging.geometry)
+
+
+def _check_query_values(step: Step) -> None:
+    if isinstance(step.query, PackedQuery):
+        lens, given = step.query.lens_cpu, step.query.cu_seqlens.tolist()
+        if given != [0, *accumulate(lens)]:
+            raise InvalidStepError(f"cu_seqlens {given} are not the sums of the lengths {lens}")
+    if isinstance(step.paging, RequestTable):
+        num_rows, rows = step.paging.table.shape[0], step.paging.rows.tolist()
+        if any(not 0 <= row < num_rows for row in rows):
+            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
 
 
 def check_write_slots(
@@ -60,6 +100,9 @@ def check_write_slots(
     """
     owner: dict[int, int] = {}
     committed = {slot: request for request, row in enumerate(visible) for slot in row}
+    for slot, request in committed.items():
+        if not 0 <= slot < geometry.num_slots:
+            raise InvalidStepError(f"request {request} sees slot {slot}, outside [0, {geometry.num_slots})")
     for request, row in enumerate(writes):
         for slot in row:
             if not 0 <= slot < geometry.num_slots:

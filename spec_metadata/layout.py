@@ -77,16 +77,13 @@ class Step:
     max_committed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1 or self.query.width < (0 if self.bs == 0 else 1):
-            raise InvalidStepError(f"num_steps and width must be at least 1, got {self.num_steps} and {self.width}")
+        _check_query(self.query, self.num_steps)
         if self.seq_lens.dtype not in (torch.int32, torch.int64) or self.seq_lens.ndim != 1:
             raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(self.seq_lens)}")
         if self.paging.bs != self.bs:
             raise InvalidStepError(f"seq_lens holds {self.bs} requests but the paging {self.paging.bs}")
         if isinstance(self.query, PackedQuery) and len(self.query.lens_cpu) != self.bs:
             raise InvalidStepError(f"the packed query holds {len(self.query.lens_cpu)} requests, seq_lens {self.bs}")
-        if isinstance(self.query, PackedQuery) and min(self.query.lens_cpu, default=1) < 1:
-            raise InvalidStepError(f"every request needs at least one query row, got lengths {self.query.lens_cpu}")
         if self.out_cache_loc.shape != (self.num_writes,):
             raise InvalidStepError(
                 f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
@@ -124,6 +121,11 @@ class Step:
     def num_writes(self) -> int:
         """Slots in out_cache_loc."""
         return self.num_tokens * self.num_steps
+
+    @property
+    def num_added_at_least(self) -> int:
+        """Tokens that every request writes, at the least."""
+        return min_added(self.query, self.num_steps)
 
     @property
     def is_tree(self) -> bool:
@@ -256,10 +258,36 @@ class Step:
         tree_mask: Tensor | None = None,
         max_committed: int | None = None,
     ) -> Self:
+        _check_query(query, num_steps)
         if out_cache_loc is None:
+            num_added = min_added(query, num_steps)
+            if max_committed is not None and max_committed + num_added > paging.row_tokens:
+                raise InvalidStepError(
+                    f"a table row holds {paging.row_tokens} tokens: {max_committed} committed ones leave no place for "
+                    f"{num_added} more. Make the table wider, or give out_cache_loc"
+                )
             out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
         num_real = torch.full((1,), seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed)
+
+
+def min_added(query: UniformQuery | PackedQuery, num_steps: int) -> int:
+    """Tokens that every request of a layout writes, at the least."""
+    return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else query.width * num_steps
+
+
+def _check_query(query: UniformQuery | PackedQuery, num_steps: int) -> None:
+    if isinstance(query, UniformQuery):
+        if num_steps < 1 or query.width < 1:
+            raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
+        return
+    if min(query.lens_cpu, default=1) < 1:
+        raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")
+    if query.cu_seqlens.shape != (len(query.lens_cpu) + 1,) or query.cu_seqlens.dtype is not torch.int32:
+        raise InvalidStepError(
+            f"cu_seqlens of {len(query.lens_cpu)} requests must be [{len(query.lens_cpu) + 1}] int32, got "
+            f"{_describe(query.cu_seqlens)}"
+        )
 
 
 def next_slots(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
@@ -268,13 +296,19 @@ def next_slots(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tens
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """
     if isinstance(query, PackedQuery):
-        offsets = torch.cat([torch.arange(n, device=seq_lens.device) for n in query.lens_cpu])
-        lens = torch.tensor(query.lens_cpu, device=seq_lens.device)
-        request = torch.repeat_interleave(torch.arange(len(query.lens_cpu), device=seq_lens.device), lens)
+        request, offsets = packed_rows(query)
         per_row = repeat_requests(paging, request)
         return per_row.slots((seq_lens.long()[request] + offsets).unsqueeze(1)).squeeze(1)
     offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
     return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
+
+
+def packed_rows(query: PackedQuery) -> tuple[Tensor, Tensor]:
+    """The request of each query row and the row's number in it, both [num_tokens] int64."""
+    row = torch.arange(query.num_tokens, device=query.cu_seqlens.device)
+    starts = query.cu_seqlens.long()
+    request = torch.searchsorted(starts[1:], row, right=True)
+    return request, row - starts[request]
 
 
 def repeat_requests(paging: Paging, request: Tensor) -> Paging:
@@ -289,9 +323,8 @@ def token_positions(step: Step, forward: int = 0) -> Tensor:
     """
     start = step.seq_lens.long()
     if isinstance(step.query, PackedQuery):
-        lens = torch.tensor(step.query.lens_cpu, device=step.device)
-        first = torch.repeat_interleave(step.query.cu_seqlens[:-1].long(), lens)
-        return torch.repeat_interleave(start, lens) + torch.arange(step.num_tokens, device=step.device) - first
+        request, offsets = packed_rows(step.query)
+        return start[request] + offsets
     if step.kind is StepKind.DRAFT_DECODE:
         return (start + forward).unsqueeze(1).expand(-1, step.width).reshape(-1)
     return (start.unsqueeze(1) + torch.arange(step.width, device=step.device)).reshape(-1)

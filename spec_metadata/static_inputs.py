@@ -72,7 +72,7 @@ def misfit(static: Step, step: Step) -> list[str]:
         reasons.append(f"captured on a {type(static.paging).__name__}, the step has a {type(step.paging).__name__}")
     elif isinstance(static.paging, RequestTable) and isinstance(step.paging, RequestTable):
         old, new = static.paging.table, step.paging.table
-        if old.data_ptr() != new.data_ptr() or old.shape != new.shape:
+        if (old.data_ptr(), old.shape, old.stride()) != (new.data_ptr(), new.shape, new.stride()):
             reasons.append(
                 f"the graph reads the request-to-token table {list(old.shape)} of its capture in place and the step "
                 f"brings another one, {list(new.shape)}"

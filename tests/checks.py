@@ -35,8 +35,8 @@ def check_replay(
     *,
     record_refresh: bool = False,
 ) -> None:
-    """A graph captured on one batch and replayed on another: against the oracle, and equal to the eager step on the same
-    padded layout bit for bit. record_refresh: the plan is the graph's first node.
+    """A graph captured on one batch and replayed on another: against the oracle, and equal to the eager step on
+    the same padded layout bit for bit. record_refresh: the plan is the graph's first node.
     """
     backend = world.backend
     first = Scene(world, captured, seed=2)
@@ -65,7 +65,11 @@ def check_replay(
     for destination, source in zip(_flat(static), _flat(given), strict=True):
         destination.copy_(source)
     (backend.copy_inputs if record_refresh else backend.replay)(meta, second.step())
+    eager = backend.init_forward_metadata(_padded(world, second, meta, bs))
+    if not record_refresh:
+        check_same_metadata(world, meta, eager)
     graph.replay()
+    check_same_metadata(world, meta, eager)
     check_memory(second, before, padded=True)
     check_outputs(second, static, outputs)
     assert addresses == {name: (t.data_ptr(), t.stride()) for name, t in meta.buffers.items()}, "a buffer moved"
@@ -73,9 +77,7 @@ def check_replay(
     after = world.memory.clone()
 
     world.memory.copy_(before)
-    eager = backend.init_forward_metadata(_padded(world, second, meta, bs))
     expected = _run(world, eager, static)
-    check_same_metadata(world, meta, eager)
     check_identical("memory", after, world.memory)
     for forward, (one, two) in enumerate(zip(replay, expected, strict=True)):
         check_identical(f"output of forward {forward}", one.out, two.out)
@@ -99,7 +101,7 @@ def check_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: list[Atten
 
 
 def check_memory(scene: Scene, before: Tensor, forwards: int | None = None, *, padded: bool = False) -> None:
-    """Exactly the owned slots changed, to exactly the right bytes. padded: rows of padding may write the reserved page."""
+    """Exactly the owned slots changed, to exactly the right bytes. padded: padding may write the reserved page."""
     actual, expected = scene.world.memory, scene.expected_memory(before, forwards)
     if padded:
         reserved = scene.world.geometry.reserved_page
@@ -116,9 +118,7 @@ def check_same_metadata(world: World, one: Metadata, two: Metadata) -> None:
 
 def check_identical(what: str, one: Tensor, two: Tensor) -> None:
     """Same shape, type and bytes."""
-    assert one.shape == two.shape and one.dtype is two.dtype, (
-        f"{what}: {one.shape} {one.dtype}, {two.shape} {two.dtype}"
-    )
+    assert (one.shape, one.dtype) == (two.shape, two.dtype), f"{what}: {one.shape} {one.dtype}"
     same = torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
     assert same or one.numel() == 0, f"{what} differs in {int((one != two).sum())} of {one.numel()} elements"
 

@@ -16,8 +16,17 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents, PagedCache, PagedKV, PagedLatent
 from attn_backends.layer import AttentionLayer
-from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Paging, RequestTable, Step, StepKind
-from spec_metadata import UniformQuery
+from spec_metadata import (
+    BlockTable,
+    CacheGeometry,
+    Capacity,
+    PackedQuery,
+    Paging,
+    RequestTable,
+    Step,
+    StepKind,
+    UniformQuery,
+)
 from tests import oracle
 
 NUM_STEPS, MAX_BS = 3, 5
@@ -97,26 +106,37 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.capacity = capacity_of(setup.page_size, setup.topk)
-        num_pages = MAX_BS * self.capacity.max_pages + 4
+        self.max_pages = num_row_pages(setup.page_size, setup.topk)
+        num_pages = MAX_BS * self.max_pages + 4
         self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
         self.layer, shape = layer_of(setup.format)
         self.memory = torch.zeros(num_pages, setup.page_size, 2, *shape, dtype=setup.dtype)
         self.cache = view_of(self.memory, setup.format)
-        self.table = torch.zeros(MAX_BS + 3, self.capacity.max_kv_len, dtype=torch.int32)
+        self.table = torch.zeros(MAX_BS + 3, self.max_pages * setup.page_size, dtype=torch.int32)
         self.backend = setup.backend(self.capacity, self.geometry, checking=setup.checking)
 
     def paging(self, rows: Tensor | None = None) -> Paging:
         """The paging that a graph is captured on."""
         if self.setup.block_table:
-            return BlockTable(torch.zeros(0, self.capacity.max_pages, dtype=torch.int32), self.geometry)
+            return BlockTable(torch.zeros(0, self.max_pages, dtype=torch.int32), self.geometry)
         return RequestTable(self.table, torch.zeros(0, dtype=torch.int64) if rows is None else rows, self.geometry)
 
 
 def capacity_of(page_size: int, topk: int) -> Capacity:
     """A small capacity whose context and draft room together fill their last page exactly."""
-    room = 4 if topk == 1 else topk * NUM_STEPS
-    num_pages = max(2, -(-(14 + room) // page_size))
-    return Capacity(MAX_BS, num_pages * page_size - room, page_size, topk, NUM_STEPS, num_draft_tokens=room)
+    room = draft_room(topk)
+    context = num_row_pages(page_size, topk) * page_size - room
+    return Capacity(MAX_BS, context, page_size, topk, NUM_STEPS, num_draft_tokens=room)
+
+
+def draft_room(topk: int) -> int:
+    """Tokens that a step may add: all branches at all depths, or a chain of NUM_STEPS with its root."""
+    return topk * NUM_STEPS if topk > 1 else NUM_STEPS + 1
+
+
+def num_row_pages(page_size: int, topk: int) -> int:
+    """Pages of a table row."""
+    return max(2, -(-(14 + draft_room(topk)) // page_size))
 
 
 def layer_of(format: CacheFormat) -> tuple[AttentionLayer, tuple[int, int]]:
@@ -166,7 +186,7 @@ class Scene:
         free = [p for p in torch.randperm(world.geometry.num_pages, generator=self.rng).tolist() if p != 2]
         rows = [r for r in torch.randperm(len(world.table), generator=self.rng).tolist() if r != 1]
         self.table_rows = rows[: len(self.requests)]
-        per_row = world.capacity.max_pages
+        per_row = world.max_pages
         self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.rng)]
         for request, row, width in zip(self.requests, self.table_rows, self.widths, strict=True):
             num_tokens = request.length + (width * NUM_STEPS if self.drafts else width)
@@ -234,7 +254,9 @@ class Scene:
                 return Step.draft_decode(self.width, NUM_STEPS, lens, self.paging(), out_cache_loc, max_committed=bound)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
-                return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, max_committed=bound)
+                return Step.target_verify(
+                    self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, max_committed=bound
+                )
             case _:
                 return Step.draft_extend(query, lens, self.paging(), out_cache_loc, max_committed=bound)
 
@@ -284,7 +306,7 @@ class Scene:
         return ancestors
 
     def reset_memory(self, poison: float = float("nan")) -> Tensor:
-        """Write the committed tokens and poison everything else, the reserved page with finite garbage. Returns a copy."""
+        """Write the committed tokens and poison all else, the reserved page with finite garbage. Returns a copy."""
         memory = self.world.memory
         memory.fill_(poison)
         memory[self.world.geometry.reserved_page] = 77.0

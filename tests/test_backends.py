@@ -254,7 +254,7 @@ def test_captured_draft_refuses_another_depth() -> None:
     world = World(Setup(FA3Backend, KV, 4))
     meta = captured(world, StepKind.DRAFT_DECODE)
     step = Step.draft_decode(1, 2, torch.tensor([3, 4]), world.paging(torch.tensor([0, 2])))
-    with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match="num_steps=3.*num_steps=2"):
+    with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match=r"num_steps=3.*num_steps=2"):
         world.backend.replay(meta, step)
 
 
@@ -299,7 +299,7 @@ def test_geometry_that_is_not_the_backends() -> None:
 
 def test_unknown_kernel() -> None:
     world = World(Setup(FA3Backend, KV, 16))
-    with pytest.raises(BackendUnavailableError, match="'flash_attn_4'.*torch"):
+    with pytest.raises(BackendUnavailableError, match=r"'flash_attn_4'.*torch"):
         FA3Backend(world.capacity, world.geometry, kernel="flash_attn_4")
 
 
@@ -337,7 +337,7 @@ def test_query_of_another_shape_or_type(setup: Setup) -> None:
     for q in (given.q[:1], given.q[:, :1], given.q[..., :1], given.q.flatten(1)):
         with pytest.raises(UnsupportedStepError, match="q is"):
             world.backend.forward(q, world.cache, meta, world.layer)
-    with pytest.raises(UnsupportedStepError, match="torch.int32"):
+    with pytest.raises(UnsupportedStepError, match=r"torch\.int32"):
         world.backend.forward(given.q.int(), world.cache, meta, world.layer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,17 +13,16 @@ from rich.markup import escape
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import InvalidStepError
 
-FAILED, MISUSED = 1, 2  # exit codes
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
     args = _parser().parse_args(arguments)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar for each file that is loaded would break ours
     try:
         return _run(args)
     except (AttnBackendsError, InvalidStepError) as error:
         Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        return MISUSED
+        return 2
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -63,9 +63,3 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="weights and cache")
         command.add_argument("--device", help="such as cpu or cuda")
     return parser
-
-
-def runtime_options(args: argparse.Namespace) -> dict[str, object]:
-    """The keys of [runtime] that the command line gives."""
-    given = {"kernel": args.kernel, "dtype": args.dtype, "device": args.device}
-    return {key: value for key, value in given.items() if value is not None}

@@ -104,6 +104,10 @@ def last_rows(step: Step) -> Tensor:
     return step.query.cu_seqlens[1:].long() - 1
 
 
+def _longest(requests: Sequence[Request]) -> int:
+    return max(request.num_committed for request in requests)
+
+
 class TargetWorker:
     """What plain and speculative decoding share: the target, its cache, prompts, and the table of requests.
 
@@ -189,7 +193,8 @@ class PlainWorker(TargetWorker):
     @torch.no_grad()
     def step(self, requests: Sequence[Request]) -> list[list[int]]:
         """One token for each request."""
-        step = Step.decode(self._lens(requests), self.slots.paging(self._rows(requests)))
+        paging, longest = self.slots.paging(self._rows(requests)), _longest(requests)
+        step = Step.decode(self._lens(requests), paging, max_committed=longest)
         last = torch.tensor([request.output[-1] for request in requests], device=self.device)
         return [[token] for token in self._run(self._decode, step, NextTokens(last)).tokens.tolist()]
 
@@ -229,13 +234,15 @@ class EagleWorker(TargetWorker):
     @torch.no_grad()
     def step(self, requests: Sequence[Request]) -> list[list[int]]:
         """One cycle; returns for each request the accepted drafts and the target's own token after them."""
-        capacity, rows, lens = self.capacity, self._rows(requests), self._lens(requests)
-        paging, tree_width, path_width = self.slots.paging(rows), capacity.num_draft_tokens, capacity.max_accepted
-        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging)
+        capacity, rows, lens, longest = self.capacity, self._rows(requests), self._lens(requests), _longest(requests)
+        paging = self.slots.paging(rows)
+        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, max_committed=longest)
         tree = self._run(self._draft, drafting, self._kept(rows))
-        verifying = Step.target_verify(tree_width, lens, paging, tree_mask=tree.mask if capacity.topk > 1 else None)
+        mask = tree.mask if capacity.topk > 1 else None
+        width = capacity.num_draft_tokens
+        verifying = Step.target_verify(width, lens, paging, tree_mask=mask, max_committed=longest)
         accepted = self._run(self._verify, verifying, tree)
-        extending = Step.draft_extend(UniformQuery(path_width), lens, paging)
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, max_committed=longest)
         self._keep(rows, self._run(self._extend, extending, accepted))
         counts = accepted.num_accepted.tolist()
         return [tokens[:count] for tokens, count in zip(accepted.tokens.tolist(), counts, strict=True)]

@@ -15,7 +15,12 @@ from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, query_starts
 
 BUFFERS = (
-    BufferSpec("slots", torch.int64, (NUM_FORWARDS, BS, MAX_KV_LEN), "slot of each token position"),
+    BufferSpec(
+        "slots",
+        torch.int64,
+        (NUM_FORWARDS, BS, MAX_KV_LEN),
+        "slot of each visible token position; a reserved slot past them",
+    ),
     BufferSpec("request", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "request of each row", high=BS),
     BufferSpec("num_visible", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "keys that a row sees", high=MAX_KV_LEN + 1),
 )
@@ -41,7 +46,8 @@ def plan_slots(step: Step, forward: int, buffers: Buffers) -> SlotPlan:
     positions = torch.arange(buffers.extent.max_kv_len, device=step.device).expand(step.bs, -1)
     row = torch.arange(step.num_tokens, device=step.device)
     ends = query_starts(step).long()[1:]
-    plan.slots.copy_(step.paging.slots(positions))
+    reserved = step.paging.geometry.reserved_page * step.paging.geometry.page_size
+    plan.slots.copy_(torch.where(positions < dense.kv_lens.unsqueeze(1), step.paging.slots(positions), reserved))
     plan.request.copy_(torch.searchsorted(ends, row, right=True))
     rows_below = ends[plan.request] - 1 - row if dense.causal else 0
     plan.num_visible.copy_(dense.kv_lens[plan.request] - rows_below)

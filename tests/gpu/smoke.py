@@ -23,10 +23,10 @@ from torch import Tensor
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.base import AttentionBackend, Kernel
-from attn_backends.cache import Latents, KeyValues, PagedCache, PagedKV, PagedLatent, allocate_kv, allocate_latent
+from attn_backends.cache import KeyValues, Latents, PagedCache, PagedKV, PagedLatent, allocate_kv, allocate_latent
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from spec_metadata import CacheGeometry, Capacity, DraftTree, RequestTable, Step, StepKind
+from spec_metadata import CacheGeometry, Capacity, DraftTree, RequestTable, Step
 from spec_metadata.plans.block_table import BlockTablePlan
 from spec_metadata.plans.ragged import RaggedPlan
 

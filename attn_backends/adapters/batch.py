@@ -1,0 +1,142 @@
+"""What batches of vLLM and TensorRT-LLM have in common: a block table, and query lengths that are known on the host.
+
+Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
+worker knows, so it splits the batch and names the situation of each part:
+
+    batch = vllm.read(common, geometry)
+    running, prompts = batch.split(batch.leading(1 + num_speculative_tokens))
+    verify, prefill = running.target_verify(), prompts.prefill()
+    q_verify, q_prefill = q[running.rows], q[prompts.rows]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Self
+
+from torch import Tensor
+
+from attn_backends.errors import UnsupportedStepError
+from spec_metadata import BlockTable, InvalidStepError, PackedQuery, Step, UniformQuery
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTableBatch:
+    """Requests of one batch, the engine's padding left out.
+
+    query_lens: query rows of each request. committed: [bs] int32 or int64, tokens of each request before these rows.
+    paging: the engine's block table. out_cache_loc: [num_rows] slots that the rows write, or None for those right after
+    the committed tokens. max_committed: host bound on `committed`, None if the engine has none. first_row: row of the
+    engine's queries at which this batch begins.
+    """
+
+    query_lens: tuple[int, ...]
+    committed: Tensor
+    paging: BlockTable
+    out_cache_loc: Tensor | None
+    max_committed: int | None
+    first_row: int = 0
+
+    @property
+    def bs(self) -> int:
+        """Requests."""
+        return len(self.query_lens)
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the engine's queries and outputs that belong to this batch."""
+        return slice(self.first_row, self.first_row + sum(self.query_lens))
+
+    def leading(self, width: int) -> int:
+        """How many requests at the front have exactly `width` query rows."""
+        return len(list(takewhile(lambda length: length == width, self.query_lens)))
+
+    def split(self, num_requests: int) -> tuple[Self, Self]:
+        """The first `num_requests` requests and the others; either part may be empty."""
+        if not 0 <= num_requests <= self.bs:
+            raise InvalidStepError(f"a batch of {self.bs} requests can't be split after {num_requests}")
+        return self._part(0, num_requests), self._part(num_requests, self.bs)
+
+    def prefill(self) -> Step:
+        """Any query lengths. A running request among the prompts is a prompt chunk of one token."""
+        query = PackedQuery.of(self.query_lens, self.committed.device)
+        return Step.prefill(query, self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
+
+    def decode(self) -> Step:
+        """One new token a request."""
+        self._check_width("decode", 1)
+        return Step.decode(self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
+
+    def draft_decode(self, num_steps: int) -> Step:
+        """All num_steps - 1 forwards of a chain's draft loop, from the batch of the first of them.
+
+        They write right after the committed tokens: the engine's slots are of the first forward only.
+        """
+        self._check_width("draft decode", 1)
+        return Step.draft_decode(1, num_steps, self.committed, self.paging, max_committed=self.max_committed)
+
+    def target_verify(self, tree_mask: Tensor | None = None) -> Step:
+        """One row per node of the draft tree. tree_mask: [bs, width, width] bool, row sees column; None for a chain."""
+        return Step.target_verify(
+            self._width("target verify"),
+            self.committed,
+            self.paging,
+            self.out_cache_loc,
+            tree_mask=tree_mask,
+            max_committed=self.max_committed,
+        )
+
+    def draft_extend(self) -> Step:
+        """The draft catches up on running requests, rejected rows included; its prompts are a `prefill`."""
+        query = UniformQuery(self._width("draft extend"))
+        return Step.draft_extend(
+            query, self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed
+        )
+
+    def idle(self) -> Step:
+        """The step of a batch without requests."""
+        if self.bs:
+            raise InvalidStepError(f"an idle step has no requests, this batch has {self.bs}")
+        return Step.idle(self.paging)
+
+    def _part(self, start: int, stop: int) -> Self:
+        first = sum(self.query_lens[:start])
+        last = sum(self.query_lens[:stop])
+        return type(self)(
+            query_lens=self.query_lens[start:stop],
+            committed=self.committed[start:stop],
+            paging=BlockTable(self.paging.table[start:stop], self.paging.geometry),
+            out_cache_loc=None if self.out_cache_loc is None else self.out_cache_loc[first:last],
+            max_committed=self.max_committed,
+            first_row=self.first_row + first,
+        )
+
+    def _width(self, situation: str) -> int:
+        widths = set(self.query_lens)
+        if len(widths) != 1:
+            raise UnsupportedStepError(
+                f"a {situation} step",
+                [f"it has one width, the requests have {list(self.query_lens)} query rows"],
+                "split() the batch and prefill() the rest; a batch without requests is idle()",
+            )
+        return widths.pop()
+
+    def _check_width(self, situation: str, width: int) -> None:
+        if self._width(situation) != width:
+            raise UnsupportedStepError(
+                f"a {situation} step",
+                [f"it has {width} query row a request, these requests have {self.query_lens[0]}"],
+                "target_verify() or draft_extend() if they are drafted tokens, prefill() if they are a prompt",
+            )
+
+
+def host_list(name: str, tensor: Tensor | None) -> list[int]:
+    """The values of a host mirror. Refuses a missing one and one that lives on a device, which would be read back."""
+    if tensor is None:
+        raise InvalidStepError(f"{name} is None; it is needed on the host and is not read back from the device")
+    if tensor.device.type != "cpu":
+        raise InvalidStepError(
+            f"{name} is on {tensor.device}; it is needed on the host and is not read back from there"
+        )
+    return [int(value) for value in tensor.tolist()]

@@ -1,0 +1,226 @@
+"""SGLang's ForwardBatch, whose forward mode says in which situation it is.
+
+Which of its modes count the new tokens in `seq_lens`: EXTEND, MIXED, DECODE and DRAFT_EXTEND_V2 do; TARGET_VERIFY and a
+DECODE of the draft model do not. Rows that SGLang adds for data-parallel attention are dropped: a step's rows are the
+first `step.num_tokens` of the batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attn_backends.adapters.batch import host_list
+from attn_backends.errors import UnsupportedStepError
+from spec_metadata import CacheGeometry, DraftTree, InvalidStepError, PackedQuery, RequestTable, Step, UniformQuery
+
+
+class Named(Protocol):
+    """A forward mode. name: of the enumeration's member."""
+
+    @property
+    def name(self) -> str:
+        """Such as EXTEND."""
+        ...
+
+
+class ForwardBatch(Protocol):
+    """The fields that are read.
+
+    req_pool_indices, seq_lens: [batch_size] int32 or int64. out_cache_loc: flat int64. seq_lens_cpu: host mirror of
+    seq_lens, or None. extend_prefix_lens: [batch_size], tokens before the new ones; extend_seq_lens_cpu: numbers of new
+    tokens, on the host; None outside the extend modes. spec_info: None, or see `VerifyInput`. The originals are what
+    the batch was before padding for data parallelism, None if there was none.
+    """
+
+    forward_mode: Named
+    batch_size: int
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    out_cache_loc: Tensor
+    seq_lens_cpu: Tensor | None
+    extend_prefix_lens: Tensor | None
+    extend_seq_lens_cpu: list[int] | None
+    spec_info: Any
+    _original_batch_size: int | None
+    _original_forward_mode: Named | None
+
+
+class VerifyInput(Protocol):
+    """The fields that are read of the EagleVerifyInput of a TARGET_VERIFY.
+
+    draft_token: [bs * draft_token_num]. retrieve_next_token, retrieve_next_sibling: [bs, draft_token_num] int64, first
+    child and next sibling of each node, -1 if none. topk, spec_steps: of the tree.
+    """
+
+    draft_token: Tensor
+    draft_token_num: int
+    topk: int
+    spec_steps: int
+    retrieve_next_token: Tensor
+    retrieve_next_sibling: Tensor
+
+
+REFUSED = {
+    "out_cache_loc_virtual": "a table of virtual slots (translate it and pass the physical one)",
+    "encoder_lens": "cross-attention",
+    "attn_cp_metadata": "context parallelism",
+    "attn_dcp_metadata": "decode context parallelism",
+    "dcp_kv_mask": "decode context parallelism",
+    "encoder_swa_row_floor": "an encoder replay folded into the extend",
+}
+
+
+def geometry(size: int, page_size: int) -> CacheGeometry:
+    """The cache of a KV pool. size: its tokens, a multiple of page_size.
+
+    SGLang allocates one page more, page 0, and one request row more, row 0, for padding.
+    """
+    return CacheGeometry(size // page_size + 1, page_size, reserved_page=0, reserved_row=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardBatches:
+    """Builds the steps of one model runner.
+
+    req_to_token: [num_rows, row_len] int32, its request-to-token table, read in place. geometry: of its KV pool. topk,
+    num_steps: of the draft (speculative_eagle_topk, speculative_num_steps).
+    """
+
+    req_to_token: Tensor
+    geometry: CacheGeometry
+    topk: int = 1
+    num_steps: int = 1
+
+    def step(self, batch: ForwardBatch) -> Step:
+        """The step of a batch. On the host it reads the batch's own mirrors only; a missing one is refused by name."""
+        mode = (batch.forward_mode if batch._original_forward_mode is None else batch._original_forward_mode).name
+        bs = batch.batch_size if batch._original_batch_size is None else batch._original_batch_size
+        reasons = [f"{why} ({name})" for name, why in REFUSED.items() if getattr(batch, name, None) is not None]
+        builders: dict[str, Callable[[ForwardBatch, int], Step]] = {
+            "EXTEND": self._prefill,
+            "MIXED": self._prefill,
+            "DECODE": self._decode if batch.spec_info is None else self._draft_decode,
+            "TARGET_VERIFY": self._verify,
+            "DRAFT_EXTEND_V2": self._draft_extend,
+        }
+        if mode != "IDLE" and mode not in builders:
+            reasons.append(f"forward mode {mode} (it takes IDLE, {', '.join(builders)})")
+        if reasons:
+            raise UnsupportedStepError("SGLang's ForwardBatch", reasons, "leave it to SGLang's backend")
+        if mode == "IDLE" or bs == 0:
+            return Step.idle(self._paging(batch, 0))
+        return builders[mode](batch, bs)
+
+    def _prefill(self, batch: ForwardBatch, bs: int) -> Step:
+        lens = _new_tokens(batch)[:bs]
+        return Step.prefill(
+            PackedQuery.of(lens, batch.seq_lens.device),
+            _prefix_lens(batch)[:bs],
+            self._paging(batch, bs),
+            batch.out_cache_loc[: sum(lens)],
+            max_committed=_bound(batch, bs, min(lens)),
+        )
+
+    def _decode(self, batch: ForwardBatch, bs: int) -> Step:
+        return Step.decode(
+            batch.seq_lens[:bs] - 1,
+            self._paging(batch, bs),
+            batch.out_cache_loc[:bs],
+            max_committed=_bound(batch, bs, 1),
+        )
+
+    def _draft_decode(self, batch: ForwardBatch, bs: int) -> Step:
+        if batch.spec_info.num_tokens_per_req != self.topk:
+            raise InvalidStepError(
+                f"the batch drafts {batch.spec_info.num_tokens_per_req} branches (spec_info.num_tokens_per_req), this "
+                f"builder was made for topk={self.topk}"
+            )
+        return Step.draft_decode(
+            self.topk,
+            self.num_steps,
+            batch.seq_lens[:bs],
+            self._paging(batch, bs),
+            batch.out_cache_loc[: bs * self.topk * self.num_steps],
+            max_committed=_bound(batch, bs, 0),
+        )
+
+    def _verify(self, batch: ForwardBatch, bs: int) -> Step:
+        spec: VerifyInput = batch.spec_info
+        if getattr(spec, "ragged_verify_layout", None) is not None:
+            raise UnsupportedStepError(
+                "SGLang's ForwardBatch", ["a verify of differing widths (ragged_verify_layout)"], "verify one width"
+            )
+        return Step.target_verify(
+            spec.draft_token_num,
+            batch.seq_lens[:bs],
+            self._paging(batch, bs),
+            batch.out_cache_loc[: bs * spec.draft_token_num],
+            tree_mask=None if spec.topk == 1 else tree_mask(spec)[:bs],
+            max_committed=_bound(batch, bs, 0),
+        )
+
+    def _draft_extend(self, batch: ForwardBatch, bs: int) -> Step:
+        lens = _new_tokens(batch)[:bs]
+        width, front = lens[0], getattr(batch.spec_info, "num_front_tokens", 0)
+        reasons = []
+        if any(length != width for length in lens):
+            reasons.append(f"a draft extend of differing widths {lens} (extend_seq_lens_cpu)")
+        if front != 0:
+            reasons.append(f"a draft extend that starts {front} tokens before the committed length (num_front_tokens)")
+        if reasons:
+            raise UnsupportedStepError("SGLang's ForwardBatch", reasons, "extend by one width behind the committed")
+        return Step.draft_extend(
+            UniformQuery(width),
+            _prefix_lens(batch)[:bs],
+            self._paging(batch, bs),
+            batch.out_cache_loc[: bs * width],
+            max_committed=_bound(batch, bs, width),
+        )
+
+    def _paging(self, batch: ForwardBatch, bs: int) -> RequestTable:
+        return RequestTable(self.req_to_token, batch.req_pool_indices[:bs], self.geometry)
+
+
+def tree_mask(spec: VerifyInput) -> Tensor:
+    """[bs, draft_token_num, draft_token_num] bool, node sees its ancestors and itself.
+
+    From the children and siblings, not from custom_mask, which has one of three layouts and may be a larger buffer.
+    """
+    nodes = torch.arange(spec.draft_token_num, device=spec.retrieve_next_token.device)
+    parents = torch.zeros_like(spec.retrieve_next_token)
+    for node in range(spec.draft_token_num):
+        is_child = nodes == spec.retrieve_next_token[:, node : node + 1]
+        parents = torch.where(is_child, node, parents)
+        is_sibling = nodes == spec.retrieve_next_sibling[:, node : node + 1]
+        parents = torch.where(is_sibling, parents[:, node : node + 1], parents)
+    tokens = spec.draft_token.reshape(parents.shape)
+    return DraftTree.from_parents(tokens, parents, spec.spec_steps).mask
+
+
+def _new_tokens(batch: ForwardBatch) -> list[int]:
+    if batch.extend_seq_lens_cpu is None:
+        raise InvalidStepError(
+            "ForwardBatch.extend_seq_lens_cpu is None; the numbers of new tokens are needed on the host and are not "
+            "read back from extend_seq_lens"
+        )
+    return list(batch.extend_seq_lens_cpu)
+
+
+def _prefix_lens(batch: ForwardBatch) -> Tensor:
+    if batch.extend_prefix_lens is None:
+        raise InvalidStepError(
+            "ForwardBatch.extend_prefix_lens is None; an extend needs the tokens before the new ones"
+        )
+    return batch.extend_prefix_lens
+
+
+def _bound(batch: ForwardBatch, bs: int, included: int) -> int | None:
+    """The longest committed length; None if the batch has no host mirror. included: new tokens that seq_lens counts."""
+    if batch.seq_lens_cpu is None:
+        return None
+    return max(host_list("ForwardBatch.seq_lens_cpu", batch.seq_lens_cpu[:bs])) - included

@@ -1,0 +1,139 @@
+"""The command line: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from attn_backends import list_backends
+from attn_backends.cli import demo, main
+from attn_backends.eagle.report import Row
+
+ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", 6, 3.5, True, True, 0, 0.0)
+FIELDS = (
+    "backend kernel model draft path device dtype batch_size tokens_per_cycle identical consistent divergences max_gap"
+)
+
+
+@pytest.fixture
+def short_run(tmp_path):
+    """A file of a run that takes a second."""
+    path = tmp_path / "run.toml"
+    path.write_text(
+        'backend = "fa3"\n[eagle]\ntopk = 1\nnum_steps = 2\nnum_draft_tokens = 3\n'
+        "[runtime]\nmax_bs = 2\nbuckets = [2]\nmax_context = 64\nmax_new_tokens = 8\n"
+    )
+    return str(path)
+
+
+def run_json(capsys, *arguments):
+    """What a command prints as JSON."""
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_list_has_every_backend_and_says_what_runs(capsys):
+    backends = run_json(capsys, "list")["backends"]
+    assert [backend["name"] for backend in backends] == list(list_backends())
+    for backend in backends:
+        runs = [kernel["name"] for kernel in backend["kernels"] if "cpu" in kernel["runs_on"]]
+        assert runs == ["torch"]
+    assert main(["list"]) == 0
+    assert "trtllm_mla" in capsys.readouterr().out
+
+
+def test_list_shows_a_backend_that_can_not_be_imported(capsys, monkeypatch):
+    monkeypatch.setattr("attn_backends.registry.BUILT_IN", {"broken": "tests.raises_at_import:Backend"})
+    (backend,) = run_json(capsys, "list")["backends"]
+    assert "RuntimeError: no driver" in backend["reason"]
+    assert main(["list"]) == 0
+    assert "broken" in capsys.readouterr().out
+
+
+def test_info_gives_reasons_capabilities_and_buffers(capsys):
+    info = run_json(capsys, "info", "trtllm_mla")
+    kernels = {kernel["name"]: kernel for kernel in info["kernels"]}
+    assert list(kernels) == ["torch", "trtllm_gen", "flashmla", "triton"]
+    assert kernels["flashmla"]["reasons"][0] == "not connected in this version"
+    assert info["capabilities"]["torch"]["draft_extend"]["packed"] is False
+    assert info["capabilities"]["torch"]["target_verify"]["page_sizes"] == [32, 64]
+    assert info["capabilities"]["torch"]["target_verify"]["tree"] is True
+    assert info["buffers"]["decode"][0].startswith("block_table [num_forwards, bs, ")
+    assert main(["info", "trtllm_mla"]) == 0
+    assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_info_recognizes_flash_attention_2(capsys, monkeypatch):
+    installed = {"flash-attn": "2.8.3"}
+    monkeypatch.setattr("attn_backends.providers._version", installed.get)
+    reasons = {kernel["name"]: kernel["reasons"] for kernel in run_json(capsys, "info", "fa3")["kernels"]}
+    assert reasons["flash_attn_interface"][1] == (
+        "installed flash-attn 2.8.3 is FlashAttention-2; FA3 is a source build of its hopper folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "fa4"], "Did you mean 'fa3'?"),
+        (["generate"], "at least one --prompt"),
+        (["generate", "--prompt-file", "missing.txt"], "--prompt-file missing.txt can't be read"),
+        (["generate", "--prompt", "a", "--config", "tre"], "Did you mean 'tree'?"),
+        (["generate", "--prompt", "a", "--max-new-tokens", "0"], "runtime.max_new_tokens"),
+        (["generate", "--prompt", "a", "--kernel", "flashinfer_fa3"], "not connected in this version. It has torch."),
+        (["demo", "--kernel", "triton"], "not connected in this version. It has torch."),
+        (["demo", "--json", "no/such/folder/rows.json"], "there is no folder no/such/folder"),
+    ],
+)
+def test_misuse_is_an_error_for_people(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_generate_continues_every_prompt(short_run, tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_text("import sys\n\n\ndef ")
+    arguments = ["generate", "--config", short_run, "--prompt", "class [bold]A[/](", "--prompt-file", str(file)]
+    assert main([*arguments, "--dtype", "float64"]) == 0
+    output = capsys.readouterr().out
+    assert "class [bold]A[/](" in output
+    assert "import sys\n\n\ndef " in output
+    assert "tokens a cycle" in output
+    assert "verify: fa3, kernel torch" in output
+    assert "through graphs" in output
+
+
+def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, capsys):
+    runs = []
+
+    def fake_row(config, prompts, on_progress):
+        runs.append((config.backends.distinct, config.eagle.topk, config.runtime.path, config.model.target))
+        return ROW
+
+    monkeypatch.setattr(demo, "run_row", fake_row)
+    file = tmp_path / "rows.json"
+    assert main(["demo", "--json", str(file)]) == 0
+    models = {("flashinfer_mla",): "mla", ("trtllm_mla",): "mla", ("fa3",): "gqa"}
+    assert runs == [(b, topk, path, m) for b, m in models.items() for topk in (1, 4) for path in ("eager", "graph")]
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 12
+    assert [list(row) for row in rows] == [FIELDS.split()] * 12
+    assert capsys.readouterr().out.count("identical") == 12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "consistent", "code", "verdict"),
+    [("float32", True, 1, "WRONG"), ("bfloat16", True, 0, "consistent"), ("bfloat16", False, 1, "WRONG")],
+)
+def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
+    fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
+    row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
+    monkeypatch.setattr(demo, "run_row", lambda *args: row)
+    assert main(["demo"]) == code
+    output = capsys.readouterr().out
+    assert verdict in output
+    assert "2 of 6" in output

@@ -1,0 +1,52 @@
+"""Importing the library and looking at it needs no vendor package, no model library and no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+VENDORS = ["flash_attn", "flash_attn_interface", "flashinfer", "sgl_flash_mla", "sgl_kernel", "triton", "vllm"]
+MODELS = ["safetensors", "transformers"]
+FRONT_END = ["pydantic", "rich"]
+
+BLOCK = """
+import sys
+sys.modules.update(dict.fromkeys({blocked}))  # importing any of them fails
+import torch
+def touched(*args):
+    raise AssertionError("the GPU was initialized")
+torch.cuda._lazy_init = touched
+"""
+
+
+def run_cold(blocked: list[str], code: str) -> str:
+    """The output of code in a fresh process in which some packages can't be imported."""
+    script = BLOCK.format(blocked=blocked) + code
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_packages_import_with_torch_alone():
+    code = "import attn_backends, spec_metadata\nassert not torch.cuda.is_initialized()"
+    run_cold(VENDORS + MODELS + FRONT_END, code)
+
+
+def test_every_backend_class_imports_with_torch_alone():
+    code = "from attn_backends import get_backend, list_backends\nprint(*map(get_backend, list_backends()))"
+    assert "FA3Backend" in run_cold(VENDORS + MODELS + FRONT_END, code)
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["info", "fa3"], ["info", "flashinfer_mla", "--json"]])
+def test_list_and_info_need_no_vendor_and_no_model_library(arguments):
+    output = run_cold(VENDORS + MODELS, f"from attn_backends.cli import main\nsys.exit(main({arguments}))")
+    assert "not connected in this version" in output or arguments == ["list"]
+
+
+def test_what_is_blocked_fails():
+    with pytest.raises(AssertionError, match="transformers"):
+        run_cold(MODELS, "import transformers")
+    with pytest.raises(AssertionError, match="the GPU was initialized"):
+        run_cold([], "torch.cuda.init()")

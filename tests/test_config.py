@@ -1,0 +1,147 @@
+"""Configurations: what ships is valid, what a run makes of a file, and errors that name file and key."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends import BackendUnavailableError, CacheFormat, ConfigError, list_backends
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.config import PHASES, backend_options, load_run_config, preset_names
+from spec_metadata import Capacity
+
+EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
+FA3 = 'backend = "fa3"\n'
+
+
+class KeysAndValuesOnly(FA3Backend):
+    """A backend of another package that shares no format with MLA."""
+
+    name = "kv_only"
+    formats = frozenset({CacheFormat.KV})
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a run from the text of a file."""
+
+    def load_text(text, **options):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return load_run_config(str(path), **options)
+
+    return load_text
+
+
+def per_phase(**backends):
+    """The line that names a backend per phase; fa3 where none is given."""
+    named = dict.fromkeys(PHASES, "fa3") | backends
+    return "backend = {" + ", ".join(f'{phase} = "{name}"' for phase, name in named.items()) + "}\n"
+
+
+def test_every_backend_has_its_file():
+    for name in list_backends():
+        options = backend_options(name)
+        assert options is not None
+        assert options.name == name
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("backend", [None, *list_backends()])
+def test_every_preset_runs_on_every_backend(preset, backend):
+    run = load_run_config(preset, backend=backend)
+    assert run.backends.distinct == (backend or "flashinfer_mla",)
+    assert isinstance(run.capacity, Capacity)
+
+
+def test_the_presets_are_a_chain_and_a_tree():
+    assert {name: load_run_config(name).eagle.topk for name in preset_names()} == {"chain": 1, "tree": 4}
+
+
+def test_a_backend_brings_its_page_size_and_model():
+    run = load_run_config("tree", backend="trtllm_mla")
+    assert (run.page_size, run.model.target, run.kernels) == (64, "mla", {"trtllm_mla": "auto"})
+    assert load_run_config("tree", backend="fa3").model.draft == "gqa"
+
+
+def test_the_file_goes_before_the_backend_and_the_command_line_before_the_file(load):
+    text = FA3 + EAGLE + '[model]\ntarget = "a"\ndraft = "b"\n[runtime]\npage_size = 8\nkernel = "torch"\nseed = 5\n'
+    run = load(text, runtime={"dtype": "bfloat16", "seed": 7})
+    assert (run.page_size, run.kernels, run.model.target) == (8, {"fa3": "torch"}, "a")
+    assert (run.dtype, run.runtime.seed) == (torch.bfloat16, 7)
+
+
+def test_a_backend_per_phase(load):
+    run = load(per_phase(prefill="reference", verify="reference") + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\n')
+    assert [run.backends.of(phase) for phase in PHASES] == ["reference", "fa3", "fa3", "reference", "fa3"]
+
+
+def test_phases_that_differ_in_page_size_are_refused(load):
+    with pytest.raises(ConfigError, match=r"run.toml: backend: .* page sizes differ: trtllm_mla 64, fa3 16"):
+        load(per_phase(prefill="trtllm_mla") + EAGLE)
+    text = (
+        per_phase(prefill="trtllm_mla") + EAGLE + '[runtime]\npage_size = 32\n[model]\ntarget = "mla"\ndraft = "mla"\n'
+    )
+    assert load(text).page_size == 32
+
+
+def test_phases_without_a_common_format_are_refused(load):
+    latent = per_phase(prefill="flashinfer_mla", draft="tests.test_config:KeysAndValuesOnly")
+    with pytest.raises(ConfigError, match=r"agree on no format: prefill \(flashinfer_mla\) takes latent, .* takes kv"):
+        load(latent + EAGLE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (FA3 + EAGLE.replace("topk = 1", "topk = 0"), r"eagle.topk: .* greater than or equal to 1, got 0"),
+        (FA3 + EAGLE.replace("num_steps = 3", "num_steps = 0"), r"eagle.num_steps: .* got 0"),
+        (FA3 + EAGLE.replace("= 4", "= 5"), r"eagle.num_draft_tokens: .* must be in \[2, 4\].* got 5"),
+        (FA3 + EAGLE.replace("= 4", '= "4"'), r"eagle.num_draft_tokens: .*integer, got '4'"),
+        (FA3 + EAGLE + "[runtime]\nbukets = [1]", r"unknown key runtime.bukets; .*Did you mean 'buckets'\?"),
+        (FA3 + EAGLE + "[model]\ntarget = 'a'\ndraft = 'a'\nx = 1", "unknown key model.x; there are target, draft"),
+        (FA3 + EAGLE + "[egale]\ntopk = 1", r"unknown key egale; .*Did you mean 'eagle'\?"),
+        (FA3 + EAGLE + "[runtime]\nbuckets = [1, 9]", r"runtime.buckets: a bucket of 9 requests .* max_bs = 8"),
+        (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: no device has the name 'gpu0'"),
+        (FA3 + EAGLE + "[runtime]\ndtype = 'float8'", r"runtime.dtype: .* got 'float8'"),
+        (FA3 + EAGLE + "[runtime]\npath = 'fast'", r"runtime.path: .*'graph' or 'eager', got 'fast'"),
+        ("runtime = 3\n" + FA3 + EAGLE, r"runtime: .* got 3"),
+        (FA3, "eagle is missing"),
+        ("backend = {prefill = 'fa3'}\n" + EAGLE, "backend.decode is missing"),
+        ("backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE, "runtime.page_size is missing"),
+        ("backend = ", "is not valid TOML"),
+    ],
+)
+def test_errors_name_file_and_key(load, text, message):
+    with pytest.raises(ConfigError, match=f"run.toml.*{message}"):
+        load(text)
+
+
+def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load):
+    mine = "backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE
+    with pytest.raises(ConfigError, match="model is missing"):
+        load(mine + "[runtime]\npage_size = 4")
+    assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'gqa'\ndraft = 'gqa'").page_size == 4
+
+
+def test_an_unknown_preset_lists_the_known():
+    with pytest.raises(ConfigError, match=r"neither a file nor a preset \(chain, tree\). Did you mean 'tree'\?"):
+        load_run_config("tre")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "reason"),
+    [
+        ("trtllm_mla", "flashmla", r"not connected in this version\. It has torch"),
+        ("fa3", "flashmla", r"flashmla is no kernel for the metadata of fa3\. It has torch"),
+        ("reference", "cuda_magic", r"no kernel has the name 'cuda_magic'\. It has torch"),
+    ],
+)
+def test_a_kernel_that_is_not_connected_is_refused(backend, kernel, reason):
+    with pytest.raises(BackendUnavailableError, match=reason):
+        load_run_config("chain", backend=backend, runtime={"kernel": kernel})
+
+
+def test_a_run_can_not_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        load_run_config("chain").page_size = 3

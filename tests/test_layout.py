@@ -1,0 +1,346 @@
+"""Steps: what they refuse, where they write, what their rows see, how they are padded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spec_metadata import (
+    BlockTable,
+    Buffers,
+    CacheGeometry,
+    Capacity,
+    Extent,
+    InvalidStepError,
+    PackedQuery,
+    Paging,
+    RequestTable,
+    Step,
+    StepKind,
+    UniformQuery,
+    allocate,
+    copy_step,
+    dense_part,
+    input_specs,
+    misfit,
+    pad_step,
+    real_rows,
+    static_step,
+    token_positions,
+    tree_part,
+    write_slots,
+)
+from tests.scenes import strided
+
+GEOMETRY = CacheGeometry(60, 4, reserved_page=5, reserved_row=1)
+PAGES = [[random.Random(row).randrange(6, 60) for _ in range(8)] for row in range(5)]
+ROWS, LENS = [3, 0, 4], [7, 0, 12]
+TYPES = [torch.int32, torch.int64]
+
+
+def slot(request: int, position: int) -> int:
+    """Where a token of a request lives."""
+    return PAGES[ROWS[request]][position // 4] * 4 + position % 4
+
+
+def paging_of(form: type, dtype: torch.dtype = torch.int32) -> Paging:
+    """The three requests, in strided tensors."""
+    if form is BlockTable:
+        return BlockTable(strided(torch.tensor([PAGES[row] for row in ROWS], dtype=dtype)), GEOMETRY)
+    table = torch.tensor([[page * 4 + i for page in row for i in range(4)] for row in PAGES], dtype=dtype)
+    return RequestTable(strided(table), strided(torch.tensor(ROWS, dtype=dtype)), GEOMETRY)
+
+
+def lens_of(dtype: torch.dtype = torch.int32) -> Tensor:
+    return strided(torch.tensor(LENS, dtype=dtype))
+
+
+PAGING, SEQ_LENS = paging_of(RequestTable), lens_of()
+PACKED = PackedQuery.of([2, 5, 1])
+MAKERS: dict[str, Callable[[Tensor, Paging], Step]] = {
+    "prefill": lambda lens, paging: Step.prefill(PACKED, lens, paging),
+    "decode": Step.decode,
+    "draft chain": lambda lens, paging: Step.draft_decode(1, 3, lens, paging),
+    "draft tree": lambda lens, paging: Step.draft_decode(2, 3, lens, paging),
+    "verify": lambda lens, paging: Step.target_verify(4, lens, paging),
+    "extend": lambda lens, paging: Step.draft_extend(UniformQuery(3), lens, paging),
+    "packed extend": lambda lens, paging: Step.draft_extend(PACKED, lens, paging),
+}
+NEW_TOKENS = {"decode": 1, "draft chain": 3, "draft tree": 6, "verify": 4, "extend": 3}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("form", [RequestTable, BlockTable])
+@pytest.mark.parametrize("name", MAKERS)
+def test_default_write_slots_follow_the_committed_tokens(name: str, form: type, dtype: torch.dtype) -> None:
+    step = MAKERS[name](lens_of(dtype), paging_of(form, dtype))
+    counts = [NEW_TOKENS[name]] * 3 if name in NEW_TOKENS else [2, 5, 1]
+    expected = [slot(r, LENS[r] + j) for r in range(3) for j in range(counts[r])]
+    assert step.out_cache_loc.tolist() == expected
+    assert step.num_writes == len(expected)
+    assert step.bs == 3
+    assert int(step.num_real) == 3
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (3, 2), (4, 4)])
+def test_a_forward_writes_its_own_slots_densely(topk: int, num_steps: int, dtype: torch.dtype) -> None:
+    flat = torch.randperm(3 * topk * num_steps).to(dtype)
+    step = Step.draft_decode(topk, num_steps, SEQ_LENS, PAGING, strided(flat))
+    for i in range(num_steps):
+        slots = write_slots(step, i)
+        expected = [int(flat[(r * topk + k) * num_steps + i]) for r in range(3) for k in range(topk)]
+        assert slots.tolist() == expected
+        assert slots.dtype is torch.int64
+        assert slots.is_contiguous()
+    slots = write_slots(Step.target_verify(4, SEQ_LENS, PAGING, strided(flat[:12]) if len(flat) >= 12 else None))
+    assert slots.is_contiguous()
+    assert slots.dtype is torch.int64
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_positions_are_committed_length_plus_depth(name: str) -> None:
+    step = MAKERS[name](SEQ_LENS, PAGING)
+    widths = {"decode": 1, "draft chain": 1, "draft tree": 2, "verify": 4, "extend": 3}
+    counts = [widths[name]] * 3 if name in widths else [2, 5, 1]
+    for i in range(step.num_forwards):
+        drafts = step.kind is StepKind.DRAFT_DECODE
+        expected = [LENS[r] + (i if drafts else j) for r in range(3) for j in range(counts[r])]
+        assert token_positions(step, i).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_what_rows_see(dtype: torch.dtype) -> None:
+    lens, paging = lens_of(dtype), paging_of(RequestTable, dtype)
+    seen = {name: make(lens, paging) for name, make in MAKERS.items()}
+    expected = {
+        "prefill": ([9, 5, 13], True),
+        "decode": ([8, 1, 13], True),
+        "draft chain": ([8, 1, 13], True),
+        "draft tree": (LENS, False),
+        "verify": ([11, 4, 16], True),
+        "extend": ([10, 3, 15], True),
+        "packed extend": ([9, 5, 13], True),
+    }
+    for name, (kv_lens, causal) in expected.items():
+        dense = dense_part(seen[name])
+        assert (dense.kv_lens.tolist(), dense.causal) == (kv_lens, causal), name
+        assert dense.kv_lens.dtype is torch.int32
+    for i in range(2):
+        assert dense_part(seen["draft chain"], i).kv_lens.tolist() == [length + i + 1 for length in LENS]
+        assert dense_part(seen["draft tree"], i).kv_lens.tolist() == LENS
+    mask = torch.eye(4, dtype=torch.bool).expand(3, -1, -1)
+    tree = dense_part(Step.target_verify(4, lens, paging, tree_mask=mask))
+    assert (tree.kv_lens.tolist(), tree.causal) == (LENS, False)
+
+
+def test_tree_part_of_a_verify_is_its_mask_over_its_slots() -> None:
+    mask = torch.rand(3, 4, 4) < 0.5
+    step = Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=mask)
+    part = tree_part(step)
+    assert part is not None
+    assert torch.equal(part.mask, mask)
+    assert part.slots.tolist() == [[slot(r, LENS[r] + j) for j in range(4)] for r in range(3)]
+    assert tree_part(Step.target_verify(4, SEQ_LENS, PAGING)) is None
+
+
+def test_tree_part_of_a_draft_follows_the_ancestors() -> None:
+    topk, num_steps = 3, 4
+    step = Step.draft_decode(topk, num_steps, SEQ_LENS, PAGING)
+    ancestors = torch.randint(topk, (3, topk, 3))
+    for i in range(3):
+        part = tree_part(step, i, ancestors[..., : i + 1])
+        assert part is not None
+        for r in range(3):
+            assert part.slots[r].tolist() == [slot(r, LENS[r] + n) for n in range(topk * num_steps)]
+            for k in range(topk):
+                on_path = {int(branch) * num_steps + depth for depth, branch in enumerate(ancestors[r, k, : i + 1])}
+                assert set(part.mask[r, k].nonzero().flatten().tolist()) == on_path
+    for wrong in (None, ancestors[..., :2], ancestors[:2, :, :1], ancestors[:, :2, :1]):
+        with pytest.raises(InvalidStepError, match=r"needs ancestors \[3, 3, 1\]"):
+            tree_part(step, 0, wrong)
+
+
+def test_idle_step_holds_nothing() -> None:
+    for paging in (PAGING.on_static(torch.empty(0, dtype=torch.int64)), BlockTable(torch.empty(0, 8).int(), GEOMETRY)):
+        step = Step.idle(paging)
+        assert (step.bs, step.num_tokens, step.num_writes, step.num_forwards) == (0, 0, 0, 1)
+        assert int(step.num_real) == 0
+        assert step.out_cache_loc.shape == (0,)
+
+
+def test_packed_query() -> None:
+    assert PACKED.cu_seqlens.tolist() == [0, 2, 7, 8]
+    assert PACKED.cu_seqlens.dtype is torch.int32
+    assert (PACKED.num_tokens, PACKED.width) == (8, 5)
+    empty = PackedQuery.of([])
+    assert (empty.num_tokens, empty.width, empty.cu_seqlens.tolist()) == (0, 0, [0])
+
+
+SLOTS = torch.arange(12)
+BAD: dict[str, Callable[[], object]] = {
+    "at least 1, got 3 and 0": lambda: Step.draft_decode(0, 3, SEQ_LENS, PAGING),
+    "at least 1, got 3 and -1": lambda: Step.draft_decode(-1, 3, SEQ_LENS, PAGING),
+    "at least 1, got 0 and 2": lambda: Step.draft_decode(2, 0, SEQ_LENS, PAGING),
+    "at least 1, got -2 and 2": lambda: Step.draft_decode(2, -2, SEQ_LENS, PAGING),
+    "at least 1, got 1 and 0": lambda: Step.target_verify(0, SEQ_LENS, PAGING),
+    r"seq_lens must be \[bs\].*float32": lambda: Step.decode(SEQ_LENS.float(), PAGING, SLOTS[:3]),
+    r"seq_lens must be \[bs\].*\[3, 1\]": lambda: Step.decode(SEQ_LENS.unsqueeze(1), PAGING, SLOTS[:3]),
+    "seq_lens holds 2 requests but the paging 3": lambda: Step.decode(SEQ_LENS[:2], PAGING, SLOTS[:2]),
+    "packed query holds 2 requests, seq_lens 3": lambda: Step.prefill(PackedQuery.of([1, 1]), SEQ_LENS, PAGING, SLOTS),
+    r"at least one query row, got lengths \(1, 0, 2\)": lambda: Step.prefill(
+        PackedQuery.of([1, 0, 2]), SEQ_LENS, PAGING, SLOTS[:3]
+    ),
+    r"target_verify step must hold 12 slots, got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
+    r"must hold 12 slots, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
+    "draft_decode step must hold 18 slots": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
+    "out_cache_loc must be int32 or int64, got torch.float32": lambda: Step.decode(SEQ_LENS, PAGING, SLOTS[:3].float()),
+    r"tree_mask must be \(3, 4, 4\) bool, got \[3, 4, 4\] torch.int64": lambda: Step.target_verify(
+        4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.int64)
+    ),
+    r"tree_mask must be \(3, 4, 4\) bool, got \[3, 3, 3\]": lambda: Step.target_verify(
+        4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 3, 3, dtype=torch.bool)
+    ),
+    "max_bs must be at least 1, got 0": lambda: Capacity(0, 8, 4),
+    "max_context must be at least 1": lambda: Capacity(1, 0, 4),
+    "page_size must be at least 1": lambda: Capacity(1, 8, 0),
+    "topk must be at least 1, got 0": lambda: Capacity(1, 8, 4, topk=0),
+    "num_steps must be at least 1, got -1": lambda: Capacity(1, 8, 4, num_steps=-1),
+    r"in \[2, 9\].*topk=1 and num_steps=8; got 10": lambda: Capacity(1, 8, 4, 1, 8, 10),
+    r"in \[2, 11\].*topk=2 and num_steps=3; got 12": lambda: Capacity(1, 8, 4, 2, 3, 12),
+    r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),
+    "prefill step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1),
+    "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_impossible_steps_and_capacities_are_refused(message: str) -> None:
+    with pytest.raises(InvalidStepError, match=message):
+        BAD[message]()
+
+
+FULL_ROW: dict[str, Callable[[Tensor, Paging], Step]] = {
+    "prefill": lambda lens, paging: Step.prefill(PACKED, lens, paging, max_committed=32),
+    "decode": lambda lens, paging: Step.decode(lens, paging, max_committed=32),
+    "draft": lambda lens, paging: Step.draft_decode(2, 3, lens, paging, max_committed=32),
+    "verify": lambda lens, paging: Step.target_verify(4, lens, paging, max_committed=32),
+    "extend": lambda lens, paging: Step.draft_extend(UniformQuery(3), lens, paging, max_committed=32),
+}
+
+
+@pytest.mark.parametrize("form", [RequestTable, BlockTable])
+@pytest.mark.parametrize("name", FULL_ROW)
+def test_default_write_slots_past_the_table_are_refused(name: str, form: type) -> None:
+    """A row of 32 tokens, full: what the step adds has no place in it, and host bounds say so."""
+    with pytest.raises(InvalidStepError, match="row"):
+        FULL_ROW[name](torch.tensor([3, 32, 9]), paging_of(form))
+
+
+CAPACITY = Capacity(6, 20, 4, topk=2, num_steps=3, num_draft_tokens=4)
+PADDABLE = [name for name in MAKERS if name in NEW_TOKENS]
+
+
+@pytest.mark.parametrize("form", [RequestTable, BlockTable])
+@pytest.mark.parametrize("name", PADDABLE)
+@pytest.mark.parametrize("bs", [3, 5])
+def test_padding_has_one_policy(name: str, form: type, bs: int) -> None:
+    step = MAKERS[name](SEQ_LENS, paging_of(form))
+    padded = pad_step(step, bs, CAPACITY)
+    extra = bs - 3
+    assert (padded.kind, padded.query, padded.num_steps, padded.bs) == (step.kind, step.query, step.num_steps, bs)
+    assert padded.seq_lens.tolist() == LENS + [0] * extra
+    assert int(padded.num_real) == 3
+    assert real_rows(padded).tolist() == [True] * 3 + [False] * extra
+    assert padded.out_cache_loc[: step.num_writes].tolist() == step.out_cache_loc.tolist()
+    assert {int(s) // 4 for s in padded.out_cache_loc[step.num_writes :]} <= {5}
+    num_pages = CAPACITY.max_pages
+    assert padded.paging.pages(num_pages).tolist() == (
+        [PAGES[row][:num_pages] for row in ROWS] + [[5 if form is BlockTable else PAGES[1][0]] * num_pages] * extra
+        if form is BlockTable
+        else [PAGES[row][:num_pages] for row in [*ROWS, *[1] * extra]]
+    )
+    for i in range(step.num_forwards):
+        dense, real = dense_part(padded, i), dense_part(step, i)
+        assert dense.kv_lens.tolist() == real.kv_lens.tolist() + [step.width] * extra  # never advanced
+        assert dense.causal == real.causal
+
+
+def test_padding_a_tree_mask() -> None:
+    mask = torch.rand(3, 4, 4) < 0.5
+    padded = pad_step(Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=mask), 5, CAPACITY)
+    assert padded.tree_mask is not None
+    assert torch.equal(padded.tree_mask[:3], mask)
+    assert torch.equal(padded.tree_mask[3:], torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
+
+
+@pytest.mark.parametrize("form", [RequestTable, BlockTable])
+def test_a_larger_batch_leaves_nothing_behind(form: type) -> None:
+    """After a large batch and a small one a static step is the small one, padded; after an idle one, all padding."""
+    paging, mask = paging_of(form), torch.rand(3, 4, 4) < 0.5
+    large = Step.target_verify(4, SEQ_LENS, paging, tree_mask=mask)
+    small = Step.target_verify(4, SEQ_LENS[:1], paging.on_static(paging.static_input()[:1]), tree_mask=mask[:1])
+    static = pad_step(large, 3, CAPACITY)
+    empty = static_tensors(static_step(large.bucket(), paging, static_buffers(large, paging)))
+    copy_step(static, small)
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(static_tensors(static), static_tensors(pad_step(small, 3, CAPACITY)), strict=True)
+    )
+    copy_step(static, Step.idle(paging.on_static(paging.static_input()[:0])))
+    assert all(torch.equal(*pair) for pair in zip(static_tensors(static), empty, strict=True))
+
+
+def static_buffers(step: Step, paging: Paging) -> Buffers:
+    """Fresh static inputs of a step's bucket."""
+    specs = input_specs(step.bucket(), paging)
+    return allocate(specs, Extent.of_bucket(step.bucket(), CAPACITY), torch.device("cpu"))
+
+
+def static_tensors(step: Step) -> list[Tensor]:
+    """Everything that a graph reads of a step."""
+    assert step.tree_mask is not None
+    return [step.num_real, step.seq_lens, step.out_cache_loc, step.paging.static_input(), step.tree_mask]
+
+
+def test_padding_leaves_the_step_alone() -> None:
+    step = Step.target_verify(4, SEQ_LENS.clone(), PAGING)
+    before = [step.seq_lens.clone(), step.out_cache_loc.clone(), PAGING.static_input().clone()]
+    padded = pad_step(step, 5, CAPACITY)
+    padded.seq_lens.zero_()
+    padded.out_cache_loc.zero_()
+    padded.paging.static_input().zero_()
+    after = [step.seq_lens, step.out_cache_loc, PAGING.static_input()]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+def test_misfit_gives_every_reason() -> None:
+    static = pad_step(Step.target_verify(4, SEQ_LENS, PAGING), 3, CAPACITY)
+    assert misfit(static, Step.target_verify(4, SEQ_LENS, PAGING)) == []
+    assert misfit(static, Step.idle(PAGING.on_static(torch.empty(0, dtype=torch.int64)))) == []
+    four = BlockTable(torch.zeros(4, 8, dtype=torch.int32), GEOMETRY)
+    reasons = misfit(static, Step.target_verify(3, torch.zeros(4, dtype=torch.int32), four))
+    assert len(reasons) == 3
+    assert "width=3" in reasons[0]
+    assert "has 4" in reasons[1]
+    assert "BlockTable" in reasons[2]
+    packed = Step.draft_extend(PACKED, SEQ_LENS, PAGING)
+    assert "lengths (2, 5, 1)" in misfit(static, packed)[0]
+
+
+def test_misfit_sees_another_view_of_the_same_memory() -> None:
+    """A graph reads the table with the strides of its capture."""
+    memory = torch.zeros(10, 32, dtype=torch.int32)
+    one, two = (
+        RequestTable(memory[:5], torch.tensor([0]), GEOMETRY),
+        RequestTable(memory[::2], torch.tensor([0]), GEOMETRY),
+    )
+    lens, slots = torch.tensor([3]), torch.tensor([40])
+    static = pad_step(Step.decode(lens, one, slots), 2, CAPACITY)
+    assert misfit(static, Step.decode(lens, replace(one, rows=torch.tensor([4])), slots)) == []
+    assert misfit(static, Step.decode(lens, two, slots)) != []

@@ -1,0 +1,70 @@
+"""Names to backend classes: built in, by entry point, by module:Class, and what is refused."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from attn_backends import AttentionBackend, BackendUnavailableError, get_backend, list_backends, registry
+from attn_backends.backends.fa3 import FA3Backend
+
+
+class Unfinished(AttentionBackend):
+    """A backend without its parts."""
+
+
+def register(monkeypatch, *targets):
+    """Pretend that other packages register (name, value) pairs."""
+    entries = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in targets]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries)
+
+
+def test_every_built_in_backend_loads_under_its_own_name():
+    for name in registry.BUILT_IN:
+        assert get_backend(name).name == name
+
+
+def test_an_unknown_name_lists_the_known_and_guesses():
+    with pytest.raises(BackendUnavailableError, match=r"there are flashinfer_mla, .*Did you mean 'trtllm_mla'\?"):
+        get_backend("trtlm_mla")
+
+
+def test_a_class_is_found_by_module_and_name():
+    assert get_backend("attn_backends.backends.fa3:FA3Backend") is FA3Backend
+
+
+def test_an_entry_point_is_known_by_name_and_loaded_at_lookup(monkeypatch):
+    mine, missing = ("mine", "attn_backends.backends.fa3:FA3Backend"), ("missing", "no_such_package:Backend")
+    register(monkeypatch, mine, missing)
+    assert list(list_backends()) == [*registry.BUILT_IN, "mine", "missing"]
+    assert get_backend("mine") is FA3Backend
+    with pytest.raises(BackendUnavailableError, match="'no_such_package' failed: ModuleNotFoundError"):
+        get_backend("missing")
+
+
+def test_two_packages_can_not_share_a_name(monkeypatch):
+    register(monkeypatch, ("fa3", "my_package:Backend"))
+    with pytest.raises(BackendUnavailableError, match=r"FA3Backend and my_package:Backend"):
+        get_backend("reference")
+
+
+def test_the_same_entry_point_seen_twice_is_one(monkeypatch):
+    register(monkeypatch, ("mine", "my_package:Backend"), ("mine", "my_package:Backend"))
+    assert list_backends()["mine"] == "my_package:Backend"
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("json:dumps", "json:dumps names no subclass"),
+        ("json:Missing", "json:Missing names no subclass"),
+        ("json:JSONDecoder", "json:JSONDecoder names no subclass"),
+        ("tests.test_registry:Unfinished", "does not define buffers, plan, name, formats, kernels"),
+        (":Backend", "importing '' failed"),
+        ("tests.raises_at_import:Backend", "importing 'tests.raises_at_import' failed: RuntimeError: no driver"),
+    ],
+)
+def test_what_is_no_backend_is_refused(target, reason):
+    with pytest.raises(BackendUnavailableError, match=reason):
+        get_backend(target)

@@ -1,0 +1,119 @@
+"""The shape of the repository: which part imports which, who prints, how large things are, what guides point to."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(path for package in ("spec_metadata", "attn_backends") for path in (ROOT / package).rglob("*.py"))
+MAX_MODULE, MAX_FUNCTION = 350, 60
+
+# A module imports its own layer and those above it in this list.
+LAYERS = [
+    ["spec_metadata"],
+    ["attn_backends.kernels", "attn_backends.errors"],
+    [f"attn_backends.{name}" for name in ("layer", "cache", "capabilities", "providers", "base", "graphs", "runner")],
+    ["attn_backends.backends", "attn_backends.registry", "attn_backends", "attn_backends.models"],
+    ["attn_backends.adapters", "attn_backends.config"],
+    ["attn_backends.eagle"],
+    ["attn_backends.conformance"],
+    ["attn_backends.cli"],
+]
+RANKS = {prefix: rank for rank, prefixes in enumerate(LAYERS) for prefix in prefixes}
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a source file."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The modules, or names of modules, that a source file imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def rank(name: str) -> int | None:
+    """The layer of a module; None of another project's, or of a name in `attn_backends` that has no layer."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((RANKS[prefix] for prefix in prefixes if prefix in RANKS), None)
+
+
+def wrong_directions(name: str, source: str) -> list[str]:
+    """Imports of a module that go against the layers, or from one backend to another."""
+    own, wrong = rank(name), []
+    for imported in imports(ast.parse(source)):
+        target = rank(imported)
+        sideways = name.startswith("attn_backends.backends.") and imported.startswith("attn_backends.backends.")
+        if target is not None and own is not None and (target > own or sideways):
+            wrong.append(imported)
+    return wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_go_one_way(path):
+    assert wrong_directions(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("spec_metadata.tree", "import attn_backends.errors"),
+        ("attn_backends.kernels.torch_attention", "from attn_backends.base import Kernel"),
+        ("attn_backends.kernels.torch_attention", "from attn_backends import backends"),
+        ("attn_backends.base", "def f():\n    from attn_backends.backends.fa3 import FA3Backend"),
+        ("attn_backends.backends.fa3", "from attn_backends.backends import reference"),
+        ("attn_backends.backends.fa3", "from attn_backends.eagle.worker import EagleWorker"),
+        ("attn_backends.eagle.worker", "from attn_backends.cli import main"),
+    ],
+)
+def test_a_wrong_direction_is_seen(name, source):
+    assert wrong_directions(name, source)
+
+
+def test_every_module_has_a_layer():
+    assert {module_name(path) for path in SOURCES if rank(module_name(path)) is None} == set()
+    files = {module_name(path) for path in SOURCES if path.parent.name == "attn_backends"}
+    assert files <= RANKS.keys(), "name the module's layer in LAYERS"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "cli" not in path.parts], ids=module_name)
+def test_the_library_prints_nothing(path):
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    assert [call.id for call in calls if isinstance(call, ast.Name) and call.id == "print"] == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_modules_and_functions_are_small(path):
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_MODULE
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    sizes = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
+    assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION} == {}
+
+
+def test_the_table_of_places_to_open_names_files_that_exist():
+    rows = re.findall(r"^\| .* \| `([^`]+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    assert 0 < len(rows) <= 14
+    assert [row for row in rows if not (ROOT / row).is_file()] == []
+
+
+def test_there_are_two_commands_to_set_up():
+    commands = re.findall(r"^make [a-z-]+", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert commands == ["make demo", "make test"]
+
+
+def test_the_example_of_the_readme_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(example.splitlines()) <= 26
+    exec(compile(example, "README.md", "exec"), {})

@@ -1,0 +1,136 @@
+"""The reference workers on the shipped models: EAGLE equals plain greedy decoding, whatever happens to the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends.eagle.serving import serve
+from attn_backends.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends.graphs import RecordedGraph
+from spec_metadata import Capacity, InvalidStepError
+from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
+from training.evaluate import Shape, Window
+from training.models import CHECKPOINTS
+from training.models import load_draft as load_trained_draft
+from training.models import load_target as load_trained_target
+
+# Every backend, model, page size, draft and path, each pair of them at least once.
+CASES = [
+    ("mla", "flashinfer_mla", 16, CHAIN, GRAPH),
+    ("mla", "flashinfer_mla", 1, TREE, EAGER),
+    ("mla", "flashinfer_mla", 64, TREE, GRAPH),
+    ("mla", "trtllm_mla", 64, CHAIN, EAGER),
+    ("mla", "trtllm_mla", 32, TREE, GRAPH),
+    ("mla", "fa3", 64, TREE, EAGER),
+    ("mla", "fa3", 1, CHAIN, GRAPH),
+    ("mla", "reference", 16, TREE, EAGER),
+    ("gqa", "fa3", 16, TREE, GRAPH),
+    ("gqa", "fa3", 1, CHAIN, EAGER),
+    ("gqa", "fa3", 64, CHAIN, GRAPH),
+    ("gqa", "reference", 32, CHAIN, GRAPH),
+]
+
+
+@pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path"), CASES)
+def test_eagle_equals_plain_decoding(model, backend, page_size, draft, path):
+    """Six requests of which three run at once, through buckets of 1 and 2, eagerly at 3, in chunks of 20 tokens."""
+    capacity = Capacity(3, 96, page_size, **draft)
+    given = prompts(6, 60)
+    expected, _ = plain(model, "reference" if backend == "fa3" else "fa3", capacity, given, 24)
+    found, worker = eagle(model, backend, capacity, given, 24, chunk=20, seed=3, **path)
+    assert tokens(found) == tokens(expected)
+    assert min(worker.num_eager_steps.values()) > 0, "three requests are more than the largest bucket"
+    assert bool(worker.num_graph_steps) == bool(path)
+    assert sum(c.num_cycles for c in found) < 0.7 * sum(len(c.tokens) for c in found), "drafts are accepted"
+
+
+@pytest.mark.parametrize("draft", [CHAIN, TREE])
+def test_a_request_ends_on_the_last_token_of_the_context(draft):
+    capacity = Capacity(2, 48, 16, **draft)
+    given = [prompts(6, 60)[3][:30], prompts(6, 60)[5][:46], [65] * 47]
+    expected, _ = plain("gqa", "fa3", capacity, given, 1000)
+    found, _ = eagle("gqa", "fa3", capacity, given, 1000, **GRAPH)
+    assert tokens(found) == tokens(expected)
+    assert [len(p) + len(c.tokens) for p, c in zip(given, found, strict=True)] == [48, 48, 48]
+
+
+def test_an_end_token_inside_an_accepted_run_ends_the_request():
+    newline, capacity, given = 10, Capacity(4, 128, 16, **TREE), prompts(4, 40)
+    unending, _ = eagle("gqa", "fa3", capacity, given, 40)
+    found, _ = eagle("gqa", "fa3", capacity, given, 40, eos_token=newline)
+    cut = [row[: row.index(newline) + 1] if newline in row else row for row in tokens(unending)]
+    assert tokens(found) == cut
+    assert any(len(row) < 40 for row in cut)
+
+
+def test_one_backend_per_phase():
+    names = dict.fromkeys(PHASES, "flashinfer_mla") | {"prefill": "fa3", "verify": "trtllm_mla", "decode": "reference"}
+    capacity, given = Capacity(3, 96, 32, **TREE), prompts(5, 50)
+    expected, _ = plain("mla", "fa3", capacity, given, 16)
+    found, _ = eagle("mla", names, capacity, given, 16, **GRAPH)
+    assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4), (1, 1, 2), (2, 2, 3), (5, 4, 20), (1, 3, 3)])
+def test_other_shapes_of_drafting(shape):
+    topk, num_steps, num_draft_tokens = shape
+    capacity, given = Capacity(4, 96, 16, topk, num_steps, num_draft_tokens), prompts(4, 50)
+    expected, _ = plain("gqa", "fa3", capacity, given, 20)
+    found, _ = eagle("gqa", "fa3", capacity, given, 20, **GRAPH)
+    assert tokens(found) == tokens(expected)
+
+
+def test_a_worker_can_be_used_again_and_repeats_itself():
+    capacity, given = Capacity(3, 96, 16, **TREE), prompts(5, 50)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    worker = EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions((1, 2, 3), RecordedGraph))
+    first, second = serve(worker, given, 20), serve(worker, given, 20)
+    assert first == second
+
+
+def test_progress_counts_every_token_once():
+    seen: list[int] = []
+    capacity = Capacity(2, 96, 16, **CHAIN)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    worker = EagleWorker(target, draft, backends, capacity, geometry)
+    found = serve(worker, prompts(3, 30), 12, seen.append)
+    assert sum(seen) == sum(len(c.tokens) for c in found)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "message"),
+    [
+        ([], 8, "a prompt is empty"),
+        ([1] * 48, 8, "a prompt has 48 tokens"),
+        ([1], 0, "max_new_tokens must be at least 1"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(prompt, new_tokens, message):
+    capacity = Capacity(2, 48, 16, **CHAIN)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    worker = EagleWorker(target, draft, backends, capacity, geometry)
+    with pytest.raises(InvalidStepError, match=message):
+        serve(worker, [[1, 2], prompt], new_tokens)
+    assert not any(bool(cache.k.any()) for cache in worker.target_caches)
+    assert worker.slots.num_free_rows == 2
+
+
+@pytest.mark.parametrize("model", ["gqa", "mla"])
+@pytest.mark.parametrize("draft", [CHAIN, TREE])
+def test_cycles_accept_what_the_training_evaluator_accepts(model, draft):
+    """The evaluator drafts and verifies with transformers' own layers and no paged cache; tokens a cycle must agree."""
+    folder, device = CHECKPOINTS / model, torch.device("cpu")
+    trained_target = load_trained_target(folder / "target", torch.float32, device)
+    trained_draft = load_trained_draft(folder / "draft", torch.float32, device)
+    shape = Shape(draft["topk"], draft["num_steps"], draft["num_draft_tokens"])
+    capacity = Capacity(1, 128, 64, **draft)
+    for prompt in prompts(8, 60):
+        found, worker = eagle(model, "fa3", capacity, [prompt], 1)
+        ids, root = torch.tensor([prompt + tokens(found)[0]]), torch.tensor([len(prompt)])
+        with torch.no_grad():
+            window = Window(trained_target, trained_draft, ids)
+            accepted = int(window.verify(root, window.draft_tree(root, shape), shape.steps))
+        seen: list[int] = []
+        serve(worker, [prompt], 1 + capacity.max_accepted, seen.append)
+        assert seen[0] == 1 + accepted + 1
