@@ -78,6 +78,9 @@ def test_info_recognizes_flash_attention_2(capsys, monkeypatch):
     [
         (["info", "fa4"], "Did you mean 'fa3'?"),
         (["generate"], "at least one --prompt"),
+        (["generate", "--prompt", ""], "none of them empty"),
+        (["generate", "--prompt", "a", "--device", "cuda:9x"], "runtime.device: 'cuda:9x' is not a device"),
+        (["generate", "--prompt", "a" * 600], "Shorten it"),
         (["generate", "--prompt-file", "missing.txt"], "--prompt-file missing.txt can't be read"),
         (["generate", "--prompt", "a", "--config", "tre"], "Did you mean 'tree'?"),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "runtime.max_new_tokens"),
@@ -103,7 +106,7 @@ def test_generate_continues_every_prompt(short_run, tmp_path, capsys):
     assert "class [bold]A[/](" in output
     assert "import sys\n\n\ndef " in output
     assert "tokens a cycle" in output
-    assert "verify: fa3, kernel torch" in output
+    assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
     assert "through graphs" in output
 
 
@@ -132,7 +135,8 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    monkeypatch.setattr(demo, "run_row", lambda *args: row)
+    rows = iter([*[ROW] * 11, row])
+    monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo"]) == code
     output = capsys.readouterr().out
     assert verdict in output

@@ -102,7 +102,8 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE + "[model]\ntarget = 'a'\ndraft = 'a'\nx = 1", "unknown key model.x; there are target, draft"),
         (FA3 + EAGLE + "[egale]\ntopk = 1", r"unknown key egale; .*Did you mean 'eagle'\?"),
         (FA3 + EAGLE + "[runtime]\nbuckets = [1, 9]", r"runtime.buckets: a bucket of 9 requests .* max_bs = 8"),
-        (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: no device has the name 'gpu0'"),
+        (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: 'gpu0' is not a device to run on"),
+        (FA3 + EAGLE + "[runtime]\ndevice = 'meta'", r"runtime.device: 'meta' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndtype = 'float8'", r"runtime.dtype: .* got 'float8'"),
         (FA3 + EAGLE + "[runtime]\npath = 'fast'", r"runtime.path: .*'graph' or 'eager', got 'fast'"),
         ("runtime = 3\n" + FA3 + EAGLE, r"runtime: .* got 3"),
@@ -140,6 +141,12 @@ def test_an_unknown_preset_lists_the_known():
 def test_a_kernel_that_is_not_connected_is_refused(backend, kernel, reason):
     with pytest.raises(BackendUnavailableError, match=reason):
         load_run_config("chain", backend=backend, runtime={"kernel": kernel})
+
+
+def test_a_device_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BackendUnavailableError, match="fa3 on cuda can't run here: torch: torch sees no CUDA device"):
+        load_run_config("chain", backend="fa3", runtime={"device": "cuda"})
 
 
 def test_a_run_can_not_be_changed():

@@ -9,11 +9,12 @@ import pytest
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.config import load_run_config
 from attn_backends.eagle import report
-from attn_backends.eagle.engine import Engine
-from attn_backends.eagle.report import Text, demo_prompts, gap, run_row, tokens_per_cycle
+from attn_backends.eagle.engine import Engine, build_engine
+from attn_backends.eagle.report import Text, demo_prompts, gap, is_consistent, run_row, tokens_per_cycle
 from attn_backends.eagle.serving import Completion
 from spec_metadata import StepKind
 
+WRONG = "tests.test_report:OneKeyShort"
 PROMPTS = ["import os\nimport ", "class Stack:\n    def push(self, "]
 
 RUN = """
@@ -28,7 +29,7 @@ num_draft_tokens = 4
 [runtime]
 path = "{path}"
 max_bs = 2
-buckets = [2]
+buckets = {buckets}
 max_context = 64
 max_new_tokens = 12
 page_size = 16
@@ -46,15 +47,23 @@ class OneKeyShort(FA3Backend):
 
 
 @pytest.fixture
-def make_row(tmp_path):
-    """Runs a row on the grouped-query model."""
+def make_config(tmp_path):
+    """Makes a short run on the grouped-query model."""
 
     def make(**options):
         path = tmp_path / "run.toml"
-        path.write_text(RUN.format(**{"backend": "fa3", "path": "eager", "dtype": "float32"} | options))
-        return run_row(load_run_config(str(path)), PROMPTS)
+        path.write_text(
+            RUN.format(**{"backend": "fa3", "path": "eager", "dtype": "float32", "buckets": "[2]"} | options)
+        )
+        return load_run_config(str(path))
 
     return make
+
+
+@pytest.fixture
+def make_row(make_config):
+    """Runs a row on the grouped-query model."""
+    return lambda **options: run_row(make_config(**options), PROMPTS)
 
 
 @pytest.mark.parametrize("path", ["eager", "graph"])
@@ -66,6 +75,11 @@ def test_a_float32_row_is_identical(make_row, path):
     assert 1 < row.tokens_per_cycle <= 3
 
 
+def test_the_path_of_a_row_is_the_one_that_ran(make_row):
+    """Two requests at once do not fit the only bucket."""
+    assert make_row(path="graph", buckets="[1]").path in ("eager", "mixed")
+
+
 def test_a_bfloat16_row_is_consistent(make_row):
     row = make_row(dtype="bfloat16")
     assert row.consistent
@@ -73,9 +87,27 @@ def test_a_bfloat16_row_is_consistent(make_row):
 
 
 def test_a_bfloat16_row_with_a_missing_key_fails(make_row):
-    row = make_row(backend="tests.test_report:OneKeyShort", dtype="bfloat16")
-    assert not row.consistent
+    assert not make_row(backend=WRONG, dtype="bfloat16").passed
+
+
+def test_a_bfloat16_row_can_be_identical_and_inconsistent(make_row, monkeypatch):
+    monkeypatch.setattr(report, "is_consistent", lambda *args: False)
+    row = make_row(dtype="bfloat16")
+    assert row.identical
     assert not row.passed
+
+
+def test_scores_and_gap_must_be_within_the_budget(make_config):
+    exact = build_engine(make_config())
+    right, wrong = (build_engine(make_config(backend=name, dtype="bfloat16")) for name in ("fa3", WRONG))
+    prompt = right.tokenizer.encode(PROMPTS[0])
+    (completion,) = right.generate_plain([prompt], 12)
+    text = Text(prompt, completion.tokens, completion.tokens)
+    assert is_consistent(right, exact, [text], max_gap=0.0)
+    assert not is_consistent(right, exact, [text], max_gap=5.0), "the two best scores are far apart"
+    assert not is_consistent(wrong, exact, [text], max_gap=0.0), "verify scores are off"
+    other = [*completion.tokens[:6], 255, *completion.tokens[7:]]
+    assert not is_consistent(right, exact, [replace(text, eagle=other)], max_gap=0.0), "a token is not the best"
 
 
 def test_a_float32_row_with_another_token_fails(make_row, monkeypatch):
