@@ -16,9 +16,9 @@ Metadata is returned and passed in (rule R7); a backend keeps only its arenas.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from spec_metadata import (
     Step,
     StepKind,
     TreePart,
-    allocate,
     copy_step,
     input_specs,
     misfit,
@@ -97,6 +96,7 @@ class Metadata(Generic[Plan]):
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward. ancestors: the paths of a draft of topk > 1 (`spec_metadata.tree_part`)."""
+        forward = 0 if self.step.kind is StepKind.IDLE else forward
         return ForwardMetadata(
             plan=self.plans[forward],
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
@@ -166,8 +166,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Metadata of an eager step, in fresh buffers."""
         self._admit(step)
         extent = step.extent(self.capacity)
-        buffers = allocate((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
+        arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
+        buffers = arena.view(extent)
         plans = self._plan_all(step, buffers)
+        self._check_guards([arena])
         return Metadata(step, buffers, plans)
 
     def capture(self, bucket: Bucket, paging: Paging) -> Metadata[Plan]:
@@ -178,9 +180,9 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={largest.bs} of the capacity")
         key = (largest, type(paging))
         if key not in self._arenas:
-            extent = Extent.of_bucket(largest, self.capacity)
+            extent = Extent.of_bucket(largest, self.capacity, self.geometry.num_pages)
             self._arenas[key] = Arena(specs, extent, self.device, checking=self.checking)
-        buffers = self._arenas[key].view(Extent.of_bucket(bucket, self.capacity))
+        buffers = self._arenas[key].view(Extent.of_bucket(bucket, self.capacity, self.geometry.num_pages))
         check_capture_room(paging, self.capacity)
         step = static_step(bucket, paging, buffers)
         reasons = self.unsupported_reasons(step)
@@ -206,8 +208,12 @@ class AttentionBackend(ABC, Generic[Plan]):
         copy_step(meta.step, step)
 
     def refresh(self, meta: Metadata[Plan]) -> None:
-        """Plan captured metadata again from its static inputs."""
-        self._plan_all(meta.step, meta.buffers)
+        """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
+        recorded then.
+        """
+        plans = self._plan_all(meta.step, meta.buffers)
+        if self.checking:
+            _check_frozen(meta.plans, plans)
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
@@ -247,7 +253,10 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def check_buffers(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
-        broken = [name for arena in self._arenas.values() for name in arena.check_guards()]
+        self._check_guards(self._arenas.values())
+
+    def _check_guards(self, arenas: Iterable[Arena]) -> None:
+        broken = [name for arena in arenas for name in arena.check_guards()]
         if broken:
             raise CaptureError(f"{self.name}: guard words next to {broken} were overwritten")
 
@@ -282,3 +291,21 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons = self.kernel.capabilities[meta.kind].layer_reasons(layer, dtype)
         if reasons:
             raise UnsupportedStepError(f"{self.name} ({self.kernel.name}) layer {layer.id}", reasons)
+
+
+def _check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
+    """Refuse a plan of a graph that moved a tensor or changed a Python value since the capture: no kernel sees it."""
+    for old, new in zip(captured, planned, strict=True):
+        for field in fields(old) if is_dataclass(old) else ():
+            before, after = getattr(old, field.name), getattr(new, field.name)
+            if isinstance(before, Tensor):
+                before, after = _place(before), _place(after)
+            if before != after:
+                raise CaptureError(
+                    f"{type(old).__name__}.{field.name} was {before} at capture and is {after} now; a graph keeps what "
+                    "it was captured with, so write into the declared buffers and take sizes from their extent"
+                )
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -116,9 +116,11 @@ class RuntimeOptions(Options):
     @classmethod
     def _is_a_device(cls, value: str) -> str:
         try:
-            torch.device(value)
+            kind = torch.device(value).type
         except RuntimeError:
-            raise ValueError(f"no device has the name {value!r}; examples are 'cpu', 'cuda' and 'cuda:1'") from None
+            kind = ""
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"{value!r} is not a device to run on; give 'cpu', 'cuda' or, to choose one, 'cuda:1'")
         return value
 
 
@@ -185,7 +187,7 @@ def load_run_config(
     kernel = run.runtime.kernel
     kernels = {name: kernel or (found.kernel if found else "auto") for name, found in options.items()}
     for name in kernels:
-        _check_kernel(name, kernels[name])
+        _check_kernel(name, kernels[name], run.runtime.device)
     _check_formats(path, run.backend)
     return RunConfig(
         source=str(path),
@@ -270,11 +272,13 @@ def _closest(word: str, known: list[str]) -> str:
     return f". Did you mean {closest[0]!r}?" if closest else ""
 
 
-def _check_kernel(backend: str, kernel: str) -> None:
+def _check_kernel(backend: str, kernel: str, device: str) -> None:
+    """Refuse a kernel that does not exist, is not connected, or does not run on the device."""
     names = [known.name for known in get_backend(backend).kernels]
     if kernel not in ("auto", *names):
         reasons = missing_kernel_reasons(backend, kernel)
         raise BackendUnavailableError(f"kernel {kernel!r} of {backend}", reasons, f"It has {', '.join(names)}.")
+    get_backend(backend).choose_kernel(torch.device(device), kernel)
 
 
 def _check_formats(path: Path, backends: PhaseNames) -> None:

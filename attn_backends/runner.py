@@ -17,7 +17,7 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph
-from spec_metadata import Bucket, InvalidStepError, Paging, Step
+from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, padding_step
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
@@ -102,6 +102,8 @@ class PhaseRunner(Generic[Inputs, Outputs]):
         """Run a step; the smallest bucket that holds it, or eagerly."""
         self._check_inputs(step, inputs)
         fitting = [bs for bs in self._captured if bs >= step.bs]
+        if not fitting and step.kind is StepKind.IDLE:
+            return self._run_idle(step)
         if not fitting:
             meta = self.backend.init_forward_metadata(step)
             return StepResult(self._own(self.phase.region(meta, inputs), step), None)
@@ -111,13 +113,19 @@ class PhaseRunner(Generic[Inputs, Outputs]):
         captured.graph.replay()
         return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
 
+    def _run_idle(self, step: Step) -> StepResult[Outputs]:
+        """Eagerly on one row of padding, for models that can't run on no row."""
+        padding = padding_step(self.phase.bucket(1), step.paging, self.backend.capacity)
+        meta = self.backend.init_forward_metadata(padding)
+        return StepResult(self._own(self.phase.region(meta, self.phase.safe_inputs(1)), step), None)
+
     def _check_inputs(self, step: Step, inputs: Inputs) -> None:
         for name, kind in classify(type(inputs)).items():
             needed = {FieldClass.PER_REQUEST: step.bs, FieldClass.PER_TOKEN: step.num_tokens}.get(kind)
             given = getattr(inputs, name).shape[:1]
             if needed is not None and given != (needed,):
                 raise InvalidStepError(
-                    f"phase {self.phase.name}: input {name} is {kind}; this step needs {needed} of it, got {list(given)}"
+                    f"phase {self.phase.name}: input {name} is {kind}; this step needs {needed}, got {list(given)}"
                 )
 
     def _capture(self, bs: int, largest: Inputs, paging: Paging, graph: Graph) -> _Captured[Inputs, Outputs]:

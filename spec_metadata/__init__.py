@@ -9,7 +9,7 @@ from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import PackedQuery, Step, UniformQuery, next_slots, token_positions
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
-from spec_metadata.static_inputs import copy_step, input_specs, misfit, pad_step, static_step
+from spec_metadata.static_inputs import copy_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
 from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
 
@@ -45,6 +45,7 @@ __all__ = [
     "misfit",
     "next_slots",
     "pad_step",
+    "padding_step",
     "real_rows",
     "static_step",
     "token_positions",

@@ -78,6 +78,17 @@ def check_values(step: Step, capacity: Capacity) -> None:
         writes.append(flat[:width])
         flat = flat[width:]
     check_write_slots(writes, visible, step.paging.geometry)
+    if not step.is_tree:
+        _check_own_slots(writes, [row[n : n + w] for row, n, w in zip(slots, lens, widths, strict=True)])
+
+
+def _check_own_slots(writes: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
+    """A chain reads what it writes through the table, so the two must be the same slots."""
+    for request, (written, read) in enumerate(zip(writes, own, strict=True)):
+        if list(written) != list(read):
+            raise InvalidStepError(
+                f"request {request} writes slots {list(written)}; its table has {list(read)} after what is committed"
+            )
 
 
 def _check_query_values(step: Step) -> None:

@@ -42,6 +42,7 @@ NUM_TOKENS = Dim("num_tokens", lambda e: e.num_tokens)
 NUM_FORWARDS = Dim("num_forwards", lambda e: e.num_forwards)
 NUM_WRITES = Dim("num_writes", lambda e: e.num_writes)
 MAX_PAGES = Dim("max_pages", lambda e: e.max_pages)
+NUM_PAGES = Dim("num_pages", lambda e: e.num_pages)
 MAX_KV_LEN = Dim("max_kv_len", lambda e: e.max_kv_len)
 ONE = Dim("1", lambda e: 1)
 

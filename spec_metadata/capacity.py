@@ -118,7 +118,10 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The sizes that buffer declarations are expressions of; made from a bucket (captured) or a step (eager)."""
+    """The sizes that buffer declarations are expressions of; made from a bucket (captured) or a step (eager).
+
+    max_pages: of one request. num_pages: of the cache, the range of page ids.
+    """
 
     bs: int
     width: int
@@ -127,6 +130,7 @@ class Extent:
     num_writes: int
     page_size: int
     max_pages: int
+    num_pages: int
 
     @property
     def max_kv_len(self) -> int:
@@ -134,8 +138,11 @@ class Extent:
         return self.max_pages * self.page_size
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, capacity: Capacity) -> Extent:
-        """Extent of a captured step: everything at the bucket's batch size and the whole capacity of context."""
+    def of_bucket(cls, bucket: Bucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
+        """Extent of a captured step: everything at the bucket's batch size and the whole capacity of context.
+
+        num_pages: of the cache; int32's own range where it is not known.
+        """
         drafts = bucket.kind is StepKind.DRAFT_DECODE
         return cls(
             bs=bucket.bs,
@@ -145,4 +152,5 @@ class Extent:
             num_writes=bucket.bs * bucket.width * bucket.num_steps,
             page_size=capacity.page_size,
             max_pages=capacity.max_pages,
+            num_pages=num_pages,
         )

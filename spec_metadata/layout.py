@@ -149,6 +149,7 @@ class Step:
             num_writes=self.num_writes,
             page_size=capacity.page_size,
             max_pages=min(capacity.max_pages, ceil_div(committed + room, capacity.page_size)),
+            num_pages=self.paging.geometry.num_pages,
         )
 
     def bucket(self, bs: int | None = None) -> Bucket:

@@ -67,6 +67,10 @@ class RequestTable:
     def __post_init__(self) -> None:
         _check_index("RequestTable.table", self.table, 2)
         _check_index("RequestTable.rows", self.rows, 1)
+        if not 0 <= self.geometry.reserved_row < self.table.shape[0]:
+            raise InvalidStepError(
+                f"reserved_row {self.geometry.reserved_row} is not a row of the table's [0, {self.table.shape[0]})"
+            )
 
     @property
     def bs(self) -> int:

@@ -86,11 +86,15 @@ def copy_step(static: Step, step: Step) -> None:
     _fill(static, None if step.kind is StepKind.IDLE else step)
 
 
+def padding_step(bucket: Bucket, paging: Paging, capacity: Capacity) -> Step:
+    """A step of padding only, on fresh tensors. paging: the engine's table."""
+    extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
+    return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
+
+
 def pad_step(step: Step, bs: int, capacity: Capacity) -> Step:
     """The step at batch size `bs`, padded as a replay pads it, on fresh tensors."""
-    bucket = step.bucket(bs)
-    specs = input_specs(bucket, step.paging)
-    padded = static_step(bucket, step.paging, allocate(specs, Extent.of_bucket(bucket, capacity), step.device))
+    padded = padding_step(step.bucket(bs), step.paging, capacity)
     copy_step(padded, step)
     return padded
 

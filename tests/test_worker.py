@@ -8,7 +8,7 @@ import torch
 from attn_backends.eagle.serving import serve
 from attn_backends.eagle.worker import EagleWorker, WorkerOptions
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Capacity, InvalidStepError
+from spec_metadata import Capacity, InvalidStepError, Step
 from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
 from training.evaluate import Shape, Window
 from training.models import CHECKPOINTS
@@ -114,6 +114,25 @@ def test_bad_prompts_are_refused_before_anything_runs(prompt, new_tokens, messag
         serve(worker, [[1, 2], prompt], new_tokens)
     assert not any(bool(cache.k.any()) for cache in worker.target_caches)
     assert worker.slots.num_free_rows == 2
+
+
+@pytest.mark.parametrize("path", [EAGER, GRAPH])
+def test_an_idle_rank_runs_every_phase_and_writes_nothing(path):
+    """A rank without requests still takes part: every region runs on no row at all, or on padding."""
+    capacity = Capacity(2, 48, 16, **TREE)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity, checking=not path)
+    worker = EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(**path))
+    rows = torch.empty(0, dtype=torch.int64)
+    idle, reserved = Step.idle(worker.slots.paging(rows)), geometry.reserved_page
+    with torch.no_grad():
+        tree = worker._run(worker._draft, idle, worker._kept(rows))
+        accepted = worker._run(worker._verify, idle, tree)
+        extended = worker._run(worker._extend, idle, accepted)
+    assert tree.tokens.shape == (0, 16)
+    assert accepted.hidden.shape == (0, 4, 256)
+    assert extended.tokens.shape == (0, 4)
+    for layer in (*worker.target_caches, *worker.draft_caches):
+        assert not bool(layer.k[torch.arange(geometry.num_pages) != reserved].any())
 
 
 @pytest.mark.parametrize("model", ["gqa", "mla"])

@@ -18,8 +18,8 @@ from attn_backends.errors import ConfigError
 def run(args: argparse.Namespace) -> int:
     """Print each prompt with its continuation, then how it was made."""
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
-    if not prompts:
-        raise ConfigError("generate needs at least one --prompt TEXT or --prompt-file FILE")
+    if not prompts or "" in prompts:
+        raise ConfigError("generate needs at least one --prompt TEXT or --prompt-file FILE, and none of them empty")
     config = load_config(args, args.config, args.backend)
     engine = build_engine(config)
     encoded = [engine.tokenizer.encode(prompt) for prompt in prompts]
@@ -31,8 +31,9 @@ def run(args: argparse.Namespace) -> int:
         console.print(prompt + engine.tokenizer.decode(completion.tokens), markup=False, soft_wrap=True)
         console.print(Rule(style="dim"))
     console.print(f"{tokens_per_cycle(completions):.2f} tokens a cycle")
-    for phase in PHASES:
-        console.print(f"{phase}: {config.backends.of(phase)}, kernel {engine.kernels[phase]}")
+    for backend in config.backends.distinct:
+        phases = [phase for phase in PHASES if config.backends.of(phase) == backend]
+        console.print(f"{backend}, kernel {engine.kernels[phases[0]]}: {', '.join(phases)}")
     for phase, counts in engine.ran.items():
         console.print(f"{phase}: {counts['graph']} steps through graphs, {counts['eager']} eagerly")
     return 0

@@ -22,8 +22,10 @@ def load_config(args: argparse.Namespace, config: str, backend: str | None, **ru
 
 @contextmanager
 def token_progress(what: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error that counts tokens; yields the function that advances it."""
+    """A bar on standard error, if that is a terminal, that counts tokens; yields the function that advances it."""
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
+    with bar as progress:
         task = progress.add_task(what, total=num_tokens)
         yield lambda number: progress.advance(task, number)

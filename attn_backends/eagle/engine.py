@@ -52,7 +52,8 @@ class Engine:
     def ran(self) -> dict[str, dict[str, int]]:
         """How many steps of each phase the workers ran through graphs and how many eagerly."""
         counts: dict[str, dict[str, int]] = {}
-        for worker in (self.eagle, self.plain):
+        workers = [self.__dict__[name] for name in ("eagle", "plain") if name in self.__dict__]
+        for worker in workers:
             for path, steps in (("graph", worker.num_graph_steps), ("eager", worker.num_eager_steps)):
                 for phase, number in steps.items():
                     counts.setdefault(phase, {"graph": 0, "eager": 0})[path] += number

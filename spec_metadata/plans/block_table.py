@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, NUM_FORWARDS, Buffers, BufferSpec, Dim
+from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_PAGES, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, UniformQuery
@@ -31,9 +31,16 @@ BUFFERS = (
         torch.int32,
         (NUM_FORWARDS, BS, TABLE_PAGES),
         "page ids; the reserved page past the visible keys",
+        high=NUM_PAGES,
         over_read="the whole row",
     ),
-    BufferSpec("cache_seqlens", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees"),
+    BufferSpec(
+        "cache_seqlens",
+        torch.int32,
+        (NUM_FORWARDS, BS),
+        "keys that the last row of a request sees",
+        high=MAX_KV_LEN + 1,
+    ),
 )
 
 

@@ -11,15 +11,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, Buffers, BufferSpec
+from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, num_visible_pages, query_starts, visible_pages
 
 BUFFERS = (
-    BufferSpec("qo_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request"),
-    BufferSpec("kv_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first entry of each request in kv_indices"),
-    BufferSpec("kv_indices", torch.int32, (NUM_FORWARDS, BS * MAX_PAGES), "page ids; the reserved page past the end"),
-    BufferSpec("kv_len", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees"),
+    BufferSpec(
+        "qo_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request", high=NUM_TOKENS + 1
+    ),
+    BufferSpec(
+        "kv_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first entry of each request", high=BS * MAX_PAGES + 1
+    ),
+    BufferSpec(
+        "kv_indices",
+        torch.int32,
+        (NUM_FORWARDS, BS * MAX_PAGES),
+        "page ids; the reserved page past the end",
+        high=NUM_PAGES,
+    ),
+    BufferSpec(
+        "kv_len", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
+    ),
 )
 
 

@@ -10,18 +10,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, Buffers, BufferSpec
+from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, query_starts, visible_pages
 
 BUFFERS = (
-    BufferSpec("cu_seqlens_q", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request"),
-    BufferSpec("seqused_k", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees"),
+    BufferSpec(
+        "cu_seqlens_q", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request", high=NUM_TOKENS + 1
+    ),
+    BufferSpec(
+        "seqused_k", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
+    ),
     BufferSpec(
         "page_table",
         torch.int32,
         (NUM_FORWARDS, BS, MAX_PAGES),
         "page ids; the reserved page past the visible keys",
+        high=NUM_PAGES,
         over_read="the last visible page",
     ),
 )
