@@ -8,6 +8,8 @@ stride is uniform, so packed draft extend is refused; prompts of differing lengt
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend, Kernel
@@ -23,7 +25,7 @@ TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
 
 _UNIFORM = Capabilities(page_sizes=frozenset({32, 64}), dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
 _TORCH = {
-    StepKind.PREFILL: Capabilities(page_sizes=frozenset({32, 64}), dtypes=FLOAT_TYPES, packed=True, graph=False),
+    StepKind.PREFILL: replace(_UNIFORM, packed=True, non_causal=False, graph=False),
     StepKind.DECODE: _UNIFORM,
     StepKind.DRAFT_DECODE: _UNIFORM,
     StepKind.TARGET_VERIFY: _UNIFORM,
