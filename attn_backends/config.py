@@ -33,13 +33,33 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class ExpectedFailureOptions(Options):
+    """What a backend is known to fail in the conformance suite: a check's id, a case's name or pattern, why, and where
+    that is told.
+    """
+
+    check: str
+    case: str
+    reason: str
+    link: str
+
+
 class BackendOptions(Options):
-    """How a backend runs by default. model: the embedded model that it is shown on."""
+    """How a backend runs by default. model: the embedded model that it is shown on. expected_failures: of the
+    conformance suite.
+    """
 
     name: str
     page_size: Count
     model: str
     kernel: str = "auto"
+    expected_failures: Annotated[tuple[ExpectedFailureOptions, ...], Field(strict=False)] = ()
+
+
+class ConformanceOptions(Options):
+    """The file that a conformance run of another package's backend is given."""
+
+    expected_failures: Annotated[tuple[ExpectedFailureOptions, ...], Field(strict=False)] = ()
 
 
 class PhaseNames(Options):
@@ -206,6 +226,13 @@ def backend_options(name: str) -> BackendOptions | None:
     return _validate(BackendOptions, _read(path), path) if path.is_file() else None
 
 
+def conformance_options(path: Path) -> ConformanceOptions:
+    """What a file says of a backend that has none in `configs/backends`."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    return _validate(ConformanceOptions, _read(path), path)
+
+
 def config_folder() -> Path:
     """The shipped configurations: inside an installed package, at the top of a checkout."""
     package = Path(str(resources.files("attn_backends")))
@@ -260,8 +287,8 @@ def _explain(form: type[Options], location: tuple[int | str, ...], problem: Mapp
 
 def _keys_beside(form: type[Options], location: tuple[int | str, ...]) -> list[str]:
     """The keys of the table that a location is in."""
-    for key in location[:-1]:
-        annotation = form.model_fields[str(key)].annotation
+    for key in (key for key in location[:-1] if isinstance(key, str)):
+        annotation = form.model_fields[key].annotation
         choices = getattr(annotation, "__args__", (annotation,))
         form = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Options))
     return list(form.model_fields)

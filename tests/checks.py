@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from attn_backends.base import Metadata
+from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs
+from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
+from attn_backends.conformance.worlds import World
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from spec_metadata import Extent, Step, StepKind, allocate, input_specs, pad_step, static_step
-from tests import oracle
-from tests.scenes import Batch, ForwardInputs, Scene, World
 
 
 def check_eager(world: World, batch: Batch, poison: float = float("nan")) -> None:
@@ -87,26 +88,12 @@ def check_replay(
 
 def check_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: list[AttentionOutput]) -> None:
     """Every real row's output and LSE against the oracle."""
-    dtype = scene.world.setup.dtype
-    for forward, (out, lse) in enumerate(outputs):
-        num_rows = len(scene.rows[forward])
-        exact = scene.expected_output(inputs, forward, torch.float64)
-        rounded = exact if dtype is torch.float64 else scene.expected_output(inputs, forward, dtype)
-        for actual, right, near in zip((out, lse), exact, rounded, strict=True):
-            if dtype is torch.float64:
-                assert actual.dtype is torch.float64
-                torch.testing.assert_close(actual[:num_rows], right, rtol=1e-12, atol=1e-12, msg=f"forward {forward}")
-            else:
-                oracle.assert_near(actual[:num_rows], right, near)
+    compare_outputs(scene, inputs, outputs)
 
 
 def check_memory(scene: Scene, before: Tensor, forwards: int | None = None, *, padded: bool = False) -> None:
     """Exactly the owned slots changed, to exactly the right bytes. padded: padding may write the reserved page."""
-    actual, expected = scene.world.memory, scene.expected_memory(before, forwards)
-    if padded:
-        reserved = scene.world.geometry.reserved_page
-        expected[reserved] = actual[reserved]
-    check_identical("memory", actual, expected)
+    compare_memory(scene, before, forwards, padded=padded)
 
 
 def check_same_metadata(world: World, one: Metadata, two: Metadata) -> None:
@@ -118,9 +105,7 @@ def check_same_metadata(world: World, one: Metadata, two: Metadata) -> None:
 
 def check_identical(what: str, one: Tensor, two: Tensor) -> None:
     """Same shape, type and bytes."""
-    assert (one.shape, one.dtype) == (two.shape, two.dtype), f"{what}: {one.shape} {one.dtype}"
-    same = torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
-    assert same or one.numel() == 0, f"{what} differs in {int((one != two).sum())} of {one.numel()} elements"
+    compare_identical(what, one, two)
 
 
 def _padded(world: World, scene: Scene, meta: Metadata, bs: int) -> Step:

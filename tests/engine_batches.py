@@ -19,8 +19,9 @@ from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import NUM_STEPS, Setup, World
 from spec_metadata import StepKind
-from tests.scenes import NUM_STEPS, Batch, Scene, Setup, World
 
 LENS = (5, 8, 3)
 BATCHES = {

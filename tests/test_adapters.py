@@ -13,6 +13,8 @@ from torch import Tensor
 from attn_backends.adapters import sglang, tensorrt_llm, vllm
 from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.cache import KeyValues
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import NUM_STEPS
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
 from spec_metadata import CacheGeometry, InvalidStepError, PackedQuery, RequestTable, Step, StepKind
@@ -34,7 +36,6 @@ from tests.engine_batches import (
     sglang_steps,
     trtllm_metadata,
 )
-from tests.scenes import NUM_STEPS, Batch, Scene
 
 MIXED_WIDTH = 4
 RUNNING_FIRST = Batch(StepKind.PREFILL, (5, 8, 0, 3), widths=(MIXED_WIDTH, MIXED_WIDTH, 6, 2))

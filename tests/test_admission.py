@@ -11,6 +11,8 @@ import torch
 
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import (
     BlockTable,
@@ -24,7 +26,6 @@ from spec_metadata import (
 )
 from spec_metadata.admission import check_table_room, check_values, check_write_slots
 from tests.checks import check_identical
-from tests.scenes import Batch, Scene, Setup, World
 
 GEOMETRY = CacheGeometry(20, 4, reserved_page=2)
 GOOD = ([[40, 41], [60]], [[44, 45, 46], [52]])

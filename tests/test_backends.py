@@ -18,10 +18,11 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
+from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
+from attn_backends.conformance.worlds import MAX_BS, Setup, World, capacity_of, view_of
 from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
 from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery, copy_step
 from tests.checks import check_eager, check_identical, check_outputs, check_replay
-from tests.scenes import MAX_BS, Batch, ForwardInputs, Scene, Setup, World, capacity_of, view_of
 
 KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
 BACKENDS = [

@@ -14,6 +14,8 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import CaptureError
 from spec_metadata import (
     Arena,
@@ -29,7 +31,6 @@ from spec_metadata import (
     allocate,
 )
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, ONE, WIDTH, out_of_range
-from tests.scenes import Batch, Scene, Setup, World
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(max_bs=6, max_context=37, page_size=4, topk=2, num_steps=3, num_draft_tokens=7)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.conformance.scenes import strided
 from spec_metadata import (
     BlockTable,
     Buffers,
@@ -35,7 +36,6 @@ from spec_metadata import (
     tree_part,
     write_slots,
 )
-from tests.scenes import strided
 
 GEOMETRY = CacheGeometry(60, 4, reserved_page=5, reserved_row=1)
 PAGES = [[random.Random(row).randrange(6, 60) for _ in range(8)] for row in range(5)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.conformance.scenes import strided
 from spec_metadata import BlockTable, CacheGeometry, InvalidStepError, RequestTable
-from tests.scenes import strided
 
 PAGE_SIZES = [1, 4, 16, 64]
 TYPES = [torch.int32, torch.int64]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends.conformance.scenes import strided
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import (
     BlockTable,
@@ -27,7 +28,6 @@ from spec_metadata import (
     pad_step,
 )
 from spec_metadata.plans import block_table, csr, ragged, slots
-from tests.scenes import strided
 
 CPU = torch.device("cpu")
 RESERVED = 3

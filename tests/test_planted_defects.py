@@ -21,11 +21,12 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance.scenes import Batch
+from attn_backends.conformance.worlds import NUM_STEPS, Setup, World
 from spec_metadata import Buffers, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import DensePart, dense_part
 from tests.checks import check_eager, check_replay
-from tests.scenes import NUM_STEPS, Batch, Setup, World
 
 KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
 FLASHINFER = Setup(FlashInferMLABackend, LATENT, 1)

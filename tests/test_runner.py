@@ -12,13 +12,14 @@ from torch import Tensor
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.base import Metadata
 from attn_backends.cache import CacheFormat, KeyValues
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import HEAD_DIM, HEADS, KV_HEADS, MAX_BS, Setup, World
 from attn_backends.errors import AttnBackendsError, CaptureError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.runner import FieldClass, PassThrough, PerRequest, PerToken, Phase, PhaseRunner, StepResult, classify
 from spec_metadata import InvalidStepError, StepKind
 from tests.checks import check_memory, check_outputs
-from tests.scenes import HEAD_DIM, HEADS, KV_HEADS, MAX_BS, Batch, Scene, Setup, World
 
 KIND = StepKind.TARGET_VERIFY
 WIDTH = 4

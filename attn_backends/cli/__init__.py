@@ -1,4 +1,4 @@
-"""The command line `attn-backends`: what there is, and speculative decoding through it."""
+"""The command line `attn-backends`: what there is, whether it is right, and speculative decoding through it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -37,6 +38,10 @@ def _run(args: argparse.Namespace) -> int:
         from attn_backends.cli import generate
 
         return generate.run(args)
+    if args.command == "conformance":
+        from attn_backends.cli import conformance
+
+        return conformance.run(args)
     from attn_backends.cli import demo
 
     return demo.run(args)
@@ -58,8 +63,27 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
     demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every dense backend")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    _add_conformance(commands)
     for command in (generate, demo):
         command.add_argument("--kernel", help="a kernel's name, or auto")
         command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="weights and cache")
         command.add_argument("--device", help="such as cpu or cuda")
     return parser
+
+
+def _add_conformance(commands: Any) -> None:
+    suite = commands.add_parser(
+        "conformance",
+        help="whether backends are right: every check, eagerly and through graphs",
+        description="Exit code 0: nothing failed. 1: a check failed. 2: a check broke, nothing ran, or bad input.",
+    )
+    suite.add_argument("backends", nargs="*", metavar="NAME", help="names, or module:Class (default: all known)")
+    suite.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    suite.add_argument("--kernel", default="auto", help="a kernel's name, or auto (default: %(default)s)")
+    suite.add_argument("--quick", action="store_true", help="a few cases of each check")
+    suite.add_argument("--select", default="*", metavar="PATTERN", help="ids of checks, such as 'graph.*'")
+    suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
+    suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
+    suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
+    suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")

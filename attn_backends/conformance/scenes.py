@@ -1,55 +1,22 @@
-"""Batches placed in a hostile paged cache by the tests' own code, and what every row of them must see and write.
+"""Batches placed in a hostile paged cache by the suite's own code, and what every row of them must see and write.
 
-A `World` is an engine: capacity, cache memory, request-to-token table, backend. A `Scene` is one batch in it. The scene
-keeps each request's tokens by name, an int for a token position and a tuple for a drafted tree node, with their vectors
-and slots; it shares no code with the plans that it is used to test.
+A `Scene` is one batch in a `World`. It keeps each request's tokens by name, an int for a token position and a tuple for
+a drafted tree node, with their vectors and slots; it shares no code with the plans that it is used to test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
-from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents, PagedCache, PagedKV, PagedLatent
-from attn_backends.layer import AttentionLayer
-from spec_metadata import (
-    BlockTable,
-    CacheGeometry,
-    Capacity,
-    PackedQuery,
-    Paging,
-    RequestTable,
-    Step,
-    StepKind,
-    UniformQuery,
-)
-from tests import oracle
-
-NUM_STEPS, MAX_BS = 3, 5
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 6
-MLA_HEADS, RANK, ROPE = 3, 5, 2
-SCALE = 0.37
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Which backend, on what cache, in what arithmetic. topk: above 1, the world drafts trees."""
-
-    backend: type[AttentionBackend]
-    format: CacheFormat
-    page_size: int
-    topk: int = 1
-    dtype: torch.dtype = torch.float64
-    block_table: bool = False
-    checking: bool = True
-
-    def __str__(self) -> str:
-        table = "block_table" if self.block_table else "request_table"
-        return f"{self.backend.name}-{self.format}-page{self.page_size}-topk{self.topk}-{table}"
+from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents
+from attn_backends.conformance import oracle
+from attn_backends.conformance.worlds import NUM_STEPS, World
+from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
 
 
 @dataclass(frozen=True)
@@ -99,58 +66,13 @@ class ForwardInputs:
         stored = [self.stored.latent] if isinstance(self.stored, Latents) else [self.stored.k, self.stored.v]
         return [self.q, *stored] + ([] if self.ancestors is None else [self.ancestors])
 
-
-class World:
-    """An engine with one layer. memory: [num_pages, page_size, 2, kv_heads, dim]; a latent cache uses half of it."""
-
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.capacity = capacity_of(setup.page_size, setup.topk)
-        self.max_pages = num_row_pages(setup.page_size, setup.topk)
-        num_pages = MAX_BS * self.max_pages + 4
-        self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
-        self.layer, shape = layer_of(setup.format)
-        self.memory = torch.zeros(num_pages, setup.page_size, 2, *shape, dtype=setup.dtype)
-        self.cache = view_of(self.memory, setup.format)
-        self.table = torch.zeros(MAX_BS + 3, self.max_pages * setup.page_size, dtype=torch.int32)
-        self.backend = setup.backend(self.capacity, self.geometry, checking=setup.checking)
-
-    def paging(self, rows: Tensor | None = None) -> Paging:
-        """The paging that a graph is captured on."""
-        if self.setup.block_table:
-            return BlockTable(torch.zeros(0, self.max_pages, dtype=torch.int32), self.geometry)
-        return RequestTable(self.table, torch.zeros(0, dtype=torch.int64) if rows is None else rows, self.geometry)
-
-
-def capacity_of(page_size: int, topk: int) -> Capacity:
-    """A small capacity whose context and draft room together fill their last page exactly."""
-    room = draft_room(topk)
-    context = num_row_pages(page_size, topk) * page_size - room
-    return Capacity(MAX_BS, context, page_size, topk, NUM_STEPS, num_draft_tokens=room)
-
-
-def draft_room(topk: int) -> int:
-    """Tokens that a step may add: all branches at all depths, or a chain of NUM_STEPS with its root."""
-    return topk * NUM_STEPS if topk > 1 else NUM_STEPS + 1
-
-
-def num_row_pages(page_size: int, topk: int) -> int:
-    """Pages of a table row."""
-    return max(2, -(-(14 + draft_room(topk)) // page_size))
-
-
-def layer_of(format: CacheFormat) -> tuple[AttentionLayer, tuple[int, int]]:
-    """A layer, and [kv_heads, dim] of its cache entries."""
-    if format is CacheFormat.KV:
-        return AttentionLayer(0, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, SCALE), (KV_HEADS, HEAD_DIM)
-    return AttentionLayer(0, MLA_HEADS, 1, RANK + ROPE, RANK, SCALE), (1, RANK + ROPE)
-
-
-def view_of(memory: Tensor, format: CacheFormat) -> PagedCache:
-    """A strided view of the memory as a cache."""
-    if format is CacheFormat.KV:
-        return PagedKV(memory[:, :, 0], memory[:, :, 1])
-    return PagedLatent(memory[:, :, 0, 0], RANK)
+    def take(self, rows: Tensor, requests: Tensor) -> ForwardInputs:
+        """The inputs of some query rows, and the ancestors of some requests."""
+        if isinstance(self.stored, Latents):
+            stored: CacheInputs = Latents(self.stored.latent[rows])
+        else:
+            stored = KeyValues(self.stored.k[rows], self.stored.v[rows])
+        return ForwardInputs(self.q[rows], stored, None if self.ancestors is None else self.ancestors[requests])
 
 
 class Scene:
@@ -159,9 +81,11 @@ class Scene:
     Making a scene rewrites the world's table; `reset_memory` writes the cache.
     """
 
-    def __init__(self, world: World, batch: Batch, seed: int = 0) -> None:
+    def __init__(self, world: World, batch: Batch, seed: int = 0, placement: int | None = None) -> None:
+        """placement: seed of the pages alone, `seed` if not given."""
         self.world, self.batch = world, batch
         self.rng = torch.Generator().manual_seed(seed)
+        self.page_rng = torch.Generator().manual_seed(seed if placement is None else placement)
         capacity = world.capacity
         is_idle = batch.kind is StepKind.IDLE
         self.width = max(batch.widths) if batch.widths else 1 if is_idle else capacity.bucket(batch.kind, 1).width
@@ -183,11 +107,11 @@ class Scene:
     def _place(self) -> None:
         """Give every request shuffled pages, and its committed and drafted tokens slots and vectors."""
         world, page_size = self.world, self.world.geometry.page_size
-        free = [p for p in torch.randperm(world.geometry.num_pages, generator=self.rng).tolist() if p != 2]
-        rows = [r for r in torch.randperm(len(world.table), generator=self.rng).tolist() if r != 1]
+        free = [p for p in torch.randperm(world.geometry.num_pages, generator=self.page_rng).tolist() if p != 2]
+        rows = [r for r in torch.randperm(len(world.table), generator=self.page_rng).tolist() if r != 1]
         self.table_rows = rows[: len(self.requests)]
         per_row = world.max_pages
-        self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.rng)]
+        self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.page_rng)]
         for request, row, width in zip(self.requests, self.table_rows, self.widths, strict=True):
             num_tokens = request.length + (width * NUM_STEPS if self.drafts else width)
             num_pages = -(-num_tokens // page_size)
@@ -196,13 +120,21 @@ class Scene:
             slots = [owned[t // page_size] * page_size + t % page_size for t in range(num_tokens)]
             names = [*range(request.length), *self._drafted_names(request.length, width)]
             if self.is_tree:
-                order = torch.randperm(num_tokens - request.length, generator=self.rng).tolist()
+                order = torch.randperm(num_tokens - request.length, generator=self.page_rng).tolist()
                 slots[request.length :] = [slots[request.length + i] for i in order]
             request.slots = dict(zip(names, slots, strict=True))
             request.vectors = {name: self._randn(*world.memory.shape[2:]) for name in names}
         self.pages[1] = 2
         offsets = torch.arange(page_size)
         world.table.copy_((self.pages.unsqueeze(2) * page_size + offsets).flatten(1))
+
+    def poison_table_tails(self) -> None:
+        """Make table entries past the requests' tokens point nowhere."""
+        nowhere = 10**6
+        for row, request in zip(self.table_rows, self.requests, strict=True):
+            num_tokens = len(request.slots)
+            self.world.table[row, num_tokens:] = nowhere
+            self.pages[row, -(-num_tokens // self.world.geometry.page_size) :] = nowhere
 
     def _drafted_names(self, length: int, width: int) -> list[Name]:
         """Tokens that the step adds, in out_cache_loc order."""
@@ -240,13 +172,16 @@ class Scene:
     def step(self) -> Step:
         """The step, from strided int32 and int64 tensors."""
         bound = max(self.batch.lens) if self.batch.bounded else None
-        lens = strided(torch.tensor(self.batch.lens, dtype=torch.int32))
-        query = PackedQuery.of(self.batch.widths) if self.batch.widths else UniformQuery(self.width)
-        out_cache_loc = strided(torch.tensor(self.write_order(), dtype=torch.int64))
+        device, index = self.world.device, self.world.setup.index
+        other = torch.int64 if index is torch.int32 else torch.int32
+        lens = strided(torch.tensor(self.batch.lens, dtype=index, device=device))
+        query = PackedQuery.of(self.batch.widths, device) if self.batch.widths else UniformQuery(self.width)
+        out_cache_loc = strided(torch.tensor(self.write_order(), dtype=other, device=device))
         match self.batch.kind:
             case StepKind.IDLE:
                 return Step.idle(self.paging())
             case StepKind.PREFILL:
+                assert isinstance(query, PackedQuery), "a prefill has a length for each request"
                 return Step.prefill(query, lens, self.paging(), out_cache_loc, max_committed=bound)
             case StepKind.DECODE:
                 return Step.decode(lens, self.paging(), out_cache_loc, max_committed=bound)
@@ -263,8 +198,9 @@ class Scene:
     def paging(self) -> Paging:
         """Where the requests live."""
         if self.world.setup.block_table:
-            return BlockTable(self.pages[self.table_rows].int(), self.world.geometry)
-        rows = strided(torch.tensor(self.table_rows, dtype=torch.int64))
+            pages = self.pages[self.table_rows].to(self.world.device, self.world.setup.index)
+            return BlockTable(pages, self.world.geometry)
+        rows = strided(torch.tensor(self.table_rows, dtype=torch.int64, device=self.world.device))
         return self.world.paging(rows)
 
     def write_order(self) -> list[int]:
@@ -277,7 +213,7 @@ class Scene:
         for index, paths in enumerate(self.paths):
             for node, path in enumerate(paths[0]):
                 mask[index, node, path] = True
-        return mask
+        return mask.to(self.world.device)
 
     def inputs(self, bs: int | None = None) -> list[ForwardInputs]:
         """What a model hands to each forward, padded with random rows to `bs` requests."""
@@ -291,11 +227,13 @@ class Scene:
         vectors = vectors.to(self.world.setup.dtype)
         for i, row in enumerate(rows):
             vectors[i] = self.requests[row.request].vectors[row.token]
-        kv = self.world.setup.format is CacheFormat.KV
-        stored = KeyValues(vectors[:, 0], vectors[:, 1]) if kv else Latents(vectors[:, 0, 0])
-        layer = self.world.layer
+        kv, layer = self.world.setup.format is CacheFormat.KV, self.world.layer
+        vectors = vectors.to(self.world.device)
+        values = vectors[:, 1, :, : layer.v_head_dim]
+        stored = KeyValues(vectors[:, 0], values) if kv else Latents(vectors[:, 0, 0])
         q = torch.randn(num_rows, layer.num_heads, layer.head_dim, generator=rng, dtype=torch.float64)
-        return ForwardInputs(q.to(self.world.setup.dtype), stored, self._ancestors(forward, bs))
+        q = q.to(self.world.device, self.world.setup.dtype)
+        return ForwardInputs(q, stored, self._ancestors(forward, bs))
 
     def _ancestors(self, forward: int, bs: int) -> Tensor | None:
         if not (self.drafts and self.is_tree):
@@ -303,13 +241,13 @@ class Scene:
         ancestors = torch.zeros(bs, self.width, forward + 1, dtype=torch.int64)
         for index, paths in enumerate(self.paths):
             ancestors[index] = torch.tensor(paths[forward])
-        return ancestors
+        return ancestors.to(self.world.device)
 
-    def reset_memory(self, poison: float = float("nan")) -> Tensor:
-        """Write the committed tokens and poison all else, the reserved page with finite garbage. Returns a copy."""
+    def reset_memory(self, poison: float = float("nan"), reserved: float = 77.0) -> Tensor:
+        """Write the committed tokens, `reserved` into the reserved page and poison elsewhere. Returns a copy."""
         memory = self.world.memory
         memory.fill_(poison)
-        memory[self.world.geometry.reserved_page] = 77.0
+        memory[self.world.geometry.reserved_page] = reserved
         for request in self.requests:
             for position in range(request.length):
                 self._write(memory, request, position)
@@ -325,28 +263,61 @@ class Scene:
 
     def _write(self, memory: Tensor, request: Request, name: Name) -> None:
         page, offset = divmod(request.slots[name], self.world.geometry.page_size)
+        vectors, layer = request.vectors[name], self.world.layer
+        memory[page, offset, 0] = vectors[0] / layer.k_scale
         if self.world.setup.format is CacheFormat.KV:
-            memory[page, offset] = request.vectors[name]
-        else:
-            memory[page, offset, 0] = request.vectors[name][0]
+            memory[page, offset, 1, :, : layer.v_head_dim] = vectors[1, :, : layer.v_head_dim] / layer.v_scale
 
     @staticmethod
     def _is_committed(request: Request, name: Name) -> bool:
         return isinstance(name, int) and name < request.length
 
-    def expected_output(self, inputs: list[ForwardInputs], forward: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Output and LSE of every real row of a forward, by definition, in an arithmetic."""
+    def slots_of(self, forward: int) -> list[int]:
+        """Where the rows of a forward write."""
+        return [self.requests[row.request].slots[row.token] for row in self.rows[forward]]
+
+    def owner(self, slot: int) -> str:
+        """Whose a slot is, in words."""
+        for index, request in enumerate(self.requests):
+            for name, owned in request.slots.items():
+                if owned == slot:
+                    what = "committed token" if self._is_committed(request, name) else "drafted token"
+                    return f"it is {what} {name} of request {index}"
+        return "no request of this step owns it"
+
+    def select(self, order: list[int]) -> tuple[Scene, list[list[int]]]:
+        """The scene of some of the requests, in an order, and its rows' numbers here, of each forward."""
+        scene = copy(self)
+        for name in ("requests", "table_rows", "paths", "widths"):
+            setattr(scene, name, type(getattr(self, name))(getattr(self, name)[i] for i in order))
+        lens = tuple(self.batch.lens[i] for i in order)
+        scene.batch = replace(self.batch, lens=lens, widths=scene.widths if self.batch.widths else ())
+        scene.rows = [scene._rows(forward) for forward in range(self.num_forwards)]
+        numbers = [[n for i in order for n, row in enumerate(rows) if row.request == i] for rows in self.rows]
+        return scene, numbers
+
+    def expected_output(
+        self, inputs: list[ForwardInputs], forward: int, weights: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and LSE of every real row of a forward, by definition, on the CPU.
+
+        weights: None for float64; else the low-precision reference, which rounds the softmax weights to this type.
+        """
         layer = self.world.layer
+        dtype = torch.float64 if weights in (None, torch.float64) else torch.float32
         outs, lses = (
             [torch.empty(0, layer.num_heads, layer.v_head_dim, dtype=dtype)],
             [torch.empty(0, layer.num_heads, dtype=dtype)],
         )
-        for q, row in zip(inputs[forward].q, self.rows[forward], strict=False):
-            tokens = [self.requests[row.request].vectors[name].to(dtype) for name in row.visible]
-            keys = [token[0] for token in tokens]
+        for q, row in zip(inputs[forward].q.cpu(), self.rows[forward], strict=False):
+            visible = row.visible[-layer.window :] if layer.window else row.visible
+            tokens = [self.requests[row.request].vectors[name].to(dtype) for name in visible]
             kv = self.world.setup.format is CacheFormat.KV
-            values = [token[1] for token in tokens] if kv else [token[0, :, :RANK] for token in tokens]
-            out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale)
+            keys = [token[0] for token in tokens]
+            values = [(token[1] if kv else token[0])[:, : layer.v_head_dim] for token in tokens]
+            out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale, weights)
+            if layer.sinks is not None:
+                out = oracle.with_sinks(out, lse, layer.sinks.cpu())
             outs.append(out.unsqueeze(0))
             lses.append(lse.unsqueeze(0))
         return torch.cat(outs), torch.cat(lses)

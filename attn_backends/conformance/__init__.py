@@ -1,0 +1,51 @@
+"""The conformance suite: whether a backend is right for draft extend, multi-step draft, verify, capture and replay.
+
+One catalogue of checks; `run_conformance`, `attn-backends conformance` and pytest are doors to it.
+"""
+
+from attn_backends.conformance import (
+    checks_api,
+    checks_cache,
+    checks_graph,
+    checks_laws,
+    checks_math,
+    checks_plan,
+    checks_poison,
+    checks_refusals,
+)
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
+from attn_backends.conformance.expectations import ExpectedFailure, known_failures
+from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.conformance.runner import resolve_subject, run_case, run_conformance, selected_cases
+
+CHECK_MODULES = (
+    checks_plan,
+    checks_math,
+    checks_graph,
+    checks_cache,
+    checks_poison,
+    checks_laws,
+    checks_refusals,
+    checks_api,
+)
+
+__all__ = [
+    "CATALOGUE",
+    "CHECK_MODULES",
+    "Case",
+    "Check",
+    "CheckFailure",
+    "ExpectedFailure",
+    "Measured",
+    "Outcome",
+    "Report",
+    "Row",
+    "Subject",
+    "check",
+    "known_failures",
+    "resolve_subject",
+    "run_case",
+    "run_conformance",
+    "selected_cases",
+]

@@ -1,0 +1,143 @@
+"""A case: one small situation that a check runs, as plain data that survives JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from attn_backends.cache import CacheFormat
+from attn_backends.config import DTYPES
+from attn_backends.errors import ConfigError
+from spec_metadata import StepKind
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kind": tuple(StepKind),
+    "path": ("eager", "graph"),
+    "format": tuple(CacheFormat),
+    "table": ("request", "block"),
+    "dtype": tuple(DTYPES),
+    "poison": ("nan", "finite"),
+    "reserved": ("nan", "finite"),
+    "index": ("int32", "int64"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One situation.
+
+    kind: of the step. path: eager, or captured and replayed. format, page_size: of the cache. topk: above 1, drafts
+    are trees. table: request-to-token table or block table. dtype: of queries and cache. lens: committed tokens of
+    each request, none for idle. widths: query rows of each request of a packed step. captured_lens: of the batch that
+    a graph is captured on. bs: the graph's batch size; rows past the requests are padding. poison, reserved: what
+    unowned memory and the reserved page hold. index: type of lengths, rows and pages. bounded: the step promises its
+    longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
+    seed: of pages, vectors and queries.
+    """
+
+    check: str
+    kind: str
+    path: str = "eager"
+    format: str = "kv"
+    page_size: int = 16
+    topk: int = 1
+    table: str = "request"
+    dtype: str = "float64"
+    lens: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+    captured_lens: tuple[int, ...] = ()
+    bs: int = 0
+    poison: str = "nan"
+    reserved: str = "finite"
+    index: str = "int32"
+    bounded: bool = False
+    refresh: bool = False
+    feature: str = ""
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """A short id, unique among a check's cases of one backend."""
+        lens = "_".join(map(str, self.lens)) or "idle"
+        parts = [self.kind, self.path, self.format, f"page{self.page_size}", f"topk{self.topk}", self.dtype, lens]
+        digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:6]
+        return "-".join([*parts, *([self.feature] if self.feature else []), digest])
+
+    def of(self, check: str) -> Case:
+        """The same situation for another check."""
+        return replace(self, check=check)
+
+    def in_words(self) -> str:
+        """The case as a person would say it."""
+        batch = (
+            f"{len(self.lens)} requests of {', '.join(map(str, self.lens))} committed tokens" if self.lens else "idle"
+        )
+        words = [f"{self.kind}, {batch}"]
+        if self.widths:
+            words.append(f"{', '.join(map(str, self.widths))} query rows")
+        if self.path == "graph":
+            captured = ", ".join(map(str, self.captured_lens))
+            words.append(f"replayed by a graph of {self.bs} requests that was captured on lengths {captured}")
+        words.append(f"pages of {self.page_size} tokens ({self.format}, {self.table} table, {self.index})")
+        words += [f"topk {self.topk}", self.dtype]
+        words.append(f"unowned memory holds {_CONTENTS[self.poison]}, the reserved page {_CONTENTS[self.reserved]}")
+        flags = {"lengths bounded by the step": self.bounded, "the plan recorded as the first node": self.refresh}
+        words += [text for text, is_set in flags.items() if is_set]
+        return "; ".join(words + ([f"asks for {self.feature}"] if self.feature else []))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, without those that are the default."""
+        given = {name: value for name, value in asdict(self).items() if value != _DEFAULTS.get(name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, values: object) -> Case:
+        """The case of `to_dict`'s values; says all that is wrong."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"a case is a JSON object, got {values!r}")
+        problems = [problem for name, value in values.items() for problem in _problems(name, value)]
+        problems += [f"{name} is missing" for name in ("check", "kind") if name not in values]
+        if problems:
+            raise ConfigError(f"malformed case: {'; '.join(problems)}")
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+        }
+        return cls(**given)
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """The case that `to_json` wrote."""
+        try:
+            return cls.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"malformed case: not JSON: {error}") from None
+
+
+_CONTENTS = {"nan": "NaN", "finite": "finite garbage"}
+_DEFAULTS = {field.name: field.default for field in fields(Case)}
+_TYPES = {field.name: field.type for field in fields(Case)}
+
+
+def _problems(name: str, value: object) -> list[str]:
+    """What is wrong with one entry of a case."""
+    if name not in _TYPES:
+        return [f"unknown key {name!r}; there are {', '.join(_TYPES)}"]
+    if name in _CHOICES and value not in _CHOICES[name]:
+        return [f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}"]
+    match _TYPES[name]:
+        case "str":
+            good = isinstance(value, str)
+        case "bool":
+            good = isinstance(value, bool)
+        case "int":
+            good = isinstance(value, int) and not isinstance(value, bool) and value >= (name in ("page_size", "topk"))
+        case _:
+            good = isinstance(value, list | tuple) and all(isinstance(x, int) and x >= 0 for x in value)
+    return [] if good else [f"{name} is {value!r}, not a {_TYPES[name]}"]

@@ -1,0 +1,94 @@
+"""The catalogue of checks: plain functions with an id, what they are about, and the cases that they run on.
+
+A check is called with a subject and a case. It returns what it measured, or raises `CheckFailure`. Nobody can override
+one: what a backend is known to fail is data (`expected_failures`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.capabilities import Capabilities
+from attn_backends.conformance.cases import Case
+from spec_metadata import StepKind
+
+
+class CheckFailure(AssertionError):
+    """A backend is wrong. field: what differs. row: the first row that does, if rows are compared. expected, got: its
+    contents.
+    """
+
+    def __init__(self, field: str, message: str, row: int | None = None, expected: str = "", got: str = "") -> None:
+        self.field, self.row, self.expected, self.got = field, row, expected, got
+        where = f"{field}, row {row}" if row is not None else field
+        values = f" (expected {expected}, got {got})" if expected or got else ""
+        super().__init__(f"{where}: {message}{values}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a check found in order.
+
+    max_err, budget: of the field that came nearest to its budget, where numbers are compared. refusal: the reasons,
+    where an undeclared capability was fed in and refused.
+    """
+
+    max_err: float | None = None
+    budget: float | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend under test: its class, the name of one of its kernels, and the device."""
+
+    backend: type[AttentionBackend]
+    kernel: str
+    device: str = "cpu"
+
+    @cached_property
+    def chosen(self) -> Kernel:
+        """The kernel."""
+        return self.backend.choose_kernel(torch.device(self.device), self.kernel)
+
+    @property
+    def capabilities(self) -> Mapping[StepKind, Capabilities]:
+        """What the kernel declares for each step kind."""
+        return self.chosen.capabilities
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check. about: what it holds, in a sentence. cases: those that a subject's capabilities call for."""
+
+    id: str
+    about: str
+    run: Callable[[Subject, Case], Measured]
+    cases: Callable[[Subject], list[Case]]
+
+
+CATALOGUE: dict[str, Check] = {}
+
+Run = Callable[[Subject, Case], Measured]
+
+
+def check(id: str, cases: Callable[[Subject], list[Case]]) -> Callable[[Run], Run]:
+    """Put a function into the catalogue; the first line of its docstring says what it is about."""
+
+    def register(run: Run) -> Run:
+        assert id not in CATALOGUE, f"two checks share the id {id}"
+        assert run.__doc__, f"check {id} says nothing about itself"
+        about = " ".join(run.__doc__.split("\n\n")[0].split())
+        CATALOGUE[id] = Check(id, about, run, lambda subject: [_of(id, case) for case in cases(subject)])
+        return run
+
+    return register
+
+
+def _of(id: str, case: Case) -> Case:
+    return case if case.check == id else case.of(id)

@@ -1,0 +1,92 @@
+"""The interface: types, ownership of results, no hidden state, and steps without requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical, compare_outputs, nearest
+from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case_eagerly, run_forwards, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import eager, one_page_size
+from attn_backends.conformance.worlds import World
+from spec_metadata import Step, StepKind
+
+
+@check("api.idle", one_page_size(eager((StepKind.DECODE,))))
+def idle(subject: Subject, case: Case) -> Measured:
+    """A step without requests is planned and run, gives outputs without rows, and writes nothing."""
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(replace(case, lens=())), case.seed)
+    before = prepare_memory(scene, case)
+    meta, inputs = world.backend.init_forward_metadata(Step.idle(scene.paging())), scene.inputs()
+    (output,) = run_forwards(world, meta, inputs)
+    rows = torch.zeros(0, world.layer.num_heads, world.layer.v_head_dim, dtype=world.setup.dtype)
+    compare_identical("output", output.out.cpu(), rows)
+    compare_identical("cache", world.memory, before)
+    return Measured()
+
+
+@check("api.keeps_no_state", one_page_size(eager()))
+def keeps_no_state(subject: Subject, case: Case) -> Measured:
+    """Metadata holds all there is to know of a step: two planned steps may be run in any order."""
+    world = World(setup_of(subject, case))
+    scenes, planned = [], []
+    for turn, lens in enumerate((case.lens, case.lens[:2])):
+        scene = Scene(world, batch_of(replace(case, lens=lens)), case.seed + turn)
+        table = world.table.clone()
+        planned.append(world.backend.init_forward_metadata(scene.step()))
+        scenes.append((scene, table))
+    found = []
+    for (scene, table), meta in zip(scenes, planned, strict=True):
+        world.table.copy_(table)
+        prepare_memory(scene, case)
+        inputs = scene.inputs()
+        found.append(compare_outputs(scene, inputs, run_forwards(world, meta, inputs)))
+    return nearest(found)
+
+
+@check("api.owns_its_results", one_page_size(eager()))
+def owns_its_results(subject: Subject, case: Case) -> Measured:
+    """Outputs share no memory with queries, cache, metadata or each other."""
+    ran = run_case_eagerly(subject, case)
+    taken = {"the cache": ran.scene.world.memory, "the table": ran.scene.world.table}
+    taken |= {f"q of forward {i}": given.q for i, given in enumerate(ran.inputs)}
+    taken |= {f"metadata {name}": tensor for name, tensor in ran.meta.buffers.items()}
+    owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in taken.items()}
+    for forward, output in enumerate(ran.outputs):
+        address = output.out.untyped_storage().data_ptr()
+        if address in owners:
+            raise CheckFailure(f"output of forward {forward}", f"it lies in the memory of {owners[address]}")
+        owners[address] = f"the output of forward {forward}"
+    return Measured()
+
+
+@check("api.leaves_inputs_alone", one_page_size(eager()))
+def leaves_inputs_alone(subject: Subject, case: Case) -> Measured:
+    """`store` and `forward` change neither queries nor what is to be stored."""
+    ran = run_case_eagerly(subject, case)
+    for forward, (used, fresh) in enumerate(zip(ran.inputs, ran.scene.inputs(), strict=True)):
+        for number, (one, two) in enumerate(zip(used.tensors(), fresh.tensors(), strict=True)):
+            compare_identical(f"input {number} of forward {forward}", one, two)
+    return Measured()
+
+
+@check("api.output_types", one_page_size(eager()))
+def output_types(subject: Subject, case: Case) -> Measured:
+    """Outputs are [num_tokens, num_heads, v_head_dim] in the query's type; the LSE is single precision at least."""
+    ran = run_case_eagerly(subject, case)
+    layer, declared = ran.scene.world.layer, subject.capabilities[StepKind(case.kind)]
+    for forward, (given, output) in enumerate(zip(ran.inputs, ran.outputs, strict=True)):
+        expected = ((given.q.shape[0], layer.num_heads, layer.v_head_dim), given.q.dtype)
+        if (tuple(output.out.shape), output.out.dtype) != expected:
+            got = str((tuple(output.out.shape), output.out.dtype))
+            raise CheckFailure(f"output of forward {forward}", "another shape or type", None, str(expected), got)
+        lse_dtype = torch.float64 if given.q.dtype is torch.float64 else torch.float32
+        lse = (tuple(output.lse.shape), output.lse.dtype)
+        if declared.lse is not None and lse != ((given.q.shape[0], layer.num_heads), lse_dtype):
+            raise CheckFailure(f"LSE of forward {forward}", "another shape or type", None, str(lse_dtype), str(lse))
+    return Measured()

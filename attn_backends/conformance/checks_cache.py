@@ -1,0 +1,36 @@
+"""Writes: exactly the owned slots change, to exactly the right bytes. The suite reads the cache with its own code."""
+
+from __future__ import annotations
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical, compare_memory
+from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import eager, graph, joined
+from attn_backends.conformance.worlds import World
+
+
+@check("cache.writes_owned_slots", joined(eager(), graph()))
+def writes_owned_slots(subject: Subject, case: Case) -> Measured:
+    """A step changes the slots that it owns, to what the model handed in, and not one byte beside them."""
+    ran = run_case(subject, case)
+    compare_memory(ran.scene, ran.before, padded=case.path == "graph")
+    return Measured()
+
+
+@check("cache.writes_forward_by_forward", eager(poison="finite"))
+def writes_forward_by_forward(subject: Subject, case: Case) -> Measured:
+    """`store` of forward i writes the slots of forward i and no others, and `forward` writes nothing."""
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(case), case.seed)
+    before = prepare_memory(scene, case)
+    meta = world.backend.init_forward_metadata(scene.step())
+    for forward, given in enumerate(scene.inputs()):
+        at = meta.at(forward, given.ancestors)
+        world.backend.store(given.stored, world.cache, at, world.layer)
+        compare_memory(scene, before, forward + 1)
+        stored = world.memory.clone()
+        world.backend.forward(given.q, world.cache, at, world.layer)
+        compare_identical(f"cache after the attention of forward {forward}", world.memory, stored)
+    return Measured()

@@ -1,0 +1,256 @@
+"""Graphs: captured on one batch, replayed on others. What a graph would freeze, move or forget shows here."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
+from attn_backends.conformance.exercise import (
+    Captured,
+    Ran,
+    batch_of,
+    check_addresses,
+    prepare_memory,
+    run_forwards,
+    setup_of,
+)
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import (
+    around_pages,
+    graph,
+    graphable,
+    growing,
+    idle,
+    one_page_size,
+    padded,
+    shrinking,
+    situations,
+)
+from attn_backends.conformance.worlds import World
+from attn_backends.errors import UnsupportedStepError
+from spec_metadata import StepKind
+
+
+def _measure(ran: Ran) -> Measured:
+    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    compare_memory(ran.scene, ran.before, padded=True)
+    return measured
+
+
+def _captured(subject: Subject, case: Case) -> tuple[Captured, Scene]:
+    """The captured graph, and the scene to replay it on."""
+    world = World(setup_of(subject, case))
+    captured = Captured(world, case)
+    return captured, Scene(world, batch_of(case), case.seed + 1)
+
+
+def _replay_another(subject: Subject, case: Case) -> Measured:
+    captured, scene = _captured(subject, case)
+    return _measure(captured.run(scene, case))
+
+
+@check("graph.shrinking", graph(shrinking))
+def shrinking_batch(subject: Subject, case: Case) -> Measured:
+    """A graph captured on a large batch computes and writes for a smaller one of shorter requests."""
+    return _replay_another(subject, case)
+
+
+@check("graph.padded", graph(padded))
+def padded_batch(subject: Subject, case: Case) -> Measured:
+    """Rows past the real requests change no output, and write in the reserved page alone."""
+    return _replay_another(subject, case)
+
+
+@check("graph.idle", graph(idle))
+def idle_batch(subject: Subject, case: Case) -> Measured:
+    """A replay without any request writes in the reserved page alone."""
+    return _replay_another(subject, case)
+
+
+@check("graph.refresh_recorded", graph(growing, refresh=True))
+def refresh_recorded(subject: Subject, case: Case) -> Measured:
+    """`refresh` may be the graph's first node, with `copy_inputs` alone between replays."""
+    return _replay_another(subject, case)
+
+
+@check("graph.captured_batch", one_page_size(graph(growing)))
+def captured_batch(subject: Subject, case: Case) -> Measured:
+    """The graph is right on the very batch that it was captured on."""
+    captured, _ = _captured(subject, replace(case, lens=case.captured_lens))
+    before = prepare_memory(captured.scene, case)
+    return _measure(captured.replay(captured.scene, before))
+
+
+@check("graph.sequence", one_page_size(graph(growing)))
+def sequence(subject: Subject, case: Case) -> Measured:
+    """One graph, replayed on long, short, idle and long batches in turn, keeps nothing of the one before."""
+    captured, _ = _captured(subject, case)
+    found = []
+    for turn, lens in enumerate((case.lens, case.captured_lens, (), case.lens[::-1])):
+        scene = Scene(captured.world, batch_of(replace(case, lens=lens)), case.seed + 10 + turn)
+        found.append(_measure(captured.run(scene, case)))
+    return nearest(found)
+
+
+@check("graph.two_buckets", one_page_size(graph(growing)))
+def two_buckets(subject: Subject, case: Case) -> Measured:
+    """Graphs of two batch sizes of one backend, replayed in turn, don't disturb each other."""
+    large, _ = _captured(subject, case)
+    few = replace(case, bs=2, lens=case.lens[:2])
+    small = Captured(large.world, few)
+    found = []
+    for turn, (captured, its) in enumerate(((large, case), (small, few), (large, case))):
+        found.append(_measure(captured.run(Scene(large.world, batch_of(its), case.seed + 20 + turn), its)))
+    return nearest(found)
+
+
+@check("graph.equals_eager", graph(growing))
+def equals_eager(subject: Subject, case: Case) -> Measured:
+    """A replay equals the eager step on the same padded layout bit for bit: metadata, outputs and cache."""
+    captured, scene = _captured(subject, case)
+    ran = captured.run(scene, case)
+    world, backend = captured.world, captured.world.backend
+    eager_meta = backend.init_forward_metadata(captured.padded(scene))
+    for name in ("write_slots", *(spec.name for spec in backend.buffers(StepKind(case.kind)))):
+        compare_identical(f"replayed metadata {name}", ran.meta.buffers[name], eager_meta.buffers[name])
+    after = world.memory.clone()
+    world.memory.copy_(ran.before)
+    expected = run_forwards(world, eager_meta, captured.static)
+    compare_identical("cache", after, world.memory)
+    for forward, (one, two) in enumerate(zip(ran.outputs, expected, strict=True)):
+        compare_identical(f"output of forward {forward}", one.out, two.out)
+        compare_identical(f"LSE of forward {forward}", one.lse, two.lse)
+    return Measured()
+
+
+@check("graph.stable_addresses", graph(growing))
+def stable_addresses(subject: Subject, case: Case) -> Measured:
+    """A replay writes into the tensors that the graph was captured with, and replaces none of them."""
+    captured, scene = _captured(subject, case)
+    check_addresses(captured)
+    captured.load(scene)
+    check_addresses(captured)
+    return Measured()
+
+
+@check("graph.keeps_no_memory", graph(growing))
+def keeps_no_memory(subject: Subject, case: Case) -> Measured:
+    """What `replay` allocates is gone when it returns: a graph can't read it."""
+    captured, scene = _captured(subject, case)
+    step = scene.step()
+    kept = _kept_by(lambda: captured.world.backend.replay(captured.meta, step))
+    if kept:
+        raise CheckFailure(
+            "replay", "it keeps memory that it allocated, which no graph reads", None, "0", f"{kept} tensors"
+        )
+    return Measured()
+
+
+class _Allocations(TorchDispatchMode):
+    """Notes the memory of every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outputs = func(*args, **(kwargs or {}))
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in old:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self.made[reference.cdata] = reference
+        return outputs
+
+
+def _kept_by(call: Callable[[], None]) -> int:
+    """Tensors that a call made and that live on after it."""
+    with _Allocations() as allocations:
+        call()
+    gc.collect()
+    return sum(not reference.expired() for reference in allocations.made.values())
+
+
+@check("graph.owns_its_inputs", graph(growing))
+def owns_its_inputs(subject: Subject, case: Case) -> Measured:
+    """After `replay` the caller may overwrite the step's tensors: the graph has copies."""
+    captured, scene = _captured(subject, case)
+    before = prepare_memory(scene, case)
+    step = captured.load(scene)
+    for tensor in (step.seq_lens, step.out_cache_loc, step.num_real, step.paging.static_input(), step.tree_mask):
+        if tensor is not None:
+            tensor.zero_()
+    return _measure(captured.replay(scene, before))
+
+
+@check("graph.guards", graph(growing))
+def guards(subject: Subject, case: Case) -> Measured:
+    """In checking mode, nobody writes next to a declared buffer, or a value outside its declared range."""
+    world = World(replace(setup_of(subject, case), checking=True))
+    captured = Captured(world, case)
+    captured.run(Scene(world, batch_of(case), case.seed + 1), case)
+    try:
+        world.backend.check_buffers()
+    except Exception as error:
+        raise CheckFailure("buffers", str(error)) from error
+    return Measured()
+
+
+def _too_large(subject: Subject) -> list[Case]:
+    cases = []
+    for kind in (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
+        for case in situations(subject, kind) if graphable(subject, kind) else ():
+            edge, less, more, _ = around_pages(case)
+            cases.append(replace(case, path="graph", captured_lens=(edge, less), lens=(more, 1, less), bs=2))
+    return cases
+
+
+@check("graph.larger_than_bucket", one_page_size(_too_large))
+def larger_than_bucket(subject: Subject, case: Case) -> Measured:
+    """A graph refuses a batch larger than its own, unwritten; the same step then runs eagerly."""
+    captured, scene = _captured(subject, case)
+    before = prepare_memory(scene, case)
+    buffers = {name: tensor.clone() for name, tensor in captured.meta.buffers.items()}
+    step = scene.step()
+    try:
+        captured.world.backend.replay(captured.meta, step)
+    except UnsupportedStepError:
+        pass
+    else:
+        raise CheckFailure("replay", f"took {len(case.lens)} requests into a graph of {case.bs}")
+    for name, old in buffers.items():
+        compare_identical(f"captured {name}", captured.meta.buffers[name], old)
+    meta = captured.world.backend.init_forward_metadata(step)
+    inputs = scene.inputs()
+    return _measure(Ran(scene, inputs, run_forwards(captured.world, meta, inputs), before, meta))
+
+
+def _packed(subject: Subject) -> list[Case]:
+    kind = StepKind.DRAFT_EXTEND
+    if not graphable(subject, kind):
+        return []
+    return [
+        replace(case, path="graph", captured_lens=(5, 3), lens=(5, 3), widths=(4, 4), bs=2)
+        for case in situations(subject, kind, topks=(1,))
+    ]
+
+
+@check("graph.packed_is_not_uniform", _packed)
+def packed_is_not_uniform(subject: Subject, case: Case) -> Measured:
+    """A graph of a uniform width refuses packed accept lengths, even those that divide evenly."""
+    captured, scene = _captured(subject, case)
+    try:
+        captured.world.backend.replay(captured.meta, scene.step())
+    except UnsupportedStepError as refusal:
+        return Measured(refusal="; ".join(refusal.reasons))
+    raise CheckFailure("replay", f"took packed query lengths {case.widths} into a graph of one width")

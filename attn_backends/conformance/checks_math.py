@@ -1,0 +1,135 @@
+"""Every row's output and log-sum-exp against the float64 oracle, for each step kind, eagerly and through a graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.exercise import Captured, batch_of, run_case, run_eagerly, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import (
+    UNIFORM_KINDS,
+    Cases,
+    around_pages,
+    eager,
+    graph,
+    in_every_dtype,
+    joined,
+    one_page_size,
+    situations,
+)
+from attn_backends.conformance.worlds import World, with_extra
+from spec_metadata import StepKind
+
+
+def _of_kind(kind: StepKind) -> Cases:
+    """A uniform kind: everywhere in the finest type, at one page size in the other types, and with bounded lengths."""
+    kinds = (kind,)
+    shortest = 0 if kind is StepKind.TARGET_VERIFY else 1
+    bounded = one_page_size(eager(kinds, lens=(shortest, 5, 3), bounded=True))
+    typed = in_every_dtype(one_page_size(joined(eager(kinds), graph(kinds=kinds))))
+    return joined(eager(kinds), graph(kinds=kinds), bounded, typed)
+
+
+def _prefill(subject: Subject) -> list[Case]:
+    """Prompts with and without a cached prefix."""
+    cases = []
+    for case in situations(subject, StepKind.PREFILL):
+        edge, less, more, context = around_pages(case)
+        cases.append(replace(case, lens=(0, 0), widths=(edge, 1)))
+        cases.append(replace(case, lens=(less, 0, more, context), widths=(3, context, 1, 2)))
+        cases.append(replace(case, lens=(less, 0, more), widths=(2, edge, 1), bounded=True))
+    return cases + in_every_dtype(lambda _: cases[:1])(subject)
+
+
+def _packed_extend(subject: Subject) -> list[Case]:
+    """Every mix of accept lengths in one packed draft extend."""
+    declared = subject.capabilities.get(StepKind.DRAFT_EXTEND)
+    if declared is None or not declared.packed:
+        return []
+    cases = situations(subject, StepKind.DRAFT_EXTEND, topks=(1,))
+    return [replace(case, widths=widths) for case in cases for widths in ((2, 4, 1, 3), (1, 1, 4, 1))]
+
+
+def _measure(subject: Subject, case: Case) -> Measured:
+    ran = run_case(subject, case)
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
+
+
+@check("math.decode", _of_kind(StepKind.DECODE))
+def decode(subject: Subject, case: Case) -> Measured:
+    """A decode row sees its committed tokens and itself."""
+    return _measure(subject, case)
+
+
+@check("math.draft_decode", _of_kind(StepKind.DRAFT_DECODE))
+def draft_decode(subject: Subject, case: Case) -> Measured:
+    """Each row of draft forward i sees the committed tokens and the i + 1 drafted ones of its own branch."""
+    return _measure(subject, case)
+
+
+@check("math.target_verify", _of_kind(StepKind.TARGET_VERIFY))
+def target_verify(subject: Subject, case: Case) -> Measured:
+    """A row of a verify sees the committed tokens, its ancestors and itself."""
+    return _measure(subject, case)
+
+
+@check("math.draft_extend", _of_kind(StepKind.DRAFT_EXTEND))
+def draft_extend(subject: Subject, case: Case) -> Measured:
+    """Row j of a draft extend of uniform width sees the committed tokens and j + 1 more."""
+    return _measure(subject, case)
+
+
+@check("math.packed_draft_extend", _packed_extend)
+def packed_draft_extend(subject: Subject, case: Case) -> Measured:
+    """A draft extend of differing accept lengths, packed, where the kernel declares it."""
+    return _measure(subject, case)
+
+
+def _with(extra: str) -> Cases:
+    """Chains at one page size, where the kernel declares an extra of a layer."""
+
+    def cases(subject: Subject) -> list[Case]:
+        kinds = [kind for kind, declared in subject.capabilities.items() if getattr(declared, extra)]
+        chosen = [kind for kind in UNIFORM_KINDS if kind in kinds]
+        found = one_page_size(joined(eager(chosen), graph(kinds=chosen)))(subject)
+        return [replace(case, feature=extra) for case in found if case.topk == 1]
+
+    return cases
+
+
+def _measure_extra(subject: Subject, case: Case) -> Measured:
+    world = World(setup_of(subject, case))
+    world.layer = with_extra(world.layer, case.feature, world.device)
+    if case.path == "graph":
+        ran = Captured(world, case).run(Scene(world, batch_of(case), case.seed + 1), case)
+    else:
+        ran = run_eagerly(Scene(world, batch_of(case), case.seed), case)
+    compare_memory(ran.scene, ran.before, padded=case.path == "graph")
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
+
+
+@check("math.window", _with("window"))
+def window(subject: Subject, case: Case) -> Measured:
+    """A row sees the last keys of a sliding window, itself included, where the kernel declares it."""
+    return _measure_extra(subject, case)
+
+
+@check("math.sinks", _with("sinks"))
+def sinks(subject: Subject, case: Case) -> Measured:
+    """Attention sinks take their share of the softmax and leave the log-sum-exp, where the kernel declares them."""
+    return _measure_extra(subject, case)
+
+
+@check("math.kv_scales", _with("kv_scales"))
+def kv_scales(subject: Subject, case: Case) -> Measured:
+    """The cache holds keys and values divided by their scales, where the kernel declares it."""
+    return _measure_extra(subject, case)
+
+
+@check("math.prefill", _prefill)
+def prefill(subject: Subject, case: Case) -> Measured:
+    """Prompt rows see what is cached and the prompt up to themselves."""
+    return _measure(subject, case)

@@ -1,0 +1,99 @@
+"""Metadata: what a plan declares is what it makes, and planning is a function of the step alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import Metadata
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical
+from attn_backends.conformance.exercise import Captured, batch_of, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
+from attn_backends.conformance.worlds import World
+from spec_metadata import PackedQuery, Step, StepKind
+from spec_metadata.buffers import out_of_range
+
+
+def _prefill(subject: Subject) -> list[Case]:
+    cases = []
+    for case in situations(subject, StepKind.PREFILL):
+        edge, less, more, _ = around_pages(case)
+        cases.append(replace(case, lens=(less, 0, more), widths=(2, edge, 1)))
+    return cases
+
+
+def _planned(subject: Subject, case: Case) -> tuple[Scene, Metadata]:
+    """The metadata of the case's batch on its path."""
+    world = World(setup_of(subject, case))
+    if case.path == "eager":
+        scene = Scene(world, batch_of(case), case.seed)
+        return scene, world.backend.init_forward_metadata(scene.step())
+    captured = Captured(world, case)
+    scene = Scene(world, batch_of(case), case.seed + 1)
+    captured.load(scene)
+    return scene, captured.meta
+
+
+@check("plan.write_slots", joined(eager(), graph(), _prefill))
+def write_slots(subject: Subject, case: Case) -> Measured:
+    """Each forward writes its own slots of the flat out_cache_loc, as dense int64."""
+    scene, meta = _planned(subject, case)
+    for forward in range(scene.num_forwards):
+        expected = torch.tensor(scene.slots_of(forward), dtype=torch.int64)
+        got = meta.at(forward, scene.inputs(case.bs or None)[forward].ancestors).write_slots
+        compare_identical(f"write slots of forward {forward}", got[: len(expected)].cpu(), expected)
+        if not got.is_contiguous():
+            raise CheckFailure(f"write slots of forward {forward}", "not dense", None, "stride 1", str(got.stride()))
+    return Measured()
+
+
+@check("plan.declared_buffers", joined(eager(), graph(), _prefill))
+def declared_buffers(subject: Subject, case: Case) -> Measured:
+    """Every declared buffer is there, in its declared type and range."""
+    scene, meta = _planned(subject, case)
+    specs = scene.world.backend.buffers(scene.batch.kind)
+    for spec in specs:
+        if spec.name not in meta.buffers:
+            raise CheckFailure(spec.name, "declared, and not among the metadata's buffers")
+        if meta.buffers[spec.name].dtype is not spec.dtype:
+            got = str(meta.buffers[spec.name].dtype)
+            raise CheckFailure(spec.name, "another type than declared", None, str(spec.dtype), got)
+    problems = out_of_range(specs, meta.buffers)
+    if problems:
+        raise CheckFailure(problems[0].split()[0], f"outside its declared range: {'; '.join(problems)}")
+    return Measured()
+
+
+@check("plan.leaves_the_step_alone", joined(eager(), _prefill))
+def leaves_the_step_alone(subject: Subject, case: Case) -> Measured:
+    """Planning changes none of the step's tensors, and planning twice gives the same metadata."""
+    world = World(setup_of(subject, case))
+    step = Scene(world, batch_of(case), case.seed).step()
+    before = {name: tensor.clone() for name, tensor in _tensors(step).items()}
+    table = world.table.clone()
+    first, second = (world.backend.init_forward_metadata(step) for _ in range(2))
+    for name, tensor in _tensors(step).items():
+        compare_identical(f"the step's {name} after planning", tensor, before[name])
+    compare_identical("the request-to-token table after planning", world.table, table)
+    for name, tensor in first.buffers.items():
+        compare_identical(f"{name}, planned twice", second.buffers[name], tensor)
+    return Measured()
+
+
+def _tensors(step: Step) -> dict[str, Tensor]:
+    found = {
+        "seq_lens": step.seq_lens,
+        "out_cache_loc": step.out_cache_loc,
+        "num_real": step.num_real,
+        "paging": step.paging.static_input(),
+    }
+    if step.tree_mask is not None:
+        found["tree_mask"] = step.tree_mask
+    if isinstance(step.query, PackedQuery):
+        found["cu_seqlens"] = step.query.cu_seqlens
+    return found

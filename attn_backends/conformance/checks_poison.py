@@ -1,0 +1,56 @@
+"""Poison: what no request owns, or no row sees, may hold anything and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, run_forwards, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import eager, graph, joined, padded
+from attn_backends.conformance.worlds import World
+from spec_metadata import StepKind
+
+
+def _measure(subject: Subject, case: Case) -> Measured:
+    ran = run_case(subject, case)
+    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    compare_memory(ran.scene, ran.before, padded=case.path == "graph")
+    return measured
+
+
+def _without_over_read(subject: Subject) -> list[Case]:
+    """Kinds whose kernel declares that it reads no key that no row sees."""
+    cases = joined(eager(), graph(padded))(subject)
+    return [case for case in cases if not subject.capabilities[StepKind(case.kind)].over_read]
+
+
+@check("poison.unowned_finite", joined(eager(poison="finite"), graph(padded, poison="finite")))
+def unowned_finite(subject: Subject, case: Case) -> Measured:
+    """Finite garbage in unowned pages, which no NaN would betray, is neither seen nor overwritten."""
+    return _measure(subject, case)
+
+
+@check("poison.unowned_nan", _without_over_read)
+def unowned_nan(subject: Subject, case: Case) -> Measured:
+    """NaN in unowned pages, and past a request's tokens in its own last page, reaches no output."""
+    return _measure(subject, case)
+
+
+@check("poison.reserved_nan", lambda subject: [replace(case, reserved="nan") for case in _without_over_read(subject)])
+def reserved_nan(subject: Subject, case: Case) -> Measured:
+    """NaN in the reserved page reaches no real row, where the kernel declares no over-read."""
+    return _measure(subject, case)
+
+
+@check("poison.table_tail", eager())
+def table_tail(subject: Subject, case: Case) -> Measured:
+    """Table entries past a request's tokens may hold anything, pages that don't exist among it."""
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(case), case.seed)
+    scene.poison_table_tails()
+    prepare_memory(scene, case)
+    meta, inputs = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+    return compare_outputs(scene, inputs, run_forwards(world, meta, inputs))

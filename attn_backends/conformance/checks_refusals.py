@@ -1,0 +1,282 @@
+"""Refusals: whatever a kernel does not declare is fed in, and must be refused with reasons and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attn_backends.cache import CacheFormat
+from attn_backends.capabilities import Capabilities
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_identical
+from attn_backends.conformance.exercise import batch_of, prepare_memory, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import (
+    PAGE_SIZES,
+    TREE_KINDS,
+    TREE_TOPK,
+    UNIFORM_KINDS,
+    Cases,
+    is_declared,
+    main_dtype,
+    page_sizes,
+)
+from attn_backends.conformance.worlds import World, view_of, with_extra
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.layer import AttentionLayer
+from spec_metadata import StepKind
+
+OTHER_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _asks(subject: Subject, kind: StepKind, **changes: Any) -> Case:
+    """An eager case of a declared kind at its smallest page size."""
+    widths = (2, 1) if kind is StepKind.PREFILL else ()
+    format = min(subject.backend.formats)
+    size, dtype = page_sizes(subject, kind)[0], main_dtype(subject, kind)
+    case = Case("", kind, format=format, page_size=size, dtype=dtype, lens=(5, 3), widths=widths)
+    return replace(case, **changes)
+
+
+def _undeclared(ask: Callable[[Subject, StepKind, Capabilities], Iterator[Case]]) -> Cases:
+    """The cases that each declared kind's capabilities leave undeclared."""
+    return lambda subject: [
+        case for kind, declared in subject.capabilities.items() for case in ask(subject, kind, declared)
+    ]
+
+
+def _of_layers(ask: Callable[[Subject, StepKind, Capabilities], Iterator[Case]]) -> Cases:
+    """The same, where the step itself is declared and its layer or cache is not."""
+    undeclared = _undeclared(ask)
+    return lambda subject: [case for case in undeclared(subject) if is_declared(subject, case)]
+
+
+def refused(what: str, scene: Scene, *calls: Callable[[], object]) -> Measured:
+    """Every call must raise UnsupportedStepError and change no byte of the cache."""
+    before, reasons = scene.world.memory.clone(), ""
+    for call in calls:
+        try:
+            call()
+        except UnsupportedStepError as refusal:
+            reasons = "; ".join(refusal.reasons)
+        except Exception as error:
+            message = f"not declared, and not refused with UnsupportedStepError but {type(error).__name__}: {error}"
+            raise CheckFailure(what, message) from error
+        else:
+            raise CheckFailure(what, "not declared, yet taken instead of refused")
+        compare_identical("cache after a refusal", scene.world.memory, before)
+    return Measured(refusal=reasons)
+
+
+def _refused_step(subject: Subject, case: Case) -> Measured:
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(case), case.seed)
+    prepare_memory(scene, case)
+    kind = StepKind(case.kind)
+    if case.path == "graph":
+        bucket = world.capacity.bucket(kind, 2)
+        return refused(case.feature, scene, lambda: world.backend.capture(bucket, world.paging()))
+    return refused(case.feature, scene, lambda: world.backend.init_forward_metadata(scene.step()))
+
+
+def _paths(case: Case) -> Iterator[Case]:
+    yield case
+    if StepKind(case.kind) in UNIFORM_KINDS and not case.widths:
+        yield replace(case, path="graph", captured_lens=case.lens, bs=2)
+
+
+@check(
+    "refusals.page_size",
+    _undeclared(
+        lambda subject, kind, declared: (
+            case
+            for size in (*PAGE_SIZES, 32)
+            if declared.page_sizes is not None and size not in declared.page_sizes
+            for case in _paths(_asks(subject, kind, page_size=size, feature=f"page size {size}"))
+        )
+    ),
+)
+def page_size(subject: Subject, case: Case) -> Measured:
+    """A page size that is not declared."""
+    return _refused_step(subject, case)
+
+
+@check(
+    "refusals.packed",
+    _undeclared(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, widths=widths, feature="packed query lengths")
+            for widths in ((3, 1), (2, 2))
+            if kind is StepKind.DRAFT_EXTEND and not declared.packed
+        )
+    ),
+)
+def packed(subject: Subject, case: Case) -> Measured:
+    """Packed accept lengths, even those that divide evenly."""
+    return _refused_step(subject, case)
+
+
+@check(
+    "refusals.tree",
+    _undeclared(
+        lambda subject, kind, declared: (
+            case
+            for case in _paths(_asks(subject, kind, topk=TREE_TOPK, feature="a draft tree"))
+            if kind in TREE_KINDS and not declared.tree
+        )
+    ),
+)
+def tree(subject: Subject, case: Case) -> Measured:
+    """A draft tree, where the kernel can't show all rows a prefix and return its log-sum-exp."""
+    return _refused_step(subject, case)
+
+
+@check(
+    "refusals.width",
+    _undeclared(
+        lambda subject, kind, declared: (
+            case
+            for case in _paths(_asks(subject, kind, feature="more query rows"))
+            if kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND) and declared.max_width in (1, 2, 3)
+        )
+    ),
+)
+def width(subject: Subject, case: Case) -> Measured:
+    """More query rows a request than declared."""
+    return _refused_step(subject, case)
+
+
+def _missing_kinds(subject: Subject) -> list[Case]:
+    declared = _asks(subject, next(iter(subject.capabilities)))
+    cases: list[Case] = []
+    for kind in (StepKind.PREFILL, *UNIFORM_KINDS):
+        if kind not in subject.capabilities:
+            widths = (2, 1) if kind is StepKind.PREFILL else ()
+            cases += _paths(replace(declared, kind=kind, widths=widths, feature=f"a {kind} step"))
+    return cases
+
+
+@check("refusals.step_kind", _missing_kinds)
+def step_kind(subject: Subject, case: Case) -> Measured:
+    """A step kind that is not declared."""
+    return _refused_step(subject, case)
+
+
+@check(
+    "refusals.graph",
+    _undeclared(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, path="graph", captured_lens=(5, 3), bs=2, feature="a graph")
+            for _ in range(1)
+            if kind in UNIFORM_KINDS and not declared.graph
+        )
+    ),
+)
+def graph(subject: Subject, case: Case) -> Measured:
+    """Capturing a kind that can't be."""
+    return _refused_step(subject, case)
+
+
+def _planned(
+    subject: Subject, case: Case
+) -> tuple[Scene, Callable[[AttentionLayer], tuple[Callable[[], object], ...]]]:
+    """A planned step, and what gives the calls of its first forward on a layer."""
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(case), case.seed)
+    prepare_memory(scene, case)
+    meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
+    at = meta.at(0, given.ancestors)
+    return scene, lambda layer: (
+        lambda: world.backend.store(given.stored, world.cache, at, layer),
+        lambda: world.backend.forward(given.q, world.cache, at, layer),
+    )
+
+
+def _layer_extras(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
+    for feature in ("window", "sinks", "kv_scales"):
+        if not getattr(declared, feature):
+            yield _asks(subject, kind, feature=feature)
+
+
+@check("refusals.layer_extras", _of_layers(_layer_extras))
+def layer_extras(subject: Subject, case: Case) -> Measured:
+    """A sliding window, attention sinks, or scaled keys and values."""
+    scene, calls = _planned(subject, case)
+    return refused(case.feature, scene, *calls(with_extra(scene.world.layer, case.feature, scene.world.device)))
+
+
+@check(
+    "refusals.query_heads",
+    _of_layers(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, feature="more query heads") for _ in range(1) if declared.max_query_heads is not None
+        )
+    ),
+)
+def query_heads(subject: Subject, case: Case) -> Measured:
+    """More local query heads than declared."""
+    scene, calls = _planned(subject, case)
+    most, layer = subject.capabilities[StepKind(case.kind)].max_query_heads, scene.world.layer
+    assert most is not None, "the kernel declares no limit of query heads"
+    heads = (most // layer.num_kv_heads + 1) * layer.num_kv_heads
+    return refused(case.feature, scene, *calls(replace(layer, num_heads=heads)))
+
+
+@check(
+    "refusals.head_sizes",
+    _of_layers(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, feature="other head sizes") for _ in range(1) if declared.head_sizes is not None
+        )
+    ),
+)
+def head_sizes(subject: Subject, case: Case) -> Measured:
+    """Head sizes that are not declared."""
+    scene, calls = _planned(subject, case)
+    layer = scene.world.layer
+    return refused(case.feature, scene, *calls(replace(layer, head_dim=layer.head_dim + 1)))
+
+
+@check(
+    "refusals.dtype",
+    _of_layers(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, feature=name) for name in OTHER_DTYPES if getattr(torch, name) not in declared.dtypes
+        )
+    ),
+)
+def dtype(subject: Subject, case: Case) -> Measured:
+    """Queries and a cache of a type that is not declared."""
+    world = World(setup_of(subject, case))
+    scene = Scene(world, batch_of(case), case.seed)
+    prepare_memory(scene, case)
+    meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
+    other = getattr(torch, case.feature)
+    cache = view_of(world.memory.to(other), world.setup.format, world.layer.v_head_dim)
+    at = meta.at(0, given.ancestors)
+    return refused(
+        case.feature,
+        scene,
+        lambda: world.backend.store(given.stored, cache, at, world.layer),
+        lambda: world.backend.forward(given.q.to(other), cache, at, world.layer),
+    )
+
+
+@check(
+    "refusals.cache_format",
+    _of_layers(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, format=format, feature=f"a cache of {format}")
+            for format in CacheFormat
+            if format not in subject.backend.formats
+        )
+    ),
+)
+def cache_format(subject: Subject, case: Case) -> Measured:
+    """A cache of a format that is not declared."""
+    scene, calls = _planned(subject, case)
+    return refused(case.feature, scene, *calls(scene.world.layer))

@@ -1,0 +1,124 @@
+"""Comparisons that say which field and row of a result is the first to be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attn_backends.conformance import oracle
+from attn_backends.conformance.catalogue import CheckFailure, Measured
+from attn_backends.conformance.scenes import ForwardInputs, Scene
+from attn_backends.layer import AttentionOutput
+
+SHOWN = 4  # elements of a row in a message
+
+
+def compare_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: Sequence[AttentionOutput]) -> Measured:
+    """Every real row's output and LSE of all forwards against the oracle, within budgets."""
+    out, lse = expectations(scene, inputs)
+    found = [out.compare([o.out for o in outputs])]
+    if returns_lse(scene):
+        found.append(lse.compare([o.lse for o in outputs]))
+    return nearest(found)
+
+
+def returns_lse(scene: Scene) -> bool:
+    """Whether the kernel declares a log-sum-exp for the scene's step kind."""
+    declared = scene.world.backend.kernel.capabilities.get(scene.batch.kind)
+    return declared is not None and declared.lse is not None
+
+
+class Expectation:
+    """What a field of all forwards must be. exact: of each forward, float64. budget: that an element may be off by."""
+
+    def __init__(self, field: str, exact: list[Tensor], rounded: list[Tensor], dtype: torch.dtype) -> None:
+        self.field, self.exact, self.dtype = field, exact, dtype
+        self.budget = oracle.budget(torch.cat(exact), torch.cat(rounded), dtype)
+
+    def compare(self, got: Sequence[Tensor]) -> Measured:
+        """Hold every forward's leading rows against it."""
+        worst = 0.0
+        for forward, (exact, actual) in enumerate(zip(self.exact, got, strict=True)):
+            field = f"{self.field} of forward {forward}"
+            if actual.dtype is not self.dtype:
+                raise CheckFailure(field, "another type", expected=str(self.dtype), got=str(actual.dtype))
+            if actual.shape[0] < exact.shape[0] or actual.shape[1:] != exact.shape[1:]:
+                raise CheckFailure(field, "another shape", expected=str(list(exact.shape)), got=str(list(actual.shape)))
+            worst = max(worst, largest_error(field, actual[: exact.shape[0]], exact, self.budget))
+        return Measured(worst, self.budget)
+
+
+def expectations(scene: Scene, inputs: list[ForwardInputs]) -> tuple[Expectation, Expectation]:
+    """What the outputs and the LSEs of a scene must be."""
+    dtype = scene.world.setup.dtype
+    single = torch.float32 if dtype is torch.float64 else dtype
+    forwards = range(scene.num_forwards)
+    exact = [scene.expected_output(inputs, forward) for forward in forwards]
+    rounded = [scene.expected_output(inputs, forward, single) for forward in forwards]
+    lse_dtype = torch.float64 if dtype is torch.float64 else torch.float32
+    return (
+        Expectation("output", [out for out, _ in exact], [out for out, _ in rounded], dtype),
+        Expectation("LSE", [lse for _, lse in exact], [lse for _, lse in rounded], lse_dtype),
+    )
+
+
+def largest_error(field: str, actual: Tensor, exact: Tensor, budget: float) -> float:
+    """The largest error; raises with the first row over the budget. NaN is over it."""
+    actual, exact = actual.cpu().double(), exact.double()
+    error = (actual - exact).abs()
+    if error.numel() == 0:
+        return 0.0
+    wrong = (~(error <= budget)).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    if wrong:
+        row = wrong[0]
+        most = float(error[row].max())
+        message = f"{len(wrong)} of {len(error)} rows are wrong; here by {most:.3g}, over the budget of {budget:.3g}"
+        raise CheckFailure(field, message, row, _values(exact[row]), _values(actual[row]))
+    return float(error.max())
+
+
+def nearest(found: Sequence[Measured]) -> Measured:
+    """The one that came nearest to its budget."""
+    return max(found, key=lambda m: (m.max_err or 0.0) / m.budget if m.budget else 0.0, default=Measured())
+
+
+def compare_memory(scene: Scene, before: Tensor, forwards: int | None = None, *, padded: bool = False) -> None:
+    """Exactly the owned slots changed, to exactly the right bytes. padded: padding may write the reserved page."""
+    actual, expected = scene.world.memory, scene.expected_memory(before, forwards)
+    if padded:
+        reserved = scene.world.geometry.reserved_page
+        expected[reserved] = actual[reserved]
+    page_size = scene.world.geometry.page_size
+    flat_actual, flat_expected = (x.reshape(-1, *x.shape[2:]) for x in (actual, expected))
+    try:
+        compare_identical("cache", flat_actual, flat_expected)
+    except CheckFailure as failure:
+        if failure.row is None:
+            raise
+        page, offset = divmod(failure.row, page_size)
+        message = f"slot {failure.row} (page {page}, offset {offset}) must not hold this: {scene.owner(failure.row)}"
+        raise CheckFailure("cache", message, failure.row, failure.expected, failure.got) from None
+
+
+def compare_identical(field: str, got: Tensor, expected: Tensor) -> None:
+    """Same shape, type and bytes."""
+    if (got.shape, got.dtype) != (expected.shape, expected.dtype):
+        what = [f"{list(x.shape)} {x.dtype}" for x in (expected, got)]
+        raise CheckFailure(field, "another shape or type", expected=what[0], got=what[1])
+    if got.numel() == 0:
+        return
+    ours, theirs = (x.contiguous().view(torch.uint8).reshape(x.shape[0] if x.ndim else 1, -1) for x in (got, expected))
+    wrong = (ours != theirs).any(dim=1).nonzero().flatten().tolist()
+    if wrong:
+        row = wrong[0]
+        one, two = (x[row] if x.ndim else x for x in (expected, got))
+        message = f"{len(wrong)} of {len(ours)} rows differ"
+        raise CheckFailure(field, message, row, _values(one), _values(two))
+
+
+def _values(row: Tensor) -> str:
+    flat = row.flatten().tolist()
+    shown = ", ".join(f"{x:.6g}" if isinstance(x, float) else str(x) for x in flat[:SHOWN])
+    return f"[{shown}{', …' if len(flat) > SHOWN else ''}]"

@@ -1,0 +1,168 @@
+"""Running a backend the way an engine does: eager steps, and graphs captured on one batch and replayed on others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import Metadata
+from attn_backends.cache import CacheFormat
+from attn_backends.config import DTYPES
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Subject
+from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
+from attn_backends.conformance.worlds import Setup, World
+from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
+from attn_backends.layer import AttentionOutput
+from spec_metadata import Step, StepKind, pad_step, padding_step
+
+CONTENTS = {"nan": float("nan"), "finite": 77.0}
+
+
+def setup_of(subject: Subject, case: Case) -> Setup:
+    """Which backend, on what cache, in what arithmetic."""
+    return Setup(
+        subject.backend,
+        CacheFormat(case.format),
+        case.page_size,
+        case.topk,
+        DTYPES[case.dtype],
+        block_table=case.table == "block",
+        checking=False,
+        kernel=subject.kernel,
+        device=subject.device,
+        index=getattr(torch, case.index),
+    )
+
+
+def batch_of(case: Case) -> Batch:
+    """The batch that is run."""
+    if not case.lens:
+        return Batch(StepKind.IDLE, ())
+    return Batch(StepKind(case.kind), case.lens, case.widths, case.bounded)
+
+
+@dataclass
+class Ran:
+    """A scene that was run: what the model handed in, what came out, and the memory before it."""
+
+    scene: Scene
+    inputs: list[ForwardInputs]
+    outputs: list[AttentionOutput]
+    before: Tensor
+    meta: Metadata
+
+
+def run_case_eagerly(subject: Subject, case: Case) -> Ran:
+    """The case's batch, eagerly."""
+    return run_eagerly(Scene(World(setup_of(subject, case)), batch_of(case), case.seed), case)
+
+
+def run_eagerly(scene: Scene, case: Case) -> Ran:
+    """A scene, eagerly."""
+    before = prepare_memory(scene, case)
+    meta = scene.world.backend.init_forward_metadata(scene.step())
+    inputs = scene.inputs()
+    return Ran(scene, inputs, run_forwards(scene.world, meta, inputs), before, meta)
+
+
+def prepare_memory(scene: Scene, case: Case) -> Tensor:
+    """Write the committed tokens, and the case's poison elsewhere. Returns a copy."""
+    return scene.reset_memory(CONTENTS[case.poison], CONTENTS[case.reserved])
+
+
+def run_forwards(world: World, meta: Metadata, inputs: list[ForwardInputs]) -> list[AttentionOutput]:
+    """Store and attend, forward after forward."""
+    return [run_forward(world, meta, forward, given) for forward, given in enumerate(inputs)]
+
+
+def run_forward(world: World, meta: Metadata, forward: int, given: ForwardInputs) -> AttentionOutput:
+    """Store and attend in one forward."""
+    at = meta.at(forward, given.ancestors)
+    world.backend.store(given.stored, world.cache, at, world.layer)
+    return world.backend.forward(given.q, world.cache, at, world.layer)
+
+
+def run_case_through_graph(subject: Subject, case: Case) -> Ran:
+    """The case's batch, replayed by a graph that was captured on another."""
+    world = World(setup_of(subject, case))
+    captured = Captured(world, case)
+    return captured.run(Scene(world, batch_of(case), case.seed + 1), case)
+
+
+class Captured:
+    """The forwards of a case's captured batch as a graph. scene: that batch; its inputs are the graph's static ones."""
+
+    def __init__(self, world: World, case: Case) -> None:
+        self.world, self.case = world, case
+        self.scene = Scene(world, Batch(StepKind(case.kind), case.captured_lens), case.seed)
+        prepare_memory(self.scene, case)
+        backend = world.backend
+        bucket = world.capacity.bucket(self.scene.batch.kind, case.bs)
+        self.meta = backend.capture(bucket, world.paging())
+        self.addresses = addresses(self.meta)
+        backend.replay(self.meta, self.scene.step())
+        self.static = self.scene.inputs(case.bs)
+        self.graph: Graph = CudaGraph() if world.device.type == "cuda" else RecordedGraph()
+        self.outputs = self.graph.capture(self._region)
+
+    def _region(self) -> list[AttentionOutput]:
+        if self.case.refresh:
+            self.world.backend.refresh(self.meta)
+        return run_forwards(self.world, self.meta, self.static)
+
+    def load(self, scene: Scene) -> Step:
+        """Make inputs and metadata those of a scene. Returns the step."""
+        if scene.batch.kind is not StepKind.IDLE:
+            for ours, given in zip(self.static, scene.inputs(self.case.bs), strict=True):
+                for destination, source in zip(ours.tensors(), given.tensors(), strict=True):
+                    destination.copy_(source)
+        step, backend = scene.step(), self.world.backend
+        (backend.copy_inputs if self.case.refresh else backend.replay)(self.meta, step)
+        return step
+
+    def run(self, scene: Scene, case: Case) -> Ran:
+        """Replay on a scene. The outputs are copies, the inputs too."""
+        if scene.batch.kind is StepKind.IDLE:
+            scene.num_forwards, scene.rows = self.scene.num_forwards, [[]] * self.scene.num_forwards
+        before = prepare_memory(scene, case)
+        self.load(scene)
+        return self.replay(scene, before)
+
+    def replay(self, scene: Scene, before: Tensor) -> Ran:
+        """Replay what was loaded."""
+        self.graph.replay()
+        outputs = [AttentionOutput(out.clone(), lse.clone()) for out, lse in self.outputs]
+        return Ran(scene, self.static, outputs, before, self.meta)
+
+    def padded(self, scene: Scene) -> Step:
+        """The scene's step in the layout of this graph, from fresh tensors."""
+        if scene.batch.kind is not StepKind.IDLE:
+            return pad_step(scene.step(), self.case.bs, self.world.capacity)
+        assert self.meta.bucket is not None
+        return padding_step(self.meta.bucket, self.world.paging(), self.world.capacity)
+
+
+def run_case(subject: Subject, case: Case) -> Ran:
+    """The case's batch on its path."""
+    return (run_case_through_graph if case.path == "graph" else run_case_eagerly)(subject, case)
+
+
+def addresses(meta: Metadata) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where every tensor of metadata lies, plans included."""
+    found = {name: (t.data_ptr(), t.stride()) for name, t in meta.buffers.items()}
+    for forward, plan in enumerate(meta.plans):
+        for name in getattr(plan, "__dataclass_fields__", {}):
+            value = getattr(plan, name)
+            if isinstance(value, Tensor):
+                found[f"plan {forward}: {name}"] = (value.data_ptr(), value.stride())
+    return found
+
+
+def check_addresses(captured: Captured) -> None:
+    """No tensor of captured metadata was replaced by another."""
+    for name, (address, stride) in addresses(captured.meta).items():
+        if captured.addresses[name] != (address, stride):
+            raise CheckFailure(name, "the graph reads the tensor that it was captured with, and this is another one")

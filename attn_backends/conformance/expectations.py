@@ -1,0 +1,65 @@
+"""What a backend is known to fail, as strict data: it must name a check, give a reason and a link, and really fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from attn_backends.config import backend_options, conformance_options
+from attn_backends.conformance.catalogue import CATALOGUE, Subject
+from attn_backends.conformance.outcomes import Outcome, Row
+from attn_backends.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ExpectedFailure:
+    """One known failure. check: its id. case: a case's name, or a pattern. reason, link: why, and where it is told."""
+
+    check: str
+    case: str
+    reason: str
+    link: str
+
+    def names(self, row: Row) -> bool:
+        """Whether a row is meant."""
+        return row.case is not None and row.check == self.check and fnmatchcase(row.case.name, self.case)
+
+    def judge(self, row: Row) -> Row:
+        """A failure becomes an xfail, a pass a failure."""
+        if row.status is Outcome.FAIL:
+            return replace(row, status=Outcome.XFAIL, reason=f"{self.reason} ({self.link}): {row.reason}")
+        if row.status in (Outcome.PASS, Outcome.REFUSED):
+            return replace(
+                row, status=Outcome.FAIL, reason=f"unexpected pass; it was to fail: {self.reason} ({self.link})"
+            )
+        return row
+
+
+def known_failures(name: str, config: Path | None = None) -> tuple[ExpectedFailure, ...]:
+    """What the backend's file in `configs/backends`, or the given file, says that it fails."""
+    found = conformance_options(config) if config else backend_options(name)
+    return tuple(ExpectedFailure(**each.model_dump()) for each in found.expected_failures) if found else ()
+
+
+def check_expectations(expected: Iterable[ExpectedFailure]) -> None:
+    """Refuse an expected failure that names no check, or gives no reason or link."""
+    for known in expected:
+        if known.check not in CATALOGUE:
+            raise ConfigError(
+                f"expected failure of {known.check!r}: no check has this id; there are {', '.join(CATALOGUE)}"
+            )
+        if not (known.reason and known.link and known.case):
+            raise ConfigError(f"expected failure of {known.check}: case, reason and link must all say something")
+
+
+def unmet(subject: Subject, expected: Sequence[ExpectedFailure]) -> list[Row]:
+    """A failed row for every expected failure that names no case of the subject."""
+    rows = []
+    for known in expected:
+        names = [case.name for case in CATALOGUE[known.check].cases(subject)]
+        if not any(fnmatchcase(name, known.case) for name in names):
+            reason = f"expected failure names no case: {known.case!r}; there are {', '.join(names) or 'none'}"
+            rows.append(Row(subject.backend.name, subject.kernel, known.check, None, "", Outcome.FAIL, reason))
+    return rows

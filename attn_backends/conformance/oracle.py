@@ -1,0 +1,48 @@
+"""Attention by definition, row by row over the list of tokens that a row must see, and budgets that come from data.
+
+Knows no metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def attend(
+    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, weights: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """One row. q: [num_heads, dim]. keys, values: of each visible token, [num_kv_heads, dim] each. weights: type that
+    the softmax weights are rounded to before they are summed, as kernels on tensor cores do (None: q's). Returns out
+    [num_heads, v_dim] and lse [num_heads], in q's dtype.
+    """
+    group = q.shape[0] // keys[0].shape[0]
+    k, v = (torch.stack(list(x)).repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("hd,nhd->nh", q, k) * scale
+    lse = scores.logsumexp(dim=0)
+    probabilities = (scores - lse).exp()  # through the log-sum-exp, as parts of a tree are joined
+    rounded = probabilities.to(weights or q.dtype).to(q.dtype)
+    return torch.einsum("nh,nhd->hd", rounded, v), lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """The row's output with a key without value added for each head: it takes its share and gives nothing."""
+    return out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp().unsqueeze(1)
+
+
+def budget(exact: Tensor, rounded: Tensor, dtype: torch.dtype) -> float:
+    """What an output of `dtype` may differ from the exact one: twice the largest error over the case of the reference
+    in that precision, plus one rounding step of the largest number.
+
+    rounded: what the reference gives. For float64 it is the reference in float32, with its error scaled to float64, and
+    the budget is doubled: there the oracle is no more exact than what is held against it.
+    """
+    if exact.numel() == 0:
+        return 0.0
+    step = torch.finfo(dtype).eps * float(exact.abs().max())
+    if dtype is not torch.float64:
+        return 2 * float((rounded.to(dtype).double() - exact).abs().max()) + step
+    error = float((rounded.double() - exact).abs().max()) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
+    return 2 * (2 * error + step)

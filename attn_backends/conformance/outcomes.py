@@ -1,0 +1,107 @@
+"""What came of a case and of a run: six outcomes, rows, and a report with documented exit codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from attn_backends.conformance.cases import Case
+from attn_backends.errors import ConfigError
+
+SUITE_VERSION = "2026.11"
+EXECUTED_OK, FAILED, BROKEN = 0, 1, 2
+
+
+class Outcome(StrEnum):
+    """PASS, FAIL: a declared capability was checked. REFUSED: an undeclared one was fed in and refused, as it must be.
+    XFAIL: failed as the backend's file says it does. NOT_RUN: the environment lacks something. ERROR: a check broke.
+    """
+
+    PASS = "pass"
+    FAIL = "fail"
+    REFUSED = "refused"
+    XFAIL = "xfail"
+    NOT_RUN = "not_run"
+    ERROR = "error"
+
+
+EXECUTED = frozenset({Outcome.PASS, Outcome.FAIL, Outcome.REFUSED, Outcome.XFAIL})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One executed or listed case.
+
+    case: None where nothing was run. reason: why it is not a plain pass. max_err, budget: the largest error and what it
+    was held to, where the check compares numbers. ms: wall time.
+    """
+
+    backend: str
+    kernel: str
+    check: str
+    case: Case | None
+    path: str
+    status: Outcome
+    reason: str = ""
+    max_err: float | None = None
+    budget: float | None = None
+    ms: float = 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Row:
+        """The row of `to_dict`'s values."""
+        given = dict(values)
+        case, status = given.pop("case", None), given.pop("status", None)
+        try:
+            return cls(case=Case.from_dict(case) if case else None, status=Outcome(str(status)), **given)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"not a row of a conformance report: {error}") from None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows of a run. device: what it ran on. versions: of the packages that matter."""
+
+    suite_version: str
+    device: str
+    versions: dict[str, str]
+    rows: tuple[Row, ...]
+
+    @property
+    def counts(self) -> dict[Outcome, int]:
+        """Rows of each outcome, all six."""
+        return {outcome: sum(row.status is outcome for row in self.rows) for outcome in Outcome}
+
+    @property
+    def executed(self) -> int:
+        """Checks that ran."""
+        return sum(row.status in EXECUTED for row in self.rows)
+
+    def exit_code(self, require_run: bool) -> int:
+        """0: nothing failed. 1: a fail, or under require_run a not_run. 2: an error, or no check ran at all."""
+        counts = self.counts
+        if counts[Outcome.ERROR] or self.executed == 0:
+            return BROKEN
+        return FAILED if counts[Outcome.FAIL] or (require_run and counts[Outcome.NOT_RUN]) else EXECUTED_OK
+
+    def to_json(self) -> str:
+        """JSON with a row on each line."""
+        head = {"suite_version": self.suite_version, "device": self.device, "versions": self.versions}
+        lines = ",\n".join("  " + json.dumps(row.to_dict()) for row in self.rows)
+        return json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The report that `to_json` wrote."""
+        try:
+            raw = json.loads(text)
+            rows = tuple(map(Row.from_dict, raw["rows"]))
+            return cls(raw["suite_version"], raw["device"], raw["versions"], rows)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ConfigError(f"not a conformance report: {error!r}") from None

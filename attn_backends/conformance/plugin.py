@@ -1,0 +1,144 @@
+"""The suite inside pytest: one item for each case, the report at the end. `attn_backends_pytest` loads it on demand."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CATALOGUE, Subject
+from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, known_failures, unmet
+from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.conformance.runner import (
+    QUICK_CASES,
+    judged,
+    report_of,
+    resolve_subject,
+    run_case,
+    run_conformance,
+    selected_cases,
+)
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError
+
+ROW = "attn_backends_row"  # the property of an item that holds its row as JSON, also on its way from an xdist worker
+_TOLD = (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """An item to be: its id, what makes its row, and the command that runs it alone."""
+
+    id: str
+    run: Callable[[], Row]
+    again: str = ""
+
+
+class Suite:
+    """The plugin of a run that names backends with `--attn-backend`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._rows: list[Row] = []
+
+    @property
+    def require_run(self) -> bool:
+        """Whether what this machine can't run is a failure."""
+        return bool(self._config.getoption("attn_require_run"))
+
+    @property
+    def report(self) -> Report:
+        """Of what has run so far."""
+        return report_of(self._config.getoption("attn_device"), self._rows)
+
+    def planned(self) -> list[Planned]:
+        """All items; what can't be used stops the collection."""
+        try:
+            return list(self._planned())
+        except AttnBackendsError as error:
+            raise pytest.Collector.CollectError(f"error: {error}") from None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take the row of an item that ran here or in a worker."""
+        if report.when == "call":
+            self._rows += [Row.from_dict(json.loads(str(row))) for name, row in report.user_properties if name == ROW]
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the report, and exit as the other two doors do: 1 for a fail, 2 for an error or if nothing ran."""
+        if hasattr(self._config, "workerinput") or self._config.getoption("collectonly"):
+            return
+        path = self._config.getoption("attn_json")
+        if path is not None:
+            path.write_text(self.report.to_json(), encoding="utf-8")
+        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            others_failed = exitstatus == pytest.ExitCode.TESTS_FAILED
+            session.exitstatus = max(self.report.exit_code(self.require_run), int(others_failed))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The six counts, and the reasons of the cases of which pytest itself shows none."""
+        if self._config.getoption("collectonly"):
+            return
+        terminalreporter.section("conformance of attention backends")
+        terminalreporter.line(", ".join(f"{count} {outcome}" for outcome, count in self.report.counts.items()))
+        told = [(row.status, row.check, row.reason) for row in self._rows if row.status in _TOLD]
+        for (status, check, reason), count in Counter(told).items():
+            terminalreporter.line(f"{status} {check} ({count}): {reason}")
+        if not self.report.executed:
+            terminalreporter.line("error: no check was executed", red=True)
+
+    def _planned(self) -> Iterator[Planned]:
+        option = self._config.getoption
+        kernel, device, select, quick = (option(f"attn_{name}") for name in ("kernel", "device", "select", "quick"))
+        for backend in option("attn_backend"):
+            expected = known_failures(backend, option("attn_config"))
+            check_expectations(expected)
+            yield from _items(backend, kernel, device, select, quick, expected)
+
+
+def _items(
+    backend: str, kernel: str, device: str, select: str, quick: bool, expected: Sequence[ExpectedFailure]
+) -> Iterator[Planned]:
+    """The items of one backend; it is one item if it can't run here. So is an expected failure that names no case."""
+    try:
+        subject = resolve_subject(backend, kernel, device)
+    except BackendUnavailableError:
+        report = run_conformance(backend, kernel=kernel, device=device, select=select)  # raises unless it is not_run
+        yield from (Planned(f"{row.backend}-{row.status}", partial(_same, row)) for row in report.rows)
+        return
+    options = f"--attn-backend {backend} --attn-kernel {kernel} --attn-device {device}"
+    for case in selected_cases(subject, select, QUICK_CASES if quick else None):
+        again = f"pytest --pyargs attn_backends.conformance {options} -k {case.name}"
+        yield Planned(f"{subject.backend.name}-{case.check}-{case.name}", partial(_run, subject, case, expected), again)
+    if not quick and select == "*":
+        for number, row in enumerate(unmet(subject, expected)):
+            yield Planned(f"{row.backend}-{row.check}-expected_failure{number}", partial(_same, row))
+
+
+def _run(subject: Subject, case: Case, expected: Sequence[ExpectedFailure]) -> Row:
+    return judged(run_case(subject, case), expected)
+
+
+def _same(row: Row) -> Row:
+    return row
+
+
+def conclude(row: Row, again: str, require_run: bool) -> None:
+    """End an item as its row says."""
+    if row.status is Outcome.XFAIL:
+        pytest.xfail(row.reason)
+    if row.status is Outcome.NOT_RUN and not require_run:
+        pytest.skip(row.reason)
+    if row.status not in (Outcome.PASS, Outcome.REFUSED):
+        pytest.fail(explained(row, again), pytrace=False)
+
+
+def explained(row: Row, again: str) -> str:
+    """What a person needs in order to go on: what was checked, on what, what came of it, and how to see it again."""
+    lines = [f"{row.status}: {row.check} on {row.backend} ({row.kernel})", row.reason]
+    if row.case is not None:
+        lines += [f"check: {CATALOGUE[row.check].about}", f"case: {row.case.in_words()}", f"again: {again}"]
+    return "\n".join(lines)

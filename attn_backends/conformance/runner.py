@@ -1,0 +1,157 @@
+"""Runs the catalogue on backends: the library's door, which the command line and pytest open too."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from attn_backends.base import AttentionBackend
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CATALOGUE, Measured, Subject
+from attn_backends.conformance.exercise import setup_of
+from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
+from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, Row
+from attn_backends.conformance.worlds import World
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError
+from attn_backends.registry import get_backend, list_backends
+from spec_metadata import InvalidStepError
+
+QUICK_CASES = 3  # of each check
+
+
+def run_case(subject: Subject, case: Case) -> Row:
+    """Run one case; never raises for what a backend does."""
+    if case.check not in CATALOGUE:
+        raise ConfigError(f"no check has the id {case.check!r}; there are {', '.join(CATALOGUE)}")
+    start = time.perf_counter()
+    measured, status, reason = Measured(), Outcome.PASS, ""
+    try:
+        measured = CATALOGUE[case.check].run(subject, case)
+    except AssertionError as failure:
+        status, reason = Outcome.FAIL, str(failure) or "an assertion failed"
+    except (AttnBackendsError, InvalidStepError) as refusal:
+        status, reason = Outcome.FAIL, f"declared, yet refused: {refusal}"
+    except Exception as error:
+        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error}"
+    if measured.refusal:
+        status, reason = Outcome.REFUSED, measured.refusal
+    ms = round((time.perf_counter() - start) * 1e3, 1)
+    return Row(
+        subject.backend.name,
+        subject.kernel,
+        case.check,
+        case,
+        case.path,
+        status,
+        reason,
+        measured.max_err,
+        measured.budget,
+        ms,
+    )
+
+
+def run_conformance(
+    backend: str | type[AttentionBackend],
+    *,
+    kernel: str = "auto",
+    device: str = "cpu",
+    quick: bool = False,
+    select: str = "*",
+    expected_failures: Sequence[ExpectedFailure] = (),
+    on_row: Callable[[Row], None] | None = None,
+) -> Report:
+    """Run every check that a pattern selects on every case that the backend's capabilities call for.
+
+    backend: a class, a registered name, or module:Class. quick: a few cases of each check. on_row: called with each.
+    """
+    check_expectations(expected_failures)
+    found = resolve(backend)
+    rows = []
+    for row in _rows(found, kernel, device, select, QUICK_CASES if quick else None, expected_failures):
+        rows.append(row)
+        if on_row:
+            on_row(row)
+    return report_of(device, rows)
+
+
+def report_of(device: str, rows: Iterable[Row]) -> Report:
+    """A report of rows that ran here."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return Report(SUITE_VERSION, device, versions, tuple(rows))
+
+
+def resolve(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
+    """The class of a backend; refuses what is none."""
+    if isinstance(backend, str):
+        return get_backend(backend)
+    if not (inspect.isclass(backend) and issubclass(backend, AttentionBackend)):
+        raise BackendUnavailableError(f"backend {backend!r}", ["it is no subclass of attn_backends.AttentionBackend"])
+    return backend
+
+
+def resolve_subject(backend: str | type[AttentionBackend], kernel: str = "auto", device: str = "cpu") -> Subject:
+    """A backend with the kernel that "auto" stands for here; raises BackendUnavailableError with everyone's reasons."""
+    found = resolve(backend)
+    return Subject(found, found.choose_kernel(torch.device(device), kernel).name, device)
+
+
+def selected_cases(subject: Subject, select: str = "*", most: int | None = None) -> list[Case]:
+    """The cases of all checks whose id a pattern selects. most: of each check, spread evenly."""
+    chosen = [check for id, check in CATALOGUE.items() if fnmatchcase(id, select)]
+    if not chosen:
+        raise ConfigError(f"no check's id matches {select!r}; there are {', '.join(CATALOGUE)}")
+    return [case for check in chosen for case in _thinned(check.cases(subject), most)]
+
+
+def check_constructor(subject: Subject, cases: Sequence[Case]) -> None:
+    """Refuse a backend that can't even be made."""
+    try:
+        for case in cases[:1]:
+            World(setup_of(subject, case))
+    except Exception as error:
+        reason = f"its constructor raised {type(error).__name__}: {error}"
+        hint = f"Backends here: {', '.join(list_backends())}."
+        raise BackendUnavailableError(f"backend {subject.backend.name!r}", [reason], hint) from error
+
+
+def _thinned(cases: list[Case], most: int | None) -> list[Case]:
+    if most is None or len(cases) <= most:
+        return cases
+    return [cases[index * (len(cases) - 1) // (most - 1)] for index in range(most)]
+
+
+def _rows(
+    backend: type[AttentionBackend],
+    kernel: str,
+    device: str,
+    select: str,
+    most: int | None,
+    expected: Sequence[ExpectedFailure],
+) -> Iterable[Row]:
+    known = [each.name for each in backend.kernels]
+    if kernel not in ("auto", *known):
+        raise BackendUnavailableError(f"{backend.name} kernel {kernel!r}", ["unknown name"], f"It has {known}.")
+    try:
+        subject = resolve_subject(backend, kernel, device)
+    except BackendUnavailableError as error:
+        yield Row(backend.name, kernel, select, None, "", Outcome.NOT_RUN, "; ".join(error.reasons))
+        return
+    cases = selected_cases(subject, select, most)
+    check_constructor(subject, cases)
+    for case in cases:
+        yield judged(run_case(subject, case), expected)
+    if most is None and select == "*":
+        yield from unmet(subject, expected)
+
+
+def judged(row: Row, expected: Sequence[ExpectedFailure]) -> Row:
+    """A row in the light of what is known to fail: strictly."""
+    for known in expected:
+        if known.names(row):
+            return known.judge(row)
+    return row

@@ -1,0 +1,151 @@
+"""The cases that a subject's capabilities call for: cache forms, page sizes and trees, lengths around page edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from attn_backends.config import DTYPES
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Subject
+from attn_backends.conformance.worlds import MAX_BS, capacity_of
+from spec_metadata import StepKind
+
+Cases = Callable[[Subject], list[Case]]
+
+PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
+TREE_TOPK = 3
+UNIFORM_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+
+
+def page_sizes(subject: Subject, kind: StepKind) -> list[int]:
+    """The page sizes to run a step kind at."""
+    declared = subject.capabilities[kind].page_sizes
+    return sorted(PAGE_SIZES if declared is None else declared)
+
+
+def main_dtype(subject: Subject, kind: StepKind) -> str:
+    """The finest declared type."""
+    return dtypes(subject, kind)[0]
+
+
+def dtypes(subject: Subject, kind: StepKind) -> list[str]:
+    """The declared types, finest first."""
+    fine = ("float64", "float32", "bfloat16", "float16")
+    found = [name for name in fine if DTYPES[name] in subject.capabilities[kind].dtypes]
+    assert found, f"{subject.chosen.name} declares none of {fine} for {kind}"
+    return found
+
+
+def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE_TOPK)) -> list[Case]:
+    """An eager case for every declared cache form, page size and number of branches, lengths around a page edge."""
+    if kind not in subject.capabilities:
+        return []
+    cases = []
+    for format in sorted(subject.backend.formats):
+        for index, page_size in enumerate(page_sizes(subject, kind)):
+            for topk in topks:
+                case = Case("", kind, "eager", format, page_size, topk, dtype=main_dtype(subject, kind))
+                case = replace(case, poison="finite" if subject.capabilities[kind].over_read else "nan")
+                table = "block" if (index % 2) ^ (topk > 1) else "request"
+                integers = "int64" if index % 2 else "int32"
+                if is_declared(subject, case):
+                    cases.append(replace(case, table=table, index=integers, lens=around_pages(case), seed=index))
+    return cases
+
+
+def is_declared(subject: Subject, case: Case) -> bool:
+    """Whether the width and trees of a case's step are declared."""
+    kind = StepKind(case.kind)
+    declared = subject.capabilities[kind]
+    if case.topk > 1 and (kind is StepKind.DECODE or (kind in TREE_KINDS and not declared.tree)):
+        return False
+    if kind is StepKind.PREFILL:
+        return case.topk == 1
+    width = capacity_of(case.page_size, case.topk).bucket(kind, 1).width
+    return declared.max_width is None or width <= declared.max_width
+
+
+def around_pages(case: Case) -> tuple[int, ...]:
+    """Committed lengths at, below and above a page edge, and a full context."""
+    edge = case.page_size * max(1, 8 // case.page_size)
+    return (edge, max(edge - 1, 1), edge + 1, capacity_of(case.page_size, case.topk).max_context)
+
+
+def growing(case: Case) -> Case:
+    """Captured on two short requests, replayed on three longer ones."""
+    edge, less, more, context = around_pages(case)
+    return replace(case, path="graph", captured_lens=(1, less), lens=(more, context, edge), bs=3)
+
+
+def shrinking(case: Case) -> Case:
+    """Captured on three long requests, replayed on two shorter ones."""
+    edge, less, more, context = around_pages(case)
+    return replace(case, path="graph", captured_lens=(context, more, edge), lens=(less, 1), bs=3)
+
+
+def padded(case: Case) -> Case:
+    """Two requests in the largest graph."""
+    edge, less, more, _ = around_pages(case)
+    return replace(case, path="graph", captured_lens=(edge, 2), lens=(more, less), bs=MAX_BS)
+
+
+def idle(case: Case) -> Case:
+    """Captured on two requests, replayed on none."""
+    edge, _, _, context = around_pages(case)
+    return replace(case, path="graph", captured_lens=(edge, context), lens=(), bs=2)
+
+
+def graphable(subject: Subject, kind: StepKind) -> bool:
+    """Whether a kind can be captured."""
+    return kind in subject.capabilities and kind in UNIFORM_KINDS and subject.capabilities[kind].graph
+
+
+def eager(kinds: Iterable[StepKind] = UNIFORM_KINDS, **changes: object) -> Cases:
+    """Every situation of some kinds, eagerly, with changes to the case."""
+    return lambda subject: [
+        replace(case, **changes)  # type: ignore[arg-type]
+        for kind in kinds
+        for case in situations(subject, kind)
+    ]
+
+
+def graph(
+    transition: Callable[[Case], Case] = growing, kinds: Iterable[StepKind] = UNIFORM_KINDS, **changes: object
+) -> Cases:
+    """Every situation of some kinds, captured on one batch and replayed on another, with changes to the case."""
+    return lambda subject: [
+        replace(transition(case), **changes)  # type: ignore[arg-type]
+        for kind in kinds
+        if graphable(subject, kind)
+        for case in situations(subject, kind)
+    ]
+
+
+def both(**changes: object) -> Cases:
+    """Every situation, eagerly and through a growing graph."""
+    return joined(eager(**changes), graph(**changes))  # type: ignore[arg-type]
+
+
+def joined(*parts: Cases) -> Cases:
+    """The cases of all parts."""
+    return lambda subject: [case for part in parts for case in part(subject)]
+
+
+def one_page_size(cases: Cases) -> Cases:
+    """Of the cases, those at one page size in the middle, for what does not depend on it."""
+
+    def middle(subject: Subject) -> list[Case]:
+        found = cases(subject)
+        sizes = sorted({case.page_size for case in found})
+        return [case for case in found if case.page_size == sizes[len(sizes) // 2]]
+
+    return middle
+
+
+def in_every_dtype(cases: Cases) -> Cases:
+    """The cases in the declared types but the finest."""
+    return lambda subject: [
+        replace(case, dtype=dtype) for case in cases(subject) for dtype in dtypes(subject, StepKind(case.kind))[1:]
+    ]

@@ -1,0 +1,40 @@
+"""The pytest plugin of attn-backends: its options, and nothing else until `--attn-backend` is given.
+
+    pytest --pyargs attn_backends.conformance --attn-backend my_package.mine:MyBackend
+
+Every pytest run of an environment loads it, so it imports neither torch nor `attn_backends`, whose package needs torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the suite, in a group of their own."""
+    add = parser.getgroup("attn-backends", "conformance of attention backends").addoption
+    add(
+        "--attn-backend",
+        action="append",
+        default=[],
+        metavar="NAME|module:Class",
+        help="a backend to test with `--pyargs attn_backends.conformance`; may be repeated",
+    )
+    add("--attn-kernel", default="auto", metavar="NAME", help="one of its kernels (default: the first that runs)")
+    add("--attn-device", default="cpu", metavar="DEVICE", help="such as cpu or cuda (default: cpu)")
+    add("--attn-quick", action="store_true", help="the smallest cases of each check")
+    add("--attn-select", default="*", metavar="PATTERN", help="checks to run, such as 'graph.*'")
+    add("--attn-config", type=Path, metavar="FILE", help="a TOML file with [[expected_failures]]")
+    add("--attn-require-run", action="store_true", help="what this machine can't run is a failure")
+    add("--attn-json", type=Path, metavar="FILE", help="write the report as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the suite if it is used."""
+    if config.getoption("attn_backend"):
+        pytest.register_assert_rewrite("attn_backends.conformance")
+        from attn_backends.conformance.plugin import Suite
+
+        config.pluginmanager.register(Suite(config), "attn_backends_conformance")

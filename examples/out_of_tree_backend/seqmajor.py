@@ -1,0 +1,119 @@
+"""Grouped-query attention on sequence-major slot tables: a backend in a package of its own.
+
+    out[t] = softmax(scale * q[t] @ k[visible(t)].T) @ v[visible(t)]
+
+Column r of the table lists the slots of request r, so that neighbouring requests lie beside each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attn_backends import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionOutput,
+    CacheFormat,
+    Capabilities,
+    Kernel,
+    LseBase,
+    PagedKV,
+)
+from attn_backends.cache import PagedCache
+from spec_metadata import Buffers, BufferSpec, Step, StepKind, dense_part
+from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_TOKENS
+from spec_metadata.visibility import query_starts
+
+BUFFERS = (
+    BufferSpec(
+        "slot_table",
+        torch.int32,
+        (NUM_FORWARDS, MAX_KV_LEN, BS),
+        "slot of each token position; a reserved slot past the visible ones",
+    ),
+    BufferSpec("request", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "request of each query row", high=BS),
+    BufferSpec("num_keys", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "keys that a query row sees", high=MAX_KV_LEN + 1),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotTablePlan:
+    """One forward: row t belongs to `request[t]` and sees the first `num_keys[t]` slots of that column."""
+
+    slot_table: Tensor
+    request: Tensor
+    num_keys: Tensor
+
+
+def plan_slot_table(step: Step, forward: int, buffers: Buffers) -> SlotTablePlan:
+    """Write the slot table of one forward of a step into its row of the buffers."""
+    plan = SlotTablePlan(*(buffers[spec.name][forward] for spec in BUFFERS))
+    dense = dense_part(step, forward)
+    position = torch.arange(buffers.extent.max_kv_len, device=step.device).unsqueeze(1)
+    slots = step.paging.slots(position.T.expand(step.bs, -1)).T
+    reserved = step.paging.geometry.reserved_page * step.paging.geometry.page_size
+    plan.slot_table.copy_(torch.where(position < dense.kv_lens, slots, reserved))
+
+    row = torch.arange(step.num_tokens, device=step.device)
+    ends = query_starts(step)[1:].long()
+    plan.request.copy_(torch.searchsorted(ends, row, right=True))
+    rows_after = ends[plan.request] - 1 - row if dense.causal else 0
+    plan.num_keys.copy_(dense.kv_lens[plan.request] - rows_after)
+    return plan
+
+
+def launch_torch(q: Tensor, cache: PagedCache, plan: SlotTablePlan, layer: AttentionLayer) -> AttentionOutput:
+    """Attention of q [num_tokens, num_heads, head_dim]; out in q's dtype, and the natural log-sum-exp."""
+    assert isinstance(cache, PagedKV)
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    position = torch.arange(plan.slot_table.shape[0], device=q.device).unsqueeze(1)
+    visible = (position < plan.num_keys)[..., None, None]
+    # What a row does not see may be NaN in memory that nobody owns: it is replaced, never multiplied by zero.
+    k, v = (torch.where(visible, x[:, plan.request], 0).to(dtype) for x in cache.read(plan.slot_table.long()))
+    grouped = q.to(dtype).reshape(len(q), layer.num_kv_heads, -1, layer.head_dim)
+    scores = torch.einsum("thgd,pthd->pthg", grouped, k) * layer.scale
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = torch.where(visible, scores.softmax(0), 0)  # a row that sees nothing gets 0, and an LSE of -inf
+    out = torch.einsum("pthg,pthd->thgd", weights, v)
+    return AttentionOutput(out.flatten(1, 2).to(q.dtype), scores.logsumexp(0).flatten(1, 2))
+
+
+UNIFORM = Capabilities(
+    page_sizes=None,
+    dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16}),
+    non_causal=True,
+    lse=LseBase.NATURAL,
+)
+PACKED = replace(UNIFORM, packed=True)
+CAPABILITIES = {
+    StepKind.PREFILL: PACKED,
+    StepKind.DECODE: UNIFORM,
+    StepKind.DRAFT_DECODE: UNIFORM,
+    StepKind.TARGET_VERIFY: UNIFORM,
+    StepKind.DRAFT_EXTEND: PACKED,
+}
+
+
+def no_reasons(device: torch.device) -> list[str]:
+    """Why the kernel can't run on a device: torch runs on all."""
+    return []
+
+
+class SeqMajorBackend(AttentionBackend[SlotTablePlan]):
+    """Grouped-query attention on sequence-major slot tables."""
+
+    name = "seqmajor"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (Kernel("torch", launch_torch, CAPABILITIES, no_reasons),)
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """The slot table, for every kind."""
+        return BUFFERS
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> SlotTablePlan:
+        """The slot table of one forward."""
+        return plan_slot_table(step, forward, buffers)

@@ -1,0 +1,91 @@
+"""Checks of runner and worker, in the form of the catalogue's, which has checks of backends only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attn_backends.cache import KeyValues
+from attn_backends.conformance import Case, Check, CheckFailure, Measured, Subject
+from attn_backends.conformance.comparisons import compare_identical, compare_outputs
+from attn_backends.conformance.exercise import batch_of, prepare_memory, setup_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.worlds import World
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.layer import AttentionOutput
+from attn_backends.runner import PerToken, Phase, PhaseRunner
+from spec_metadata import StepKind
+from spec_metadata.capacity import Capacity
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    q: PerToken
+    k: PerToken
+    v: PerToken
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    out: PerToken
+    lse: PerToken
+
+
+def given_of(scene: Scene) -> Given:
+    inputs = scene.inputs()[0]
+    assert isinstance(inputs.stored, KeyValues)
+    return Given(inputs.q, inputs.stored.k, inputs.stored.v)
+
+
+def runner_of(world: World, bucket: int) -> PhaseRunner[Given, Made]:
+    """A verify in one graph."""
+
+    def region(meta, given: Given) -> Made:
+        world.backend.store(KeyValues(given.k, given.v), world.cache, meta.at(), world.layer)
+        return Made(*world.backend.forward(given.q, world.cache, meta.at(), world.layer))
+
+    def safe_inputs(bs: int) -> Given:
+        given, rows = given_of(Scene(world, batch_of(CASES["runner.results"]))), bs * world.capacity.num_draft_tokens
+        return Given(*(t.new_zeros(rows, *t.shape[1:]) for t in (given.q, given.k, given.v)))
+
+    kind, graph = StepKind.TARGET_VERIFY, CudaGraph if world.device.type == "cuda" else RecordedGraph
+    phase = Phase("verify", region, safe_inputs, Made, lambda bs: world.capacity.bucket(kind, bs))
+    return PhaseRunner(phase, world.backend, world.paging(), (bucket,), graph)
+
+
+def results(subject: Subject, case: Case) -> Measured:
+    """Results of steps in and above the graph's batch size are right, and no later step changes an earlier one."""
+    world, kept = World(setup_of(subject, case)), []
+    runner = runner_of(world, case.bs)
+    for turn, lens in enumerate((case.captured_lens, case.lens, case.captured_lens)):
+        scene = Scene(world, batch_of(replace(case, lens=lens)), case.seed + turn)
+        prepare_memory(scene, case)
+        made = runner.run(scene.step(), given_of(scene)).value
+        compare_outputs(scene, scene.inputs(), [AttentionOutput(made.out, made.lse)])
+        kept.append((made.out, made.out.clone()))
+    for turn, (now, then) in enumerate(kept):
+        compare_identical(f"result of turn {turn} after later turns", now, then)
+    return Measured()
+
+
+def lossless(subject: Subject, case: Case) -> Measured:
+    """Speculative decoding over trees emits what plain decoding emits."""
+    from tests.serving_scenes import TREE, eagle, plain, prompts, tokens  # needs the models' packages
+
+    capacity, given = Capacity(3, 96, case.page_size, **TREE), prompts(3, 40)
+    expected, _ = plain("gqa", "reference", capacity, given, 16)
+    found, _ = eagle("gqa", subject.backend.name, capacity, given, 16)
+    if tokens(found) != tokens(expected):
+        raise CheckFailure("tokens", "not those of plain decoding", None, str(tokens(expected)), str(tokens(found)))
+    return Measured()
+
+
+CASES = {
+    "runner.results": Case(
+        "runner.results", StepKind.TARGET_VERIFY, "graph", page_size=4, lens=(4, 8, 2), captured_lens=(5, 3), bs=2
+    ),
+    "worker.lossless": Case("worker.lossless", StepKind.TARGET_VERIFY, topk=4),
+}
+LOCAL_CHECKS = {
+    run_id: Check(run_id, run.__doc__ or "", run, lambda subject, case=CASES[run_id]: [case])
+    for run_id, run in (("runner.results", results), ("worker.lossless", lossless))
+}

@@ -1,0 +1,156 @@
+"""The kill matrix: which check kills which mutant, on its smallest killing case.
+
+    python -m tests.mutants.matrix
+
+searches the checks' cases, smallest first, for one that fails, and writes the cases to tests/mutants/kills.json and
+the page to docs/kill-matrix.md. The gate, tests/test_mutants.py, runs what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from attn_backends.conformance import CATALOGUE, Case, Check, Outcome, Row, Subject, run_case
+from attn_backends.registry import get_backend
+from tests.mutants import MUTANTS, Mutant
+from tests.mutants.local_checks import LOCAL_CHECKS
+
+ROOT = Path(__file__).parent.parent.parent
+KILLS, PAGE = Path(__file__).with_name("kills.json"), ROOT / "docs" / "kill-matrix.md"
+COMMAND = "python -m tests.mutants.matrix"
+
+CHECKS = CATALOGUE | LOCAL_CHECKS
+Kills = dict[str, dict[str, Case]]
+
+
+def subject_of(mutant: Mutant, device: str = "cpu") -> Subject:
+    """The backend that carries a mutant, on its torch kernel."""
+    return Subject(get_backend(mutant.backend), "torch", device)
+
+
+def run_clean(mutant: Mutant, case: Case, device: str = "cpu") -> Row:
+    """Run a case as it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CATALOGUE, case.check, CHECKS[case.check])
+        return run_case(subject_of(mutant, device), case)
+
+
+def run_planted(mutant: Mutant, case: Case, device: str = "cpu") -> Row:
+    """Run a case with the mutant planted."""
+    with pytest.MonkeyPatch.context() as patch:
+        mutant.plant(patch)
+        return run_clean(mutant, case, device)
+
+
+def size(case: Case) -> tuple:
+    """What makes a case small: little to capture, few requests and tokens; then its JSON, for one order."""
+    batch = len(case.lens) + case.bs
+    return case.path, batch, sum(case.lens) + sum(case.widths), case.topk, case.page_size, case.to_json()
+
+
+def passes(mutant: Mutant, case: Case) -> bool:
+    """Whether the backend without the mutant is right on a case."""
+    return run_clean(mutant, case).status in (Outcome.PASS, Outcome.REFUSED)
+
+
+def candidates(mutant: Mutant, check: Check) -> list[Case]:
+    """A check's cases, smallest first: all if it must kill, else the first of each kind and path."""
+    cases = sorted(check.cases(subject_of(mutant)), key=size)
+    if check.id in mutant.killed_by:
+        return cases
+    first = {(case.kind, case.path): case for case in reversed(cases)}
+    return [case for case in cases if case in first.values()]
+
+
+def smallest_kills(name: str, checks: Sequence[str]) -> dict[str, Case]:
+    """Of each check, the smallest case that fails under a mutant, and without it does not."""
+    mutant, kills = MUTANTS[name], {}
+    for check in checks:
+        for case in candidates(mutant, CHECKS[check]):
+            if run_planted(mutant, case).status is Outcome.FAIL and passes(mutant, case):
+                kills[check] = case
+                break
+    return kills
+
+
+def search(*, everywhere: bool = False) -> Kills:
+    """The kills of all mutants that need nothing which this machine may lack. everywhere: by any of the catalogue's
+    checks, not only by those that must kill.
+    """
+    names = [mutant.name for mutant in MUTANTS.values() if not mutant.needs]
+    checks = [[c for c in CHECKS if c in MUTANTS[n].killed_by or (everywhere and c in CATALOGUE)] for n in names]
+    with ProcessPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(smallest_kills, names, checks), strict=True))
+
+
+def read_kills() -> Kills:
+    """The kills that the last search found."""
+    found = json.loads(KILLS.read_text(encoding="utf-8"))
+    return {name: {check: Case.from_dict(case) for check, case in cases.items()} for name, cases in found.items()}
+
+
+def write_kills(kills: Kills) -> None:
+    """One case a line."""
+    blocks = []
+    for name, cases in kills.items():
+        lines = ",\n".join(f"    {json.dumps(check)}: {case.to_json()}" for check, case in cases.items())
+        blocks.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
+    KILLS.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+
+
+def page(kills: Kills) -> str:
+    """The page, the same for the same mutants, checks and kills."""
+    checks = list(CHECKS)
+    killed = sum(bool(kills.get(name)) for name in MUTANTS)
+    lines = [
+        "# Kill matrix",
+        "",
+        f"Written by `{COMMAND}`; not edited by hand. Each mutant is a known bug, put into correct code. {killed} of "
+        f"{len(MUTANTS)} mutants are killed on a CPU, by {len(checks)} checks.",
+        "",
+        "**●** a check that must kill the mutant: the gate `tests/test_mutants.py` runs its smallest failing case. "
+        "**○** another check that fails too, where `--everywhere` has looked.",
+        "",
+        "## Mutants",
+        "",
+        "| | mutant | what is wrong | found in | on | must be killed by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for number, mutant in enumerate(MUTANTS.values(), 1):
+        needs = f"; needs {', '.join(mutant.needs)}" if mutant.needs else ""
+        by = ", ".join(f"`{check}`" for check in mutant.killed_by)
+        place = f"{mutant.backend}{', graph' if mutant.graph else ''}{needs}"
+        lines.append(f"| {number} | `{mutant.name}` | {mutant.about} | {mutant.origin} | {place} | {by} |")
+    columns = range(1, len(MUTANTS) + 1)
+    lines += ["", "## Checks against mutants", "", f"| check | kills | {' | '.join(map(str, columns))} |"]
+    lines.append("|---" * (len(MUTANTS) + 2) + "|")
+    for check in checks:
+        marks = [_mark(mutant, check, kills) for mutant in MUTANTS.values()]
+        lines.append(f"| `{check}` | {sum(map(bool, marks))} | {' | '.join(marks)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mark(mutant: Mutant, check: str, kills: Kills) -> str:
+    if check not in kills.get(mutant.name, {}):
+        return ""
+    return "●" if check in mutant.killed_by else "○"
+
+
+def main() -> None:
+    """Search, and write both files."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--everywhere", action="store_true", help="look for kills by other checks too (10 minutes)")
+    kills = search(everywhere=parser.parse_args().everywhere)
+    write_kills(kills)
+    PAGE.write_text(page(kills), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Mutants of capture and replay: what is frozen, moved, shared, or refreshed in part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import base
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.base import AttentionBackend, Metadata
+from spec_metadata import Arena, Bucket, Buffers, PackedQuery, Paging, Step, StepKind, UniformQuery, static_inputs
+from spec_metadata.buffers import GUARD_ELEMENTS
+from spec_metadata.plans import csr, ragged
+from tests.mutants.mutant import mutant
+
+
+def after_refresh(patch: pytest.MonkeyPatch, backend: type[AttentionBackend], spoil: Any) -> None:
+    """Let spoil(metadata) follow every planning of a replay."""
+    refresh = backend.refresh
+
+    def spoilt(self: AttentionBackend, meta: Metadata) -> None:
+        refresh(self, meta)
+        spoil(meta)
+
+    patch.setattr(backend, "refresh", spoilt)
+
+
+@mutant(
+    "seed 001, SGLang #21987: uniform stride at capture, accept lengths at replay",
+    "math.draft_extend",
+    "graph.equals_eager",
+    backend="reference",
+    graph=True,
+)
+def replay_packs_rows(patch: pytest.MonkeyPatch) -> None:
+    """A replay spreads the rows over the requests by accept lengths."""
+
+    def packed(meta: Metadata) -> None:
+        bs, width, rows = meta.step.bs, meta.step.width, meta.buffers["request"]
+        accepted = torch.arange(bs, device=rows.device) % width + 1
+        of_row = torch.searchsorted(accepted.cumsum(0), torch.arange(bs * width, device=rows.device), right=True)
+        rows.copy_(of_row.clamp(max=bs - 1).expand_as(rows))
+
+    after_refresh(patch, ReferenceBackend, packed)
+
+
+@mutant(
+    "aesthetics 2.5 (5), SGLang #19807 and #21212: accept lengths at replay",
+    "math.draft_extend",
+    "graph.equals_eager",
+    backend="flashinfer_mla",
+    graph=True,
+)
+def replay_counts_accepted_keys(patch: pytest.MonkeyPatch) -> None:
+    """Lengths count the uniform width at capture and the accepted rows alone at replay."""
+
+    def accepted(meta: Metadata) -> None:
+        lens = meta.buffers["kv_len"]
+        lens -= torch.arange(meta.step.bs, dtype=lens.dtype, device=lens.device) % meta.step.width
+
+    after_refresh(patch, AttentionBackend, accepted)
+
+
+@mutant("aesthetics 2.5 (2): a host maximum taken at capture", "math.decode", "math.target_verify", graph=True)
+def longest_length_frozen(patch: pytest.MonkeyPatch) -> None:
+    """The kernel reads as many pages as the longest request had when the plan was made, a number that a graph keeps."""
+
+    def cut(self: FA3Backend, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
+        plan = ragged.plan_ragged(step, forward, buffers)
+        longest = int(plan.seqused_k.max()) if step.bs else 0
+        return replace(plan, page_table=plan.page_table[:, : -(-longest // plan.page_size)])
+
+    patch.setattr(FA3Backend, "plan", cut)
+
+
+@mutant(
+    "aesthetics 2.5 (3), SGLang #27664: new tensors at every replay",
+    "graph.stable_addresses",
+    "graph.keeps_no_memory",
+    "math.decode",
+    graph=True,
+)
+def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
+    """A replay plans into fresh tensors; the graph goes on reading the old ones."""
+
+    def rebind(self: AttentionBackend, meta: Metadata) -> None:
+        fresh = Buffers({name: tensor.clone() for name, tensor in meta.buffers.items()}, meta.buffers.extent)
+        object.__setattr__(meta, "plans", self._plan_all(meta.step, fresh))
+        object.__setattr__(meta, "buffers", fresh)
+
+    patch.setattr(AttentionBackend, "refresh", rebind)
+
+
+@mutant(
+    "aesthetics 2.5 (4), vLLM #41162 and #46849: the plan of a draft graph is not advanced",
+    "math.draft_decode",
+    "graph.equals_eager",
+    graph=True,
+)
+def replay_plans_first_forward_only(patch: pytest.MonkeyPatch) -> None:
+    """In a replay every draft forward has the plan of the first."""
+
+    def first(meta: Metadata) -> None:
+        for name, buffer in meta.buffers.items():
+            if name in ("seqused_k", "page_table"):
+                buffer.copy_(buffer[:1].expand_as(buffer).clone())
+
+    after_refresh(patch, AttentionBackend, first)
+
+
+@mutant(
+    "issue B: a backend whose replay does nothing", "graph.captured_batch", "graph.sequence", "math.decode", graph=True
+)
+def replay_does_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A replay leaves the metadata as it was captured."""
+    patch.setattr(AttentionBackend, "replay", lambda self, meta, step: None)
+
+
+@mutant("SGLang #39825: the graph of the metadata froze a plan that the host fed", "graph.refresh_recorded", graph=True)
+def recorded_plan_frozen(patch: pytest.MonkeyPatch) -> None:
+    """`replay` plans; `refresh`, which a graph may record, does nothing."""
+
+    def replay(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        self.copy_inputs(meta, step)
+        self._plan_all(meta.step, meta.buffers)
+
+    patch.setattr(AttentionBackend, "replay", replay)
+    patch.setattr(AttentionBackend, "refresh", lambda self, meta: None)
+
+
+@mutant("SGLang #26521: lengths not seeded at capture", "graph.captured_batch", graph=True)
+def first_replay_lost(patch: pytest.MonkeyPatch) -> None:
+    """The replay before the capture is dropped, as if the graph's first batch did not matter."""
+    replay, seen = AttentionBackend.replay, set[int]()
+
+    def late(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        if id(meta.buffers) in seen:
+            replay(self, meta, step)
+        seen.add(id(meta.buffers))
+
+    patch.setattr(AttentionBackend, "replay", late)
+
+
+@mutant("SGLang #33892: idle batches", "graph.idle", "graph.sequence", graph=True)
+def idle_replay_skipped(patch: pytest.MonkeyPatch) -> None:
+    """A replay without requests does nothing, and the graph runs the batch before once more."""
+    replay = AttentionBackend.replay
+
+    def busy(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        if step.kind is not StepKind.IDLE:
+            replay(self, meta, step)
+
+    patch.setattr(AttentionBackend, "replay", busy)
+
+
+@mutant("SGLang D7: metadata of captures kept under a part of their key", "graph.two_buckets", graph=True)
+def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
+    """A graph's metadata is replaced by the next capture of its kind, at another batch size, and not planned again."""
+    kept: dict[StepKind, Metadata] = {}
+    capture, refresh = AttentionBackend.capture, AttentionBackend.refresh
+
+    def by_kind(self: AttentionBackend, bucket: Bucket, paging: Paging) -> Metadata:
+        kept[bucket.kind] = capture(self, bucket, paging)
+        return kept[bucket.kind]
+
+    patch.setattr(AttentionBackend, "capture", by_kind)
+    patch.setattr(
+        AttentionBackend, "refresh", lambda self, meta: meta is kept[meta.bucket.kind] and refresh(self, meta)
+    )
+
+
+@mutant(
+    "SGLang #26019 and #26056: a fresh tensor where a copy in place was needed", "graph.owns_its_inputs", graph=True
+)
+def tree_mask_aliased(patch: pytest.MonkeyPatch) -> None:
+    """A replay lets the graph's tree mask be the caller's tensor."""
+    copy_step = base.copy_step
+
+    def aliased(static: Step, step: Step) -> None:
+        copy_step(static, step)
+        if static.tree_mask is not None and step.bs == static.bs:
+            static.tree_mask.set_(step.tree_mask)
+
+    patch.setattr(base, "copy_step", aliased)
+
+
+@mutant("SGLang #30916: a batch larger than the graph", "graph.larger_than_bucket", graph=True)
+def larger_batch_cut(patch: pytest.MonkeyPatch) -> None:
+    """A batch larger than the graph is accepted, and its last requests are dropped."""
+    copy_inputs = AttentionBackend.copy_inputs
+
+    def cut(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        bs, writes = meta.step.bs, step.out_cache_loc[: meta.step.num_writes]
+        if step.bs > bs and step.tree_mask is None:
+            paging = step.paging.on_static(step.paging.static_input()[:bs])
+            real = step.num_real.clamp(max=bs)
+            step = replace(step, seq_lens=step.seq_lens[:bs], paging=paging, out_cache_loc=writes, num_real=real)
+        copy_inputs(self, meta, step)
+
+    patch.setattr(AttentionBackend, "copy_inputs", cut)
+
+
+@mutant(
+    "SGLang D6: `total_tokens % bs == 0` taken for uniform lengths, in a graph",
+    "graph.packed_is_not_uniform",
+    graph=True,
+)
+def divisible_replayed_as_uniform(patch: pytest.MonkeyPatch) -> None:
+    """A packed query whose rows divide evenly among the requests is taken by a graph of one width."""
+    copy_inputs = AttentionBackend.copy_inputs
+
+    def viewed(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        if isinstance(step.query, PackedQuery) and step.num_tokens % step.bs == 0:
+            step = replace(step, query=UniformQuery(step.num_tokens // step.bs))
+        copy_inputs(self, meta, step)
+
+    patch.setattr(AttentionBackend, "copy_inputs", viewed)
+
+
+@mutant(
+    "seed 002, SGLang #27460: kv_indices without the factor topk, written past its end",
+    "graph.guards",
+    backend="flashinfer_mla",
+)
+def plan_writes_past_its_buffer(patch: pytest.MonkeyPatch) -> None:
+    """A plan writes one word more than its buffer was declared to hold."""
+    plan = FlashInferMLABackend.plan
+
+    def longer(self: FlashInferMLABackend, step: Step, forward: int, buffers: Buffers) -> csr.CsrPlan:
+        made = plan(self, step, forward, buffers)
+        memory = made.kv_indices.untyped_storage()
+        whole = made.kv_indices.new_empty(0).set_(memory)
+        whole[len(whole) - GUARD_ELEMENTS :][:1] = 0 if self.checking else whole[-1:]
+        return made
+
+    patch.setattr(FlashInferMLABackend, "plan", longer)
+
+
+@mutant("SGLang #28569: stale rows when a batch grows or shrinks", "math.decode", "graph.sequence", graph=True)
+def number_of_requests_frozen(patch: pytest.MonkeyPatch) -> None:
+    """A graph keeps the number of requests of its first replay; later ones are cut or padded to it."""
+    fill = static_inputs._fill
+
+    def kept(static: Step, step: Step | None) -> None:
+        first = static.num_real.clone()
+        fill(static, step)
+        static.num_real.copy_(torch.where(first > 0, first, static.num_real))
+
+    patch.setattr(static_inputs, "_fill", kept)
+
+
+@mutant(
+    "aesthetics 2.5 (21): rejected draft KV stays visible after the accept",
+    "graph.shrinking",
+    "graph.sequence",
+    graph=True,
+)
+def lengths_only_grow(patch: pytest.MonkeyPatch) -> None:
+    """A length that falls back after a rejection is ignored: the larger one of the last replay stays."""
+    plan = FA3Backend.plan
+
+    def largest(self: FA3Backend, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
+        old = buffers["seqused_k"][forward].clone()
+        made = plan(self, step, forward, buffers)
+        made.seqused_k.copy_(torch.maximum(made.seqused_k, old))
+        return made
+
+    patch.setattr(FA3Backend, "plan", largest)
+
+
+@mutant("aesthetics 2.5 (7), vLLM #48261: draft metadata aliases the target's", "api.keeps_no_state")
+def steps_share_buffers(patch: pytest.MonkeyPatch) -> None:
+    """Buffers of one name lie in the same memory, whichever step and backend they belong to."""
+    kept: dict[str, Tensor] = {}
+
+    def shared(*args: Any, **options: Any) -> Arena:
+        arena = Arena(*args, **options)
+        for name, buffer in arena._full.items():
+            old = kept.setdefault(name, buffer).flatten()
+            if old.numel() >= buffer.numel():
+                arena._full[name] = old[: buffer.numel()].copy_(buffer.flatten()).view(buffer.shape)
+        return arena
+
+    patch.setattr(base, "Arena", shared)
+
+
+@mutant("aesthetics 2.5 (24): a planner that changes the caller's layout in place", "plan.leaves_the_step_alone")
+def planner_changes_the_step(patch: pytest.MonkeyPatch) -> None:
+    """Planning advances the caller's own lengths."""
+    init = AttentionBackend.init_forward_metadata
+
+    def advanced(self: AttentionBackend, step: Step) -> Metadata:
+        meta = init(self, step)
+        step.seq_lens.add_(step.width)
+        return meta
+
+    patch.setattr(AttentionBackend, "init_forward_metadata", advanced)
+
+
+@mutant(
+    "aesthetics 2.5 (23), mini-sglang #103: a pinned staging buffer reused in flight",
+    "math.decode",
+    "graph.sequence",
+    graph=True,
+    needs=("cuda",),
+)
+def staging_reused_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Lengths go through one pinned host buffer, which is cleared before a busy stream has read it."""
+    fill, staging = static_inputs._fill, torch.zeros(64, dtype=torch.int32).pin_memory()
+
+    def staged(static: Step, step: Step | None) -> None:
+        fill(static, step)
+        bs = static.bs
+        staging[:bs].copy_(static.seq_lens)
+        torch.cuda._sleep(50_000_000)
+        static.seq_lens.copy_(staging[:bs], non_blocking=True)
+        staging.zero_()
+
+    patch.setattr(static_inputs, "_fill", staged)

@@ -1,0 +1,46 @@
+"""A correct backend that declares windows, sinks and scales, which no built-in torch kernel does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.base import ForwardMetadata, Kernel
+from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, PagedCache
+from attn_backends.kernels.torch_attention import attend
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.providers import runs_anywhere
+from spec_metadata import StepKind
+from spec_metadata.plans import slots
+
+_DECODE = replace(ReferenceBackend.kernels[0].capabilities[StepKind.DECODE], window=True, sinks=True, kv_scales=True)
+
+
+def launch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:
+    """Attention over slot lists with all extras of a layer."""
+    k, v = cache.read(plan.slots)
+    index, end = torch.arange(k.shape[1], device=q.device), plan.num_visible.unsqueeze(1)
+    visible = (index < end) & (index >= end - (layer.window or k.shape[1]))
+    scaled = ((k * layer.k_scale)[plan.request], (v * layer.v_scale)[plan.request])
+    keys, values = (torch.where(visible[..., None, None], x, 0) for x in scaled)
+    out, lse = (x.squeeze(1) for x in attend(q.unsqueeze(1), keys, values, visible.unsqueeze(1), layer.scale))
+    if layer.sinks is not None:
+        out = out * (lse - torch.logaddexp(lse, layer.sinks.to(lse.dtype))).exp().unsqueeze(-1)
+    return AttentionOutput(out.to(q.dtype), lse)
+
+
+class WideBackend(ReferenceBackend):
+    """Decode over slot lists, with windows, sinks and scaled keys and values."""
+
+    name = "wide"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (Kernel("torch", launch, {StepKind.DECODE: _DECODE}, runs_anywhere),)
+
+    def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata, layer: AttentionLayer) -> None:
+        """Store values divided by their scales."""
+        if isinstance(inputs, KeyValues):
+            inputs = KeyValues(inputs.k / layer.k_scale, inputs.v / layer.v_scale)
+        super().store(inputs, cache, meta, layer)

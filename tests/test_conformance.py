@@ -1,0 +1,325 @@
+"""The suite passes on every registered backend, and says what is wrong with backends that are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends import BackendUnavailableError, ConfigError, list_backends
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.base import Kernel
+from attn_backends.cache import CacheFormat, KeyValues
+from attn_backends.cli import main
+from attn_backends.conformance import (
+    CATALOGUE,
+    Case,
+    ExpectedFailure,
+    Outcome,
+    Report,
+    Row,
+    resolve_subject,
+    run_conformance,
+    selected_cases,
+)
+from attn_backends.layer import AttentionOutput
+from spec_metadata import StepKind
+
+GOOD = {Outcome.PASS, Outcome.REFUSED}
+
+
+@pytest.mark.parametrize("name", list_backends())
+def test_backend_conforms(name):
+    report = run_conformance(name, quick=True)
+    assert [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD] == []
+    assert report.executed > 100
+    assert report.counts[Outcome.PASS] > 0
+    assert report.counts[Outcome.REFUSED] > 0
+    assert report.exit_code(require_run=True) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list_backends())
+def test_backend_conforms_in_every_case(name):
+    report = run_conformance(name)
+    assert report.executed >= 300
+    assert report.exit_code(require_run=True) == 0
+
+
+@pytest.mark.parametrize("name", list_backends())
+def test_cases_are_many_and_their_names_tell_them_apart(name):
+    cases = selected_cases(resolve_subject(name))
+    assert len(cases) >= 300
+    assert len({(case.check, case.name) for case in cases}) == len(cases)
+    assert all(Case.from_json(case.to_json()) == case for case in cases)
+
+
+def with_torch_kernel(launch=None, **changes):
+    """A fa3 whose kernel computes with another function, or declares something else."""
+    (kernel,) = FA3Backend.kernels
+    declared = {kind: replace(known, **changes) for kind, known in kernel.capabilities.items()}
+    return Kernel("torch", launch or kernel.launch, declared, kernel.unavailable_reasons), kernel.launch
+
+
+def limited_kernel():
+    """fa3's kernel with a limit of every kind, as vendors' kernels have them."""
+    (kernel,) = FA3Backend.kernels
+    limits = {
+        StepKind.DECODE: {"graph": False},
+        StepKind.DRAFT_DECODE: {"non_causal": False},
+        StepKind.TARGET_VERIFY: {"max_width": 2},
+    }
+    declared = {
+        kind: replace(
+            kernel.capabilities[kind],
+            page_sizes=frozenset({16}),
+            dtypes=frozenset({torch.bfloat16}),
+            head_sizes=frozenset({(8, 8)}),
+            max_query_heads=4,
+            over_read=True,
+            **limit,
+        )
+        for kind, limit in limits.items()
+    }
+    return replace(kernel, capabilities=declared)
+
+
+class Limited(FA3Backend):
+    """A backend that declares little, and keeps to it."""
+
+    name = "limited"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (limited_kernel(),)
+
+
+def test_a_backend_of_limits_conforms():
+    report = run_conformance(Limited)
+    assert [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD] == []
+    assert {row.case.dtype for row in report.rows} == {"bfloat16"}
+
+
+def extras_kernel():
+    """fa3's kernel with sinks and scaled keys and values, and a window that it only declares."""
+    kernel, right = with_torch_kernel(window=True, sinks=True, kv_scales=True)
+
+    def launch(q, cache, plan, layer):
+        out, lse = right(q, cache, plan, replace(layer, scale=layer.scale * layer.k_scale))
+        share = 1 if layer.sinks is None else torch.sigmoid(lse - layer.sinks).unsqueeze(-1)
+        return AttentionOutput(out * layer.v_scale * share, lse)
+
+    return replace(kernel, launch=launch)
+
+
+class Extras(FA3Backend):
+    """A backend that declares all of a layer's extras and lacks the sliding window."""
+
+    name = "extras"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (extras_kernel(),)
+
+    def store(self, inputs, cache, meta, layer):
+        super().store(KeyValues(inputs.k / layer.k_scale, inputs.v / layer.v_scale), cache, meta, layer)
+
+
+@pytest.mark.parametrize("extra", ["sinks", "kv_scales"])
+def test_declared_extras_of_a_layer_are_checked(extra):
+    report = run_conformance(Extras, select=f"math.{extra}")
+    assert report.executed == 8
+    assert report.exit_code(require_run=True) == 0
+
+
+def test_a_declared_window_that_is_ignored():
+    assert "rows are wrong" in failures(Extras, "math.window")["math.window"]
+
+
+def test_every_check_has_cases_somewhere():
+    subjects = [*map(resolve_subject, list_backends()), resolve_subject(Limited), resolve_subject(Extras)]
+    assert {case.check for subject in subjects for case in selected_cases(subject)} == set(CATALOGUE)
+
+
+def failures(backend, select="*"):
+    """The reasons of a backend's failures, by check."""
+    report = run_conformance(backend, quick=True, select=select)
+    assert report.exit_code(require_run=True) == 1
+    return {row.check: row.reason for row in report.rows if row.status is Outcome.FAIL}
+
+
+def test_a_replay_that_does_nothing():
+    class Stale(FA3Backend):
+        def replay(self, meta, step):
+            pass
+
+    found = failures(Stale, "[mg]*")
+    assert "rows are wrong" in found["math.draft_decode"]
+    assert "page" in found["graph.shrinking"] or "rows are wrong" in found["graph.shrinking"]
+    assert "replayed metadata" in found["graph.equals_eager"]
+
+
+def test_a_replay_that_rebinds():
+    class Rebinds(FA3Backend):
+        def replay(self, meta, step):
+            for name in ("write_slots", "page_table"):
+                meta.buffers._tensors[name] = meta.buffers[name].clone()
+            super().replay(meta, step)
+
+    found = failures(Rebinds, "graph.*")
+    assert "the tensor that it was captured with, and this is another one" in found["graph.stable_addresses"]
+    assert "it keeps" in found["graph.keeps_no_memory"]
+
+
+def test_a_declared_capability_that_is_not_there():
+    kernel, right = with_torch_kernel()
+
+    def uniform_alone(q, cache, plan, layer):
+        bs = plan.cu_seqlens_q.shape[0] - 1
+        starts = torch.arange(bs + 1, dtype=torch.int32) * q.shape[0] // bs
+        return right(q, cache, replace(plan, cu_seqlens_q=starts, max_seqlen_q=-(-q.shape[0] // bs)), layer)
+
+    class Uniform(FA3Backend):
+        kernels = (replace(kernel, launch=uniform_alone),)
+
+    assert "rows are wrong" in failures(Uniform, "math.packed*")["math.packed_draft_extend"]
+
+
+def test_a_declared_capability_that_is_refused():
+    kernel, _ = with_torch_kernel()
+    undeclared = {kind: replace(known, packed=False) for kind, known in kernel.capabilities.items()}
+
+    class Refuses(FA3Backend):
+        kernels = (kernel,)
+
+        def unsupported_reasons(self, step):
+            return undeclared[step.kind].step_reasons(step)
+
+    found = failures(Refuses, "math.packed*")
+    assert found["math.packed_draft_extend"].startswith("declared, yet refused")
+
+
+def test_an_undeclared_capability_that_is_computed_anyway():
+    kernel, _ = with_torch_kernel(page_sizes=frozenset({16}), packed=False)
+
+    class Anyway(FA3Backend):
+        kernels = (kernel,)
+
+        def unsupported_reasons(self, step):
+            return []
+
+        def _check_layer(self, cache, meta, layer, dtype):
+            pass
+
+    found = failures(Anyway, "refusals.*")
+    for check in ("refusals.page_size", "refusals.packed", "refusals.layer_extras"):
+        assert "not declared, yet taken instead of refused" in found[check]
+
+
+def test_right_at_batch_size_one_only():
+    kernel, right = with_torch_kernel()
+
+    def first_request_for_all(q, cache, plan, layer):
+        rows = torch.zeros_like(plan.page_table) + plan.page_table[:1]
+        return AttentionOutput(*right(q, cache, replace(plan, page_table=rows), layer))
+
+    class FirstAlone(FA3Backend):
+        kernels = (replace(kernel, launch=first_request_for_all),)
+
+    found = failures(FirstAlone, "[ml]a*")
+    assert "rows are wrong" in found["math.decode"]
+    assert "of each request alone" in found["laws.alone_or_in_a_batch"]
+
+
+KNOWN = {"reason": "the plan needs uniform widths", "link": "https://example.org/issues/12"}
+
+
+def test_a_constructor_that_raises():
+    class Broken(FA3Backend):
+        def __init__(self, *args, **kwargs):
+            raise RuntimeError("no memory for the workspace")
+
+    with pytest.raises(BackendUnavailableError, match=r"no memory for the workspace.*flashinfer_mla"):
+        run_conformance(Broken)
+
+
+def test_expected_failures_are_strict():
+    with pytest.raises(ConfigError, match=r"'math.none'.*math.decode"):
+        run_conformance("fa3", expected_failures=[ExpectedFailure("math.none", "*", **KNOWN)])
+    with pytest.raises(ConfigError, match="reason and link"):
+        run_conformance("fa3", expected_failures=[ExpectedFailure("math.decode", "*", "", "")])
+    passing = run_conformance(
+        "fa3", quick=True, select="math.decode", expected_failures=[ExpectedFailure("math.decode", "*", **KNOWN)]
+    )
+    assert {row.status for row in passing.rows} == {Outcome.FAIL}
+    assert all(row.reason.startswith("unexpected pass") for row in passing.rows)
+
+
+def test_an_expected_failure_is_no_failure():
+    class Stale(FA3Backend):
+        def replay(self, meta, step):
+            pass
+
+    expected = [ExpectedFailure("graph.equals_eager", "*", **KNOWN)]
+    report = run_conformance(Stale, quick=True, select="graph.equals_eager", expected_failures=expected)
+    assert report.counts[Outcome.XFAIL] == len(report.rows)
+    assert report.exit_code(require_run=True) == 0
+
+
+def row(status):
+    return Row("b", "k", "math.decode", Case("math.decode", StepKind.DECODE, lens=(3,)), "eager", status)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "code", "strict_code"),
+    [
+        ([Outcome.PASS, Outcome.REFUSED, Outcome.XFAIL], 0, 0),
+        ([Outcome.PASS, Outcome.NOT_RUN], 0, 1),
+        ([Outcome.PASS, Outcome.FAIL], 1, 1),
+        ([Outcome.FAIL, Outcome.ERROR], 2, 2),
+        ([Outcome.NOT_RUN], 2, 2),
+        ([], 2, 2),
+    ],
+)
+def test_exit_codes(statuses, code, strict_code):
+    report = Report("1", "cpu", {}, tuple(map(row, statuses)))
+    assert (report.exit_code(False), report.exit_code(True)) == (code, strict_code)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_malformed_case_says_all_that_is_wrong():
+    with pytest.raises(ConfigError, match=r"kind is 'dance'.*unknown key 'color'.*check is missing"):
+        Case.from_json(json.dumps({"kind": "dance", "color": 1}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonesuch"], "reference"),
+        (["json:JSONDecoder"], "no subclass"),
+        (["fa3", "--kernel", "nonesuch"], "torch"),
+        (["fa3", "--select", "nonesuch"], "math.decode"),
+        (["fa3", "--device", "abacus"], "cpu or cuda"),
+        (["fa3", "--case", "nonesuch.json"], "nonesuch.json"),
+        (["fa3", "--config", "nonesuch.toml"], "nonesuch.toml"),
+    ],
+)
+def test_bad_input(arguments, message, capsys):
+    assert main(["conformance", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_expected_failure_in_a_file_must_name_a_check(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text('[[expected_failures]]\ncheck = "nonesuch"\ncase = "*"\nreason = "x"\nlink = "y"\n')
+    assert main(["conformance", "fa3", "--config", str(path)]) == 2
+    assert "math.decode" in capsys.readouterr().err
+
+
+def test_the_command_line_writes_a_report_and_runs_one_case(tmp_path, capsys):
+    path, case = tmp_path / "report.json", tmp_path / "case.json"
+    assert main(["conformance", "fa3", "--quick", "--select", "math.*", "--json", str(path)]) == 0
+    report = Report.from_json(path.read_text())
+    assert report.executed > 10
+    assert "exit code 0" in capsys.readouterr().out
+    case.write_text(report.rows[0].case.to_json())
+    assert main(["conformance", "fa3", "--case", str(case)]) == 0
+    assert "executed 1 of 1" in capsys.readouterr().out

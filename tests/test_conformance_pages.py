@@ -1,0 +1,137 @@
+"""The pages about the suite say what is so: the report as HTML, the matrix, and the walk through the example."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from attn_backends.conformance import CATALOGUE, Case, Outcome, Report, Row
+from attn_backends.conformance.matrix import COMMAND, main, page, read_reports
+from attn_backends.conformance.report import write_html
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
+CASE = Case("math.decode", "decode", lens=(3, 17))
+
+
+def row(outcome: Outcome, **changes: object) -> Row:
+    """A row of each kind."""
+    plain = {"backend": "fa3", "kernel": "torch", "check": "math.decode", "case": CASE, "path": "eager"}
+    return Row(**(plain | {"status": outcome, "reason": f"why <{outcome}> & so on"} | changes))
+
+
+REPORT = Report("1", "cpu", {"torch": "2"}, tuple(row(outcome) for outcome in Outcome))
+
+
+class Tags(HTMLParser):
+    """The tags of a page, and whether each that must be closed is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: set[str] = set()
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        values = dict(attrs)
+        self.links |= {values["href"]} if "href" in values else set()
+        self.ids |= {"#" + values["id"]} if "id" in values else set()
+        assert "src" not in values, "the page needs another file"
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_html_report_is_whole_and_names_every_outcome_and_reason(tmp_path):
+    write_html(REPORT, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    tags = Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert tags.links == tags.ids == {"#math.decode--fa3/torch"}
+    for outcome in Outcome:
+        assert f"1 {outcome}</span>" in text
+        assert f"why &lt;{outcome}&gt; &amp; so on" in text
+    assert text.count(CASE.name) == len(Outcome) + 2  # in the cell's table, and what failed and broke above it
+    assert CASE.in_words() in text
+
+
+def test_an_empty_report_is_a_page(tmp_path):
+    write_html(Report("1", "cpu", {}, ()), tmp_path / "report.html")
+    assert "Nothing was run." in (tmp_path / "report.html").read_text()
+
+
+def test_the_matrix_counts_and_gives_reasons():
+    text = page([REPORT])
+    assert "| `math.decode` | 1 error, 1 fail, 1 xfail, 1 not_run, 1 refused, 1 pass |" in text
+    for outcome in (Outcome.FAIL, Outcome.XFAIL, Outcome.NOT_RUN, Outcome.ERROR):
+        assert f"| {outcome} | fa3/torch | `math.decode` | 1 | why <{outcome}> & so on |" in text
+    assert all(f"| `{id}` |" in text for id in CATALOGUE)
+
+
+def test_the_matrix_refuses_what_is_no_report(tmp_path, capsys):
+    (tmp_path / "report.json").write_text("[]")
+    assert main([str(tmp_path / "report.json"), "--output", str(tmp_path / "matrix.md")]) == 2
+    assert "not a conformance report" in capsys.readouterr().err
+    assert not (tmp_path / "matrix.md").exists()
+
+
+def test_the_committed_matrix_is_what_the_committed_reports_and_the_records_give():
+    reports = read_reports(sorted((DOCS / "results").glob("conformance_*.json")))
+    assert reports
+    assert (DOCS / "matrix.md").read_text() == page(reports), f"stale; run {COMMAND}"
+
+
+def test_the_committed_reports_are_of_this_catalogue():
+    for report in read_reports(sorted((DOCS / "results").glob("conformance_*.json"))):
+        assert {row.check for row in report.rows if row.case is not None} <= CATALOGUE.keys()
+
+
+def blocks(name: str, language: str) -> list[str]:
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), flags=re.DOTALL)
+
+
+def test_the_walk_through_is_the_example_and_the_whole_of_it():
+    *parts, one_line_test = blocks("write-a-backend.md", "python")
+    words = [line for part in parts for line in part.splitlines() if line]
+    assert words == [line for line in (EXAMPLE / "seqmajor.py").read_text().splitlines() if line]
+    assert one_line_test == (EXAMPLE / "tests" / "test_seqmajor.py").read_text()
+
+
+def test_the_walk_through_registers_as_the_example_does():
+    entry, expected_failures = blocks("write-a-backend.md", "toml")
+    assert entry in (EXAMPLE / "pyproject.toml").read_text()
+    assert "[[expected_failures]]" in expected_failures
+
+
+def test_the_example_uses_public_names_only():
+    source = (EXAMPLE / "seqmajor.py").read_text()
+    imports = re.findall(r"^from (\S+) import \(?([^)]*?)(?:\)|$)", source, flags=re.MULTILINE)
+    ours = [f"{module}.{name}" for module, names in imports for name in re.findall(r"\w+", names) if "_" in module]
+    assert len(ours) > 10
+    assert [name for name in ours if "._" in name or "backends.backends" in name] == []
+    assert re.findall(r"\b(?:self|cls|step|plan|layer|cache)\._\w+", source) == []
+
+
+@pytest.mark.parametrize("name", ["conformance.md", "write-a-backend.md", "matrix.md"])
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)#]+)\)", (DOCS / name).read_text())
+    assert [link for link in links if not link.startswith("http") and not (DOCS / link).exists()] == []
+
+
+def test_every_group_of_checks_and_every_option_is_described():
+    text = (DOCS / "conformance.md").read_text()
+    groups = {id.partition(".")[0] for id in CATALOGUE}
+    assert groups == set(
+        re.findall(r"^\| `(\w+)` \|", text.split("## Six")[0].split("## What is")[1], flags=re.MULTILINE)
+    )
+    options = re.findall(r'add\(\s*"(--attn-[a-z-]+)"', (ROOT / "attn_backends_pytest" / "__init__.py").read_text())
+    assert len(options) == 8
+    assert [option for option in options if option not in text] == []

@@ -1,0 +1,60 @@
+"""The suite can fail: every planted bug is killed by the checks that it names, and every check kills a bug."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+
+from attn_backends.conformance import Outcome
+from tests.mutants import MUTANTS, Mutant
+from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills, run_planted
+
+KILLS = read_kills()
+HERE = [mutant for mutant in MUTANTS.values() if not mutant.needs]
+MAX_LINES = 10
+
+
+@pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
+def test_mutant_is_killed_by_the_checks_that_it_names(mutant: Mutant) -> None:
+    """By a fail, never by an error; and the backend without it passes the same cases."""
+    assert mutant.killed_by, "it names no check"
+    missing = set(mutant.killed_by) - KILLS.get(mutant.name, {}).keys()
+    assert not missing, f"no killing case is known for {sorted(missing)}; run `{COMMAND}`"
+    for check in mutant.killed_by:
+        case = KILLS[mutant.name][check]
+        planted = run_planted(mutant, case)
+        assert planted.status is Outcome.FAIL, f"{check} on {case.name}: {planted.status} {planted.reason}"
+        assert passes(mutant, case), f"{check} on {case.name} fails without the mutant"
+
+
+def test_number_of_mutants_killed(capsys: pytest.CaptureFixture[str]) -> None:
+    killed = [mutant for mutant in HERE if mutant.killed_by and KILLS[mutant.name].keys() >= set(mutant.killed_by)]
+    elsewhere = [f"{mutant.name} needs {', '.join(mutant.needs)}" for mutant in MUTANTS.values() if mutant.needs]
+    with capsys.disabled():
+        print(f"\n{len(killed)} of {len(MUTANTS)} mutants killed by {len(CHECKS)} checks; {'; '.join(elsewhere)}")
+    assert killed == HERE
+
+
+def test_every_check_kills_a_mutant() -> None:
+    named = {check for mutant in HERE for check in mutant.killed_by}
+    assert sorted(CHECKS.keys() - named) == [], "these checks kill nothing: they may be dead"
+    assert sorted(named - CHECKS.keys()) == [], "there are no such checks"
+
+
+def test_the_kill_matrix_is_current() -> None:
+    assert list(KILLS) == [mutant.name for mutant in HERE], f"run `{COMMAND}`"
+    assert PAGE.read_text(encoding="utf-8") == page(KILLS), f"run `{COMMAND}`"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=lambda mutant: mutant.name)
+def test_a_mutant_is_small_and_says_where_it_comes_from(mutant: Mutant) -> None:
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(mutant.plant))).body
+    assert isinstance(function, ast.FunctionDef)
+    body = function.body[1:]
+    lines = inspect.getsource(mutant.plant).splitlines()[body[0].lineno - 1 : body[-1].end_lineno]
+    assert sum(bool(line.strip()) for line in lines) <= MAX_LINES
+    assert mutant.about
+    assert mutant.origin
