@@ -60,13 +60,25 @@ class Kernel(Generic[Plan]):
     """One implementation of a backend's attention.
 
     launch: (q, cache, plan, layer) -> AttentionOutput of the dense part. capabilities: per step kind; a kind that is
-    missing is not supported. unavailable_reasons: why it can't run on a device, empty if it can.
+    missing is not supported. unavailable_reasons: why it can't run on a device, empty if it can. architectures: major
+    CUDA compute capabilities that it is built for, none if it runs on any device. source: what other kernels of the
+    backend are further sources of, such as FlashAttention-3 from another package; its name if it stands alone.
     """
 
     name: str
     launch: Callable[[Tensor, PagedCache, Plan, AttentionLayer], AttentionOutput]
     capabilities: Mapping[StepKind, Capabilities]
     unavailable_reasons: Callable[[torch.device], list[str]]
+    architectures: frozenset[int] = frozenset()
+    source: str = ""
+
+    def is_built_for(self, device: torch.device) -> bool:
+        """Whether a device is of an architecture that it was built for, present or not."""
+        if not self.architectures:
+            return True
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_capability(device)[0] in self.architectures
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,7 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
-    resolve_subject,
+    resolve_subjects,
     run_conformance,
     selected_cases,
 )
@@ -50,7 +50,7 @@ def test_backend_conforms_in_every_case(name):
 
 @pytest.mark.parametrize("name", list_backends())
 def test_cases_are_many_and_their_names_tell_them_apart(name):
-    cases = selected_cases(resolve_subject(name))
+    cases = selected_cases(resolve_subjects(name)[0][0])
     assert len(cases) >= 300
     assert len({(case.check, case.name) for case in cases}) == len(cases)
     assert all(Case.from_json(case.to_json()) == case for case in cases)
@@ -135,7 +135,7 @@ def test_a_declared_window_that_is_ignored():
 
 
 def test_every_check_has_cases_somewhere():
-    subjects = [*map(resolve_subject, list_backends()), resolve_subject(Limited), resolve_subject(Extras)]
+    subjects = [resolve_subjects(each)[0][0] for each in (*list_backends(), Limited, Extras)]
     assert {case.check for subject in subjects for case in selected_cases(subject)} == set(CATALOGUE)
 
 
@@ -283,6 +283,28 @@ def test_exit_codes(statuses, code, strict_code):
     report = Report("1", "cpu", {}, tuple(map(row, statuses)))
     assert (report.exit_code(False), report.exit_code(True)) == (code, strict_code)
     assert Report.from_json(report.to_json()) == report
+
+
+def absent(name, **what):
+    """A kernel that can't run here."""
+    torch_kernel = FA3Backend.kernels[0]
+    return replace(torch_kernel, name=name, unavailable_reasons=lambda device: [f"{name} is not here"], **what)
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [({}, 1), ({"architectures": frozenset({9})}, 0), ({"source": "fa3"}, 0), ({"source": "another"}, 1)],
+)
+def test_require_run_excuses_other_architectures_and_second_sources(what, code):
+    """Every kernel of a backend is run or listed; what is missing fails only if it could have been here."""
+    here = replace(FA3Backend.kernels[0], name="here", source="fa3")
+    kernels = (here, absent("elsewhere", **what))
+    subject = type("TwoKernels", (FA3Backend,), {"kernels": kernels})
+    report = run_conformance(subject, quick=True, select="math.decode")
+    listed = [row for row in report.rows if row.status is Outcome.NOT_RUN]
+    assert [(row.kernel, row.reason) for row in listed] == [("elsewhere", "elsewhere is not here")]
+    assert report.exit_code(require_run=True) == code
+    assert report.exit_code(require_run=False) == 0
 
 
 def test_a_malformed_case_says_all_that_is_wrong():

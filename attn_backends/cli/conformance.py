@@ -21,9 +21,8 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
-    Subject,
     known_failures,
-    resolve_subject,
+    resolve_subjects,
     run_case,
     run_conformance,
     selected_cases,
@@ -31,7 +30,7 @@ from attn_backends.conformance import (
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import QUICK_CASES, judged, report_of, resolve
-from attn_backends.errors import BackendUnavailableError, ConfigError
+from attn_backends.errors import ConfigError
 from attn_backends.registry import list_backends
 
 _COLORS = {
@@ -87,7 +86,8 @@ def _rows(
             expected_failures=expected,
             on_row=advance,
         ).rows
-    return (judged(run_case(resolve_subject(name, args.kernel, args.device), case), expected),)
+    subjects, absent = resolve_subjects(name, args.kernel, args.device)
+    return (*(judged(run_case(subject, case), expected) for subject in subjects), *absent)
 
 
 def _check_device(device: str) -> None:
@@ -109,12 +109,9 @@ def _read_case(path: Path) -> Case:
 
 
 def _num_cases(name: str, args: argparse.Namespace) -> int:
-    try:
-        subject: Subject = resolve_subject(name, args.kernel, args.device)
-    except BackendUnavailableError:
-        resolve(name)  # a name that does not resolve is bad input; a kernel that can't run here is not_run
-        return 1
-    return len(selected_cases(subject, args.select, QUICK_CASES if args.quick else None))
+    subjects, absent = resolve_subjects(name, args.kernel, args.device)
+    most = QUICK_CASES if args.quick else None
+    return sum(len(selected_cases(subject, args.select, most)) for subject in subjects) + len(absent)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
 from attn_backends.conformance.expectations import ExpectedFailure, known_failures
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.conformance.runner import resolve_subject, run_case, run_conformance, selected_cases
+from attn_backends.conformance.runner import resolve_subjects, run_case, run_conformance, selected_cases
 
 CHECK_MODULES = (
     checks_plan,
@@ -44,7 +44,7 @@ __all__ = [
     "Subject",
     "check",
     "known_failures",
-    "resolve_subject",
+    "resolve_subjects",
     "run_case",
     "run_conformance",
     "selected_cases",

@@ -35,7 +35,8 @@ class Row:
     """One executed or listed case.
 
     case: None where nothing was run. reason: why it is not a plain pass. max_err, budget: the largest error and what it
-    was held to, where the check compares numbers. ms: wall time.
+    was held to, where the check compares numbers. ms: wall time. excused: not run, and no failure even where everything
+    must run: a kernel for another architecture, or a second source of one that ran.
     """
 
     backend: str
@@ -48,10 +49,13 @@ class Row:
     max_err: float | None = None
     budget: float | None = None
     ms: float = 0.0
+    excused: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
+        """Plain values for JSON; errors and budgets to three digits, which is what they mean."""
+        values = asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
+        rounded = {name: _three_digits(values[name]) for name in ("max_err", "budget")}
+        return {name: value for name, value in (values | rounded).items() if value or name != "excused"}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Row:
@@ -62,6 +66,10 @@ class Row:
             return cls(case=Case.from_dict(case) if case else None, status=Outcome(str(status)), **given)  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ConfigError(f"not a row of a conformance report: {error}") from None
+
+
+def _three_digits(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")
 
 
 @dataclass(frozen=True)
@@ -84,11 +92,12 @@ class Report:
         return sum(row.status in EXECUTED for row in self.rows)
 
     def exit_code(self, require_run: bool) -> int:
-        """0: nothing failed. 1: a fail, or under require_run a not_run. 2: an error, or no check ran at all."""
+        """0: nothing failed. 1: a fail, or under require_run an unexcused not_run. 2: an error, or no check ran."""
         counts = self.counts
+        missing = any(row.status is Outcome.NOT_RUN and not row.excused for row in self.rows)
         if counts[Outcome.ERROR] or self.executed == 0:
             return BROKEN
-        return FAILED if counts[Outcome.FAIL] or (require_run and counts[Outcome.NOT_RUN]) else EXECUTED_OK
+        return FAILED if counts[Outcome.FAIL] or (require_run and missing) else EXECUTED_OK
 
     def to_json(self) -> str:
         """JSON with a row on each line."""

@@ -18,12 +18,11 @@ from attn_backends.conformance.runner import (
     QUICK_CASES,
     judged,
     report_of,
-    resolve_subject,
+    resolve_subjects,
     run_case,
-    run_conformance,
     selected_cases,
 )
-from attn_backends.errors import AttnBackendsError, BackendUnavailableError
+from attn_backends.errors import AttnBackendsError
 
 ROW = "attn_backends_row"  # the property of an item that holds its row as JSON, also on its way from an xdist worker
 _TOLD = (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)
@@ -102,20 +101,18 @@ class Suite:
 def _items(
     backend: str, kernel: str, device: str, select: str, quick: bool, expected: Sequence[ExpectedFailure]
 ) -> Iterator[Planned]:
-    """The items of one backend; it is one item if it can't run here. So is an expected failure that names no case."""
-    try:
-        subject = resolve_subject(backend, kernel, device)
-    except BackendUnavailableError:
-        report = run_conformance(backend, kernel=kernel, device=device, select=select)  # raises unless it is not_run
-        yield from (Planned(f"{row.backend}-{row.status}", partial(_same, row)) for row in report.rows)
-        return
-    options = f"--attn-backend {backend} --attn-kernel {kernel} --attn-device {device}"
-    for case in selected_cases(subject, select, QUICK_CASES if quick else None):
-        again = f"pytest --pyargs attn_backends.conformance {options} -k {case.name}"
-        yield Planned(f"{subject.backend.name}-{case.check}-{case.name}", partial(_run, subject, case, expected), again)
-    if not quick and select == "*":
-        for number, row in enumerate(unmet(subject, expected)):
-            yield Planned(f"{row.backend}-{row.check}-expected_failure{number}", partial(_same, row))
+    """The items of one backend: one for each case, kernel that can't run here, and expected failure without a case."""
+    subjects, absent = resolve_subjects(backend, kernel, device)
+    for subject in subjects:
+        name = subject.backend.name if len(subjects) == 1 else f"{subject.backend.name}-{subject.kernel}"
+        options = f"--attn-backend {backend} --attn-kernel {subject.kernel} --attn-device {device}"
+        for case in selected_cases(subject, select, QUICK_CASES if quick else None):
+            again = f"pytest --pyargs attn_backends.conformance {options} -k {case.name}"
+            yield Planned(f"{name}-{case.check}-{case.name}", partial(_run, subject, case, expected), again)
+        if not quick and select == "*":
+            for number, row in enumerate(unmet(subject, expected)):
+                yield Planned(f"{name}-{row.check}-expected_failure{number}", partial(_same, row))
+    yield from (Planned(f"{row.backend}-{row.kernel}-{row.status}", partial(_same, row)) for row in absent)
 
 
 def _run(subject: Subject, case: Case, expected: Sequence[ExpectedFailure]) -> Row:
@@ -130,7 +127,7 @@ def conclude(row: Row, again: str, require_run: bool) -> None:
     """End an item as its row says."""
     if row.status is Outcome.XFAIL:
         pytest.xfail(row.reason)
-    if row.status is Outcome.NOT_RUN and not require_run:
+    if row.status is Outcome.NOT_RUN and (row.excused or not require_run):
         pytest.skip(row.reason)
     if row.status not in (Outcome.PASS, Outcome.REFUSED):
         pytest.fail(explained(row, again), pytrace=False)

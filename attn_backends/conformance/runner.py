@@ -94,10 +94,26 @@ def resolve(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:
     return backend
 
 
-def resolve_subject(backend: str | type[AttentionBackend], kernel: str = "auto", device: str = "cpu") -> Subject:
-    """A backend with the kernel that "auto" stands for here; raises BackendUnavailableError with everyone's reasons."""
-    found = resolve(backend)
-    return Subject(found, found.choose_kernel(torch.device(device), kernel).name, device)
+def resolve_subjects(
+    backend: str | type[AttentionBackend], kernel: str = "auto", device: str = "cpu"
+) -> tuple[list[Subject], list[Row]]:
+    """The kernels of a backend that run here, and a not_run row for each that does not. "auto" asks for all of them."""
+    found, place = resolve(backend), torch.device(device)
+    known = {each.name: each for each in found.kernels}
+    if kernel not in ("auto", *known):
+        raise BackendUnavailableError(
+            f"{found.name} kernel {kernel!r}", ["unknown name"], f"It has {', '.join(known)}."
+        )
+    asked = found.kernels if kernel == "auto" else (known[kernel],)
+    reasons = {each.name: each.unavailable_reasons(place) for each in asked}
+    subjects = [Subject(found, each.name, device) for each in asked if not reasons[each.name]]
+    ran = {known[subject.kernel].source for subject in subjects} - {""}
+    absent = []
+    for each in (each for each in asked if reasons[each.name]):
+        excused = not each.is_built_for(place) or each.source in ran
+        reason = "; ".join(reasons[each.name])
+        absent.append(Row(found.name, each.name, "*", None, "", Outcome.NOT_RUN, reason, excused=excused))
+    return subjects, absent
 
 
 def selected_cases(subject: Subject, select: str = "*", most: int | None = None) -> list[Case]:
@@ -133,20 +149,15 @@ def _rows(
     most: int | None,
     expected: Sequence[ExpectedFailure],
 ) -> Iterable[Row]:
-    known = [each.name for each in backend.kernels]
-    if kernel not in ("auto", *known):
-        raise BackendUnavailableError(f"{backend.name} kernel {kernel!r}", ["unknown name"], f"It has {known}.")
-    try:
-        subject = resolve_subject(backend, kernel, device)
-    except BackendUnavailableError as error:
-        yield Row(backend.name, kernel, select, None, "", Outcome.NOT_RUN, "; ".join(error.reasons))
-        return
-    cases = selected_cases(subject, select, most)
-    check_constructor(subject, cases)
-    for case in cases:
-        yield judged(run_case(subject, case), expected)
-    if most is None and select == "*":
-        yield from unmet(subject, expected)
+    subjects, absent = resolve_subjects(backend, kernel, device)
+    for subject in subjects:
+        cases = selected_cases(subject, select, most)
+        check_constructor(subject, cases)
+        for case in cases:
+            yield judged(run_case(subject, case), expected)
+        if most is None and select == "*":
+            yield from unmet(subject, expected)
+    yield from absent
 
 
 def judged(row: Row, expected: Sequence[ExpectedFailure]) -> Row:

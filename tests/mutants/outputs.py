@@ -21,7 +21,7 @@ NARROW, WIDE = "tests.mutants.narrow:NarrowBackend", "tests.mutants.wide:WideBac
 
 
 @mutant(
-    "aesthetics 2.5 (13): the scale of 576 elements, not of the 192 before absorption",
+    "the scale of 576 elements, not of the 192 before absorption",
     "math.decode",
     "math.target_verify",
     backend="flashinfer_mla",
@@ -37,7 +37,7 @@ def scale_of_absorbed_heads(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (14): FlashInfer returns base 2 unless told otherwise",
+    "FlashInfer returns base 2 unless told otherwise",
     "math.decode",
     "math.target_verify",
     "laws.tree_verify_is_each_path",
@@ -53,7 +53,7 @@ def lse_in_base_two(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_attention, "attend", base_two)
 
 
-@mutant("aesthetics 2.5 (6): memory that no row sees, multiplied by zero", "poison.unowned_nan", "poison.reserved_nan")
+@mutant("memory that no row sees, multiplied by zero", "poison.unowned_nan", "poison.reserved_nan")
 def hidden_keys_multiplied_by_zero(patch: pytest.MonkeyPatch) -> None:
     """A kernel that declares no over-read adds every value of the table's pages, times zero: NaN spreads."""
     over_pages = torch_attention._over_pages
@@ -66,7 +66,7 @@ def hidden_keys_multiplied_by_zero(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (12): a layout accepted by a backend that has none",
+    "a layout accepted by a backend that has none",
     "refusals.page_size",
     "refusals.packed",
     backend="trtllm_mla",
@@ -77,7 +77,7 @@ def undeclared_layouts_accepted(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (12): a tree accepted by a backend that has none",
+    "a tree accepted by a backend that has none",
     "refusals.tree",
     "refusals.width",
     "refusals.step_kind",
@@ -88,7 +88,7 @@ def undeclared_steps_accepted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "unsupported_reasons", lambda self, step: [])
 
 
-@mutant("issue B: a backend that declares nothing of the kind, and captures", "refusals.graph", backend=NARROW)
+@mutant("a backend that declares nothing of the kind, and captures", "refusals.graph", backend=NARROW)
 def undeclared_graph_captured(patch: pytest.MonkeyPatch) -> None:
     """A kind that can't be captured is."""
     capture = AttentionBackend.capture
@@ -102,7 +102,7 @@ def undeclared_graph_captured(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "issue B: a backend that lacks a capability and computes something anyway",
+    "a backend that lacks a capability and computes something anyway",
     "refusals.layer_extras",
     "refusals.query_heads",
     "refusals.head_sizes",
@@ -166,7 +166,7 @@ def lse_in_the_wrong_type(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "issue B: a backend that declares a capability that it lacks",
+    "a backend that declares a capability that it lacks",
     "math.window",
     "math.sinks",
     "math.kv_scales",
@@ -182,7 +182,7 @@ def declared_extras_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "forward", plain)
 
 
-@mutant("aesthetics 2.5 (19), its dense half: a window off by one", "math.window", backend=WIDE)
+@mutant("a window off by one", "math.window", backend=WIDE)
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A row sees one key more than its window has."""
     forward = AttentionBackend.forward

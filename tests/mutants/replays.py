@@ -32,7 +32,7 @@ def after_refresh(patch: pytest.MonkeyPatch, backend: type[AttentionBackend], sp
 
 
 @mutant(
-    "seed 001, SGLang #21987: uniform stride at capture, accept lengths at replay",
+    "SGLang #21987: uniform stride at capture, accept lengths at replay",
     "math.draft_extend",
     "graph.equals_eager",
     backend="reference",
@@ -51,7 +51,7 @@ def replay_packs_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (5), SGLang #19807 and #21212: accept lengths at replay",
+    "SGLang #19807 and #21212: accept lengths at replay",
     "math.draft_extend",
     "graph.equals_eager",
     backend="flashinfer_mla",
@@ -67,7 +67,7 @@ def replay_counts_accepted_keys(patch: pytest.MonkeyPatch) -> None:
     after_refresh(patch, AttentionBackend, accepted)
 
 
-@mutant("aesthetics 2.5 (2): a host maximum taken at capture", "math.decode", "math.target_verify", graph=True)
+@mutant("a host maximum taken at capture", "math.decode", "math.target_verify", graph=True)
 def longest_length_frozen(patch: pytest.MonkeyPatch) -> None:
     """The kernel reads as many pages as the longest request had when the plan was made, a number that a graph keeps."""
 
@@ -80,7 +80,7 @@ def longest_length_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (3), SGLang #27664: new tensors at every replay",
+    "SGLang #27664: new tensors at every replay",
     "graph.stable_addresses",
     "graph.keeps_no_memory",
     "math.decode",
@@ -98,7 +98,7 @@ def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (4), vLLM #41162 and #46849: the plan of a draft graph is not advanced",
+    "vLLM #41162 and #46849: the plan of a draft graph is not advanced",
     "math.draft_decode",
     "graph.equals_eager",
     graph=True,
@@ -114,9 +114,7 @@ def replay_plans_first_forward_only(patch: pytest.MonkeyPatch) -> None:
     after_refresh(patch, AttentionBackend, first)
 
 
-@mutant(
-    "issue B: a backend whose replay does nothing", "graph.captured_batch", "graph.sequence", "math.decode", graph=True
-)
+@mutant("a backend whose replay does nothing", "graph.captured_batch", "graph.sequence", "math.decode", graph=True)
 def replay_does_nothing(patch: pytest.MonkeyPatch) -> None:
     """A replay leaves the metadata as it was captured."""
     patch.setattr(AttentionBackend, "replay", lambda self, meta, step: None)
@@ -159,7 +157,7 @@ def idle_replay_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "replay", busy)
 
 
-@mutant("SGLang D7: metadata of captures kept under a part of their key", "graph.two_buckets", graph=True)
+@mutant("SGLang 0.5.23: metadata of captures kept under a part of their key", "graph.two_buckets", graph=True)
 def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
     """A graph's metadata is replaced by the next capture of its kind, at another batch size, and not planned again."""
     kept: dict[StepKind, Metadata] = {}
@@ -207,7 +205,7 @@ def larger_batch_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "SGLang D6: `total_tokens % bs == 0` taken for uniform lengths, in a graph",
+    "SGLang 0.5.23: `total_tokens % bs == 0` taken for uniform lengths, in a graph",
     "graph.packed_is_not_uniform",
     graph=True,
 )
@@ -224,7 +222,7 @@ def divisible_replayed_as_uniform(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "seed 002, SGLang #27460: kv_indices without the factor topk, written past its end",
+    "SGLang #27460: kv_indices without the factor topk, written past its end",
     "graph.guards",
     backend="flashinfer_mla",
 )
@@ -256,7 +254,7 @@ def number_of_requests_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (21): rejected draft KV stays visible after the accept",
+    "rejected draft KV stays visible after the accept",
     "graph.shrinking",
     "graph.sequence",
     graph=True,
@@ -274,7 +272,7 @@ def lengths_only_grow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FA3Backend, "plan", largest)
 
 
-@mutant("aesthetics 2.5 (7), vLLM #48261: draft metadata aliases the target's", "api.keeps_no_state")
+@mutant("vLLM #48261: draft metadata aliases the target's", "api.keeps_no_state")
 def steps_share_buffers(patch: pytest.MonkeyPatch) -> None:
     """Buffers of one name lie in the same memory, whichever step and backend they belong to."""
     kept: dict[str, Tensor] = {}
@@ -290,7 +288,7 @@ def steps_share_buffers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base, "Arena", shared)
 
 
-@mutant("aesthetics 2.5 (24): a planner that changes the caller's layout in place", "plan.leaves_the_step_alone")
+@mutant("a planner that changes the caller's layout in place", "plan.leaves_the_step_alone")
 def planner_changes_the_step(patch: pytest.MonkeyPatch) -> None:
     """Planning advances the caller's own lengths."""
     init = AttentionBackend.init_forward_metadata
@@ -304,7 +302,7 @@ def planner_changes_the_step(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (23), mini-sglang #103: a pinned staging buffer reused in flight",
+    "mini-sglang #103: a pinned staging buffer reused in flight",
     "math.decode",
     "graph.sequence",
     graph=True,

@@ -37,7 +37,7 @@ def change_lengths(patch: pytest.MonkeyPatch, change: Callable[[Step, int, Tenso
         patch.setattr(module, "dense_part", changed)
 
 
-@mutant("SGLang D1: TRTLLM-MLA, FlashMLA and FlashInfer-MLA eager", "math.draft_decode", backend="trtllm_mla")
+@mutant("SGLang 0.5.23: TRTLLM-MLA, FlashMLA and FlashInfer-MLA eager", "math.draft_decode", backend="trtllm_mla")
 def draft_length_not_advanced(patch: pytest.MonkeyPatch) -> None:
     """Every draft forward sees the committed keys only, not even its own."""
     drafts = StepKind.DRAFT_DECODE
@@ -45,7 +45,7 @@ def draft_length_not_advanced(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "SGLang D2: FlashInfer-MLA multi-step replay",
+    "SGLang 0.5.23: FlashInfer-MLA multi-step replay",
     "math.draft_decode",
     "laws.permuted_requests",
     "laws.alone_or_in_a_batch",
@@ -75,7 +75,7 @@ def extend_sees_prefix_only(patch: pytest.MonkeyPatch) -> None:
     change_lengths(patch, lambda step, _, lens: step.seq_lens.int() if step.kind is extends else lens)
 
 
-@mutant("aesthetics 2.5 (9): an off-by-one of the draft loop", "math.draft_decode")
+@mutant("an off-by-one of the draft loop", "math.draft_decode")
 def draft_sees_one_key_less(patch: pytest.MonkeyPatch) -> None:
     """Draft forward i sees all keys but its own."""
     drafts = StepKind.DRAFT_DECODE
@@ -95,7 +95,7 @@ def verify_sees_one_key_more(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "aesthetics 2.5 (11): causal masks of FlashAttention 2.0 against 2.1",
+    "causal masks of FlashAttention 2.0 against 2.1",
     "math.prefill",
     "math.target_verify",
     "laws.chain_verify_is_repeated_decode",
@@ -110,9 +110,7 @@ def causal_from_the_top_left(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_attention, "_over_pages", top_left)
 
 
-@mutant(
-    "aesthetics 2.5 (10): a tree verified as if it were a chain", "math.target_verify", "laws.tree_verify_is_each_path"
-)
+@mutant("a tree verified as if it were a chain", "math.target_verify", "laws.tree_verify_is_each_path")
 def verify_mask_ignored(patch: pytest.MonkeyPatch) -> None:
     """Every tree node sees all nodes before it."""
 
@@ -125,7 +123,7 @@ def verify_mask_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base, "tree_part", chain)
 
 
-@mutant("aesthetics 2.5 (10): sibling branches of a draft see each other", "math.draft_decode")
+@mutant("sibling branches of a draft see each other", "math.draft_decode")
 def siblings_visible(patch: pytest.MonkeyPatch) -> None:
     """A draft row sees whatever any branch has drafted so far."""
 
@@ -152,7 +150,9 @@ def tree_table_transposed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base, "tree_part", transposed)
 
 
-@mutant("SGLang D6: `total_tokens % bs == 0` taken for uniform lengths (trtllm_mla_backend.py:1586)", "math.prefill")
+@mutant(
+    "SGLang 0.5.23: `total_tokens % bs == 0` taken for uniform lengths (trtllm_mla_backend.py:1586)", "math.prefill"
+)
 def divisible_taken_for_uniform(patch: pytest.MonkeyPatch) -> None:
     """A packed query whose rows divide evenly among the requests is read at one stride."""
 
@@ -165,7 +165,7 @@ def divisible_taken_for_uniform(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ragged, "query_starts", starts)
 
 
-@mutant("aesthetics 2.5 (15): token ids used where page ids belong", "math.decode", "math.target_verify")
+@mutant("token ids used where page ids belong", "math.decode", "math.target_verify")
 def slots_taken_for_pages(patch: pytest.MonkeyPatch) -> None:
     """Page lists hold slots; wrapped to the pool, where a GPU would read past it."""
 
@@ -176,9 +176,7 @@ def slots_taken_for_pages(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RequestTable, "pages", not_divided)
 
 
-@mutant(
-    "aesthetics 2.5 (16): FA3 and FlashInfer-MLA paths that assume tidy pages", "laws.relabelled_pages", "math.decode"
-)
+@mutant("FA3 and FlashInfer-MLA paths that assume tidy pages", "laws.relabelled_pages", "math.decode")
 def pages_taken_for_neighbours(patch: pytest.MonkeyPatch) -> None:
     """A request's pages are taken to follow its first one."""
     for paging in (RequestTable, BlockTable):
@@ -191,7 +189,7 @@ def pages_taken_for_neighbours(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(paging, "pages", tidy)
 
 
-@mutant("SGLang D1's tables: -1 past the visible pages", "plan.declared_buffers", backend="trtllm_mla")
+@mutant("SGLang 0.5.23, its MLA tables: -1 past the visible pages", "plan.declared_buffers", backend="trtllm_mla")
 def table_padded_with_minus_one(patch: pytest.MonkeyPatch) -> None:
     """Tables hold -1 past the visible pages, which no declaration allows and a kernel may follow."""
 
@@ -215,7 +213,7 @@ def tail_of_the_table_read(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "issue B: a backend that is right at batch size 1 only",
+    "a backend that is right at batch size 1 only",
     "math.decode",
     "laws.alone_or_in_a_batch",
     "laws.permuted_requests",
@@ -230,7 +228,7 @@ def context_pages(capacity: Capacity) -> int:
     return -(-capacity.max_context // capacity.page_size)
 
 
-@mutant("SGLang D4, #34239: tables of ceil(context / page) columns, lengths of context + drafts", "math.target_verify")
+@mutant("SGLang #34239: tables of ceil(context / page) columns, lengths of context + drafts", "math.target_verify")
 def eager_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
     """Eager tables end at the context; what is drafted past it is not seen."""
     extent = Step.extent
@@ -242,7 +240,7 @@ def eager_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Step, "extent", short)
 
 
-@mutant("aesthetics 2.5 (8), SGLang #29695: graph buffers sized by the context", "math.target_verify", graph=True)
+@mutant("SGLang #29695: graph buffers sized by the context", "math.target_verify", graph=True)
 def graph_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
     """The buffers of a graph end at the context, not at the table's capacity."""
     of_bucket = Extent.of_bucket
@@ -253,7 +251,7 @@ def graph_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Extent, "of_bucket", short)
 
 
-@mutant("seed 002, SGLang #27460 and #27338: buffers without the factor topk", "math.draft_extend")
+@mutant("SGLang #27460 and #27338: buffers without the factor topk", "math.draft_extend")
 def draft_room_without_topk(patch: pytest.MonkeyPatch) -> None:
     """Buffers have room for num_steps drafted tokens, whatever topk."""
     patch.setattr(Capacity, "draft_room", property(lambda self: self.num_steps))

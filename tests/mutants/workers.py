@@ -13,7 +13,7 @@ from spec_metadata import Acceptance, Step
 from tests.mutants.mutant import mutant
 
 
-@mutant("seed 000, SGLang #22832: a pool fed from runner buffers although no graph ran", "runner.results", graph=True)
+@mutant("SGLang #22832: a pool fed from runner buffers although no graph ran", "runner.results", graph=True)
 def result_read_from_graph_buffers(patch: pytest.MonkeyPatch) -> None:
     """The result of an eager step is taken from the buffers of the largest graph."""
     run = PhaseRunner.run
@@ -35,7 +35,7 @@ def results_not_owned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PhaseRunner, "_own", lambda self, outputs, step: runner._trim(outputs, step.bs, step.num_tokens))
 
 
-@mutant("aesthetics 2.5 (21): rejected draft KV stays where the accepted belongs", "worker.lossless")
+@mutant("rejected draft KV stays where the accepted belongs", "worker.lossless")
 def accepted_path_not_moved(patch: pytest.MonkeyPatch) -> None:
     """After a tree verify the first nodes stay behind the committed tokens, accepted or not."""
 

@@ -22,7 +22,7 @@ def first_slots(meta: Metadata) -> None:
 
 
 @mutant(
-    "seed 004, SGLang #26239: the draft loop without graphs took the whole out_cache_loc",
+    "SGLang #26239: the draft loop without graphs took the whole out_cache_loc",
     "cache.writes_owned_slots",
     "cache.writes_forward_by_forward",
     "plan.write_slots",
@@ -40,7 +40,7 @@ def eager_writes_not_sliced_by_step(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "SGLang D3: V4's replay pads by a negative amount, which truncates to the first slots",
+    "SGLang 0.5.23: V4's replay pads by a negative amount, which truncates to the first slots",
     "cache.writes_owned_slots",
     "plan.write_slots",
     graph=True,
@@ -57,7 +57,7 @@ def replay_truncates_write_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "SGLang D8: MLA cache writers read a strided view of the slots at stride one",
+    "SGLang 0.5.23: MLA cache writers read a strided view of the slots at stride one",
     "cache.writes_owned_slots",
     "plan.write_slots",
     backend="flashinfer_mla",
@@ -72,14 +72,14 @@ def strided_slots_read_as_dense(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(base, "write_slots", as_dense)
 
 
-@mutant("aesthetics 2.5 (6): padded rows that write slot 0", "graph.padded")
+@mutant("padded rows that write slot 0", "graph.padded")
 def padding_writes_slot_zero(patch: pytest.MonkeyPatch) -> None:
     """Padded rows write to slot 0, whoever owns it, not to the reserved page."""
     zeros = lambda self, num, device: torch.zeros(num, dtype=torch.int64, device=device)  # noqa: E731
     patch.setattr(CacheGeometry, "reserved_slots", zeros)
 
 
-@mutant("SGLang D5: the guards that reset a draft extend's padding disagree", "graph.shrinking", graph=True)
+@mutant("SGLang 0.5.23: the guards that reset a draft extend's padding disagree", "graph.shrinking", graph=True)
 def padding_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
     """Rows that were real in the last replay and are padding now still write where they wrote."""
     fill = static_inputs._fill
@@ -93,7 +93,7 @@ def padding_keeps_old_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(static_inputs, "_fill", not_reset)
 
 
-@mutant("aesthetics 2.5 (22), vLLM #14649: draft KV not overwritten after the verify", "cache.writes_owned_slots")
+@mutant("vLLM #14649: draft KV not overwritten after the verify", "cache.writes_owned_slots")
 def extend_does_not_overwrite(patch: pytest.MonkeyPatch) -> None:
     """A draft extend leaves in the cache what the draft loop wrote."""
     store = AttentionBackend.store
@@ -105,7 +105,7 @@ def extend_does_not_overwrite(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "store", kept)
 
 
-@mutant("aesthetics 2.5 (17): `slot * stride` in int32", needs=("huge pool",))
+@mutant("`slot * stride` in int32", needs=("huge pool",))
 def slot_offsets_in_int32(patch: pytest.MonkeyPatch) -> None:
     """Offsets into the cache wrap at 2**31 elements."""
     store = PagedKV.store
