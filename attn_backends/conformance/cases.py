@@ -35,7 +35,8 @@ class Case:
     a graph is captured on. bs: the graph's batch size; rows past the requests are padding. poison, reserved: what
     unowned memory and the reserved page hold. index: type of lengths, rows and pages. bounded: the step promises its
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
-    seed: of pages, vectors and queries.
+    seed: of pages, vectors and queries. far: half of the pages lie past 2**31
+    elements of the cache.
     """
 
     check: str
@@ -57,6 +58,7 @@ class Case:
     refresh: bool = False
     feature: str = ""
     seed: int = 0
+    far: bool = False
 
     @property
     def name(self) -> str:
@@ -84,7 +86,11 @@ class Case:
         words.append(f"pages of {self.page_size} tokens ({self.format}, {self.table} table, {self.index})")
         words += [f"topk {self.topk}", self.dtype]
         words.append(f"unowned memory holds {_CONTENTS[self.poison]}, the reserved page {_CONTENTS[self.reserved]}")
-        flags = {"lengths bounded by the step": self.bounded, "the plan recorded as the first node": self.refresh}
+        flags = {
+            "lengths bounded by the step": self.bounded,
+            "the plan recorded as the first node": self.refresh,
+            "half of the pages past 2**31 elements": self.far,
+        }
         words += [text for text, is_set in flags.items() if is_set]
         return "; ".join(words + ([f"asks for {self.feature}"] if self.feature else []))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_identical, compare_memory
+from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs
 from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, setup_of
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import eager, graph, joined
+from attn_backends.conformance.situations import dtypes, eager, graph, joined, one_page_size
 from attn_backends.conformance.worlds import World
+from spec_metadata import StepKind
 
 
 @check("cache.writes_owned_slots", joined(eager(), graph()))
@@ -34,3 +37,16 @@ def writes_forward_by_forward(subject: Subject, case: Case) -> Measured:
         world.backend.forward(given.q, world.cache, at, world.layer)
         compare_identical(f"cache after the attention of forward {forward}", world.memory, stored)
     return Measured()
+
+
+def _far(subject: Subject) -> list[Case]:
+    cases = one_page_size(eager((StepKind.DECODE,)))(subject)
+    return [replace(case, far=True, dtype=dtypes(subject, StepKind.DECODE)[-1]) for case in cases]
+
+
+@check("cache.far_pages", _far)
+def far_pages(subject: Subject, case: Case) -> Measured:
+    """A cache of more than 2**31 elements is written and read where its slots are."""
+    ran = run_case(subject, case)
+    compare_memory(ran.scene, ran.before)
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)

@@ -114,6 +114,26 @@ def two_buckets(subject: Subject, case: Case) -> Measured:
     return nearest(found)
 
 
+def _two_kinds(subject: Subject) -> list[Case]:
+    if not graphable(subject, StepKind.DRAFT_EXTEND):
+        return []
+    return one_page_size(graph(growing, kinds=(StepKind.TARGET_VERIFY,)))(subject)
+
+
+@check("graph.two_kinds", _two_kinds)
+def two_kinds(subject: Subject, case: Case) -> Measured:
+    """Graphs of two step kinds at one batch size may be loaded one after the other, then replayed."""
+    verify, scene = _captured(subject, case)
+    table = verify.world.table.clone()
+    extend = Captured(verify.world, replace(case, kind=str(StepKind.DRAFT_EXTEND)))
+    verify.world.table.copy_(table)
+    before = prepare_memory(scene, case)
+    verify.load(scene)
+    extend.load(Scene(verify.world, batch_of(extend.case), case.seed + 30))
+    verify.world.table.copy_(table)
+    return _measure(verify.replay(scene, before))
+
+
 @check("graph.equals_eager", graph(growing))
 def equals_eager(subject: Subject, case: Case) -> Measured:
     """A replay equals the eager step on the same padded layout bit for bit: metadata, outputs and cache."""

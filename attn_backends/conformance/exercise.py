@@ -34,6 +34,7 @@ def setup_of(subject: Subject, case: Case) -> Setup:
         kernel=subject.kernel,
         device=subject.device,
         index=getattr(torch, case.index),
+        far=case.far,
     )
 
 

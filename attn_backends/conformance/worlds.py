@@ -24,7 +24,7 @@ class Setup:
     """Which backend, on what cache, in what arithmetic.
 
     topk: above 1, the world drafts trees. checking: of the backend. kernel, device: what runs, and where. index: type
-    of the table and of pages.
+    of the table and of pages. far: half of the pages lie past 2**31 elements of the cache.
     """
 
     backend: type[AttentionBackend]
@@ -37,6 +37,7 @@ class Setup:
     kernel: str = "auto"
     device: str = "cpu"
     index: torch.dtype = torch.int32
+    far: bool = False
 
     def __str__(self) -> str:
         table = "block_table" if self.block_table else "request_table"
@@ -57,7 +58,7 @@ class World:
             self.capacity, self.geometry, self.device, kernel=setup.kernel, checking=setup.checking
         )
         self.layer, shape = layer_of(setup.format, self._head_sizes())
-        self.memory = torch.zeros(num_pages, setup.page_size, 2, *shape, dtype=setup.dtype, device=self.device)
+        self.memory = memory_of(setup, (num_pages, setup.page_size, 2, *shape), self.device)
         self.cache = view_of(self.memory, setup.format, self.layer.v_head_dim)
         row_tokens = self.max_pages * setup.page_size
         self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
@@ -73,6 +74,15 @@ class World:
         """The smallest sizes that the kernel declares; None if it takes any."""
         declared = [known.head_sizes for known in self.backend.kernel.capabilities.values() if known.head_sizes]
         return min(frozenset.intersection(*declared)) if declared else None
+
+
+def memory_of(setup: Setup, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cache memory of a shape, pages first; of far pages only what is touched is ever backed by real memory."""
+    if not setup.far:
+        return torch.zeros(shape, dtype=setup.dtype, device=device)
+    num_pages, stride = shape[0], -(-(2**31) // (shape[0] // 2))
+    inner = torch.empty(shape[1:], device="meta").stride()
+    return torch.empty(num_pages * stride, dtype=setup.dtype, device=device).as_strided(shape, (stride, *inner)).zero_()
 
 
 def capacity_of(page_size: int, topk: int) -> Capacity:

@@ -157,6 +157,13 @@ def idle_replay_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "replay", busy)
 
 
+@mutant("SGLang 0.5.23: metadata of captures kept under the batch size alone", "graph.two_kinds", graph=True)
+def captures_shared_by_batch_size(patch: pytest.MonkeyPatch) -> None:
+    """Graphs of a batch size share static buffers, whatever kind of step they are."""
+    patch.setattr(Bucket, "__eq__", lambda one, two: one.bs == two.bs)
+    patch.setattr(Bucket, "__hash__", lambda bucket: hash(bucket.bs))
+
+
 @mutant("SGLang 0.5.23: metadata of captures kept under a part of their key", "graph.two_buckets", graph=True)
 def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
     """A graph's metadata is replaced by the next capture of its kind, at another batch size, and not planned again."""

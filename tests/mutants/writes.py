@@ -105,13 +105,14 @@ def extend_does_not_overwrite(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "store", kept)
 
 
-@mutant("`slot * stride` in int32", needs=("huge pool",))
+@mutant("`slot * stride` in int32", "cache.far_pages")
 def slot_offsets_in_int32(patch: pytest.MonkeyPatch) -> None:
     """Offsets into the cache wrap at 2**31 elements."""
     store = PagedKV.store
 
     def wrapped(self: PagedKV, inputs: CacheInputs, slots: Tensor) -> None:
-        stride = self.k[0, 0].numel()
-        store(self, inputs, (slots * stride).int().long() // stride % (self.k.shape[0] * self.k.shape[1]))
+        page_size, stride = self.k.shape[1], self.k.stride(0)
+        pages = (slots // page_size * stride).int().long().abs() // stride
+        store(self, inputs, pages * page_size + slots % page_size)
 
     patch.setattr(PagedKV, "store", wrapped)
