@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import BackendUnavailableError, ConfigError, list_backends
+from attn_backends import BackendUnavailableError, ConfigError, get_backend, list_backends
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.base import Kernel
 from attn_backends.cache import CacheFormat, KeyValues
@@ -20,10 +20,12 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
+    Subject,
     resolve_subjects,
     run_conformance,
     selected_cases,
 )
+from attn_backends.conformance.exercise import run_case_eagerly
 from attn_backends.layer import AttentionOutput
 from spec_metadata import StepKind
 
@@ -345,3 +347,17 @@ def test_the_command_line_writes_a_report_and_runs_one_case(tmp_path, capsys):
     case.write_text(report.rows[0].case.to_json())
     assert main(["conformance", "fa3", "--case", str(case)]) == 0
     assert "executed 1 of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY])
+@pytest.mark.parametrize("topk", [1, 3])
+def test_all_mla_backends_agree(kind, topk):
+    """The same latents, pages and queries give the same attention, whatever the metadata looks like."""
+    case = Case("", kind, format="latent", page_size=32, topk=topk, lens=(33, 5, 1), seed=4)
+    names = [name for name in list_backends() if CacheFormat.LATENT in get_backend(name).formats]
+    ran = [run_case_eagerly(Subject(get_backend(name), "torch"), case) for name in names]
+    assert len(ran) >= 4
+    for other in ran[1:]:
+        for one, two in zip(ran[0].outputs, other.outputs, strict=True):
+            torch.testing.assert_close(one.out, two.out, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(one.lse, two.lse, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,21 @@
+"""The out-of-tree example installs with pip, and its backend is then known by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+
+
+def test_pip_installs_the_example(tmp_path):
+    package = str(ROOT / "examples" / "out_of_tree_backend")
+    subprocess.run([sys.executable, "-m", "pip", "install", *OFFLINE, "--target", tmp_path, package], check=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    command = [sys.executable, "-m", "attn_backends.cli", "conformance", "seqmajor", "--quick", "--select", "math.*"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seqmajor (torch) on cpu" in done.stdout
