@@ -269,7 +269,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
-        "command": "python -m tests.gpu.smoke --json " + path,
+        "command": "python -m tests.gpu.smoke --json FILE",
     }
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     with open(path, "w", encoding="utf-8") as file:
