@@ -3,12 +3,13 @@
 Needs torch only. How attention is computed is `attn_backends`' part.
 """
 
-from spec_metadata.acceptance import Acceptance, accept_greedy, compaction_moves
+from spec_metadata.acceptance import Acceptance, accept, compaction_moves
 from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import PackedQuery, Step, UniformQuery, next_slots, token_positions
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
+from spec_metadata.sampling import Sampling, SamplingParams, choose
 from spec_metadata.static_inputs import copy_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
 from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
@@ -32,12 +33,15 @@ __all__ = [
     "Paging",
     "Producer",
     "RequestTable",
+    "Sampling",
+    "SamplingParams",
     "Step",
     "StepKind",
     "TreePart",
     "UniformQuery",
-    "accept_greedy",
+    "accept",
     "allocate",
+    "choose",
     "compaction_moves",
     "copy_step",
     "dense_part",

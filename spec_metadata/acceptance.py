@@ -29,17 +29,19 @@ class Acceptance:
         return self.tokens[:, -1]
 
 
-def accept_greedy(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Acceptance:
-    """Accept the path that the target's own greedy choice takes.
+def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Acceptance:
+    """Accept the path that the target's own choices take.
 
-    target_tokens: [bs, num_nodes] int64, the target's argmax at each node. A node is accepted if every node on its path
-    is what the target chose at that node's parent. Siblings must hold different tokens.
+    target_tokens: [bs, num_nodes] int64, what the target chose at each node, its argmax or its sample
+    (`spec_metadata.choose`, which says why a walk along samples preserves the target's distribution). A node is
+    accepted if every node on its path is what the target chose at that node's parent. Siblings must hold different
+    tokens.
     """
     num_nodes = tree.tokens.shape[1]
-    chosen = tree.tokens == target_tokens.gather(1, tree.parents)
-    chosen = chosen | (torch.arange(num_nodes, device=chosen.device) == 0)
-    accepted = (chosen.unsqueeze(1) | ~tree.mask).all(dim=2)
-    depths = torch.arange(max_accepted, device=chosen.device)
+    taken = tree.tokens == target_tokens.gather(1, tree.parents)
+    taken = taken | (torch.arange(num_nodes, device=taken.device) == 0)
+    accepted = (taken.unsqueeze(1) | ~tree.mask).all(dim=2)
+    depths = torch.arange(max_accepted, device=taken.device)
     at_depth = accepted.unsqueeze(1) & (tree.depths.unsqueeze(1) == depths.view(1, -1, 1))
     num_accepted = at_depth.any(dim=2).sum(1)
     on_path = depths < num_accepted.unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Greedy acceptance against a walk over Python lists, and where the accepted KV goes."""
+"""Acceptance against a walk over Python lists, and where the accepted KV goes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Acceptance, DraftTree, accept_greedy, compaction_moves
+from spec_metadata import Acceptance, DraftTree, accept, compaction_moves
 
 BS = 16
 
@@ -58,7 +58,7 @@ def test_accepts_what_a_walk_accepts(num_nodes: int, max_depth: int, seed: int) 
     tree = random_tree(rng, num_nodes, max_depth)
     target = target_of(tree, rng)
     max_accepted = max_depth + 1
-    got = accept_greedy(tree, torch.tensor(target), max_accepted)
+    got = accept(tree, torch.tensor(target), max_accepted)
     assert got.num_accepted.dtype is torch.int32
     lengths = set()
     for i in range(BS):
@@ -80,7 +80,7 @@ def test_chain(accepted: int) -> None:
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), parents, 3)
     target = [6, 7, 8, 9]
     target[accepted - 1] = 42
-    got = accept_greedy(tree, torch.tensor([target]), 4)
+    got = accept(tree, torch.tensor([target]), 4)
     assert int(got.num_accepted) == accepted
     assert int(got.bonus) == 42
     assert got.tokens[0].tolist() == [*target[: accepted - 1], *[42] * (5 - accepted)]
@@ -88,7 +88,7 @@ def test_chain(accepted: int) -> None:
 
 def test_a_right_token_below_a_rejected_node_is_rejected() -> None:
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 7]]), torch.tensor([[0, 0, 1, 2]]), 3)
-    got = accept_greedy(tree, torch.tensor([[1, 7, 7, 7]]), 4)
+    got = accept(tree, torch.tensor([[1, 7, 7, 7]]), 4)
     assert int(got.num_accepted) == 1
     assert got.tokens[0].tolist() == [1, 1, 1, 1]
 
@@ -98,7 +98,7 @@ def test_a_right_token_below_a_rejected_node_is_rejected() -> None:
 def test_compaction_brings_accepted_kv_behind_the_committed(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     tree = random_tree(rng, 9, 4)
-    got = accept_greedy(tree, torch.tensor(target_of(tree, rng)), 5)
+    got = accept(tree, torch.tensor(target_of(tree, rng)), 5)
     slots = torch.randperm(500)[: BS * 9].to(dtype)
     sources, destinations = compaction_moves(got, torch.stack((slots, slots), 1)[:, 0])
     memory = {int(slot): (i // 9, i % 9) for i, slot in enumerate(slots)}
@@ -120,7 +120,7 @@ def test_acceptance_is_capturable() -> None:
     chosen = targets[0].clone()
 
     def region() -> Acceptance:
-        return accept_greedy(static, chosen, 5)
+        return accept(static, chosen, 5)
 
     graph = RecordedGraph()
     got = graph.capture(region)
@@ -128,6 +128,6 @@ def test_acceptance_is_capturable() -> None:
         getattr(static, name).copy_(getattr(trees[1], name))
     chosen.copy_(targets[1])
     graph.replay()
-    expected = accept_greedy(trees[1], targets[1], 5)
+    expected = accept(trees[1], targets[1], 5)
     for name in ("num_accepted", "path", "tokens"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
