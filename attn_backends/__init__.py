@@ -3,7 +3,7 @@
 Importing this package imports torch, no vendor package, and touches no GPU.
 """
 
-from attn_backends.base import AttentionBackend, ForwardMetadata, Kernel, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV, PagedLatent
 from attn_backends.capabilities import Capabilities, LseBase
 from attn_backends.errors import (
@@ -14,7 +14,9 @@ from attn_backends.errors import (
     ConfigError,
     UnsupportedStepError,
 )
+from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
 
 __all__ = [

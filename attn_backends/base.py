@@ -16,18 +16,22 @@ Metadata is returned and passed in (rule R7); a backend keeps only its arenas.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
-from attn_backends.capabilities import Capabilities
-from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
-from attn_backends.kernels.torch_attention import tree_attention
+from attn_backends.capabilities import extras_reasons
+from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import is_capturing
+from attn_backends.kernel import Kernel, LayerShape, Schedules
+from attn_backends.kernels.operators import tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
+from attn_backends.selection import Workload, choose_kernels
 from spec_metadata import (
     Arena,
     Bucket,
@@ -39,82 +43,17 @@ from spec_metadata import (
     Paging,
     Step,
     StepKind,
-    TreePart,
     copy_step,
     input_specs,
     misfit,
     static_step,
-    tree_part,
     write_slots,
 )
 from spec_metadata.admission import check_capture_room, check_table_room, check_values
-from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
+from spec_metadata.buffers import out_of_range
+from spec_metadata.visibility import HostLens, host_lens
 
 Plan = TypeVar("Plan")
-
-WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "where the rows of a forward write")
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel(Generic[Plan]):
-    """One implementation of a backend's attention.
-
-    launch: (q, cache, plan, layer) -> AttentionOutput of the dense part. capabilities: per step kind; a kind that is
-    missing is not supported. unavailable_reasons: why it can't run on a device, empty if it can. architectures: major
-    CUDA compute capabilities that it is built for, none if it runs on any device. source: what other kernels of the
-    backend are further sources of, such as FlashAttention-3 from another package; its name if it stands alone.
-    """
-
-    name: str
-    launch: Callable[[Tensor, PagedCache, Plan, AttentionLayer], AttentionOutput]
-    capabilities: Mapping[StepKind, Capabilities]
-    unavailable_reasons: Callable[[torch.device], list[str]]
-    architectures: frozenset[int] = frozenset()
-    source: str = ""
-
-    def is_built_for(self, device: torch.device) -> bool:
-        """Whether a device is of an architecture that it was built for, present or not."""
-        if not self.architectures:
-            return True
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return False
-        return torch.cuda.get_device_capability(device)[0] in self.architectures
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ForwardMetadata(Generic[Plan]):
-    """What one forward of a step needs.
-
-    plan: the backend's own format. write_slots: [num_tokens] int64, dense. tree: the drafted tokens, None for a chain.
-    kind: of the step.
-    """
-
-    plan: Plan
-    write_slots: Tensor
-    tree: TreePart | None
-    kind: StepKind
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Metadata(Generic[Plan]):
-    """The metadata of a step: one plan per forward over named buffers. bucket: None if eager, else what it was captured
-    for, and then step and buffers are static.
-    """
-
-    step: Step
-    buffers: Buffers
-    plans: tuple[Plan, ...]
-    bucket: Bucket | None = None
-
-    def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
-        """The metadata of one forward. ancestors: the paths of a draft of topk > 1 (`spec_metadata.tree_part`)."""
-        forward = 0 if self.step.kind is StepKind.IDLE else forward
-        return ForwardMetadata(
-            plan=self.plans[forward],
-            write_slots=self.buffers[WRITE_SLOTS.name][forward],
-            tree=tree_part(self.step, forward, ancestors),
-            kind=self.step.kind,
-        )
 
 
 class AttentionBackend(ABC, Generic[Plan]):
@@ -122,9 +61,10 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     A subclass gives `name`, `formats`, `kernels` (best first), `buffers` and `plan`.
 
-    capacity: the largest step. geometry: of the cache. kernel: a kernel's name, or "auto" for the first that runs on
-    the device. checking: guard words around every buffer, ranges and step values checked on the device; reads it back,
-    so it is for tests and debugging.
+    capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
+    name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
+    workload: what "auto" shall suit beside the geometry. checking: guard words around every buffer, ranges and step
+    values checked on the device; reads it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -137,33 +77,28 @@ class AttentionBackend(ABC, Generic[Plan]):
         geometry: CacheGeometry,
         device: torch.device | str = "cpu",
         *,
-        kernel: str = "auto",
+        kernel: str | Mapping[StepKind, str] = "auto",
+        workload: Workload | None = None,
         checking: bool = False,
     ) -> None:
         self.capacity = capacity
         self.geometry = geometry
         self.device = torch.device(device)
         self.checking = checking
-        self.kernel: Kernel[Plan] = self.choose_kernel(self.device, kernel)
+        self.choices = choose_kernels(
+            self.name, self.kernels, kernel, self.device, workload or Workload(geometry.page_size)
+        )
         self._arenas: dict[tuple, Arena] = {}
+        self._scratch: dict[str, Buffers] = {}
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
             )
 
-    @classmethod
-    def choose_kernel(cls, device: torch.device, name: str = "auto") -> Kernel[Plan]:
-        """The named kernel, or the first that runs on the device; raises with everyone's reasons."""
-        known = {kernel.name: kernel for kernel in cls.kernels}
-        if name != "auto" and name not in known:
-            raise BackendUnavailableError(f"{cls.name} kernel {name!r}", ["unknown name"], f"It has {list(known)}.")
-        rejected = []
-        for kernel in cls.kernels if name == "auto" else (known[name],):
-            reasons = kernel.unavailable_reasons(device)
-            if not reasons:
-                return kernel
-            rejected += [f"{kernel.name}: {reason}" for reason in reasons]
-        raise BackendUnavailableError(f"{cls.name} on {device}", rejected)
+    def kernel_of(self, kind: StepKind) -> Kernel[Plan]:
+        """The kernel of a step kind that the backend has; of an idle step, which launches none, any."""
+        choice = next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]
+        return choice.kernel
 
     @classmethod
     @abstractmethod
@@ -182,27 +117,26 @@ class AttentionBackend(ABC, Generic[Plan]):
         buffers = arena.view(extent)
         plans = self._plan_all(step, buffers)
         self._check_guards([arena])
-        return Metadata(step, buffers, plans)
+        lens = self._host_lens(step, step.bs)
+        return Metadata(step, buffers, plans, self._schedules(step.kind, plans, lens, extent))
 
     def capture(self, bucket: Bucket, paging: Paging) -> Metadata[Plan]:
         """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place."""
-        specs = (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
-        largest = Bucket(bucket.kind, self.capacity.max_bs, bucket.width, bucket.num_steps, bucket.tree)
-        if bucket.bs > largest.bs:
-            raise CaptureError(f"bucket ({bucket}) is larger than max_bs={largest.bs} of the capacity")
-        key = (largest, type(paging))
-        if key not in self._arenas:
-            extent = Extent.of_bucket(largest, self.capacity, self.geometry.num_pages)
-            self._arenas[key] = Arena(specs, extent, self.device, checking=self.checking)
-        buffers = self._arenas[key].view(Extent.of_bucket(bucket, self.capacity, self.geometry.num_pages))
+        if bucket.bs > self.capacity.max_bs:
+            raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         check_capture_room(paging, self.capacity)
+        specs = (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
+        buffers = self._static_buffers(specs, bucket, type(paging))
         step = static_step(bucket, paging, buffers)
         reasons = self.unsupported_reasons(step)
-        if not reasons and not self.kernel.capabilities[bucket.kind].graph:
-            reasons = [f"kernel {self.kernel.name} can't be captured"]
+        if not reasons and not self.kernel_of(bucket.kind).capabilities[bucket.kind].graph:
+            reasons = [f"kernel {self.kernel_of(bucket.kind).name} can't be captured"]
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
-        return Metadata(step, buffers, self._plan_all(step, buffers), bucket)
+        plans = self._plan_all(step, buffers)
+        lens = self._host_lens(replace(step, seq_lens_cpu=()), bucket.bs)
+        schedules = self._schedules(bucket.kind, plans, lens, buffers.extent, (bucket, type(paging)))
+        return Metadata(step, buffers, plans, schedules, bucket)
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
         """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
@@ -210,27 +144,31 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.refresh(meta)
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
-        """The first half of `replay`, for a graph that records `refresh` itself."""
+        """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
         if meta.bucket is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
         reasons = misfit(meta.step, step)
         if reasons:
             raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
         self._admit(step)
+        lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.bucket.bs)
         copy_step(meta.step, step)
+        if lens is not None:
+            meta.schedules.plan_host(lens)
 
     def refresh(self, meta: Metadata[Plan]) -> None:
         """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
         recorded then.
         """
         plans = self._plan_all(meta.step, meta.buffers)
+        meta.schedules.refresh()
         if self.checking:
-            _check_frozen(meta.plans, plans)
+            check_frozen(meta.plans, plans)
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
-        self._check_layer(cache, meta, layer, cache.dtype)
-        cache.store(inputs, meta.write_slots)
+        self._check_layer(cache, meta, layer, inputs.dtype)
+        cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
@@ -242,19 +180,21 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
             return AttentionOutput(q.new_empty(0, layer.num_heads, layer.v_head_dim), q.new_empty(0, layer.num_heads))
-        dense = self.kernel.launch(q, cache, meta.plan, layer)
+        planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
+        dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
         if meta.tree is None:
             return dense
-        k, v = cache.read(meta.tree.slots)
-        return AttentionOutput(*tree_attention(q, k, v, meta.tree.mask, dense.out, dense.lse, layer.scale))
+        scales = (layer.scale, layer.k_scale, layer.v_scale)
+        return AttentionOutput(*tree_join(q, *cache.pages, meta.tree.slots, meta.tree.mask, *dense, *scales))
 
     def unsupported_reasons(self, step: Step) -> list[str]:
         """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
         if step.kind is StepKind.IDLE:
             return []
-        if step.kind not in self.kernel.capabilities:
-            return [f"kernel {self.kernel.name} has no {step.kind} step"]
-        reasons = self.kernel.capabilities[step.kind].step_reasons(step)
+        if step.kind not in self.choices:
+            able = [kernel.name for kernel in self.kernels if step.kind in kernel.capabilities]
+            return [f"no kernel for {step.kind} was asked for ({', '.join(able) or 'none'} has it)"]
+        reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
         if step.bs > self.capacity.max_bs:
             reasons.append(f"{step.bs} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
@@ -275,7 +215,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     def _admit(self, step: Step) -> None:
         reasons = self.unsupported_reasons(step)
         if reasons:
-            raise UnsupportedStepError(f"{self.name} ({self.kernel.name}) can't take a {step.kind} step", reasons)
+            kernel = f" ({self.kernel_of(step.kind).name})" if step.kind in self.choices else ""
+            raise UnsupportedStepError(f"{self.name}{kernel} can't take a {step.kind} step", reasons)
         check_table_room(step, self.capacity)
         if self.checking:
             check_values(step, self.capacity)
@@ -290,9 +231,71 @@ class AttentionBackend(ABC, Generic[Plan]):
             assert not problems, f"{self.name} planned outside its declaration: {problems}"
         return tuple(plans)
 
+    def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
+        """What the kernel's host half needs, None if it has none."""
+        if step.kind is StepKind.IDLE:
+            return None
+        kernel = self.kernel_of(step.kind)
+        if not kernel.capabilities[step.kind].needs_host_lens:
+            return None
+        if is_capturing():
+            raise CaptureError(f"{self.name} ({kernel.name}) plans {step.kind} on the host: do that before the capture")
+        if step.seq_lens_cpu is None:
+            raise UnsupportedStepError(
+                f"{self.name} ({kernel.name}) can't take a {step.kind} step",
+                ["it plans on the host and needs exact lengths there"],
+                "pass seq_lens_cpu to the step, or choose a kernel without needs_host_lens",
+            )
+        return tuple(host_lens(step, bs, forward) for forward in range(step.num_forwards))
+
+    def _schedules(
+        self,
+        kind: StepKind,
+        plans: tuple[Plan, ...],
+        lens: tuple[HostLens, ...] | None,
+        extent: Extent,
+        captured: tuple[Bucket, type] | None = None,
+    ) -> Schedules[Plan]:
+        """The schedules of a metadata. captured: of which bucket and paging, None for an eager one."""
+        kernel = self.kernel_of(kind)
+
+        def allocate(shape: LayerShape) -> Buffers:
+            if captured is None:
+                own = Arena(kernel.workspaces, extent, self.device, checking=self.checking).view(extent)
+            else:
+                own = self._static_buffers(kernel.workspaces, *captured, shape)
+            if kernel.name not in self._scratch:
+                self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device).view(extent)
+            return Buffers({**own, **self._scratch[kernel.name]}, extent)
+
+        return Schedules(kernel, plans, lens, allocate)
+
+    def _static_buffers(
+        self, specs: tuple[BufferSpec, ...], bucket: Bucket, paging: type, shape: LayerShape | None = None
+    ) -> Buffers:
+        """A bucket's view of the arena that all buckets of its kind share."""
+        largest = replace(bucket, bs=self.capacity.max_bs)
+        key = (largest, paging, shape)
+        if key not in self._arenas:
+            extent = Extent.of_bucket(largest, self.capacity, self.geometry.num_pages)
+            try:
+                self._arenas[key] = Arena(specs, extent, self.device, checking=self.checking)
+            except torch.OutOfMemoryError as error:
+                needed = sum(spec.num_bytes(extent) for spec in specs)
+                raise CaptureError(
+                    f"{self.name}: static buffers for ({largest}) need {needed:,} bytes, more than the device "
+                    "has; lower max_bs or max_context, or run these steps eagerly"
+                ) from error
+        return self._arenas[key].view(Extent.of_bucket(bucket, self.capacity, self.geometry.num_pages))
+
     def _check_layer(
-        self, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer, dtype: torch.dtype
+        self,
+        cache: PagedCache,
+        meta: ForwardMetadata[Plan],
+        layer: AttentionLayer,
+        dtype: torch.dtype,
     ) -> None:
+        """Refuse a cache or layer. dtype: of queries, or of rows to store."""
         if cache.format not in self.formats:
             raise UnsupportedStepError(
                 f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {sorted(self.formats)})"]
@@ -300,24 +303,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
             return
-        reasons = self.kernel.capabilities[meta.kind].layer_reasons(layer, dtype)
+        kernel = self.kernel_of(meta.kind)
+        reasons = kernel.capabilities[meta.kind].layer_reasons(layer, dtype, cache.dtype)
+        reasons += extras_reasons(layer, cache.format, meta.tree is not None)
         if reasons:
-            raise UnsupportedStepError(f"{self.name} ({self.kernel.name}) layer {layer.id}", reasons)
-
-
-def _check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
-    """Refuse a plan of a graph that moved a tensor or changed a Python value since the capture: no kernel sees it."""
-    for old, new in zip(captured, planned, strict=True):
-        for field in fields(old) if is_dataclass(old) else ():
-            before, after = getattr(old, field.name), getattr(new, field.name)
-            if isinstance(before, Tensor):
-                before, after = _place(before), _place(after)
-            if before != after:
-                raise CaptureError(
-                    f"{type(old).__name__}.{field.name} was {before} at capture and is {after} now; a graph keeps what "
-                    "it was captured with, so write into the declared buffers and take sizes from their extent"
-                )
-
-
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+            raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernels.operators import store_kv, store_rows
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry
 
@@ -31,12 +32,22 @@ class KeyValues:
     k: Tensor
     v: Tensor
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        return self.k.dtype
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
     """What an MLA layer stores. latent: [num_tokens, rank + rope], normalised c_kv then rotated k_pe."""
 
     latent: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the rows."""
+        return self.latent.dtype
 
 
 CacheInputs = KeyValues | Latents
@@ -60,18 +71,21 @@ class PagedKV:
         """KV heads, key elements and value elements of an entry."""
         return self.k.shape[2], self.k.shape[3], self.v.shape[3]
 
-    def store(self, inputs: CacheInputs, slots: Tensor) -> None:
-        """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, [num_pages, page_size, num_kv_heads, dim] each."""
+        return self.k, self.v
+
+    def store(self, inputs: CacheInputs, slots: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        """Write one row of inputs, divided by the scales, to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, KeyValues):
             raise UnsupportedStepError("cache of keys and values", [f"it can't store {type(inputs).__name__}"])
         for name, given, page in (("k", inputs.k, self.k), ("v", inputs.v, self.v)):
             _check_rows(name, given, (slots.shape[0], *page.shape[2:]))
-        pages, offsets = _split(slots, self.k.shape[1])
-        self.k[pages, offsets] = inputs.k.to(self.k.dtype)
-        self.v[pages, offsets] = inputs.v.to(self.v.dtype)
+        store_kv(self.k, self.v, inputs.k, inputs.v, slots, k_scale, v_scale)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [*slots.shape, num_kv_heads, dim] of slots [...] int64."""
+        """Entries [*slots.shape, num_kv_heads, dim] of keys and values, as they are stored. slots: [...] int64."""
         pages, offsets = _split(slots, self.k.shape[1])
         return self.k[pages, offsets], self.v[pages, offsets]
 
@@ -99,16 +113,23 @@ class PagedLatent:
         """KV heads, key elements and value elements of an entry."""
         return 1, self.latent.shape[2], self.rank
 
-    def store(self, inputs: CacheInputs, slots: Tensor) -> None:
-        """Write one row of inputs to each slot. slots: [num_tokens] int64."""
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Keys [num_pages, page_size, 1, rank + rope] and values [..., rank], views of the latents."""
+        keys = self.latent.unsqueeze(2)
+        return keys, keys[..., : self.rank]
+
+    def store(self, inputs: CacheInputs, slots: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        """Write one row of inputs, divided by the one scale, to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, Latents):
             raise UnsupportedStepError("cache of latents", [f"it can't store {type(inputs).__name__}"])
+        if k_scale != v_scale:
+            raise UnsupportedStepError("cache of latents", [f"one entry has two scales, {k_scale} and {v_scale}"])
         _check_rows("latent", inputs.latent, (slots.shape[0], *self.latent.shape[2:]))
-        pages, offsets = _split(slots, self.latent.shape[1])
-        self.latent[pages, offsets] = inputs.latent.to(self.latent.dtype)
+        store_rows(self.latent, inputs.latent, slots, k_scale)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys [*slots.shape, 1, rank + rope] and values [*slots.shape, 1, rank] of slots [...] int64."""
+        """Entries [*slots.shape, 1, dim] of keys and values, as they are stored. slots: [...] int64."""
         pages, offsets = _split(slots, self.latent.shape[1])
         latent = self.latent[pages, offsets].unsqueeze(-2)
         return latent, latent[..., : self.rank]

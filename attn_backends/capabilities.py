@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 
+from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
 from spec_metadata import PackedQuery, Step
 
 FLOAT_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+FP8_TYPES = frozenset({torch.float8_e4m3fn})
 
 
 class LseBase(StrEnum):
@@ -27,16 +30,18 @@ class Capabilities:
 
     page_sizes: tokens. max_width: query rows of a request. packed: query layouts of differing lengths. non_causal: can
     show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
-    value) sizes. max_query_heads: local query heads. dtypes: of queries and cache. graph: can be captured at a uniform
-    width. needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page
-    that the request does not see (it multiplies them by zero, so they must be finite). window, sinks, kv_scales: what
-    of a layer's extras it implements.
+    value) sizes. query_heads: numbers of local query heads. dtypes: of queries and cache. cache_dtypes: of the cache
+    beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. own_cache: it takes a cache
+    of the query's own type. graph: can be captured at a uniform width. needs_host_lens: its planning needs exact
+    lengths on the host. over_read: may read keys of a visible page that the request does not see (it multiplies them by
+    zero, so they must be finite). rounded_lse: its log-sum-exp counts softmax weights that were rounded to the query's
+    type. window, sinks, kv_scales: what of a layer's extras it implements.
     """
 
     page_sizes: frozenset[int] | None
     dtypes: frozenset[torch.dtype]
     head_sizes: frozenset[tuple[int, int]] | None = None
-    max_query_heads: int | None = None
+    query_heads: frozenset[int] | None = None
     max_width: int | None = None
     packed: bool = False
     non_causal: bool = False
@@ -47,6 +52,9 @@ class Capabilities:
     window: bool = False
     sinks: bool = False
     kv_scales: bool = False
+    cache_dtypes: frozenset[torch.dtype] = frozenset()
+    own_cache: bool = True
+    rounded_lse: bool = False
 
     @property
     def tree(self) -> bool:
@@ -62,21 +70,27 @@ class Capabilities:
             reasons.append(f"{step.width} query rows a request (at most {self.max_width})")
         if step.is_tree and not self.tree:
             reasons.append("a draft tree (it needs a non-causal kernel that returns a log-sum-exp)")
-        page_size = step.paging.geometry.page_size
-        if self.page_sizes is not None and page_size not in self.page_sizes:
-            reasons.append(f"page size {page_size} (it takes {_listed(self.page_sizes)})")
-        return reasons
+        return reasons + self.page_reasons(step.paging.geometry.page_size)
 
-    def layer_reasons(self, layer: AttentionLayer, dtype: torch.dtype) -> list[str]:
-        """Why a layer is not supported in a dtype; empty if it is."""
+    def page_reasons(self, page_size: int) -> list[str]:
+        """Why a page size is not supported; empty if it is."""
+        if self.page_sizes is not None and page_size not in self.page_sizes:
+            return [f"page size {page_size} (it takes {listed(self.page_sizes)})"]
+        return []
+
+    def layer_reasons(self, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[str]:
+        """Why a layer is not supported with queries and a cache of these types; empty if it is."""
         reasons = []
         if dtype not in self.dtypes:
-            reasons.append(f"{dtype} (it takes {_listed(str(d) for d in self.dtypes)})")
+            reasons.append(f"{dtype} (it takes {listed(str(d) for d in self.dtypes)})")
+        elif cache_dtype not in (allowed := self.cache_dtypes | ({dtype} if self.own_cache else set())):
+            takes = listed(str(d) for d in allowed)
+            reasons.append(f"a cache of {cache_dtype} under queries of {dtype} (it takes {takes})")
         sizes = (layer.head_dim, layer.v_head_dim)
         if self.head_sizes is not None and sizes not in self.head_sizes:
-            reasons.append(f"head sizes {sizes} (it takes {_listed(self.head_sizes)})")
-        if self.max_query_heads is not None and layer.num_heads > self.max_query_heads:
-            reasons.append(f"{layer.num_heads} query heads (at most {self.max_query_heads})")
+            reasons.append(f"head sizes {sizes} (it takes {listed(self.head_sizes)})")
+        if self.query_heads is not None and layer.num_heads not in self.query_heads:
+            reasons.append(f"{layer.num_heads} query heads (it takes {listed(self.query_heads)})")
         if layer.window is not None and not self.window:
             reasons.append(f"a sliding window of {layer.window} tokens")
         if layer.sinks is not None and not self.sinks:
@@ -86,5 +100,28 @@ class Capabilities:
         return reasons
 
 
-def _listed(values: Iterable[object]) -> str:
-    return ", ".join(map(str, sorted(values)))  # type: ignore[type-var]
+def extras_reasons(layer: AttentionLayer, format: CacheFormat, is_tree: bool) -> list[str]:
+    """Why a layer's extras do not go with a cache's format or a draft tree, whatever the kernel; empty if they do.
+
+    A tree's prefix and drafted tokens are joined by their log-sum-exps, which know neither windows nor sinks.
+    """
+    reasons = []
+    if is_tree and layer.window is not None:
+        reasons.append(f"a sliding window of {layer.window} tokens over a draft tree")
+    if is_tree and layer.sinks is not None:
+        reasons.append("attention sinks over a draft tree")
+    if format is CacheFormat.LATENT and layer.sinks is not None:
+        reasons.append("attention sinks on latents")
+    if format is CacheFormat.LATENT and layer.k_scale != layer.v_scale:
+        reasons.append(
+            f"k_scale={layer.k_scale} and v_scale={layer.v_scale} on latents, which are key and value at once"
+        )
+    return reasons
+
+
+def listed(values: Iterable[object]) -> str:
+    """Values in order, a run of whole numbers by its ends."""
+    known: list[Any] = sorted(values)
+    if len(known) > 2 and all(isinstance(x, int) for x in known) and known[-1] - known[0] == len(known) - 1:
+        return f"{known[0]} to {known[-1]}"
+    return ", ".join(map(str, known))

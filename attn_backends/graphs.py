@@ -9,6 +9,7 @@ a value kept from capture, it gets wrong too. It does not model memory reuse ins
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,12 @@ from torch.utils._pytree import tree_leaves
 from attn_backends.errors import CaptureError
 
 T = TypeVar("T")
+_recording: ContextVar[bool] = ContextVar("recording", default=False)
+
+
+def is_capturing() -> bool:
+    """Whether what runs now goes into a graph: a CUDA graph's capture on the current stream, or a recording."""
+    return _recording.get() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 class Graph(Protocol):
@@ -41,15 +48,23 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, region: Callable[[], T]) -> T:
-        """Capture a region of device work; see `Graph`."""
+        """Capture a region of device work; see `Graph`. Out of memory, it leaves nothing behind."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(self.num_warm_ups):
-                region()
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph), torch.no_grad():
-            return region()
+        try:
+            with torch.cuda.stream(stream), torch.no_grad():
+                for _ in range(self.num_warm_ups):
+                    region()
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph), torch.no_grad():
+                return region()
+        except torch.OutOfMemoryError as error:
+            self._graph = torch.cuda.CUDAGraph()
+            needed = ". ".join(str(error).split(". ")[:2])  # torch says how much more it tried to get
+            raise CaptureError(
+                f"no memory to capture: {needed}. A graph keeps its intermediates for as long as it lives; capture "
+                "smaller or fewer buckets, or run eagerly"
+            ) from error
 
     def replay(self) -> None:
         """Replay on the current stream."""
@@ -65,8 +80,12 @@ class RecordedGraph:
     def capture(self, region: Callable[[], T]) -> T:
         """Record a region; see `Graph`."""
         self._calls = []
-        with torch.no_grad(), _RefuseHostReads(), _Recorder(self._calls):
-            return region()
+        token = _recording.set(True)
+        try:
+            with torch.no_grad(), _RefuseHostReads(), _Recorder(self._calls):
+                return region()
+        finally:
+            _recording.reset(token)
 
     def replay(self) -> None:
         """Poison every intermediate, then run the calls again in order."""

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph
+from attn_backends.metadata import Metadata
 from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, padding_step
 
 Inputs = TypeVar("Inputs")

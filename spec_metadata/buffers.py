@@ -77,6 +77,10 @@ class BufferSpec:
         """The shape at an extent, in elements."""
         return tuple(dim.of(extent) for dim in self.shape)
 
+    def num_bytes(self, extent: Extent) -> int:
+        """Bytes at an extent."""
+        return int(torch.Size(self.sizes(extent)).numel()) * self.dtype.itemsize
+
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
         over_read = f"; over-read: {self.over_read}" if self.over_read else ""

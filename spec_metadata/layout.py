@@ -7,8 +7,9 @@ in `spec_metadata.visibility`. A uniform and a packed query layout are different
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -54,6 +55,17 @@ class PackedQuery:
         return max(self.lens_cpu, default=0)
 
 
+class HostBounds(TypedDict, total=False):
+    """What the host knows of a step's lengths.
+
+    max_committed: bound on seq_lens of an eager step (None: the capacity). seq_lens_cpu: exact committed lengths of the
+    real requests, which kernels that plan on the host need (None: the host does not know them).
+    """
+
+    max_committed: int | None
+    seq_lens_cpu: Sequence[int] | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One step of `bs` requests (padded rows included), built by the class methods below.
@@ -63,7 +75,7 @@ class Step:
     [bs * topk * num_steps] in (batch, topk, step) order. num_real: [1] int32, leading rows that are real requests, the
     rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
     tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
-    max_committed: host bound on seq_lens of an eager step (None: the capacity).
+    max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
     """
 
     kind: StepKind
@@ -75,6 +87,7 @@ class Step:
     num_steps: int = 1
     tree_mask: Tensor | None = None
     max_committed: int | None = None
+    seq_lens_cpu: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_query(self.query, self.num_steps)
@@ -91,6 +104,8 @@ class Step:
             )
         if self.out_cache_loc.dtype not in (torch.int32, torch.int64):
             raise InvalidStepError(f"out_cache_loc must be int32 or int64, got {self.out_cache_loc.dtype}")
+        if self.seq_lens_cpu is not None and len(self.seq_lens_cpu) > self.bs:
+            raise InvalidStepError(f"seq_lens_cpu holds {len(self.seq_lens_cpu)} lengths, seq_lens {self.bs}")
         expected_mask = (self.bs, self.width, self.width)
         if self.tree_mask is not None and (
             self.tree_mask.shape != expected_mask or self.tree_mask.dtype is not torch.bool
@@ -164,11 +179,10 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        *,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         """Prompt tokens after `seq_lens` cached ones (0, or the earlier chunks); causal."""
-        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
+        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, **host)
 
     @classmethod
     def decode(
@@ -176,12 +190,11 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        *,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         """One new token a request."""
         query = UniformQuery(1)
-        return cls._build(StepKind.DECODE, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
+        return cls._build(StepKind.DECODE, query, seq_lens, paging, out_cache_loc, **host)
 
     @classmethod
     def draft_decode(
@@ -191,8 +204,7 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        *,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
         return cls._build(
@@ -202,7 +214,7 @@ class Step:
             paging,
             out_cache_loc,
             num_steps=num_steps,
-            max_committed=max_committed,
+            **host,
         )
 
     @classmethod
@@ -214,7 +226,7 @@ class Step:
         out_cache_loc: Tensor | None = None,
         *,
         tree_mask: Tensor | None = None,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
         return cls._build(
@@ -224,7 +236,7 @@ class Step:
             paging,
             out_cache_loc,
             tree_mask=tree_mask,
-            max_committed=max_committed,
+            **host,
         )
 
     @classmethod
@@ -234,17 +246,16 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
-        *,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle."""
-        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, max_committed=max_committed)
+        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, **host)
 
     @classmethod
     def idle(cls, paging: Paging) -> Self:
         """No request at all: what a rank without work calls. `paging` holds no rows."""
         empty = torch.empty(0, dtype=torch.int32, device=paging.static_input().device)
-        return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty)
+        return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty, seq_lens_cpu=())
 
     @classmethod
     def _build(
@@ -257,9 +268,10 @@ class Step:
         *,
         num_steps: int = 1,
         tree_mask: Tensor | None = None,
-        max_committed: int | None = None,
+        **host: Unpack[HostBounds],
     ) -> Self:
         _check_query(query, num_steps)
+        max_committed, lens = host.get("max_committed"), host.get("seq_lens_cpu")
         if out_cache_loc is None:
             num_added = min_added(query, num_steps)
             if max_committed is not None and max_committed + num_added > paging.row_tokens:
@@ -269,7 +281,8 @@ class Step:
                 )
             out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
         num_real = torch.full((1,), seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
-        return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed)
+        exact = None if lens is None else tuple(lens)
+        return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
 
 
 def min_added(query: UniformQuery | PackedQuery, num_steps: int) -> int:

@@ -8,6 +8,7 @@ for an eager step that must equal a replay bit for bit.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def pad_step(step: Step, bs: int, capacity: Capacity) -> Step:
     """The step at batch size `bs`, padded as a replay pads it, on fresh tensors."""
     padded = padding_step(step.bucket(bs), step.paging, capacity)
     copy_step(padded, step)
-    return padded
+    return replace(padded, seq_lens_cpu=step.seq_lens_cpu)
 
 
 def _fill(static: Step, step: Step | None) -> None:

@@ -29,6 +29,18 @@ class DensePart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class HostLens:
+    """A forward's exact lengths on the host, padded rows included, for kernels that plan there.
+
+    query_lens, kv_lens: [bs] int32 on the CPU; causal as in `DensePart`.
+    """
+
+    query_lens: Tensor
+    kv_lens: Tensor
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TreePart:
     """The drafted tokens that a forward reads by slot.
 
@@ -46,17 +58,33 @@ def dense_part(step: Step, forward: int = 0) -> DensePart:
     row sees all committed tokens and no more. A padded row reads as many keys of the reserved page as it has query
     rows, whatever the forward: it is never advanced.
     """
-    committed = step.seq_lens.int()
-    if isinstance(step.query, PackedQuery):
-        return DensePart(committed + step.query.cu_seqlens.diff(), causal=True)
+    query_lens = step.query.cu_seqlens.diff() if isinstance(step.query, PackedQuery) else None
+    return _dense_part(step, step.seq_lens.int(), query_lens, real_rows(step), forward)
+
+
+def host_lens(step: Step, bs: int, forward: int = 0) -> HostLens:
+    """The exact lengths of a forward on the host, padded to `bs` requests; the step must bring `seq_lens_cpu`."""
+    lens = step.seq_lens_cpu
+    assert lens is not None, "the caller refuses steps without seq_lens_cpu"
+    packed = isinstance(step.query, PackedQuery)
+    assert not packed or bs == step.bs, "a packed step is never padded"
+    query_lens = torch.tensor(step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.width] * bs)
+    committed = torch.tensor([*lens, *[0] * (bs - len(lens))], dtype=torch.int32)
+    dense = _dense_part(step, committed, query_lens if packed else None, torch.arange(bs) < len(lens), forward)
+    return HostLens(query_lens.int(), dense.kv_lens, dense.causal)
+
+
+def _dense_part(step: Step, committed: Tensor, query_lens: Tensor | None, is_real: Tensor, forward: int) -> DensePart:
+    """The dense part from tensors of one place, the device or the host. query_lens: [bs] of a packed step."""
+    if query_lens is not None:
+        return DensePart((committed + query_lens).int(), causal=True)
     if step.is_tree:
         kv_lens, causal = committed, False
     elif step.kind is StepKind.DRAFT_DECODE:
         kv_lens, causal = committed + (forward + 1), True
     else:
         kv_lens, causal = committed + step.width, True
-    padding = torch.full_like(kv_lens, step.width)
-    return DensePart(torch.where(real_rows(step), kv_lens, padding), causal)
+    return DensePart(torch.where(is_real, kv_lens, torch.full_like(kv_lens, step.width)), causal)
 
 
 def real_rows(step: Step) -> Tensor:

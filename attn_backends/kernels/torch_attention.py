@@ -2,7 +2,8 @@
 
 They are the definition that other kernels are held to, and what runs where no GPU is. Shapes depend on host bounds
 only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries. Keys that no row sees
-are never multiplied: unowned memory may hold NaN.
+are never multiplied: unowned memory may hold NaN. k_scale, v_scale: what entries of the cache, which may be 8-bit
+floats, are multiplied by to give keys and values.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     where no row sees it. visible: [bs, width, num_keys] bool. Returns out [bs, width, num_heads, v_dim] and natural lse
     [bs, width, num_heads] in the arithmetic's dtype; a row that sees nothing gets 0 and -inf.
     """
-    bs, width, num_heads, _ = q.shape
-    num_keys, num_kv_heads = k.shape[1], k.shape[2]
+    bs, width, num_heads, dim = q.shape
+    num_keys, num_kv_heads, v_dim = k.shape[1], k.shape[2], v.shape[3]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     group = num_heads // num_kv_heads
-    grouped = q.to(dtype).reshape(bs, width, num_kv_heads, group, -1).permute(0, 2, 1, 3, 4)
-    grouped = grouped.reshape(bs, num_kv_heads, width * group, -1)
+    grouped = q.to(dtype).reshape(bs, width, num_kv_heads, group, dim).permute(0, 2, 1, 3, 4)
+    grouped = grouped.reshape(bs, num_kv_heads, width * group, dim)
     keys, values = k.to(dtype).permute(0, 2, 3, 1), v.to(dtype).transpose(1, 2)
     scores = ((grouped @ keys) * scale).view(bs, num_kv_heads, width, group, num_keys)
     scores = scores.masked_fill(~visible[:, None, :, None, :], float("-inf"))
@@ -31,9 +32,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     weights = (scores - peak).exp()
     total = weights.sum(dim=-1, keepdim=True)
     out = weights.view(bs, num_kv_heads, width * group, num_keys) @ values
-    out = out.view(bs, num_kv_heads, width, group, -1) / total.clamp_min(torch.finfo(dtype).tiny)
+    out = out.view(bs, num_kv_heads, width, group, v_dim) / total.clamp_min(torch.finfo(dtype).tiny)
     lse = (peak + total.log()).squeeze(-1)
-    return out.transpose(1, 2).reshape(bs, width, num_heads, -1), lse.transpose(1, 2).reshape(bs, width, num_heads)
+    return out.transpose(1, 2).reshape(bs, width, num_heads, v_dim), lse.transpose(1, 2).reshape(bs, width, num_heads)
 
 
 def csr_attention(
@@ -49,6 +50,8 @@ def csr_attention(
     max_kv_len: int,
     causal: bool,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention over CSR page lists (`spec_metadata.plans.csr`).
 
@@ -58,7 +61,7 @@ def csr_attention(
     max_pages = max_kv_len // k_pages.shape[1]
     entries = kv_indptr[:-1].long().unsqueeze(1) + torch.arange(max_pages, device=q.device)
     pages = kv_indices[entries.clamp(max=max(kv_indices.shape[0] - 1, 0))].long()
-    return _ragged_over_pages(q, k_pages, v_pages, qo_indptr, pages, kv_len, max_query, causal, scale)
+    return _ragged_over_pages(q, k_pages, v_pages, qo_indptr, pages, kv_len, max_query, causal, scale, k_scale, v_scale)
 
 
 def page_table_attention(
@@ -72,10 +75,13 @@ def page_table_attention(
     max_seqlen_q: int,
     causal: bool,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ragged queries over a page table (`spec_metadata.plans.ragged`); shapes as `csr_attention`."""
-    pages = page_table.long()
-    return _ragged_over_pages(q, k_pages, v_pages, cu_seqlens_q, pages, seqused_k, max_seqlen_q, causal, scale)
+    return _ragged_over_pages(
+        q, k_pages, v_pages, cu_seqlens_q, page_table.long(), seqused_k, max_seqlen_q, causal, scale, k_scale, v_scale
+    )
 
 
 def block_table_attention(
@@ -89,6 +95,8 @@ def block_table_attention(
     max_kv_len: int,
     causal: bool,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a padded block table at one query stride (`spec_metadata.plans.block_table`).
 
@@ -96,12 +104,20 @@ def block_table_attention(
     """
     pages = block_table[:, : max_kv_len // k_pages.shape[1]].long()
     lens = torch.full_like(cache_seqlens, width)
-    out, lse = _over_pages(q.unflatten(0, (-1, width)), lens, k_pages, v_pages, pages, cache_seqlens, causal, scale)
+    padded = q.unflatten(0, (-1, width))
+    out, lse = _over_pages(padded, lens, k_pages, v_pages, pages, cache_seqlens, causal, scale, k_scale, v_scale)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
 def slot_attention(
-    q: Tensor, k: Tensor, v: Tensor, request: Tensor, num_visible: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    request: Tensor,
+    num_visible: Tensor,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row over the leading keys of its request (`spec_metadata.plans.slots`).
 
@@ -109,9 +125,17 @@ def slot_attention(
     [num_tokens].
     """
     visible = torch.arange(k.shape[1], device=q.device) < num_visible.unsqueeze(1)
-    keys, values = (torch.where(visible[..., None, None], x[request], 0) for x in (k, v))
+    entries = (_entries(x[request], y, q.dtype) for x, y in ((k, k_scale), (v, v_scale)))
+    keys, values = (torch.where(visible[..., None, None], x, 0) for x in entries)
     out, lse = attend(q.unsqueeze(1), keys, values, visible.unsqueeze(1), scale)
     return out.squeeze(1).to(q.dtype), lse.squeeze(1)
+
+
+def _entries(gathered: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values of what was read from a cache, for queries of a dtype."""
+    if scale == 1.0 and gathered.dtype is dtype:
+        return gathered
+    return gathered.to(torch.float64 if dtype is torch.float64 else torch.float32) * scale
 
 
 def _ragged_over_pages(
@@ -124,12 +148,16 @@ def _ragged_over_pages(
     max_query: int,
     causal: bool,
     scale: float,
+    k_scale: float,
+    v_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Pad the packed queries to [bs, max_query, ...], attend, and pack again."""
     starts = query_indptr.long()
     rows = starts[:-1].unsqueeze(1) + torch.arange(max_query, device=q.device)
     padded = q[rows.clamp(max=max(q.shape[0] - 1, 0))]
-    out, lse = _over_pages(padded, query_indptr.diff(), k_pages, v_pages, pages, kv_lens, causal, scale)
+    out, lse = _over_pages(
+        padded, query_indptr.diff(), k_pages, v_pages, pages, kv_lens, causal, scale, k_scale, v_scale
+    )
     token = torch.arange(q.shape[0], device=q.device)
     request = torch.searchsorted(starts[1:], token, right=True)
     position = token - starts[request]
@@ -145,6 +173,8 @@ def _over_pages(
     kv_lens: Tensor,
     causal: bool,
     scale: float,
+    k_scale: float,
+    v_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of padded queries [bs, width, num_heads, dim] over pages [bs, max_pages]; out in q's dtype."""
     width = q.shape[1]
@@ -153,7 +183,8 @@ def _over_pages(
     hidden_rows = query_lens.unsqueeze(1) - 1 - torch.arange(width, device=q.device)
     last_key = kv_lens.unsqueeze(1) - (hidden_rows if causal else torch.zeros_like(hidden_rows))
     visible = key < last_key.unsqueeze(2)
-    k, v = (torch.where(live[..., None, None], x[pages].flatten(1, 2), 0) for x in (k_pages, v_pages))
+    k, v = (_entries(x[pages], y, q.dtype).flatten(1, 2) for x, y in ((k_pages, k_scale), (v_pages, v_scale)))
+    k, v = (torch.where(live[..., None, None], x, 0) for x in (k, v))
     out, lse = attend(q, k, v, visible & live.unsqueeze(1), scale)
     return out.to(q.dtype), lse
 
@@ -177,8 +208,11 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     """Attention over the union of two disjoint sets of keys, from both parts' outputs [..., v_dim] and natural lse
     [...].
 
-    The result has out_a's dtype. At least one part of each row must have seen a key.
+    The result has out_a's dtype. Where a part's lse is -inf it saw no key, and its output may hold anything; a row of
+    which neither part saw a key gets 0 and -inf.
     """
     lse = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (lse_a - lse).exp().unsqueeze(-1), (lse_b - lse).exp().unsqueeze(-1)
+    peak = lse.clamp_min(torch.finfo(lse.dtype).min)
+    weight_a, weight_b = (lse_a - peak).exp().unsqueeze(-1), (lse_b - peak).exp().unsqueeze(-1)
+    out_a, out_b = (out.masked_fill(weight == 0, 0) for out, weight in ((out_a, weight_a), (out_b, weight_b)))
     return (weight_a * out_a + weight_b * out_b).to(out_a.dtype), lse

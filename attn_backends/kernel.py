@@ -1,0 +1,156 @@
+"""A kernel of a backend: how it is launched, what it can do, and what its vendor plans before the launch.
+
+Some vendors turn a plan into a schedule first: which block of threads reads which keys. A schedule depends on the shape
+of the layers, so it is made when a layer of a shape first attends under a metadata, and renewed with it ever after: on
+the device by `refresh`, and on the host by `plan_host` where the vendor plans there (rule R9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.cache import PagedCache
+from attn_backends.capabilities import Capabilities
+from attn_backends.errors import CaptureError
+from attn_backends.graphs import is_capturing
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from spec_metadata import Buffers, BufferSpec, StepKind
+from spec_metadata.visibility import HostLens
+
+Plan = TypeVar("Plan")
+
+
+class LayerShape(NamedTuple):
+    """What of a layer a vendor's schedule depends on. dtype, cache_dtype: of queries and of the cache's entries.
+    window: of a sliding-window layer.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    window: int | None = None
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> LayerShape:
+        """The shape of a layer."""
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
+        return cls(*sizes, layer.scale, dtype, cache_dtype, layer.window)
+
+
+class Schedule:
+    """What a vendor planned for one forward and one shape of layers; a kernel's own class derives from it."""
+
+    def plan_host(self, lens: HostLens) -> None:
+        """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture."""
+
+    def refresh(self) -> None:
+        """Plan on the device from the plan's tensors; recordable. Called whenever those were written."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled(Generic[Plan]):
+    """A plan and what the vendor made of it: what the launch of a kernel with a schedule is given."""
+
+    plan: Plan
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(Generic[Plan]):
+    """One implementation of a backend's attention.
+
+    launch: (q, cache, plan, layer) -> AttentionOutput of the dense part; with a schedule, the plan is a `Scheduled`.
+    capabilities: per step kind; a kind that is missing is not supported. unavailable_reasons: why it can't run on a
+    device, empty if it can. architectures: major CUDA compute capabilities that it is built for, none if it runs on any
+    device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
+    package; its name if it stands alone.
+    schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
+    buffers that a schedule owns, one leading row per forward. scratch: buffers that hold nothing between two launches,
+    one set for all launches of a backend, which therefore belong on one stream.
+    """
+
+    name: str
+    launch: Callable[[Tensor, PagedCache, Any, AttentionLayer], AttentionOutput]
+    capabilities: Mapping[StepKind, Capabilities]
+    unavailable_reasons: Callable[[torch.device], list[str]]
+    architectures: frozenset[int] = frozenset()
+    source: str = ""
+    schedule: Callable[[Plan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
+    workspaces: tuple[BufferSpec, ...] = ()
+    scratch: tuple[BufferSpec, ...] = ()
+
+    def is_built_for(self, device: torch.device) -> bool:
+        """Whether a device is of an architecture that it was built for, present or not."""
+        if not self.architectures:
+            return True
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_capability(device)[0] in self.architectures
+
+
+class Schedules(Generic[Plan]):
+    """The schedules of one metadata, by forward and shape of layers.
+
+    plans: of the forwards. lens: exact host lengths of each forward, None where the kernel does not need them.
+    allocate: shape -> the kernel's workspaces and scratch.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel[Plan],
+        plans: Sequence[Plan],
+        lens: Sequence[HostLens] | None,
+        allocate: Callable[[LayerShape], Buffers],
+    ) -> None:
+        self._kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
+        self._made: dict[tuple[int, LayerShape], Schedule] = {}
+        self._buffers: dict[LayerShape, Buffers] = {}
+
+    def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
+        """What the kernel is launched on."""
+        plan = self._plans[forward]
+        if self._kernel.schedule is None:
+            return plan
+        if (forward, shape) not in self._made:
+            self._made[forward, shape] = self._make(plan, forward, shape)
+        return Scheduled(plan, self._made[forward, shape])
+
+    def plan_host(self, lens: Sequence[HostLens]) -> None:
+        """The host half of a replay."""
+        assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
+        for mine, given in zip(self._lens, lens, strict=True):
+            mine.query_lens.copy_(given.query_lens)
+            mine.kv_lens.copy_(given.kv_lens)
+        for (forward, _), schedule in self._made.items():
+            schedule.plan_host(self._lens[forward])
+
+    def refresh(self) -> None:
+        """The device half of a replay."""
+        for schedule in self._made.values():
+            schedule.refresh()
+
+    def _make(self, plan: Plan, forward: int, shape: LayerShape) -> Schedule:
+        assert self._kernel.schedule is not None
+        if self._lens is not None and is_capturing():
+            raise CaptureError(
+                f"kernel {self._kernel.name} plans on the host, which a graph can't hold: run the region once with "
+                "this metadata before it is captured"
+            )
+        if shape not in self._buffers:
+            self._buffers[shape] = self._allocate(shape)
+        scratch = {spec.name for spec in self._kernel.scratch}
+        own = {name: t if name in scratch else t[forward] for name, t in self._buffers[shape].items()}
+        schedule = self._kernel.schedule(plan, shape, own)
+        if self._lens is not None:
+            schedule.plan_host(self._lens[forward])
+        schedule.refresh()
+        return schedule

@@ -1,0 +1,103 @@
+"""Storing rows to the slots of a paged cache: one Triton launch a layer, keys and values together.
+
+A program takes one token and a block of its entry's elements.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_BLOCK = 1024
+
+
+@triton.jit
+def _store_rows(
+    pages,
+    rows,
+    slots,
+    page_size,
+    scale,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Tensors are (pointer, strides): pages of 4 dimensions, rows of 3."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots[0] + token * slots[1][0])  # 64 bits, and so is every address made of it
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < HEADS * DIM
+    head, dim = (element // DIM).to(tl.int64), element % DIM
+    row_entry = rows[0] + token * rows[1][0] + head * rows[1][1] + dim * rows[1][2]
+    value = tl.div_rn(tl.load(row_entry, mask=inside, other=0.0).to(tl.float32), scale)
+    value = tl.clamp(value, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    page_entry = pages[0] + (slot // page_size) * pages[1][0] + (slot % page_size) * pages[1][1]
+    page_entry += head * pages[1][2] + dim * pages[1][3]
+    tl.store(page_entry, value.to(pages[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_kv(
+    k_pages,
+    v_pages,
+    k,
+    v,
+    slots,
+    page_size,
+    k_scale,
+    v_scale,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    _store_rows(k_pages, k, slots, page_size, k_scale, HEADS, DIM, LIMIT, BLOCK)
+    _store_rows(v_pages, v, slots, page_size, v_scale, HEADS, V_DIM, LIMIT, BLOCK)
+
+
+def store_rows(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) -> None:
+    """`operators.store_rows` for types up to 32 bits."""
+    num_tokens, dim = rows.shape
+    block = min(MAX_BLOCK, triton.next_power_of_2(dim))
+    _store_rows[(num_tokens, triton.cdiv(dim, block))](
+        *_views(pages.unsqueeze(2), rows.unsqueeze(1), slots),
+        pages.shape[1],
+        scale,
+        HEADS=1,
+        DIM=dim,
+        LIMIT=_limit(pages.dtype),
+        BLOCK=block,
+    )
+
+
+def store_kv(
+    k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: float, v_scale: float
+) -> None:
+    """`operators.store_kv` for types up to 32 bits; both pages are of one type."""
+    num_tokens, num_kv_heads, dim = k.shape
+    size = num_kv_heads * max(dim, v.shape[2])
+    block = min(MAX_BLOCK, triton.next_power_of_2(size))
+    _store_kv[(num_tokens, triton.cdiv(size, block))](
+        *_views(k_pages, v_pages, k, v, slots),
+        k_pages.shape[1],
+        k_scale,
+        v_scale,
+        HEADS=num_kv_heads,
+        DIM=dim,
+        V_DIM=v.shape[2],
+        LIMIT=_limit(k_pages.dtype),
+        BLOCK=block,
+    )
+
+
+def _views(*tensors: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
+    return [(tensor, tensor.stride()) for tensor in tensors]
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """The magnitude at which a stored value saturates: 8-bit floats may have no infinity to round to."""
+    return torch.finfo(dtype).max if dtype.itemsize == 1 else float("inf")

@@ -1,0 +1,81 @@
+"""What a backend makes of a step: metadata, and the part of it that one forward needs. Passed in, never stashed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import CaptureError
+from attn_backends.kernel import Schedules
+from spec_metadata import Bucket, Buffers, BufferSpec, Step, StepKind, TreePart, tree_part
+from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
+
+Plan = TypeVar("Plan")
+
+WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "where the rows of a forward write")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardMetadata(Generic[Plan]):
+    """What one forward of a step needs.
+
+    schedules, forward: the backend's plan of the forward, and the vendor's. write_slots: [num_tokens] int64, dense.
+    tree: the drafted tokens, None for a chain. kind: of the step.
+    """
+
+    schedules: Schedules[Plan]
+    forward: int
+    write_slots: Tensor
+    tree: TreePart | None
+    kind: StepKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metadata(Generic[Plan]):
+    """The metadata of a step: one plan per forward over named buffers, and what the kernel's vendor makes of each.
+    bucket: None if eager, else what it was captured for, and then step and buffers are static.
+    """
+
+    step: Step
+    buffers: Buffers
+    plans: tuple[Plan, ...]
+    schedules: Schedules[Plan]
+    bucket: Bucket | None = None
+
+    def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
+        """The metadata of one forward. ancestors: the paths of a draft of topk > 1 (`spec_metadata.tree_part`)."""
+        forward = 0 if self.step.kind is StepKind.IDLE else forward
+        return ForwardMetadata(
+            schedules=self.schedules,
+            forward=forward,
+            write_slots=self.buffers[WRITE_SLOTS.name][forward],
+            tree=tree_part(self.step, forward, ancestors),
+            kind=self.step.kind,
+        )
+
+
+def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
+    """Refuse a plan of a graph that moved a tensor or changed a Python value since the capture: no kernel sees it."""
+    for old, new in zip(captured, planned, strict=True):
+        for field in fields(old) if is_dataclass(old) else ():
+            before, after = _frozen(getattr(old, field.name)), _frozen(getattr(new, field.name))
+            if before != after:
+                raise CaptureError(
+                    f"{type(old).__name__}.{field.name} was {before} at capture and is {after} now; a graph keeps what "
+                    "it was captured with, so write into the declared buffers and take sizes from their extent"
+                )
+
+
+def _frozen(value: Any) -> Any:
+    """What a graph keeps of a value: of a tensor its place, of a record or mapping what it keeps of each part."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), tuple(value.shape), value.stride()
+    if is_dataclass(value):
+        return {field.name: _frozen(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _frozen(part) for key, part in value.items()}
+    return value
