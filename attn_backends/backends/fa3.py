@@ -12,16 +12,25 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV
-from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.providers import runs_anywhere
+from attn_backends.vendors import flash_attention
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
 
-_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_UNIFORM = Capabilities(
+    page_sizes=None,
+    dtypes=FLOAT_TYPES,
+    cache_dtypes=FP8_TYPES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    kv_scales=True,
+)
 _PACKED = replace(_UNIFORM, packed=True)
 _TORCH = {
     StepKind.PREFILL: _PACKED,
@@ -48,6 +57,8 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: 
         max_seqlen_q=plan.max_seqlen_q,
         causal=plan.causal,
         scale=layer.scale,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
     )
     return AttentionOutput(out, lse)
 
@@ -57,7 +68,10 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
 
     name = "fa3"
     formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
-    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+    kernels = (
+        *flash_attention.kernels(flash_attention.CAPABILITIES),
+        Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+    )
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:

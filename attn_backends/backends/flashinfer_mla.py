@@ -2,7 +2,8 @@
 
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
-q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope].
+q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. Every
+step kind, prefill too, is one such batch; FlashInfer's kernels plan it on the host, so they need its exact lengths.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
-from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.providers import runs_anywhere
+from attn_backends.vendors.flashinfer import mla_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import csr
 
-_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_UNIFORM = Capabilities(
+    page_sizes=None,
+    dtypes=FLOAT_TYPES,
+    cache_dtypes=FP8_TYPES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    kv_scales=True,
+)
 _PACKED = replace(_UNIFORM, packed=True)
 _TORCH = {
     StepKind.PREFILL: _PACKED,
@@ -46,6 +56,8 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: csr.CsrPlan, layer: Attent
         max_kv_len=plan.max_kv_len,
         causal=plan.causal,
         scale=layer.scale,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
     )
     return AttentionOutput(out, lse)
 
@@ -55,7 +67,11 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
 
     name = "flashinfer_mla"
     formats = frozenset({CacheFormat.LATENT})
-    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+    kernels = (
+        mla_kernel("fa3", architectures=frozenset({9})),
+        mla_kernel("fa2", architectures=frozenset({8, 9, 10, 11, 12})),
+        Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+    )
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:

@@ -9,16 +9,24 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import slot_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.providers import runs_anywhere
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import slots
 
-_UNIFORM = Capabilities(page_sizes=None, dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_UNIFORM = Capabilities(
+    page_sizes=None,
+    dtypes=FLOAT_TYPES,
+    cache_dtypes=FP8_TYPES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    kv_scales=True,
+)
 _PACKED = replace(_UNIFORM, packed=True)
 _TORCH = {
     StepKind.PREFILL: _PACKED,
@@ -31,7 +39,8 @@ _TORCH = {
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:
     k, v = cache.read(plan.slots)
-    return AttentionOutput(*slot_attention(q, k, v, plan.request, plan.num_visible, layer.scale))
+    scales = (layer.scale, layer.k_scale, layer.v_scale)
+    return AttentionOutput(*slot_attention(q, k, v, plan.request, plan.num_visible, *scales))
 
 
 class ReferenceBackend(AttentionBackend[slots.SlotPlan]):

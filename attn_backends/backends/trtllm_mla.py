@@ -3,7 +3,8 @@
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
 q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. The
-stride is uniform, so packed draft extend is refused; prompts of differing lengths are prefilled in the ragged form.
+stride is uniform, so packed draft extend is refused; prompts of differing lengths are prefilled in the ragged form, by
+FlashAttention-3 where it is there.
 """
 
 from __future__ import annotations
@@ -12,18 +13,27 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
-from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.providers import runs_anywhere
+from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import block_table, ragged
 
 TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
 
-_UNIFORM = Capabilities(page_sizes=frozenset({32, 64}), dtypes=FLOAT_TYPES, non_causal=True, lse=LseBase.NATURAL)
+_UNIFORM = Capabilities(
+    page_sizes=frozenset({32, 64}),
+    dtypes=FLOAT_TYPES,
+    cache_dtypes=FP8_TYPES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    kv_scales=True,
+)
 _TORCH = {
     StepKind.PREFILL: replace(_UNIFORM, packed=True, non_causal=False, graph=False),
     StepKind.DECODE: _UNIFORM,
@@ -31,6 +41,8 @@ _TORCH = {
     StepKind.TARGET_VERIFY: _UNIFORM,
     StepKind.DRAFT_EXTEND: _UNIFORM,
 }
+
+_FLASH_ATTENTION = {StepKind.PREFILL: flash_attention.PREFILL_OF_LATENTS}
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: AttentionLayer) -> AttentionOutput:
@@ -48,6 +60,8 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: Attenti
             max_seqlen_q=plan.max_seqlen_q,
             causal=plan.causal,
             scale=layer.scale,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )
     else:
         out, lse = block_table_attention(
@@ -60,6 +74,8 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: Attenti
             max_kv_len=plan.max_kv_len,
             causal=plan.causal,
             scale=layer.scale,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )
     return AttentionOutput(out, lse)
 
@@ -69,7 +85,12 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
 
     name = "trtllm_mla"
     formats = frozenset({CacheFormat.LATENT})
-    kernels = (Kernel("torch", _launch_torch, _TORCH, runs_anywhere),)
+    kernels = (
+        trtllm_gen.KERNEL,
+        flashmla.KERNEL,
+        *flash_attention.kernels(_FLASH_ATTENTION),
+        Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+    )
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:

@@ -7,13 +7,14 @@ so kv_indptr.diff() == ceil(kv_len / page_size), as FlashInfer's scheduler requi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, num_visible_pages, query_starts, visible_pages
+from spec_metadata.visibility import dense_part, query_starts, visible_pages
 
 BUFFERS = (
     BufferSpec(
@@ -52,6 +53,23 @@ class CsrPlan:
     max_kv_len: int
 
 
+class CsrRows(NamedTuple):
+    """What each request owns of queries and pages. qo_indptr, kv_indptr: [bs + 1] int32. kv_len: [bs] int32."""
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_len: Tensor
+
+
+def csr_rows(query_lens: Tensor, kv_lens: Tensor, page_size: int) -> CsrRows:
+    """The rows of a compact CSR form, wherever the lengths are: a plan's on the device, a vendor's on the host.
+
+    query_lens, kv_lens: [bs] integers, query rows of a request and keys that its last row sees.
+    """
+    num_pages = torch.div(kv_lens + (page_size - 1), page_size, rounding_mode="floor")
+    return CsrRows(_starts(query_lens), _starts(num_pages), kv_lens.int())
+
+
 def plan_csr(step: Step, forward: int, buffers: Buffers) -> CsrPlan:
     """Write the CSR form of one forward of a step into its row of the buffers."""
     extent = buffers.extent
@@ -67,12 +85,17 @@ def plan_csr(step: Step, forward: int, buffers: Buffers) -> CsrPlan:
         max_query=step.width,
         max_kv_len=extent.max_kv_len,
     )
-    plan.qo_indptr.copy_(query_starts(step))
-    plan.kv_len.copy_(dense.kv_lens)
-    plan.kv_indptr[:1].zero_()
-    plan.kv_indptr[1:].copy_(num_visible_pages(step, dense).cumsum(0))
+    rows = csr_rows(query_starts(step).diff(), dense.kv_lens, extent.page_size)
+    plan.qo_indptr.copy_(rows.qo_indptr)
+    plan.kv_indptr.copy_(rows.kv_indptr)
+    plan.kv_len.copy_(rows.kv_len)
     plan.kv_indices.copy_(_compact(pages, plan.kv_indptr, step.paging.geometry.reserved_page))
     return plan
+
+
+def _starts(lens: Tensor) -> Tensor:
+    """[n + 1] int32: where each of n stretches of these lengths starts, and the end."""
+    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
 
 
 def _compact(pages: Tensor, indptr: Tensor, pad: int) -> Tensor:

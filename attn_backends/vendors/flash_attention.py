@@ -1,0 +1,228 @@
+"""FlashAttention-3 on a ragged plan: one kernel, from whichever of three packages has it.
+
+    flash_attn_interface   flash-attention's hopper folder, `flash_attn_with_kvcache`
+    sgl_kernel             `sgl_kernel.flash_attn.flash_attn_with_kvcache`
+    vllm_flash_attn        `vllm.vllm_flash_attn`, `flash_attn_varlen_func` with fa_version=3
+
+They build the same CUDA source (hopper/flash_api.cpp) and name its arguments differently. MLA is the rotated part as q
+and k of 64 elements, and the latent as `q_v` and v of 512. The log-sum-exp comes as [num_heads, num_tokens], natural,
+and -inf where a row sees no key.
+
+The scheduler metadata says how many splits each request's keys get and in which order tiles run. Where a package lets
+us make it (`get_scheduler_metadata`), it is made once per forward and shape of layers into a declared buffer, which
+saves each layer 1 µs on an H200; else the kernel prepares it before every launch, on the device too. Both are right
+under capture: the host sees only promises, the width of the step and the extent of the page table. From these it takes
+the largest number of splits, by the same heuristic for the metadata and the launch (num_splits=0), and the device
+shares splits out by the true lengths.
+
+Where a page is a whole number of its tiles of keys and a request has more rows than one tile (MLA at pages of 64), it
+reads to the end of the last visible page. What it has and we do not declare:
+- 8-bit caches, which it takes only under queries of the same type; rounding the caller's queries to three bits made
+  outputs three times as wrong as the budget of a bfloat16 one (H200, vLLM 0.33).
+- Sinks: its log-sum-exp then counts the sink, ours does not, and to take it out again costs launches and digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_backends import providers
+from attn_backends.cache import PagedCache, PagedKV
+from attn_backends.capabilities import Capabilities, LseBase
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from spec_metadata import BufferSpec, StepKind
+from spec_metadata.buffers import NUM_FORWARDS, Dim
+from spec_metadata.capacity import ceil_div
+from spec_metadata.plans.ragged import RaggedPlan
+
+MLA_SIZES = (576, 512)
+_SIZES = frozenset({(64, 64), (128, 128), (256, 256), MLA_SIZES})
+_UNIFORM = Capabilities(
+    page_sizes=None,
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    head_sizes=_SIZES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    over_read=True,
+    window=True,
+)
+_PACKED = replace(_UNIFORM, packed=True)
+CAPABILITIES = {
+    StepKind.PREFILL: _PACKED,
+    StepKind.DECODE: _UNIFORM,
+    StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.DRAFT_EXTEND: _PACKED,
+}
+PREFILL_OF_LATENTS = replace(
+    _PACKED,
+    page_sizes=frozenset({32, 64}),
+    head_sizes=frozenset({MLA_SIZES}),
+    non_causal=False,
+    graph=False,
+    window=False,
+)
+
+# At most four numbers a request, each kind in a run of whole 16 bytes, then a counter; 16 bytes keep forwards aligned.
+_METADATA = BufferSpec(
+    "scheduler_metadata",
+    torch.int32,
+    (NUM_FORWARDS, Dim("4 * round_up(bs, 4) + 4", lambda e: 16 * ceil_div(e.bs, 4) + 4)),
+    "splits and order of the tiles of each request, and the counter that tiles are drawn from",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A package that has FlashAttention-3; its calls are those of its entry in `providers.VENDOR_KERNELS`.
+
+    names: what it calls an argument that we call otherwise, None for one that it does not take. chosen: what else it
+    must be given. missing: path of a text that says why it was built without the kernel, None if it was not.
+    """
+
+    name: str
+    names: Mapping[str, str | None]
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    missing: str = ""
+
+    def call(self, index: int, arguments: Mapping[str, Any]) -> Any:
+        """Call one of its functions under its own names of the arguments."""
+        function = providers.load(providers.VENDOR_KERNELS[self.name].calls[index].path)
+        named = {self.names.get(name, name): value for name, value in arguments.items()}
+        return function(**{name: value for name, value in named.items() if name is not None})
+
+    def unavailable_reasons(self, device: torch.device) -> list[str]:
+        """Why it can't run on a device."""
+        reasons = providers.vendor_reasons(self.name)(device)
+        if not reasons and self.missing and providers.load(self.missing) is not None:
+            vendor = providers.VENDOR_KERNELS[self.name]
+            reasons = [f"{vendor.distribution} has no FlashAttention-3: {providers.load(self.missing)}"]
+        return reasons
+
+
+_KVCACHE = {"k": "k_cache", "v": "v_cache", "q_v": "qv", "seqused_k": "cache_seqlens", "max_seqlen_k": None}
+SOURCES = (
+    Source("flash_attn_interface", _KVCACHE),
+    Source("sgl_kernel", _KVCACHE),
+    Source(
+        "vllm_flash_attn",
+        {"page_table": "block_table"},
+        {"fa_version": 3},
+        "vllm.vllm_flash_attn.flash_attn_interface:FA3_UNAVAILABLE_REASON",
+    ),
+)
+
+
+class TileSchedule(Schedule):
+    """The scheduler metadata of one forward and shape. metadata: [words] int32, at the same place in every step."""
+
+    def __init__(self, source: Source, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
+        is_mla = (shape.head_dim, shape.v_head_dim) == MLA_SIZES
+        self._source, self._workspace = source, buffers[_METADATA.name]
+        self._arguments = {
+            "batch_size": plan.seqused_k.shape[0],
+            "max_seqlen_q": plan.max_seqlen_q,
+            "max_seqlen_k": plan.max_seqlen_k,
+            "num_heads_q": shape.num_heads,
+            "num_heads_kv": shape.num_kv_heads,
+            "headdim": shape.head_dim - shape.v_head_dim if is_mla else shape.head_dim,
+            "cache_seqlens": plan.seqused_k,
+            "qkv_dtype": shape.dtype,
+            "headdim_v": shape.v_head_dim,
+            "cu_seqlens_q": plan.cu_seqlens_q,
+            "page_size": plan.page_size,
+            "causal": _causal(plan, shape.window),
+            "window_size": _window(shape.window),
+        }
+        self.metadata = self._workspace[:0]
+
+    def refresh(self) -> None:
+        """Make it again from the plan's lengths."""
+        prepare = providers.load(providers.VENDOR_KERNELS[self._source.name].calls[1].path)
+        made = prepare(**self._arguments)
+        self.metadata = self._workspace[: made.shape[0]]
+        self.metadata.copy_(made)
+
+
+def kernels(capabilities: Mapping[StepKind, Capabilities]) -> tuple[Kernel[RaggedPlan], ...]:
+    """The kernel from each package, best first, for some kinds of step."""
+    return tuple(_kernel(source, capabilities) for source in SOURCES)
+
+
+def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Kernel[RaggedPlan]:
+    schedule: Callable[[RaggedPlan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
+    if len(providers.VENDOR_KERNELS[source.name].calls) > 1:
+        schedule = partial(TileSchedule, source)
+    return Kernel(
+        source.name,
+        partial(_launch, source),
+        capabilities,
+        source.unavailable_reasons,
+        architectures=frozenset({9}),
+        source="flash_attention_3",
+        schedule=schedule,
+        workspaces=() if schedule is None else (_METADATA,),
+    )
+
+
+def _launch(
+    source: Source, q: Tensor, cache: PagedCache, planned: RaggedPlan | Scheduled[RaggedPlan], layer: AttentionLayer
+) -> AttentionOutput:
+    if isinstance(planned, Scheduled):
+        assert isinstance(planned.schedule, TileSchedule)
+        plan, metadata = planned.plan, planned.schedule.metadata
+    else:
+        plan, metadata = planned, None
+    _check(source, cache, layer)
+    if isinstance(cache, PagedKV):
+        k, v, q_v = cache.k, cache.v, None
+    else:
+        latent = cache.latent.unsqueeze(2)
+        k, v = latent[..., cache.rank :], latent[..., : cache.rank]
+        q, q_v = q[..., cache.rank :], q[..., : cache.rank]
+    arguments = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "q_v": q_v,
+        "cu_seqlens_q": plan.cu_seqlens_q,
+        "seqused_k": plan.seqused_k,
+        "page_table": plan.page_table,
+        "max_seqlen_q": plan.max_seqlen_q,
+        "max_seqlen_k": plan.max_seqlen_k,
+        "softmax_scale": layer.scale,
+        "causal": _causal(plan, layer.window),
+        "window_size": _window(layer.window),
+        "return_softmax_lse": True,
+        **({} if metadata is None else {"scheduler_metadata": metadata}),
+        **source.chosen,
+    }
+    out, lse = source.call(0, arguments)[:2]
+    return AttentionOutput(out, lse.transpose(0, 1))
+
+
+def _causal(plan: RaggedPlan, window: int | None) -> bool:
+    """Whether the kernel masks. A last row sees all keys, and a launch of nothing else is a tenth faster without."""
+    return plan.causal and (plan.max_seqlen_q > 1 or window is not None)
+
+
+def _window(window: int | None) -> tuple[int, int]:
+    """(keys before the row's own, keys after it), -1 for all; `causal` decides about the latter."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+def _check(source: Source, cache: PagedCache, layer: AttentionLayer) -> None:
+    """Refuse sizes that go with the other cache format, which the capabilities of a kernel for both can't say."""
+    sizes = (layer.head_dim, layer.v_head_dim)
+    if isinstance(cache, PagedKV) == (sizes == MLA_SIZES):
+        raise UnsupportedStepError(
+            f"kernel {source.name} layer {layer.id}", [f"head sizes {sizes} in a cache of {cache.format} entries"]
+        )

@@ -1,0 +1,114 @@
+"""FlashMLA's dense decode on a block table (SM90): `flash_mla_with_kvcache` of sgl-flash-mla 1.0, its legacy kernels.
+
+    q [bs, width, num_heads, 576], latents [num_pages, 64, 1, 576]  ->  out [bs, width, num_heads, 512], lse
+
+Its scheduler shares the blocks of keys of all requests out to the SMs. `get_mla_decoding_metadata` runs it on the
+device once per forward and shape of layers, into declared buffers, and every layer's launch reads them: on an H200 that
+takes 20 µs, as long as a launch over 4096 keys of 8 requests. How many parts it makes follows from the number of SMs,
+heads and rows, so it is the same in every step of a graph.
+
+The log-sum-exp comes as [bs, num_heads, width], natural. Of a row without keys it is +inf where ours is -inf; that row
+exists only in a tree over nothing committed, so one more launch, in steps over trees alone, turns it round.
+
+An 8-bit cache is not declared: that kernel takes it only under queries of the same type, and rounding the caller's
+queries to three bits is not ours to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attn_backends import providers
+from attn_backends.cache import PagedCache, PagedLatent
+from attn_backends.capabilities import Capabilities, LseBase
+from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from spec_metadata import BufferSpec, StepKind
+from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
+from spec_metadata.plans.block_table import BlockTablePlan
+
+NAME = "flashmla"
+_DENSE = Capabilities(
+    page_sizes=frozenset({64}),
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    head_sizes=frozenset({(576, 512)}),
+    non_causal=True,
+    lse=LseBase.NATURAL,
+)
+_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+
+_NUM_PARTS = Dim("144", lambda e: 144)  # SMs of a whole GH100; no Hopper has more
+_PART_WORDS = Dim("8", lambda e: 8)
+_PARTS = BufferSpec(
+    "tile_scheduler_metadata",
+    torch.int32,
+    (NUM_FORWARDS, _NUM_PARTS, _PART_WORDS),
+    "requests and blocks of keys that each part of the GPU works on, as FlashMLA's DecodingSchedMeta",
+)
+_SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, BS + 1), "first split of each request, and the end")
+
+
+class PartSchedule(Schedule):
+    """FlashMLA's share-out for one forward and shape.
+
+    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step.
+    """
+
+    def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
+        self._lens, self._num_rows = plan.cache_seqlens, plan.width * shape.num_heads
+        self._workspace, self.splits = buffers[_PARTS.name], buffers[_SPLITS.name]
+        self.parts = self._workspace[:0]
+
+    def refresh(self) -> None:
+        """Share out again by the plan's lengths."""
+        plan_parts = providers.load("flash_mla:get_mla_decoding_metadata")
+        parts, splits = plan_parts(seqlens_k=self._lens, num_q_tokens_per_head_k=self._num_rows, h_k=1, use_legacy=True)
+        self.parts = self._workspace[: parts.shape[0]]
+        self.parts.copy_(parts)
+        self.splits.copy_(splits)
+
+
+def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], layer: AttentionLayer) -> AttentionOutput:
+    plan, schedule = planned.plan, planned.schedule
+    assert isinstance(cache, PagedLatent)
+    assert isinstance(schedule, PartSchedule)
+    shared = providers.load("flash_mla.flash_mla_interface:FlashMLASchedMeta")(
+        tile_scheduler_metadata=schedule.parts, num_splits=schedule.splits
+    )
+    out, lse = providers.load("flash_mla:flash_mla_with_kvcache")(
+        q=q.unflatten(0, (-1, plan.width)),
+        k_cache=cache.latent.unsqueeze(2),
+        block_table=plan.block_table,
+        cache_seqlens=plan.cache_seqlens,
+        head_dim_v=cache.rank,
+        tile_scheduler_metadata=shared,
+        softmax_scale=layer.scale,
+        causal=plan.causal,
+        use_legacy=True,
+    )
+    lse = lse.transpose(1, 2).flatten(0, 1)
+    if not plan.causal:
+        lse = torch.nan_to_num(lse, nan=float("nan"), posinf=float("-inf"), neginf=float("-inf"))
+    return AttentionOutput(out.flatten(0, 1), lse)
+
+
+def unavailable_reasons(device: torch.device) -> list[str]:
+    """Why it can't run on a device: as any vendor's kernel, or a wheel that was built without the legacy kernels."""
+    reasons = providers.vendor_reasons(NAME)(device)
+    if not reasons and not providers.load("flash_mla:has_legacy")():
+        reasons = [f"sgl-flash-mla has no legacy kernels: {providers.load('flash_mla._loader:_LEGACY_UNAVAILABLE')}"]
+    return reasons
+
+
+KERNEL = Kernel(
+    NAME,
+    _launch,
+    dict.fromkeys(_KINDS, _DENSE),
+    unavailable_reasons,
+    architectures=frozenset({9}),
+    schedule=PartSchedule,
+    workspaces=(_PARTS, _SPLITS),
+)

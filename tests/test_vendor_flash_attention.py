@@ -1,0 +1,323 @@
+"""FlashAttention-3's launches from each of its packages, held to the documented calls on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import providers
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.trtllm_mla import TrtllmMLABackend
+from attn_backends.cache import CacheFormat
+from attn_backends.conformance.catalogue import CheckFailure
+from attn_backends.conformance.comparisons import compare_outputs
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.layer import AttentionLayer
+from attn_backends.vendors import flash_attention
+from spec_metadata import StepKind
+from tests.checks import check_eager, check_replay
+from tests.vendor_stand_ins import (
+    batches,
+    check_replay_after_warmup,
+    install,
+    paged_attention,
+    pretend_hopper,
+    recorder,
+    world_of,
+)
+
+KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
+NAMES = [source.name for source in flash_attention.SOURCES]
+KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
+HOPPER, SGLANG = "flash_attn_interface", "sgl_kernel.flash_attn"
+VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
+
+
+def words(bs: int, max_seqlen_q: int, causal: bool, window_size: tuple[int, int]) -> int:
+    """How long the metadata of a step is."""
+    local = window_size[0] >= 0
+    vectors = 2 + (local or (causal and max_seqlen_q > 1))
+    return (bs + 3) // 4 * 4 * vectors + 1
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    page_size: int | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Of the hopper folder and of vLLM."""
+    assert cache_seqlens.shape == (batch_size,)
+    assert (headdim, headdim_v) in {(64, 64), (64, 512)}
+    assert num_heads_q % num_heads_kv == 0
+    assert qkv_dtype is torch.bfloat16
+    assert cu_seqlens_q is not None
+    assert page_size is not None
+    assert max_seqlen_k % page_size == 0
+    metadata = torch.zeros(words(batch_size, max_seqlen_q, causal, window_size), dtype=torch.int32)
+    metadata[:batch_size] = cache_seqlens
+    return metadata
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    page_table: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    scheduler_metadata: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The checks and the result of hopper/flash_api.cpp."""
+    bs = seqused_k.shape[0]
+    assert q.dtype == k.dtype == v.dtype
+    assert all(x.stride(-1) == 1 for x in (q, k, v, page_table))
+    assert cu_seqlens_q.dtype == seqused_k.dtype == page_table.dtype == torch.int32
+    assert cu_seqlens_q.is_contiguous()
+    assert seqused_k.is_contiguous()
+    assert cu_seqlens_q.shape == (bs + 1,)
+    assert page_table.shape[0] == bs
+    assert (q.shape[-1], v.shape[-1]) in {(64, 64), (64, 512)}
+    reach = None
+    if scheduler_metadata is not None:
+        assert scheduler_metadata.shape == (words(bs, max_seqlen_q, causal, window_size),)
+        assert scheduler_metadata.storage_offset() % 4 == 0
+        reach = scheduler_metadata[:bs]
+    if qv is not None:
+        q, k = torch.cat((qv, q), -1), torch.cat((v, k), -1)
+    out, lse = paged_attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        seqused_k,
+        page_table,
+        causal=causal,
+        scale=softmax_scale,
+        window=window_size,
+        reach=reach,
+    )
+    return out, lse.T.contiguous()
+
+
+def sglang_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    cache_seqlens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> tuple[Tensor, ...]:
+    """`flash_attn_with_kvcache`, of SGLang and of the hopper folder: what we may pass of it."""
+    assert k is None
+    assert v is None
+    assert return_softmax_lse
+    assert num_splits == 0
+    plan: tuple[Any, ...] = (cu_seqlens_q, cache_seqlens, page_table, max_seqlen_q, softmax_scale)
+    out, lse = forward(q, k_cache, v_cache, qv, *plan, causal, window_size, scheduler_metadata)
+    return out, lse, torch.empty(0), torch.empty(0)
+
+
+def vllm_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    fa_version: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_varlen_func`: what we may pass of it."""
+    assert cu_seqlens_k is None
+    assert block_table is not None
+    assert max_seqlen_k == block_table.shape[1] * k.shape[1]
+    assert return_softmax_lse
+    assert num_splits == 0
+    assert fa_version == 3
+    plan: tuple[Any, ...] = (cu_seqlens_q, seqused_k, block_table, max_seqlen_q, softmax_scale)
+    return forward(q, k, v, q_v, *plan, causal, window_size or (-1, -1), scheduler_metadata)
+
+
+CALLS = {
+    f"{HOPPER}:flash_attn_with_kvcache": sglang_with_kvcache,
+    f"{HOPPER}:get_scheduler_metadata": get_scheduler_metadata,
+    f"{SGLANG}:flash_attn_with_kvcache": sglang_with_kvcache,
+    f"{VLLM}:flash_attn_varlen_func": vllm_varlen,
+    f"{VLLM}:get_scheduler_metadata": get_scheduler_metadata,
+    f"{VLLM}:FA3_UNAVAILABLE_REASON": None,
+}
+SETUPS = [(KV, 1, 1), (KV, 16, 3), (KV, 64, 1), (LATENT, 4, 1), (LATENT, 64, 3)]
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, CALLS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_uniform_steps(name: str, setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
+    world = world_of(FA3Backend, name, setup)
+    captured, replayed = batches(kind, setup[2], setup[1])
+    check_eager(world, replayed)
+    check_replay(world, captured, replayed, 4)
+    for plans_itself in (False, True):
+        check_replay_after_warmup(world, captured, replayed, plans_itself=plans_itself)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
+@pytest.mark.parametrize("setup", [(KV, 16, 1), (LATENT, 64, 1)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_steps(name: str, setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
+    check_eager(world_of(FA3Backend, name, setup), Batch(kind, (3, 9, 14), (4, 1, 2)))
+
+
+@pytest.mark.parametrize("page_size", [32, 64])
+def test_prefill_of_trtllm_mla(page_size: int) -> None:
+    world = world_of(TrtllmMLABackend, "vllm_flash_attn", (LATENT, page_size, 1))
+    check_eager(world, Batch(StepKind.PREFILL, (0, 9, 14), (4, 1, 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_is_its_own_shape_of_layers(kind: StepKind) -> None:
+    """Layers with and without a window run under one metadata, each on a schedule of its own."""
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    scene = Scene(world, Batch(kind, (3, 9, 14)), seed=1)
+    meta, full = world.backend.init_forward_metadata(scene.step()), world.layer
+    inputs = scene.inputs()
+    for layer in (full, replace(full, window=5), replace(full, window=2)):
+        world.layer = layer
+        scene.reset_memory()
+        outputs = []
+        for number, given in enumerate(inputs):
+            world.backend.store(given.stored, world.cache, meta.at(number), layer)
+            outputs.append(world.backend.forward(given.q, world.cache, meta.at(number), layer))
+        compare_outputs(scene, inputs, outputs)
+
+
+@pytest.mark.parametrize("name", ["flash_attn_interface", "vllm_flash_attn"])
+def test_a_schedule_of_another_step_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refresh = flash_attention.TileSchedule.refresh
+    monkeypatch.setattr(
+        flash_attention.TileSchedule, "refresh", lambda self: None if len(self.metadata) else refresh(self)
+    )
+    world = world_of(FA3Backend, name, (KV, 16, 1))
+    with pytest.raises(CheckFailure, match="rows are wrong"):
+        check_replay_after_warmup(world, *batches(StepKind.DECODE, 1, 16), plans_itself=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("argument", "other"), [("causal", lambda given: not given), ("seqused_k", torch.clone), ("k", torch.zeros_like)]
+)
+def test_a_wrong_argument_is_seen(name: str, argument: str, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a length that the graph's launch does not read from where the replay writes it."""
+    call, frozen = flash_attention.Source.call, {}
+
+    def changed(self: flash_attention.Source, index: int, arguments: dict[str, Any]) -> Any:
+        if argument == "seqused_k":
+            given = frozen.setdefault(arguments[argument].data_ptr(), other(arguments[argument]))
+        else:
+            given = other(arguments[argument])
+        return call(self, index, {**arguments, argument: given})
+
+    monkeypatch.setattr(flash_attention.Source, "call", changed)
+    world = world_of(FA3Backend, name, (KV, 16, 1))
+    with pytest.raises(AssertionError, match=r"rows are wrong|assert torch\.Size"):
+        check_replay_after_warmup(world, *batches(StepKind.TARGET_VERIFY, 1, 16), plans_itself=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_passed_is_what_the_version_check_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {call.path: call.parameters for call in providers.VENDOR_KERNELS[name].calls}
+    passed: dict[str, set[str]] = {path: set() for path in asked}
+    install(monkeypatch, {**CALLS, **{path: recorder(CALLS[path], passed[path]) for path in asked}})
+    for setup in ((KV, 16, 1), (LATENT, 16, 1)):
+        check_eager(world_of(FA3Backend, name, setup), Batch(StepKind.DECODE, (3, 9)))
+    assert passed == {path: set(parameters) for path, parameters in asked.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_that_takes_what_we_pass_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pretend_hopper(monkeypatch)
+    source = next(source for source in flash_attention.SOURCES if source.name == name)
+    assert source.unavailable_reasons(device) == []
+
+
+def test_a_package_that_is_too_old_says_which_argument_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def old(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, page_table: Tensor) -> None:
+        """A call without MLA."""
+
+    install(monkeypatch, {**CALLS, f"{SGLANG}:flash_attn_with_kvcache": old})
+    (reason,) = flash_attention.SOURCES[1].unavailable_reasons(pretend_hopper(monkeypatch))
+    assert "sgl-kernel" in reason
+    assert "qv" in reason
+    assert "comes with SGLang" in reason
+
+
+def test_a_vllm_without_the_kernel_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {**CALLS, f"{VLLM}:FA3_UNAVAILABLE_REASON": "libcudart.so.13: cannot open shared object"})
+    (reason,) = flash_attention.SOURCES[2].unavailable_reasons(pretend_hopper(monkeypatch))
+    assert reason == "vllm has no FlashAttention-3: libcudart.so.13: cannot open shared object"
+
+
+def test_a_broken_package_says_what_its_import_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {})
+    (reason, *_) = flash_attention.SOURCES[0].unavailable_reasons(pretend_hopper(monkeypatch))
+    assert "importing flash_attn_interface:flash_attn_with_kvcache failed: ModuleNotFoundError" in reason
+    assert "hopper folder" in reason
+
+
+def test_sizes_of_the_other_cache_format_are_refused() -> None:
+    world = world_of(FA3Backend, "sgl_kernel", (KV, 16, 1))
+    launch = world.backend.kernel_of(StepKind.DECODE).launch
+    mla = AttentionLayer(0, 4, 1, 576, 512, 1.0)
+    with pytest.raises(UnsupportedStepError, match=r"head sizes \(576, 512\) in a cache of kv entries"):
+        launch(torch.empty(0, 4, 576), world.cache, None, mla)
+
+
+def test_the_stand_ins_take_what_the_packages_document() -> None:
+    for name in NAMES:
+        for call in providers.VENDOR_KERNELS[name].calls:
+            assert call.parameters <= inspect.signature(CALLS[call.path]).parameters.keys()

@@ -1,0 +1,379 @@
+"""FlashInfer's MLA kernels without a GPU: a stand-in for its compiled module attends on what the host planned."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import providers
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.cache import CacheFormat, PagedLatent
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import MAX_BS, Setup, World
+from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.kernel import Kernel
+from attn_backends.kernels.torch_attention import csr_attention
+from attn_backends.layer import AttentionLayer
+from attn_backends.providers import VendorCall, VendorKernel
+from attn_backends.vendors import flashinfer
+from spec_metadata import Step, StepKind
+from spec_metadata.plans import csr
+from spec_metadata.visibility import HostLens
+from tests import checks
+from tests.checks import check_eager, check_replay
+
+LOG2_E = math.log2(math.e)
+
+
+class Module:
+    """Plans and runs as FlashInfer's compiled module does: a run reads the workspace, never a plan's arguments.
+
+    spoil: changes (qo_indptr, kv_indptr, kv_len) before they are planned; a defect to put in.
+    """
+
+    def __init__(self) -> None:
+        self.plans: list[csr.CsrRows] = []
+        self.spoil: Callable[[csr.CsrRows], csr.CsrRows] = lambda rows: rows
+        self.reads_base_two = self.keeps_first = False
+        self.grid = 132
+
+    def plan(
+        self,
+        partial: Tensor,
+        work: Tensor,
+        staging: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_len: Tensor,
+        num_heads: int,
+        head_dim: int,
+        causal: bool,
+    ) -> list[int]:
+        rows = csr.CsrRows(qo_indptr, kv_indptr, kv_len)
+        assert all(t.device.type == "cpu" and t.dtype is torch.int32 for t in rows)
+        assert work.dtype is staging.dtype is torch.uint8
+        assert work.shape == staging.shape
+        self.plans.append(rows)
+        words = torch.cat(self.spoil(rows))
+        if len(self.plans) == 1 or not self.keeps_first:
+            work.fill_(0xFF)
+            work.view(torch.int32)[: words.numel()] = words
+        return [1, self.grid, kv_len.numel()]
+
+    def run(
+        self,
+        partial: Tensor,
+        work: Tensor,
+        layout: list[int],
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv: Tensor,
+        kpe: Tensor,
+        kv_indices: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask_mode: int,
+        num_heads: int,
+        page_size: int,
+        sm_scale: float,
+        return_lse_base_on_e: bool,
+        ckv_scale: float,
+        kpe_scale: float,
+        ckv_scale_arr: Tensor | None,
+    ) -> None:
+        bs, words = layout[2], work.view(torch.int32)
+        qo_indptr, kv_indptr, kv_len = words[: bs + 1], words[bs + 1 : 2 * bs + 2], words[2 * bs + 2 : 3 * bs + 2]
+        if ckv.dtype is flashinfer.FP8:
+            ckv, kpe = ckv.float() * ckv_scale, kpe.float() * kpe_scale
+        latent = torch.cat((ckv, kpe), dim=2).unsqueeze(2)
+        result, natural = csr_attention(
+            torch.cat((q_nope, q_pe), dim=2),
+            latent,
+            latent[..., : ckv.shape[2]],
+            qo_indptr,
+            kv_indptr,
+            kv_indices,
+            kv_len,
+            max_query=q_nope.shape[0],
+            max_kv_len=kv_indices.shape[0] * page_size,
+            causal=bool(mask_mode),
+            scale=sm_scale,
+        )
+        assert q_nope.shape[1] == num_heads
+        assert ckv_scale_arr is None
+        out.copy_(result)
+        lse.copy_(natural if return_lse_base_on_e and not self.reads_base_two else natural * LOG2_E)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """The stand-in, as what FlashInfer compiles."""
+    made = Module()
+
+    def get_batch_mla_module(backend: str, **types: Any) -> Module:
+        assert (types["head_dim_ckv"], types["head_dim_kpe"]) == (512, 64)
+        assert types["dtype_idx"] is torch.int32
+        assert types["use_profiler"] is False
+        return made
+
+    monkeypatch.setattr(providers, "load", {"flashinfer.mla:get_batch_mla_module": get_batch_mla_module}.get)
+    return made
+
+
+def on_cpu(kernel: Kernel) -> Kernel:
+    """A kernel that takes the suite's layers, of three heads, and runs here."""
+    capabilities = {kind: replace(known, query_heads=None) for kind, known in kernel.capabilities.items()}
+    return replace(kernel, capabilities=capabilities, unavailable_reasons=lambda device: [])
+
+
+class OnCpu(FlashInferMLABackend):
+    """The backend with FlashInfer's kernels on a CPU."""
+
+    kernels = tuple(map(on_cpu, FlashInferMLABackend.kernels[:2]))
+
+
+def setup_of(page_size: int, topk: int = 1) -> Setup:
+    return Setup(OnCpu, CacheFormat.LATENT, page_size, topk, torch.bfloat16, kernel="flashinfer_fa3")
+
+
+class WarmedUp(RecordedGraph):
+    """A graph whose region runs once before it is recorded, as a CUDA graph's does."""
+
+    def capture(self, region: Callable[[], Any]) -> Any:
+        region()
+        return super().capture(region)
+
+
+@pytest.fixture(autouse=True)
+def _warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "RecordedGraph", WarmedUp)
+
+
+GRAPH_KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
+TREE_KINDS = [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY]
+CASES = [*((kind, 1) for kind in GRAPH_KINDS), *((kind, 3) for kind in TREE_KINDS)]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("kind", "topk"), CASES)
+def test_a_replay_is_right_for_other_lengths_and_padding(module: Module, kind: StepKind, topk: int, page_size: int):
+    shortest = 0 if topk > 1 else 1
+    first, second = Batch(kind, (9, 4)), Batch(kind, (shortest, 12, 5))
+    check_replay(World(setup_of(page_size, topk)), first, second, MAX_BS)
+
+
+@pytest.mark.parametrize(("kind", "topk"), CASES)
+def test_the_plan_may_be_recorded_while_the_host_plans_before_it(module: Module, kind: StepKind, topk: int):
+    first, second = Batch(kind, (9, 4)), Batch(kind, (3, 12, 5))
+    check_replay(World(replace(setup_of(4, topk), checking=False)), first, second, MAX_BS, record_refresh=True)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
+def test_packed_steps(module: Module, kind: StepKind):
+    check_eager(World(setup_of(4)), Batch(kind, (5, 0, 8), widths=(3, 2, 1)))
+
+
+def test_both_halves_plan_the_same_rows(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.TARGET_VERIFY, (9, 4)), seed=1)
+    meta = world.backend.init_forward_metadata(scene.step())
+    world.backend.forward(scene.inputs()[0].q, world.cache, meta.at(), world.layer)
+    (rows,), (plan,) = module.plans, meta.plans
+    for name in rows._fields:
+        torch.testing.assert_close(getattr(rows, name), getattr(plan, name), rtol=0, atol=0)
+
+
+def one_key_less(rows: csr.CsrRows) -> csr.CsrRows:
+    return rows._replace(kv_len=rows.kv_len - 1)
+
+
+def a_page_later(rows: csr.CsrRows) -> csr.CsrRows:
+    return rows._replace(kv_indptr=rows.kv_indptr + (torch.arange(rows.kv_indptr.numel()) == 1).int())
+
+
+def uniform_rows(rows: csr.CsrRows) -> csr.CsrRows:
+    bs = rows.kv_len.numel()
+    return rows._replace(qo_indptr=(torch.arange(bs + 1) * (rows.qo_indptr[-1] // bs)).int())
+
+
+@pytest.mark.parametrize("spoil", [one_key_less, a_page_later, uniform_rows])
+def test_a_wrong_host_plan_is_seen(module: Module, spoil: Callable[[csr.CsrRows], csr.CsrRows]):
+    batch = Batch(StepKind.PREFILL, (5, 0, 8), widths=(3, 2, 1))
+    check_eager(World(setup_of(4)), batch)
+    module.spoil = spoil
+    with pytest.raises(AssertionError):
+        check_eager(World(setup_of(4)), batch)
+
+
+def test_a_replay_on_the_lengths_of_the_capture_is_seen(module: Module):
+    module.keeps_first = True
+    with pytest.raises(AssertionError):
+        check_replay(World(setup_of(4)), Batch(StepKind.DECODE, (9, 4)), Batch(StepKind.DECODE, (3, 12)), 2)
+
+
+def test_a_log_sum_exp_in_base_two_is_seen(module: Module):
+    module.reads_base_two = True
+    with pytest.raises(AssertionError):
+        check_eager(World(setup_of(4, topk=3)), Batch(StepKind.TARGET_VERIFY, (9, 4)))
+
+
+def test_a_step_without_host_lengths_is_refused(module: Module):
+    world = World(setup_of(4))
+    step = replace(Scene(world, Batch(StepKind.DECODE, (9, 4))).step(), seq_lens_cpu=None)
+    with pytest.raises(UnsupportedStepError, match="pass seq_lens_cpu to the step"):
+        world.backend.init_forward_metadata(step)
+    meta = world.backend.capture(step.bucket(), world.paging())
+    with pytest.raises(UnsupportedStepError, match="needs exact lengths"):
+        world.backend.replay(meta, step)
+
+
+def test_an_idle_replay_plans_padding(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    meta = world.backend.capture(scene.step().bucket(3), world.paging())
+    world.backend.replay(meta, scene.step())
+    world.backend.forward(scene.inputs(3)[0].q, world.cache, meta.at(), world.layer)
+    world.backend.replay(meta, Step.idle(world.paging()))
+    assert module.plans[-1].kv_len.tolist() == [1, 1, 1]
+
+
+def test_a_capture_without_a_warm_up_is_refused(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    meta = world.backend.capture(scene.step().bucket(), world.paging())
+    world.backend.replay(meta, scene.step())
+    q = scene.inputs()[0].q
+
+    def region() -> Tensor:
+        return world.backend.forward(q, world.cache, meta.at(), world.layer).out
+
+    with pytest.raises(CaptureError, match="run the region once"):
+        RecordedGraph().capture(region)
+    region()
+    RecordedGraph().capture(region)
+
+
+def test_a_graph_whose_grid_changed_is_refused(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    meta = world.backend.capture(scene.step().bucket(), world.paging())
+    world.backend.forward(scene.inputs()[0].q, world.cache, meta.at(), world.layer)
+    module.grid = 66
+    with pytest.raises(CaptureError, match=r"\[1, 132, 2\] and are \[1, 66, 2\]"):
+        world.backend.replay(meta, scene.step())
+
+
+def test_every_forward_of_a_draft_has_its_own_workspace(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DRAFT_DECODE, (9, 4)))
+    meta = world.backend.init_forward_metadata(scene.step())
+    for forward, given in enumerate(scene.inputs()):
+        world.backend.forward(given.q, world.cache, meta.at(forward), world.layer)
+    schedules = list(meta.schedules._made.values())
+    assert len({schedule._work.data_ptr() for schedule in schedules}) == len(schedules) == 2
+    assert len({schedule._partial.data_ptr() for schedule in schedules}) == 1
+    assert [rows.kv_len.tolist() for rows in module.plans] == [[10, 5], [11, 6]]
+
+
+def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module: Module):
+    world = World(setup_of(4))
+    batches = [Batch(StepKind.DECODE, lens) for lens in ((9, 4), (3, 12, 5))]
+    metas = [world.backend.capture(Scene(world, batch).step().bucket(), world.paging()) for batch in batches]
+    for seed, (batch, meta) in enumerate([*zip(batches, metas, strict=True), (batches[0], metas[0])]):
+        scene = Scene(world, batch, seed)
+        scene.reset_memory(math.nan)
+        world.backend.replay(meta, scene.step())
+        (given,) = inputs = scene.inputs()
+        world.backend.store(given.stored, world.cache, meta.at(), world.layer)
+        checks.check_outputs(scene, inputs, [world.backend.forward(given.q, world.cache, meta.at(), world.layer)])
+    works = {schedule._work.data_ptr() for meta in metas for schedule in meta.schedules._made.values()}
+    assert len(works) == 1
+
+
+def test_what_flashinfer_can_not_do_is_refused(module: Module):
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    meta, (given,) = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+
+    def refusal(q: Tensor = given.q, latent: Tensor = world.cache.latent) -> str:
+        with pytest.raises(UnsupportedStepError) as error:
+            world.backend.forward(q, PagedLatent(latent, 512), meta.at(), world.layer)
+        return str(error.value)
+
+    assert "aligned" in refusal(q=given.q.new_empty(2, 3, 577)[..., 1:])
+    assert "aligned" in refusal(latent=world.cache.latent.transpose(1, 2).contiguous().transpose(1, 2))
+    assert "under queries of torch.float16 (it takes torch.bfloat16)" in refusal(
+        given.q.half(), world.cache.latent.to(flashinfer.FP8)
+    )
+
+
+def test_offsets_of_more_than_32_bits_are_refused():
+    layer = AttentionLayer(0, 128, 1, 576, 512, 0.1)
+    latent = torch.empty(9, 16, 576, dtype=torch.bfloat16, device="meta")
+    rows = torch.empty_strided((8192, 128, 576), (2**19 + 8, 576, 1), dtype=torch.bfloat16, device="meta")
+    (reason,) = flashinfer._tensor_reasons(rows, latent, layer)
+    assert reason == "8192 query rows of 524296 elements (its offsets have 32 bits)"
+    assert not flashinfer._tensor_reasons(rows[:8191], latent, layer)
+
+
+@pytest.mark.parametrize(("query_lens", "num_heads"), [([16200], 128), ([64] * 520, 64), ([8] * 16200, 4)])
+def test_more_work_than_the_list_holds_is_refused(query_lens: list[int], num_heads: int):
+    lens = torch.tensor(query_lens, dtype=torch.int32)
+    (reason,) = flashinfer._work_reasons(HostLens(lens, lens, True), num_heads)
+    assert "prefill in smaller chunks" in reason
+    fewer = (lens // 2)[: max(len(lens) // 2, 1)]
+    assert not flashinfer._work_reasons(HostLens(fewer, fewer, True), num_heads)
+
+
+def test_scales_of_the_cache(module: Module):
+    """A scale that bfloat16 rounds is exact in the scores, and the same whatever the cache's type."""
+    world = World(setup_of(4))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    scene.reset_memory(0.0)
+    meta, (given,) = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+    coarse = world.cache.latent.to(flashinfer.FP8)
+    scaled = replace(world.layer, k_scale=0.3, v_scale=0.3)
+    outputs = [
+        world.backend.forward(given.q, PagedLatent(latent, 512), meta.at(), scaled)
+        for latent in (coarse, coarse.bfloat16())
+    ]
+    truth = world.backend.forward(given.q, PagedLatent(coarse.bfloat16(), 512), meta.at(), world.layer)
+    torch.testing.assert_close(outputs[0].lse, outputs[1].lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs[0].out, outputs[1].out, rtol=2**-6, atol=1e-3)
+    assert not torch.allclose(truth.lse, outputs[1].lse, atol=1e-2)
+    assert flashinfer._as_bfloat16(0.3) == float(torch.tensor(0.3).bfloat16())
+
+
+def test_another_version_is_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    calls = providers.VENDOR_KERNELS["flashinfer_fa3"].calls
+    assert calls == providers.VENDOR_KERNELS["flashinfer_fa2"].calls
+
+    def get_batch_mla_module(backend: str, *args: object) -> None: ...
+
+    older = SimpleNamespace(get_batch_mla_module=get_batch_mla_module)
+    monkeypatch.setattr(providers, "import_module", lambda name: older)
+    problems = [providers._problem("flashinfer_fa3", call) for call in calls]
+    assert "get_batch_mla_module takes no dtype_idx, dtype_kv" in problems[0]
+    assert all("importing flashinfer" in problem for problem in problems[1:])
+    monkeypatch.setattr(providers, "_problem", lambda kernel, call: f"no {call.path}")
+    monkeypatch.setattr(providers, "device_reasons", lambda kernel: [])
+    monkeypatch.setattr(providers, "find_spec", lambda name: object())
+    reasons = providers._vendor_reasons.__wrapped__("flashinfer_fa3", torch.device("cuda"))
+    assert len(reasons) == len(calls)
+    assert all(isinstance(call, VendorCall) for call in calls)
+    assert isinstance(providers.VENDOR_KERNELS["flashinfer_fa2"], VendorKernel)
+
+
+def test_the_cpu_is_refused():
+    kernels = {kernel.name: kernel for kernel in FlashInferMLABackend.kernels}
+    for name in ("flashinfer_fa3", "flashinfer_fa2"):
+        assert kernels[name].unavailable_reasons(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
+        assert set(kernels[name].capabilities) == set(kernels["torch"].capabilities)
