@@ -17,11 +17,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from attn_backends.errors import BackendUnavailableError, ConfigError
-from attn_backends.providers import missing_kernel_reasons
 from attn_backends.registry import get_backend
-from spec_metadata import Capacity
+from attn_backends.selection import Workload, choose_kernels
+from spec_metadata import Capacity, StepKind
 
-PHASES = ("prefill", "decode", "draft", "verify", "draft_extend")
+PHASES = {
+    "prefill": StepKind.PREFILL,
+    "decode": StepKind.DECODE,
+    "draft": StepKind.DRAFT_DECODE,
+    "verify": StepKind.TARGET_VERIFY,
+    "draft_extend": StepKind.DRAFT_EXTEND,
+}
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 Count = Annotated[int, Field(ge=1)]
@@ -108,8 +114,8 @@ class RuntimeOptions(Options):
 
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
     capture; larger batches run eagerly. max_context: tokens of a request, prompt and output together. prefill_chunk:
-    prompt tokens of a request in one forward. seed: of the order in which pages are given out. kernel, page_size: None
-    for those of the backend's file.
+    prompt tokens of a request in one forward. seed: of the order in which pages are given out. host_lag: 1 to launch a
+    cycle before the tokens of the one before are read. kernel, page_size: None for those of the backend's file.
     """
 
     path: Literal["graph", "eager"] = "graph"
@@ -121,6 +127,7 @@ class RuntimeOptions(Options):
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     device: str = "cpu"
     seed: int = 0
+    host_lag: Literal[0, 1] = 0
     kernel: str | None = None
     page_size: Count | None = None
 
@@ -204,16 +211,18 @@ def load_run_config(
         raw["runtime"] |= runtime
     run = _validate(RunOptions, raw, path)
     options = {name: backend_options(name) for name in run.backend.distinct}
+    page_size = run.runtime.page_size or _page_size(path, options)
     kernel = run.runtime.kernel
     kernels = {name: kernel or (found.kernel if found else "auto") for name, found in options.items()}
     for name in kernels:
-        _check_kernel(name, kernels[name], run.runtime.device)
+        asked, device = kernels[name], torch.device(run.runtime.device)
+        choose_kernels(name, get_backend(name).kernels, asked, device, Workload(page_size))
     _check_formats(path, run.backend)
     return RunConfig(
         source=str(path),
         backends=run.backend,
         kernels=kernels,
-        page_size=run.runtime.page_size or _page_size(path, options),
+        page_size=page_size,
         model=run.model or _model(path, options),
         eagle=run.eagle,
         runtime=run.runtime,
@@ -297,15 +306,6 @@ def _keys_beside(form: type[Options], location: tuple[int | str, ...]) -> list[s
 def _closest(word: str, known: list[str]) -> str:
     closest = get_close_matches(word, known, n=1)
     return f". Did you mean {closest[0]!r}?" if closest else ""
-
-
-def _check_kernel(backend: str, kernel: str, device: str) -> None:
-    """Refuse a kernel that does not exist, is not connected, or does not run on the device."""
-    names = [known.name for known in get_backend(backend).kernels]
-    if kernel not in ("auto", *names):
-        reasons = missing_kernel_reasons(backend, kernel)
-        raise BackendUnavailableError(f"kernel {kernel!r} of {backend}", reasons, f"It has {', '.join(names)}.")
-    get_backend(backend).choose_kernel(torch.device(device), kernel)
 
 
 def _check_formats(path: Path, backends: PhaseNames) -> None:

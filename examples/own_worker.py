@@ -22,7 +22,7 @@ from spec_metadata import (
     RequestTable,
     Step,
     UniformQuery,
-    accept_greedy,
+    accept,
     compaction_moves,
     token_positions,
 )
@@ -40,7 +40,7 @@ slots = torch.arange(64, geometry.num_slots, dtype=torch.int32).view(capacity.ma
 table = torch.cat((torch.zeros(1, slots.shape[1], dtype=torch.int32), slots))  # row 0 and page 0 are reserved
 paging = RequestTable(table, torch.arange(1, capacity.max_bs + 1), geometry)
 backend = get_backend(sys.argv[1] if len(sys.argv) > 1 else "flashinfer_mla")(capacity, geometry)
-caches = {model: model.allocate_caches(geometry) for model in (target, draft)}
+caches = {model: model.allocate_caches(backend) for model in (target, draft)}
 
 
 def attention(model, meta):
@@ -88,7 +88,7 @@ def verify(tree, lens):
     positions = (lens.unsqueeze(1) + tree.depths).flatten()
     forward = attention(target, backend.init_forward_metadata(step).at())
     hidden = target.forward(tree.tokens.flatten(), positions, forward).unflatten(0, tree.tokens.shape)
-    accepted = accept_greedy(tree, target.logits(hidden).argmax(-1), capacity.max_accepted)
+    accepted = accept(tree, target.logits(hidden).argmax(-1), capacity.max_accepted)
     for cache in caches[target]:
         cache.move(*compaction_moves(accepted, step.out_cache_loc))
     return accepted, hidden.gather(1, accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[2]))

@@ -66,6 +66,7 @@ def assert_same_step(actual: Step, scene: Scene) -> None:
     if actual.tree_mask is not None and expected.tree_mask is not None:
         assert torch.equal(actual.tree_mask, expected.tree_mask)
     assert actual.max_committed is None or actual.max_committed >= max(scene.batch.lens)
+    assert actual.seq_lens_cpu in (None, scene.batch.lens)
     for index, request in enumerate(scene.requests):
         slots = actual.paging.slots(torch.arange(request.length).expand(actual.bs, -1))
         assert slots[index].tolist() == [request.slots[position] for position in range(request.length)]
@@ -144,8 +145,9 @@ def test_sglang_decode_relabelled_as_extend_stays_a_decode() -> None:
 def test_sglang_without_a_host_mirror_promises_no_bound() -> None:
     scene = sglang_scene(StepKind.TARGET_VERIFY)
     step = sglang_steps(scene).step(forward_batch(scene, seq_lens_cpu=None))
-    assert step.max_committed is None
-    assert sglang_steps(scene).step(forward_batch(scene)).max_committed == max(LENS)
+    assert (step.max_committed, step.seq_lens_cpu) == (None, None)
+    mirrored = sglang_steps(scene).step(forward_batch(scene))
+    assert (mirrored.max_committed, mirrored.seq_lens_cpu) == (max(LENS), LENS)
 
 
 @pytest.mark.parametrize("engine", ["sglang", *READERS])

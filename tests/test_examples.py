@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -26,3 +27,25 @@ def test_own_worker_equals_plain_decoding(backend, monkeypatch, capsys):
 
 def test_own_worker_stays_short():
     assert len((EXAMPLES / "own_worker.py").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+@pytest.mark.parametrize("preset", ["chain", "tree"])
+def test_stream_prints_every_text(preset, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["stream.py", preset])
+    requests = runpy.run_path(str(EXAMPLES / "stream.py"))["requests"]
+    assert [str(request.finish) for request in requests][3:] == ["stop", "cancelled"]
+    output = capsys.readouterr().out
+    lines, (_, statistics) = output.splitlines(), output.split("\n\n")
+    for request in requests[:-1]:
+        assert [line[4:] for line in lines if line.startswith(f"[{request.number}] ")][:-1] == request.text.split("\n")
+    assert len({line[:3] for line in lines[:8]}) > 1, "texts come one after the other, not as they grow"
+    assert len(re.findall(r"^\[\d\] \w+: \d+ tokens in \d+ cycles$", statistics, flags=re.MULTILINE)) == len(requests)
+    assert requests[1].statistics.num_shared_tokens > 60
+
+
+def test_the_example_of_the_serving_page_runs(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "serving.md").read_text(), re.DOTALL)
+    ran: dict = {}
+    exec(compile(example, "serving.md", "exec"), ran)
+    assert {str(ran["greedy"].finish), str(ran["sampled"].finish)} <= {"length", "stop", "eos"}
+    assert capsys.readouterr().out.count("\n") > 20

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_backends.eagle.phases import VerifyInputs
+from attn_backends.eagle.requests import RequestError
 from attn_backends.eagle.serving import serve
-from attn_backends.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker, WorkerOptions, kept
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Capacity, InvalidStepError, Step
+from spec_metadata import Capacity, SamplingParams, Step
 from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
 from training.evaluate import Shape, Window
 from training.models import CHECKPOINTS
@@ -110,7 +112,7 @@ def test_bad_prompts_are_refused_before_anything_runs(prompt, new_tokens, messag
     capacity = Capacity(2, 48, 16, **CHAIN)
     target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
     worker = EagleWorker(target, draft, backends, capacity, geometry)
-    with pytest.raises(InvalidStepError, match=message):
+    with pytest.raises(RequestError, match=message):
         serve(worker, [[1, 2], prompt], new_tokens)
     assert not any(bool(cache.k.any()) for cache in worker.target_caches)
     assert worker.slots.num_free_rows == 2
@@ -125,8 +127,8 @@ def test_an_idle_rank_runs_every_phase_and_writes_nothing(path):
     rows = torch.empty(0, dtype=torch.int64)
     idle, reserved = Step.idle(worker.slots.paging(rows)), geometry.reserved_page
     with torch.no_grad():
-        tree = worker._run(worker._draft, idle, worker._kept(rows))
-        accepted = worker._run(worker._verify, idle, tree)
+        tree = worker._run(worker._draft, idle, kept(worker._state, rows))
+        accepted = worker._run(worker._verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
         extended = worker._run(worker._extend, idle, accepted)
     assert tree.tokens.shape == (0, 16)
     assert accepted.hidden.shape == (0, 4, 256)
@@ -152,4 +154,4 @@ def test_cycles_accept_what_the_training_evaluator_accepts(model, draft):
             accepted = int(window.verify(root, window.draft_tree(root, shape), shape.steps))
         seen: list[int] = []
         serve(worker, [prompt], 1 + capacity.max_accepted, seen.append)
-        assert seen[0] == 1 + accepted + 1
+        assert seen[:2] == [1, accepted + 1], "a round of prefill, then a cycle"

@@ -7,7 +7,7 @@ first `step.num_tokens` of the batch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from attn_backends.adapters.batch import host_list
 from attn_backends.errors import UnsupportedStepError
 from spec_metadata import CacheGeometry, DraftTree, InvalidStepError, PackedQuery, RequestTable, Step, UniformQuery
+from spec_metadata.layout import HostBounds
 
 
 class Named(Protocol):
@@ -123,7 +124,7 @@ class ForwardBatches:
             _prefix_lens(batch)[:bs],
             self._paging(batch, bs),
             batch.out_cache_loc[: sum(lens)],
-            max_committed=_bound(batch, bs, min(lens)),
+            **_host(batch, lens),
         )
 
     def _decode(self, batch: ForwardBatch, bs: int) -> Step:
@@ -131,7 +132,7 @@ class ForwardBatches:
             batch.seq_lens[:bs] - 1,
             self._paging(batch, bs),
             batch.out_cache_loc[:bs],
-            max_committed=_bound(batch, bs, 1),
+            **_host(batch, [1] * bs),
         )
 
     def _draft_decode(self, batch: ForwardBatch, bs: int) -> Step:
@@ -146,7 +147,7 @@ class ForwardBatches:
             batch.seq_lens[:bs],
             self._paging(batch, bs),
             batch.out_cache_loc[: bs * self.topk * self.num_steps],
-            max_committed=_bound(batch, bs, 0),
+            **_host(batch, [0] * bs),
         )
 
     def _verify(self, batch: ForwardBatch, bs: int) -> Step:
@@ -161,7 +162,7 @@ class ForwardBatches:
             self._paging(batch, bs),
             batch.out_cache_loc[: bs * spec.draft_token_num],
             tree_mask=None if spec.topk == 1 else tree_mask(spec)[:bs],
-            max_committed=_bound(batch, bs, 0),
+            **_host(batch, [0] * bs),
         )
 
     def _draft_extend(self, batch: ForwardBatch, bs: int) -> Step:
@@ -179,7 +180,7 @@ class ForwardBatches:
             _prefix_lens(batch)[:bs],
             self._paging(batch, bs),
             batch.out_cache_loc[: bs * width],
-            max_committed=_bound(batch, bs, width),
+            **_host(batch, lens),
         )
 
     def _paging(self, batch: ForwardBatch, bs: int) -> RequestTable:
@@ -219,8 +220,10 @@ def _prefix_lens(batch: ForwardBatch) -> Tensor:
     return batch.extend_prefix_lens
 
 
-def _bound(batch: ForwardBatch, bs: int, included: int) -> int | None:
-    """The longest committed length; None if the batch has no host mirror. included: new tokens that seq_lens counts."""
+def _host(batch: ForwardBatch, included: Sequence[int]) -> HostBounds:
+    """Committed lengths on the host; nothing if the batch has no mirror. included: new tokens that seq_lens counts."""
     if batch.seq_lens_cpu is None:
-        return None
-    return max(host_list("ForwardBatch.seq_lens_cpu", batch.seq_lens_cpu[:bs])) - included
+        return HostBounds()
+    lens = host_list("ForwardBatch.seq_lens_cpu", batch.seq_lens_cpu[: len(included)])
+    committed = [length - new for length, new in zip(lens, included, strict=True)]
+    return HostBounds(max_committed=max(committed), seq_lens_cpu=committed)

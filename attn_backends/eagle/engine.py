@@ -7,12 +7,13 @@ from functools import cached_property
 
 from attn_backends.base import AttentionBackend
 from attn_backends.config import PHASES, RunConfig
-from attn_backends.eagle.serving import Completion, serve
+from attn_backends.eagle.serving import Completion, Server, serve
 from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
 from attn_backends.errors import ConfigError
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, Tokenizer, load_draft, load_target, load_tokenizer
 from attn_backends.registry import get_backend
+from attn_backends.selection import Workload
 from spec_metadata import CacheGeometry
 
 
@@ -46,7 +47,7 @@ class Engine:
     @property
     def kernels(self) -> dict[str, str]:
         """The kernel of each phase."""
-        return {phase: getattr(self.backends, phase).kernel.name for phase in PHASES}
+        return {phase: getattr(self.backends, phase).kernel_of(PHASES[phase]).name for phase in PHASES}
 
     @property
     def ran(self) -> dict[str, dict[str, int]]:
@@ -58,6 +59,10 @@ class Engine:
                 for phase, number in steps.items():
                     counts.setdefault(phase, {"graph": 0, "eager": 0})[path] += number
         return counts
+
+    def server(self) -> Server:
+        """Serves requests by EAGLE as they come and go, and makes text of them; one at a time."""
+        return Server(self.eagle, self.tokenizer.decode)
 
     def generate(
         self,
@@ -84,7 +89,8 @@ class Engine:
                 f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
                 f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
             )
-        return backend(config.capacity, self.geometry, config.device, kernel=config.kernels[name])
+        workload = Workload(config.page_size, (*self.target.layers, *self.draft.layers), config.dtype)
+        return backend(config.capacity, self.geometry, config.device, kernel=config.kernels[name], workload=workload)
 
     @property
     def _options(self) -> WorkerOptions:
@@ -92,7 +98,7 @@ class Engine:
         buckets = tuple(bs for bs in runtime.buckets if bs <= runtime.max_bs and runtime.path == "graph")
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         eos_token = self.tokenizer.eos_token_id
-        return WorkerOptions(buckets, make_graph, runtime.prefill_chunk, eos_token, runtime.seed)
+        return WorkerOptions(buckets, make_graph, runtime.prefill_chunk, eos_token, runtime.seed, runtime.host_lag)
 
 
 def build_engine(config: RunConfig) -> Engine:

@@ -7,18 +7,29 @@ max_accepted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedCache
+from attn_backends.metadata import ForwardMetadata, Metadata
 from attn_backends.models.attention import ForwardAttention
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends.runner import PerRequest, Phase
-from spec_metadata import Capacity, DraftBeams, DraftTree, StepKind, accept_greedy, compaction_moves, token_positions
+from spec_metadata import (
+    Capacity,
+    DraftBeams,
+    DraftTree,
+    SamplingParams,
+    StepKind,
+    accept,
+    choose,
+    compaction_moves,
+    token_positions,
+)
 
 M = TypeVar("M", bound=PagedModel)
 
@@ -43,6 +54,53 @@ class TreeFields:
     parents: PerRequest
     depths: PerRequest
     mask: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """The `SamplingParams` of a phase that chooses tokens, field by field."""
+
+    temperature: PerRequest
+    top_p: PerRequest
+    top_k: PerRequest
+    seed: PerRequest
+
+    @property
+    def params(self) -> SamplingParams:
+        """The fields put together again."""
+        return SamplingParams(self.temperature, self.top_p, self.top_k, self.seed)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyInputs(Sampled):
+    """A `DraftTree` and how its requests sample."""
+
+    tokens: PerRequest
+    parents: PerRequest
+    depths: PerRequest
+    mask: PerRequest
+
+    @classmethod
+    def of(cls, tree: TreeFields, params: SamplingParams) -> VerifyInputs:
+        """What the draft phase made, for requests that sample so."""
+        return cls(**_by_name(params), **_by_name(tree))
+
+    @property
+    def tree(self) -> DraftTree:
+        """The fields put together again."""
+        return DraftTree(self.tokens, self.parents, self.depths, self.mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeInputs(Sampled):
+    """tokens: [bs] int64, the last of each request; and how the requests sample."""
+
+    tokens: PerRequest
+
+    @classmethod
+    def of(cls, tokens: Tensor, params: SamplingParams) -> DecodeInputs:
+        """The last tokens of requests that sample so."""
+        return cls(**_by_name(params), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +164,18 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
     return Phase("draft", region, safe_inputs, TreeFields, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
 
 
-def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[TreeFields, Accepted]:
-    """One target forward over the tree, greedy acceptance, and the accepted KV moved behind the committed."""
+def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[VerifyInputs, Accepted]:
+    """One target forward over the tree, its choice at every node, acceptance of the path that the choices take, and the
+    accepted KV moved behind the committed.
+    """
     num_nodes, max_accepted = capacity.num_draft_tokens, capacity.max_accepted
 
-    def region(meta: Metadata, fields: TreeFields) -> Accepted:
-        tree = DraftTree(fields.tokens, fields.parents, fields.depths, fields.mask)
-        positions = (meta.step.seq_lens.long().unsqueeze(1) + tree.depths).reshape(-1)
-        hidden = target.model.forward(tree.tokens.reshape(-1), positions, target.attention(meta.at()))
-        chosen = target.model.logits(hidden).argmax(dim=-1).view(-1, num_nodes)
-        acceptance = accept_greedy(tree, chosen, max_accepted)
+    def region(meta: Metadata, given: VerifyInputs) -> Accepted:
+        tree = given.tree
+        positions = meta.step.seq_lens.long().unsqueeze(1) + tree.depths
+        hidden = target.model.forward(tree.tokens.reshape(-1), positions.reshape(-1), target.attention(meta.at()))
+        logits = target.model.logits(hidden).unflatten(0, (-1, num_nodes))
+        acceptance = accept(tree, choose(logits, given.params, positions), max_accepted)
         if meta.step.is_tree:
             sources, destinations = compaction_moves(acceptance, meta.step.out_cache_loc)
             for cache in target.caches:
@@ -124,10 +184,11 @@ def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[TreeFi
         accepted_hidden = hidden.view(-1, num_nodes, hidden.shape[-1]).gather(1, on_path)
         return Accepted(acceptance.num_accepted, acceptance.tokens, accepted_hidden)
 
-    def safe_inputs(bs: int) -> TreeFields:
-        ids = torch.zeros(bs, num_nodes, dtype=torch.int64, device=target.model.device)
-        mask = torch.zeros(bs, num_nodes, num_nodes, dtype=torch.bool, device=target.model.device)
-        return TreeFields(tokens=ids, parents=ids.clone(), depths=ids.clone(), mask=mask)
+    def safe_inputs(bs: int) -> VerifyInputs:
+        device = target.model.device
+        ids = torch.zeros(bs, num_nodes, dtype=torch.int64, device=device)
+        mask = torch.zeros(bs, num_nodes, num_nodes, dtype=torch.bool, device=device)
+        return VerifyInputs.of(TreeFields(ids, ids.clone(), ids.clone(), mask), SamplingParams.greedy(bs, device))
 
     return Phase("verify", region, safe_inputs, Accepted, lambda bs: capacity.bucket(StepKind.TARGET_VERIFY, bs))
 
@@ -156,23 +217,37 @@ def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted
     return Phase("draft_extend", region, safe_inputs, DraftState, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
 
 
-def decode_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[NextTokens, NextTokens]:
-    """One target forward of width 1 and its greedy choice: plain decoding."""
+def decode_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[DecodeInputs, NextTokens]:
+    """One target forward of width 1 and its choice: plain decoding."""
 
-    def region(meta: Metadata, given: NextTokens) -> NextTokens:
-        hidden = target.model.forward(given.tokens, token_positions(meta.step), target.attention(meta.at()))
-        return NextTokens(target.model.logits(hidden).argmax(dim=-1))
+    def region(meta: Metadata, given: DecodeInputs) -> NextTokens:
+        positions = token_positions(meta.step)
+        hidden = target.model.forward(given.tokens, positions, target.attention(meta.at()))
+        return NextTokens(next_tokens(target.model.logits(hidden), given.params, positions))
 
-    def safe_inputs(bs: int) -> NextTokens:
-        return NextTokens(torch.zeros(bs, dtype=torch.int64, device=target.model.device))
+    def safe_inputs(bs: int) -> DecodeInputs:
+        device = target.model.device
+        tokens = torch.zeros(bs, dtype=torch.int64, device=device)
+        return DecodeInputs.of(tokens, SamplingParams.greedy(bs, device))
 
     return Phase("decode", region, safe_inputs, NextTokens, lambda bs: capacity.bucket(StepKind.DECODE, bs))
+
+
+def next_tokens(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
+    """[bs] int64, the target's choice at one row of each request. logits: [bs, vocab]. positions: [bs] int64, where the
+    rows' own tokens stand: of the first token after a prompt, the prompt's last position.
+    """
+    return choose(logits.unsqueeze(1), params, positions.unsqueeze(1)).squeeze(1)
 
 
 def first_drafts(logits: Tensor, root: Tensor, hidden: Tensor, topk: int) -> DraftState:
     """The state after a draft prefill. logits: [bs, vocab] and hidden: [bs, H] of each prompt's last row."""
     log_probs, tokens = _best(logits, topk)
     return DraftState(root=root, tokens=tokens, log_probs=log_probs, hidden=hidden)
+
+
+def _by_name(value: TreeFields | SamplingParams) -> dict[str, Tensor]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def _best(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:

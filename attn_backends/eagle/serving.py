@@ -1,32 +1,22 @@
-"""Serving requests to their end: admission, prefill, steps until done. Knows nothing of how a step is computed."""
+"""Serving: requests join and leave between rounds of two steps, one of prefill and one of decoding.
+
+Knows nothing of how a step is computed. `docs/serving.md` says how to use it, and the rules that are kept here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from attn_backends.eagle.slots import SlotAllocator
-from spec_metadata import InvalidStepError
+from attn_backends.eagle.launches import Launch
+from attn_backends.eagle.protocol import Chunk, Worker
+from attn_backends.eagle.requests import DEFAULT_OPTIONS, FinishReason, Request, RequestError, RequestOptions
+from attn_backends.eagle.text import Decode, GrowingText
+from spec_metadata import Sampling
+from spec_metadata.capacity import ceil_div
 
-
-@dataclass(slots=True)
-class Request:
-    """A request being served. row: in the request-to-token table. output: tokens emitted so far. num_cycles: steps that
-    emitted them, the prefill left out.
-    """
-
-    prompt: list[int]
-    max_new_tokens: int
-    row: int = -1
-    output: list[int] = field(default_factory=list)
-    num_cycles: int = 0
-    done: bool = False
-
-    @property
-    def num_committed(self) -> int:
-        """Tokens whose KV the target has: all but the last sampled one."""
-        return len(self.prompt) + len(self.output) - 1
+Emitted = tuple[Request, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +32,202 @@ class Completion:
         return (len(self.tokens) - 1) / max(self.num_cycles, 1)
 
 
-class Worker(Protocol):
-    """What serving needs of a worker. draft_room: tokens past the committed ones that a step may write."""
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """A step that the host has not read. is_cycle: or of prefill."""
 
-    slots: SlotAllocator
-    max_context: int
-    draft_room: int
-    eos_token: int | None
+    requests: list[Request]
+    launch: Launch
+    is_cycle: bool
 
-    def prefill(self, requests: Sequence[Request]) -> list[int]:
-        """Commit the prompts; returns each request's first token."""
 
-    def step(self, requests: Sequence[Request]) -> list[list[int]]:
-        """One decode step or cycle; returns what each request emitted, at least one token."""
+class Server:
+    """Serves requests on one worker, which is its alone. Not thread-safe: one thread submits, cancels and streams.
+
+    decode: token ids to text, for `Request.text` and stop strings. Requests are admitted in the order of submission,
+    each when a table row is free and so are all pages that it can come to need; until then it waits. One whose prompt
+    begins like a prompt in prefill lets others pass until it can share those pages.
+    """
+
+    def __init__(self, worker: Worker, decode: Decode | None = None) -> None:
+        self.worker, self._decode = worker, decode
+        self._num_submitted = 0
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []  # in order of admission; ended ones too, until all their steps are read
+        self._unread: deque[list[_Unread]] = deque()  # of each round
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every request has ended and given back what it held."""
+        return not self._waiting and not self._running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that were submitted and not admitted yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a table row."""
+        return len(self._running)
+
+    def submit(self, prompt: Sequence[int], options: RequestOptions = DEFAULT_OPTIONS) -> Request:
+        """Queue a prompt of token ids. Raises `RequestError` for what can't be served, and nothing was changed then."""
+        self._check(prompt, options)
+        limit = min(options.max_new_tokens, self.worker.max_context - len(prompt))
+        growing = None if self._decode is None else GrowingText(self._decode, options.stop)
+        request = Request(self._num_submitted, list(prompt), options, limit, growing)
+        geometry = self.worker.slots.geometry
+        num_pages = ceil_div(self._reach(request), geometry.page_size)
+        if num_pages >= geometry.num_pages:
+            raise RequestError(
+                f"a prompt of {len(prompt)} tokens and {limit} new ones can come to need {num_pages} pages of "
+                f"{geometry.page_size} tokens; the cache has {geometry.num_pages - 1}. Ask for fewer, or make it larger"
+            )
+        self._num_submitted += 1
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request; it emits nothing any more. Raises `RequestError` if it has ended already."""
+        if request.finish is not None:
+            how = "been cancelled" if request.finish is FinishReason.CANCELLED else f"ended ({request.finish})"
+            raise RequestError(f"request {request.number} can't be cancelled: it has {how} already")
+        if request not in self._waiting and request not in self._running:
+            raise RequestError(f"request {request.number} can't be cancelled: it was submitted to another server")
+        request.end(FinishReason.CANCELLED)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        self._release_ended()
+
+    def stream(self) -> Iterator[Emitted]:
+        """Serve until idle; yields (request, its new tokens), at least one token each, as the host reads them.
+
+        Requests may be submitted and cancelled meanwhile; nothing more of a cancelled one is yielded.
+        """
+        while not self.is_idle:
+            for request, tokens in self.round():
+                if request.finish is not FinishReason.CANCELLED:
+                    yield request, tokens
+
+    def round(self) -> list[Emitted]:
+        """One scheduling round: admit, launch one cycle and one step of prefill, read what is due."""
+        self._admit()
+        self._unread.append([*self._launch_cycle(), *self._launch_prefill()])
+        emitted: list[Emitted] = []
+        while len(self._unread) > self.worker.host_lag:
+            for step in self._unread.popleft():
+                emitted += self._read(step)
+        self._release_ended()
+        return emitted
+
+    def _check(self, prompt: Sequence[int], options: RequestOptions) -> None:
+        worker = self.worker
+        if not prompt:
+            raise RequestError("a prompt is empty; it needs at least one token")
+        if len(prompt) >= worker.max_context:
+            raise RequestError(
+                f"a prompt has {len(prompt)} tokens; a context of {worker.max_context} holds at most "
+                f"{worker.max_context - 1} and one new token. Shorten it, or raise max_context"
+            )
+        foreign = next((token for token in prompt if not 0 <= token < worker.vocab_size), None)
+        if foreign is not None:
+            raise RequestError(f"a prompt holds token {foreign}; the model knows 0 to {worker.vocab_size - 1}")
+        if options.stop and self._decode is None:
+            raise RequestError(f"stop strings {list(options.stop)} need text; give the server `decode`")
+        if options.draft not in (None, worker.draft_shape):
+            own = f"drafts with {worker.draft_shape}" if worker.draft_shape else "does not draft"
+            raise RequestError(
+                f"a request asks for drafts with {options.draft}; this worker {own}, for all of its requests. Submit "
+                "it to a worker of its own shape, or leave `draft` out"
+            )
+
+    def _reach(self, request: Request) -> int:
+        """Positions that a request can come to write.
+
+        Its last cycle begins two tokens before its end at most, and with lag one more begins behind what that accepted.
+        """
+        worker = self.worker
+        last = len(request.prompt) + request.limit - 2 + worker.host_lag * (worker.max_accepted - 1)
+        return min(last, worker.max_context) + worker.draft_room
+
+    def _max_committed(self, request: Request) -> int:
+        """Tokens that a request may have committed by now: each unread cycle, as many as one can."""
+        return request.num_committed + request.num_cycles_unread * self.worker.max_accepted
+
+    def _admit(self) -> None:
+        slots = self.worker.slots
+        for request in list(self._waiting):
+            if self._can_share_soon(request):
+                continue
+            if not slots.can_admit(self._reach(request), request.prompt):
+                break
+            self._waiting.remove(request)
+            request.row = slots.admit(request.prompt)
+            request.num_prefilled = request.statistics.num_shared_tokens = slots.num_held_tokens(request.row)
+            slots.reserve(request.row, self._reach(request))
+            self.worker.admit(request.row, request.options.sampling)
+            self._running.append(request)
+
+    def _can_share_soon(self, request: Request) -> bool:
+        """Whether a request in prefill is about to commit more pages of this one's prompt than can be shared now."""
+        slots = self.worker.slots
+        now = slots.num_shared_tokens(request.prompt)
+        in_prefill = [other for other in self._running if other.finish is None and other.in_prefill]
+        return any(slots.num_common_tokens(request.prompt, other.prompt) > now for other in in_prefill)
+
+    def _launch_cycle(self) -> Iterator[_Unread]:
+        """A request whose unread cycles may have filled its context sits out until the host has read them."""
+        requests = [
+            request
+            for request in self._running
+            if request.finish is None
+            and not request.in_prefill
+            and not request.is_sure_to_end
+            and self._max_committed(request) <= self.worker.max_context
+        ]
+        if requests:
+            committed = [self._max_committed(request) for request in requests]
+            launch = self.worker.cycle([request.row for request in requests], committed)
+            for request in requests:
+                request.num_cycles_unread += 1
+            yield _Unread(requests, launch, is_cycle=True)
+
+    def _launch_prefill(self) -> Iterator[_Unread]:
+        requests = [request for request in self._running if request.finish is None and request.in_prefill]
+        if requests:
+            ends = [min(request.num_prefilled + self.worker.chunk, len(request.prompt)) for request in requests]
+            both = zip(requests, ends, strict=True)
+            launch = self.worker.prefill([Chunk(r.row, r.prompt, r.num_prefilled, end) for r, end in both])
+            for request, end in zip(requests, ends, strict=True):
+                request.num_prefilled = end
+                request.num_prefills_unread += 1
+                self.worker.slots.share(request.row, request.prompt, end)
+            yield _Unread(requests, launch, is_cycle=False)
+
+    def _read(self, step: _Unread) -> Iterator[Emitted]:
+        tokens, seconds = step.launch.read()
+        for request, given in zip(step.requests, tokens, strict=True):
+            if step.is_cycle:
+                request.num_cycles_unread -= 1
+            else:
+                request.num_prefills_unread -= 1
+            if request.finish is not None:
+                continue
+            taken = request.emit(given, self.worker.eos_token)
+            request.statistics.seconds.update(seconds)
+            if step.is_cycle:
+                request.statistics.count_cycle(len(taken), num_drafted=len(given) - 1)
+            if taken:
+                yield request, taken
+
+    def _release_ended(self) -> None:
+        """Take back what ended requests hold, once no step of theirs is on its way."""
+        for request in [request for request in self._running if request.finish is not None and not request.is_unread]:
+            self.worker.slots.release(request.row)
+            self._running.remove(request)
+            request.row = -1
+        assert not self.is_idle or not self.worker.slots.in_use, "a request kept a row or pages"
 
 
 def serve(
@@ -62,56 +235,18 @@ def serve(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     on_progress: Callable[[int], None] | None = None,
+    sampling: Sequence[Sampling] | None = None,
 ) -> list[Completion]:
     """Serve prompts to their end: max_new_tokens, the end-of-text token or the context's last token.
 
-    Requests join when a table row is free and leave when done. on_progress gets the number of tokens newly emitted.
+    on_progress gets the number of tokens newly emitted, every round. sampling: of each prompt, greedy without.
     """
-    requests = [_admissible(worker, prompt, max_new_tokens) for prompt in prompts]
-    waiting, active = list(requests), list[Request]()
-    while waiting or active:
-        joining = waiting[: worker.slots.num_free_rows]
-        waiting = waiting[len(joining) :]
-        num_before = sum(len(request.output) for request in requests)
-        if joining:
-            for request in joining:
-                request.row = worker.slots.admit()
-                worker.slots.reserve(request.row, len(request.prompt))
-            for request, token in zip(joining, worker.prefill(joining), strict=True):
-                _emit(worker, request, [token])
-            active += joining
-        running = [request for request in active if not request.done]
-        for request in running:
-            worker.slots.reserve(request.row, request.num_committed + worker.draft_room)
-        if running:
-            for request, tokens in zip(running, worker.step(running), strict=True):
-                request.num_cycles += 1
-                _emit(worker, request, tokens)
-        for request in [request for request in active if request.done]:
-            worker.slots.release(request.row)
-            active.remove(request)
+    server = Server(worker)
+    records = [Sampling()] * len(prompts) if sampling is None else sampling
+    options = [RequestOptions(max_new_tokens, record) for record in records]
+    requests = [server.submit(*both) for both in zip(prompts, options, strict=True)]
+    while not server.is_idle:
+        emitted = server.round()
         if on_progress is not None:
-            on_progress(sum(len(request.output) for request in requests) - num_before)
-    return [Completion(request.output, request.num_cycles) for request in requests]
-
-
-def _admissible(worker: Worker, prompt: Sequence[int], max_new_tokens: int) -> Request:
-    if not prompt:
-        raise InvalidStepError("a prompt is empty; it needs at least one token")
-    if len(prompt) >= worker.max_context:
-        raise InvalidStepError(
-            f"a prompt has {len(prompt)} tokens; a context of {worker.max_context} holds at most "
-            f"{worker.max_context - 1} and one new token. Shorten it, or raise max_context"
-        )
-    if max_new_tokens < 1:
-        raise InvalidStepError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    return Request(list(prompt), min(max_new_tokens, worker.max_context - len(prompt)))
-
-
-def _emit(worker: Worker, request: Request, tokens: list[int]) -> None:
-    """Append tokens up to the request's end."""
-    for token in tokens:
-        request.output.append(token)
-        if len(request.output) == request.max_new_tokens or token == worker.eos_token:
-            request.done = True
-            return
+            on_progress(sum(len(tokens) for _, tokens in emitted))
+    return [Completion(request.output, request.statistics.num_cycles) for request in requests]

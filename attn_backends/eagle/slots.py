@@ -1,12 +1,19 @@
-"""The reference worker's slot allocator: pages for requests, and the request-to-token table that steps read."""
+"""The reference worker's slot allocator: pages for requests, and the request-to-token table that steps read.
+
+Requests whose prompts begin alike share the pages of the common beginning. A page is shared once all of it is
+committed, and is read only from then on: every request writes behind its own prompt, in pages of its own.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from attn_backends.eagle.tables import upload
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import CacheGeometry, Capacity, RequestTable
 from spec_metadata.capacity import ceil_div
@@ -33,6 +40,9 @@ class SlotAllocator:
         self._free_rows = [row for row in range(capacity.max_bs + 1) if row != geometry.reserved_row]
         self._free_pages = [page for page in range(geometry.num_pages) if page != geometry.reserved_page]
         random.Random(seed).shuffle(self._free_pages)
+        self._refcounts: Counter[int] = Counter()
+        self._page_of: dict[tuple[int, ...], int] = {}
+        self._key_of: dict[int, tuple[int, ...]] = {}
 
     @property
     def num_free_rows(self) -> int:
@@ -44,36 +54,104 @@ class SlotAllocator:
         """Pages that belong to nobody."""
         return len(self._free_pages)
 
-    def admit(self) -> int:
-        """A row for a new request."""
+    @property
+    def in_use(self) -> bool:
+        """Whether some row or page is given to somebody."""
+        return bool(self._pages) or self.num_free_pages < self.geometry.num_pages - 1
+
+    def pages(self, row: int) -> tuple[int, ...]:
+        """The pages that a row holds, in the order of its positions."""
+        return tuple(self._pages[row])
+
+    def refcount(self, page: int) -> int:
+        """How many rows hold a page."""
+        return self._refcounts[page]
+
+    def can_admit(self, num_tokens: int, prompt: Sequence[int] = ()) -> bool:
+        """Whether a row and the pages for num_tokens positions are free, those counted that the prompt shares."""
+        num_missing = ceil_div(num_tokens, self.geometry.page_size) - len(self._shared_pages(prompt))
+        return bool(self._free_rows) and num_missing <= self.num_free_pages
+
+    def admit(self, prompt: Sequence[int] = ()) -> int:
+        """A row for a new request, which holds the pages of its prompt's beginning that others have committed."""
         if not self._free_rows:
             raise OutOfSlotsError(f"all {len(self._pages)} rows of the table are taken")
         row = self._free_rows.pop()
         self._pages[row] = []
+        self._give(row, self._shared_pages(prompt))
         return row
+
+    def num_held_tokens(self, row: int) -> int:
+        """Positions that a row has pages for; of a row that was just admitted, those that it shares."""
+        return len(self._pages[row]) * self.geometry.page_size
+
+    def num_shared_tokens(self, prompt: Sequence[int]) -> int:
+        """Tokens of a prompt's beginning that somebody has committed in pages which can be shared."""
+        return len(self._shared_pages(prompt)) * self.geometry.page_size
+
+    def num_common_tokens(self, prompt: Sequence[int], other: Sequence[int]) -> int:
+        """Tokens of the pages that two prompts can share."""
+        pairs = zip(self._keys(prompt), self._keys(other), strict=False)
+        return sum(a == b for a, b in pairs) * self.geometry.page_size
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Give a row pages for its first num_tokens positions, if it lacks any."""
-        pages, page_size = self._pages[row], self.geometry.page_size
-        num_missing = ceil_div(num_tokens, page_size) - len(pages)
+        num_missing = ceil_div(num_tokens, self.geometry.page_size) - len(self._pages[row])
         if num_tokens > self.max_tokens:
             raise OutOfSlotsError(f"row {row} asks for {num_tokens} tokens; a table row holds {self.max_tokens}")
         if num_missing > len(self._free_pages):
             raise OutOfSlotsError(
-                f"row {row} needs {num_missing} more pages of {page_size} tokens, {len(self._free_pages)} are free"
+                f"row {row} needs {num_missing} more pages of {self.geometry.page_size} tokens, "
+                f"{len(self._free_pages)} are free"
             )
-        for _ in range(num_missing):
-            page, start = self._free_pages.pop(), len(pages) * page_size
-            pages.append(page)
-            width = min(page_size, self.max_tokens - start)
-            self.table[row, start : start + width] = page * page_size + torch.arange(width, device=self.table.device)
+        self._give(row, [self._free_pages.pop() for _ in range(num_missing)])
+
+    def share(self, row: int, prompt: Sequence[int], num_committed: int) -> None:
+        """Let others share the pages of a row's prompt that lie wholly within its first num_committed tokens."""
+        for index, key in enumerate(self._keys(prompt[: num_committed + 1])):
+            page = self._pages[row][index]
+            if key not in self._page_of:
+                self._page_of[key], self._key_of[page] = page, key
 
     def release(self, row: int) -> None:
-        """Take a row and its pages back."""
-        self._free_pages.extend(self._pages.pop(row))
+        """Take a row back, and those of its pages that no other row holds."""
+        for page in self._pages.pop(row):
+            self._refcounts[page] -= 1
+            if not self._refcounts[page]:
+                del self._refcounts[page]
+                self._page_of.pop(self._key_of.pop(page, ()), None)
+                self._free_pages.append(page)
         self._free_rows.append(row)
         self.table[row] = self._reserved
 
     def paging(self, rows: Tensor) -> RequestTable:
         """The table for a batch. rows: [bs] int64."""
         return RequestTable(self.table, rows, self.geometry)
+
+    def _shared_pages(self, prompt: Sequence[int]) -> list[int]:
+        """The pages that hold the prompt's beginning, as far as somebody has committed them."""
+        pages = []
+        for key in self._keys(prompt):
+            if key not in self._page_of:
+                break
+            pages.append(self._page_of[key])
+        return pages
+
+    def _keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
+        """What each whole page of a text is known by: all tokens up to its end and the one after them.
+
+        The draft's entry at a position depends on the token after it, too. So the last token of a prompt lies in no
+        page that can be shared, and every request computes it.
+        """
+        page_size = self.geometry.page_size
+        ends = range(page_size, len(tokens), page_size)
+        return [tuple(tokens[: end + 1]) for end in ends]
+
+    def _give(self, row: int, pages: Sequence[int]) -> None:
+        """Append pages to a row."""
+        start, page_size = self.num_held_tokens(row), self.geometry.page_size
+        self._pages[row] += pages
+        self._refcounts.update(pages)
+        first_slots = torch.tensor(pages, dtype=torch.int32).mul_(page_size).unsqueeze(1)
+        slots = (first_slots + torch.arange(page_size, dtype=torch.int32)).reshape(-1)
+        self.table[row, start : start + len(slots)] = upload(slots, self.table.device)

@@ -1,35 +1,55 @@
-"""The reference workers: plain decoding, and EAGLE's draft, verify, accept and draft extend, for many requests at once.
+"""The reference workers that drive the backends: plain decoding, and EAGLE's draft, verify, accept and draft extend,
+for many requests at once.
 
 They show how a worker drives the backends, and the library's own tests run on them; a serving engine brings its own. A
-step reads the device once, for the tokens that it emits. Target and draft keep KV in the same slots, each in its cache.
+step is launched without reading the device: lengths, draft states and how requests sample stay there, in tables with an
+entry for each row of the request-to-token table, and the host reads what was emitted when it likes. Target and draft
+keep KV in the same slots, each in its cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
+from attn_backends.eagle.launches import Launch, Timings
 from attn_backends.eagle.phases import (
-    DraftState,
+    DecodeInputs,
     Model,
-    NextTokens,
+    VerifyInputs,
     decode_phase,
     draft_phase,
     extend_phase,
     first_drafts,
+    next_tokens,
     verify_phase,
 )
-from attn_backends.eagle.serving import Request
+from attn_backends.eagle.protocol import Chunk
+from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.slots import SlotAllocator
+from attn_backends.eagle.tables import keep, kept, to_device
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import Graph
 from attn_backends.models.decoder import DraftModel, TargetModel
 from attn_backends.runner import Phase, PhaseRunner
-from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, UniformQuery, token_positions
+from spec_metadata import (
+    CacheGeometry,
+    Capacity,
+    InvalidStepError,
+    PackedQuery,
+    Sampling,
+    SamplingParams,
+    Step,
+    StepKind,
+    UniformQuery,
+    token_positions,
+)
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
@@ -52,7 +72,7 @@ class WorkerOptions:
 
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture them with. chunk: prompt tokens of
     a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
-    pages are given out.
+    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read.
     """
 
     buckets: tuple[int, ...] = ()
@@ -60,56 +80,18 @@ class WorkerOptions:
     chunk: int = 512
     eos_token: int | None = None
     seed: int = 0
+    host_lag: int = 0
+
+    def __post_init__(self) -> None:
+        if self.host_lag not in (0, 1):
+            raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
 
 
 DEFAULTS = WorkerOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Prompt tokens [start, end) of a request, for one prefill forward."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """The chunk's tokens."""
-        return self.request.prompt[self.start : self.end]
-
-    @property
-    def ends_prompt(self) -> bool:
-        """Whether the prompt is through."""
-        return self.end == len(self.request.prompt)
-
-    def next_tokens(self, first_token: int | None) -> list[int]:
-        """The tokens after each of the chunk's: shifted by one, across chunk edges and into the first new token."""
-        shifted = self.request.prompt[self.start + 1 : self.end + 1]
-        return shifted if first_token is None else [*shifted, first_token]
-
-
-def prompt_chunks(requests: Sequence[Request], size: int) -> list[list[Chunk]]:
-    """Rounds of chunks: in each the next `size` tokens of every prompt that is not through."""
-    longest = max(len(request.prompt) for request in requests)
-    return [
-        [Chunk(r, start, min(start + size, len(r.prompt))) for r in requests if start < len(r.prompt)]
-        for start in range(0, longest, size)
-    ]
-
-
-def last_rows(step: Step) -> Tensor:
-    """[bs] int64: the last query row of each request of a packed step."""
-    assert isinstance(step.query, PackedQuery)
-    return step.query.cu_seqlens[1:].long() - 1
-
-
-def _longest(requests: Sequence[Request]) -> int:
-    return max(request.num_committed for request in requests)
-
-
 class TargetWorker:
-    """What plain and speculative decoding share: the target, its cache, prompts, and the table of requests.
+    """What plain and speculative decoding share: the target, its cache, prompts, and the tables of requests.
 
     num_graph_steps, num_eager_steps: how often each phase ran which way.
     """
@@ -123,24 +105,38 @@ class TargetWorker:
         options: WorkerOptions = DEFAULTS,
     ) -> None:
         self.target, self.backends, self.capacity, self.options = target, backends, capacity, options
-        self.max_context, self.eos_token = capacity.max_context, options.eos_token
+        self.max_context, self.eos_token, self.vocab_size = capacity.max_context, options.eos_token, target.vocab_size
+        self.chunk, self.host_lag = options.chunk, options.host_lag
         self.device = target.device
         self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
-        self.target_caches = target.allocate_caches(geometry)
+        self.target_caches = target.allocate_caches(backends.prefill)
         self.num_graph_steps: dict[str, int] = {}
         self.num_eager_steps: dict[str, int] = {}
+        num_rows = capacity.max_bs + 1
+        self._lens = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
+        self._sampling = SamplingParams.greedy(num_rows, target.device)
+
+    def admit(self, row: int, sampling: Sampling) -> None:
+        """A request begins in a table row."""
+        keep(self._sampling, self._index([row]), SamplingParams.of([sampling]))
 
     @torch.no_grad()
-    def target_prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, dict[int, int]]:
-        """Run a round of chunks. Returns hidden [num_tokens, H] and, by row, the first token where a prompt ended."""
+    def target_prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+        """Run chunks of prompts, and let rows whose prompt ends begin to decode.
+
+        Returns hidden [num_tokens, H] and [bs] int64, the token after each chunk, which means something where the chunk
+        ends its prompt.
+        """
         step = self._prefill_step(chunks)
         model = Model(self.target, self.target_caches, self.backends.prefill)
         meta = model.backend.init_forward_metadata(step)
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        hidden = self.target.forward(tokens, token_positions(step), model.attention(meta.at()))
-        chosen = self.target.logits(hidden[last_rows(step)]).argmax(dim=-1).tolist()
-        first = {c.request.row: token for c, token in zip(chunks, chosen, strict=True) if c.ends_prompt}
-        return hidden, first
+        tokens = to_device([token for chunk in chunks for token in chunk.tokens], torch.int64, self.device)
+        positions = token_positions(step)
+        hidden = self.target.forward(tokens, positions, model.attention(meta.at()))
+        rows, last = self._index([chunk.row for chunk in chunks]), last_rows(step)
+        self._lens[rows] = to_device([chunk.end for chunk in chunks], torch.int32, self.device)
+        logits = self.target.logits(hidden[last])
+        return hidden, next_tokens(logits, kept(self._sampling, rows), positions[last])
 
     def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
         paging = self.slots.paging(torch.empty(0, dtype=torch.int64, device=self.device))
@@ -152,24 +148,39 @@ class TargetWorker:
         counts[runner.phase.name] = counts.get(runner.phase.name, 0) + 1
         return result.value
 
-    def _rows(self, requests: Sequence[Request]) -> Tensor:
-        return torch.tensor([request.row for request in requests], device=self.device)
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return to_device(rows, torch.int64, self.device)
 
-    def _lens(self, requests: Sequence[Request]) -> Tensor:
-        lens = [request.num_committed for request in requests]
-        return torch.tensor(lens, dtype=torch.int32, device=self.device)
+    def _bounds(self, max_committed: Sequence[int]) -> dict[str, Any]:
+        """What the host can tell a step of its lengths: exact ones only while it reads every cycle before the next."""
+        exact = tuple(max_committed) if self.host_lag == 0 else None
+        return {"max_committed": max(max_committed), "seq_lens_cpu": exact}
 
     def _prefill_step(self, chunks: Sequence[Chunk]) -> Step:
-        starts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int32, device=self.device)
-        query = PackedQuery.of([len(chunk.tokens) for chunk in chunks], self.device)
-        paging = self.slots.paging(self._rows([chunk.request for chunk in chunks]))
-        return Step.prefill(query, starts, paging, max_committed=max(chunk.start for chunk in chunks))
+        starts, widths = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        cu_seqlens = to_device([0, *accumulate(widths)], torch.int32, self.device)
+        query = PackedQuery(cu_seqlens, tuple(widths))
+        paging = self.slots.paging(self._index([chunk.row for chunk in chunks]))
+        lens = to_device(starts, torch.int32, self.device)
+        return Step.prefill(query, lens, paging, max_committed=max(starts), seq_lens_cpu=starts)
+
+    def _check_lag(self, backends: Mapping[StepKind, AttentionBackend]) -> None:
+        """Refuse kernels that plan from exact lengths, if the host won't know them."""
+        kernels = {kind: backend.kernel_of(kind) for kind, backend in backends.items()}
+        reasons = [
+            f"kernel {kernel.name} plans {kind} on the host from exact lengths, which the host learns a cycle late"
+            for kind, kernel in kernels.items()
+            if kernel.capabilities[kind].needs_host_lens
+        ]
+        if self.host_lag and reasons:
+            raise UnsupportedStepError("host_lag=1", reasons, "host_lag=0, or kernels that plan on the device")
 
 
 class PlainWorker(TargetWorker):
-    """Plain greedy decoding of the target: what speculative decoding must equal."""
+    """Plain decoding of the target: what speculative decoding must equal."""
 
-    draft_room = 1
+    draft_room = max_accepted = 1
+    draft_shape: DraftShape | None = None
 
     def __init__(
         self,
@@ -180,23 +191,30 @@ class PlainWorker(TargetWorker):
         options: WorkerOptions = DEFAULTS,
     ) -> None:
         super().__init__(target, backends, capacity, geometry, options)
+        self._check_lag({StepKind.DECODE: backends.decode})
         phase = decode_phase(Model(target, self.target_caches, backends.decode), capacity)
         self._decode = self._runner(phase, backends.decode)
+        self._last_tokens = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
 
-    def prefill(self, requests: Sequence[Request]) -> list[int]:
-        """Commit the prompts; returns each request's first token."""
-        first: dict[int, int] = {}
-        for chunks in prompt_chunks(requests, self.options.chunk):
-            first |= self.target_prefill(chunks)[1]
-        return [first[request.row] for request in requests]
+    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
+        """Commit the next tokens of prompts; a chunk that ends one emits the first new token."""
+        timings = Timings(self.device)
+        _, tokens = self.target_prefill(chunks)
+        self._last_tokens[self._index([chunk.row for chunk in chunks])] = tokens
+        timings.mark("prefill")
+        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
 
     @torch.no_grad()
-    def step(self, requests: Sequence[Request]) -> list[list[int]]:
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One token for each request."""
-        paging, longest = self.slots.paging(self._rows(requests)), _longest(requests)
-        step = Step.decode(self._lens(requests), paging, max_committed=longest)
-        last = torch.tensor([request.output[-1] for request in requests], device=self.device)
-        return [[token] for token in self._run(self._decode, step, NextTokens(last)).tokens.tolist()]
+        timings, index = Timings(self.device), self._index(rows)
+        step = Step.decode(self._lens[index], self.slots.paging(index), **self._bounds(max_committed))
+        inputs = DecodeInputs.of(self._last_tokens[index], kept(self._sampling, index))
+        tokens = self._run(self._decode, step, inputs).tokens
+        self._last_tokens[index] = tokens
+        self._lens[index] += 1
+        timings.mark("decode")
+        return Launch(tokens.unsqueeze(1), [1] * len(rows), timings)
 
 
 class EagleWorker(TargetWorker):
@@ -212,8 +230,11 @@ class EagleWorker(TargetWorker):
         options: WorkerOptions = DEFAULTS,
     ) -> None:
         super().__init__(target, backends, capacity, geometry, options)
-        self.draft, self.draft_room = draft, capacity.draft_room
-        self.draft_caches = draft.allocate_caches(geometry)
+        steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+        self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
+        self.draft, self.draft_room, self.max_accepted = draft, capacity.draft_room, capacity.max_accepted
+        self.draft_shape: DraftShape | None = DraftShape.of(capacity)
+        self.draft_caches = draft.allocate_caches(backends.prefill)
         drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
         verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
         extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
@@ -222,47 +243,46 @@ class EagleWorker(TargetWorker):
         self._extend = self._runner(extending, backends.draft_extend)
         self._state = drafting.safe_inputs(capacity.max_bs + 1)
 
-    def prefill(self, requests: Sequence[Request]) -> list[int]:
-        """Commit the prompts to target and draft; returns each request's first token."""
-        first: dict[int, int] = {}
-        for chunks in prompt_chunks(requests, self.options.chunk):
-            hidden, ended = self.target_prefill(chunks)
-            self._draft_prefill(chunks, hidden, ended)
-            first |= ended
-        return [first[request.row] for request in requests]
+    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
+        """Commit the next tokens of prompts to target and draft; a chunk that ends one emits the first new token."""
+        timings = Timings(self.device)
+        hidden, tokens = self.target_prefill(chunks)
+        self._draft_prefill(chunks, hidden, tokens)
+        timings.mark("prefill")
+        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
 
     @torch.no_grad()
-    def step(self, requests: Sequence[Request]) -> list[list[int]]:
-        """One cycle; returns for each request the accepted drafts and the target's own token after them."""
-        capacity, rows, lens, longest = self.capacity, self._rows(requests), self._lens(requests), _longest(requests)
-        paging = self.slots.paging(rows)
-        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, max_committed=longest)
-        tree = self._run(self._draft, drafting, self._kept(rows))
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
+        """One cycle, which emits the accepted drafts and the target's own token after them."""
+        timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
+        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
+        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds)
+        tree = self._run(self._draft, drafting, kept(self._state, index))
+        timings.mark("draft")
         mask = tree.mask if capacity.topk > 1 else None
-        width = capacity.num_draft_tokens
-        verifying = Step.target_verify(width, lens, paging, tree_mask=mask, max_committed=longest)
-        accepted = self._run(self._verify, verifying, tree)
-        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, max_committed=longest)
-        self._keep(rows, self._run(self._extend, extending, accepted))
-        counts = accepted.num_accepted.tolist()
-        return [tokens[:count] for tokens, count in zip(accepted.tokens.tolist(), counts, strict=True)]
+        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, tree_mask=mask, **bounds)
+        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        timings.mark("verify")
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
+        keep(self._state, index, self._run(self._extend, extending, accepted))
+        self._lens[index] = lens + accepted.num_accepted
+        timings.mark("draft_extend")
+        return Launch(accepted.tokens, accepted.num_accepted, timings)
 
     @torch.no_grad()
-    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, ended: dict[int, int]) -> None:
-        """Run the draft over a round of chunks: row p takes the target's hidden p and the token p + 1."""
-        step = self._prefill_step(chunks)
-        model = Model(self.draft, self.draft_caches, self.backends.prefill)
+    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
+        """Run the draft over chunks: row p takes the target's hidden p and token p + 1, behind a prompt `first`."""
+        step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
+        model, last = Model(self.draft, self.draft_caches, self.backends.prefill), last_rows(step)
         meta = model.backend.init_forward_metadata(step)
-        following = [chunk.next_tokens(ended.get(chunk.request.row)) for chunk in chunks]
-        tokens = torch.tensor([token for row in following for token in row], device=self.device)
+        tokens = to_device([token for chunk in chunks for token in chunk.following], torch.int64, self.device)
+        ends_prompt = to_device([chunk.ends_prompt for chunk in chunks], torch.bool, self.device)
+        tokens[last] = torch.where(ends_prompt, first, tokens[last])
         out = self.draft.forward(tokens, hidden, token_positions(step), model.attention(meta.at()))
-        last = last_rows(step)
-        state = first_drafts(self.draft.logits(out[last]), tokens[last], out[last], self.capacity.topk)
-        self._keep(self._rows([chunk.request for chunk in chunks]), state)
+        keep(self._state, rows, first_drafts(self.draft.logits(out[last]), tokens[last], out[last], self.capacity.topk))
 
-    def _keep(self, rows: Tensor, state: DraftState) -> None:
-        for field in fields(state):
-            getattr(self._state, field.name)[rows] = getattr(state, field.name)
 
-    def _kept(self, rows: Tensor) -> DraftState:
-        return DraftState(*(getattr(self._state, field.name)[rows] for field in fields(self._state)))
+def last_rows(step: Step) -> Tensor:
+    """[bs] int64: the last query row of each request of a packed step."""
+    assert isinstance(step.query, PackedQuery)
+    return step.query.cu_seqlens[1:].long() - 1

@@ -1,4 +1,4 @@
-"""Checks of runner and worker, in the form of the catalogue's, which has checks of backends only."""
+"""Checks of runner, worker and sampling, in the form of the catalogue's, which has checks of backends only."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from attn_backends.layer import AttentionOutput
 from attn_backends.runner import PerToken, Phase, PhaseRunner
 from spec_metadata import StepKind
 from spec_metadata.capacity import Capacity
+from tests import sampling_laws
+from tests.mutants.serving_checks import SERVING_CHECKS
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +81,67 @@ def lossless(subject: Subject, case: Case) -> Measured:
     return Measured()
 
 
+def sampled_law(subject: Subject, case: Case) -> Measured:
+    """A verify of sampled requests emits runs of the target's own distribution."""
+    sampling_laws.check_law(sampling_laws.TREE, sampling_laws.PLAIN)
+    return Measured()
+
+
+def reproducible(subject: Subject, case: Case) -> Measured:
+    """A sampled text is the request's own, in any batch, bucket and order, eager or replayed, chain or tree."""
+    sampling_laws.check_reproducible()
+    return Measured()
+
+
+def filters(subject: Subject, case: Case) -> Measured:
+    """Temperature, top-k and top-p are those of a simple float64 reference, request by request."""
+    sampling_laws.check_filters()
+    return Measured()
+
+
+def noise(subject: Subject, case: Case) -> Measured:
+    """The random bits of neighbouring seeds, positions and tokens are uniform and independent."""
+    sampling_laws.check_noise()
+    return Measured()
+
+
+def ranges(subject: Subject, case: Case) -> Measured:
+    """Temperature, top-p, top-k and seeds out of range are refused."""
+    sampling_laws.check_ranges()
+    return Measured()
+
+
+def sampled_lossless(subject: Subject, case: Case) -> Measured:
+    """Sampled speculative decoding over trees emits what sampled plain decoding emits with the same seeds."""
+    from tests.serving_scenes import EAGER, TREE  # needs the models' packages
+
+    sampling_laws.check_lossless(TREE, EAGER)
+    return Measured()
+
+
+RUNS = {
+    "runner.results": results,
+    "worker.lossless": lossless,
+    "worker.sampled_lossless": sampled_lossless,
+    "sampling.law": sampled_law,
+    "sampling.reproducible": reproducible,
+    "sampling.filters": filters,
+    "sampling.noise": noise,
+    "sampling.ranges": ranges,
+}
 CASES = {
     "runner.results": Case(
         "runner.results", StepKind.TARGET_VERIFY, "graph", page_size=4, lens=(4, 8, 2), captured_lens=(5, 3), bs=2
     ),
     "worker.lossless": Case("worker.lossless", StepKind.TARGET_VERIFY, topk=4),
+    "worker.sampled_lossless": Case("worker.sampled_lossless", StepKind.TARGET_VERIFY, topk=4),
+    "sampling.law": Case("sampling.law", StepKind.TARGET_VERIFY, topk=4),
+    "sampling.reproducible": Case("sampling.reproducible", StepKind.TARGET_VERIFY, "graph", topk=4),
+    "sampling.filters": Case("sampling.filters", StepKind.DECODE),
+    "sampling.noise": Case("sampling.noise", StepKind.DECODE),
+    "sampling.ranges": Case("sampling.ranges", StepKind.DECODE),
 }
 LOCAL_CHECKS = {
     run_id: Check(run_id, run.__doc__ or "", run, lambda subject, case=CASES[run_id]: [case])
-    for run_id, run in (("runner.results", results), ("worker.lossless", lossless))
-}
+    for run_id, run in RUNS.items()
+} | SERVING_CHECKS

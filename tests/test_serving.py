@@ -1,0 +1,192 @@
+"""Serving on the shipped models: whatever requests do to the batch, each gets what plain decoding would give it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attn_backends.cli import main
+from attn_backends.config import load_run_config
+from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.requests import RequestError, RequestOptions
+from attn_backends.eagle.serving import Server
+from attn_backends.errors import ConfigError, UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from spec_metadata import Capacity, InvalidStepError, Sampling, StepKind
+from tests import serving_laws as laws
+from tests.serving_scenes import CHAIN, NEWLINE, TREE, arrivals, eagle_worker, endless, plain_worker
+
+GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
+
+# Every backend, draft, path and lag, each pair of them at least once. `make test-full` runs the whole cross.
+RANDOM = [
+    ("mla", "flashinfer_mla", 16, TREE, {}, 1),
+    ("mla", "trtllm_mla", 32, CHAIN, GRAPH, 1),
+    ("mla", "fa3", 8, CHAIN, {}, 0),
+    ("gqa", "fa3", 16, TREE, GRAPH, 0),
+    ("gqa", "reference", 4, CHAIN, GRAPH, 1),
+    ("gqa", "reference", 1, TREE, {}, 0),
+]
+
+
+@pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path", "lag"), RANDOM)
+def test_requests_join_and_leave_at_random(model, backend, page_size, draft, path, lag):
+    capacity = Capacity(6, 112, page_size, **draft)
+    worker = eagle_worker(model, backend, capacity, chunk=24, eos_token=NEWLINE, seed=2, host_lag=lag, **path)
+    scene = arrivals(20, 25, 80, 20, seed=3)
+    figures = laws.check_scene(worker, scene, endless(model, scene, 20))
+    assert figures["largest_batch"] > 4, "more than the largest bucket"
+    assert figures["shared_tokens"] > 60
+    assert figures["most_rows_of_a_page"] > 1
+    assert {"eos", "stop", "length", "cancelled"} <= figures.keys()
+    assert bool(worker.num_graph_steps) == bool(path)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_host_learns_in_time_or_a_cycle_late(lag):
+    laws.check_lag(lag)
+
+
+def test_lag_at_the_end_of_the_context():
+    laws.check_lag_at_the_end_of_the_context()
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_request_that_ends_inside_an_accepted_run_emits_nothing_more(lag):
+    laws.check_ends(lag)
+
+
+def test_the_batch_walks_through_the_buckets_to_idle_and_back():
+    laws.check_buckets()
+
+
+def test_requests_share_the_pages_of_a_common_beginning():
+    laws.check_sharing()
+
+
+def test_requests_that_come_together_share_too():
+    laws.check_sharing_together()
+
+
+def test_chunks_of_a_prompt_go_beside_decoding():
+    laws.check_rounds()
+
+
+def test_the_stream_yields_tokens_as_they_come():
+    laws.check_stream()
+
+
+def test_statistics_of_a_request():
+    laws.check_statistics()
+
+
+def test_bad_requests_are_refused_and_others_go_on():
+    laws.check_refusals()
+
+
+def test_cancelling():
+    laws.check_cancel()
+
+
+@pytest.mark.parametrize("num_pages", [None, 4], ids=["rows", "pages"])
+def test_more_requests_than_capacity_wait_in_order(num_pages):
+    laws.check_queue(num_pages)
+
+
+def test_a_request_that_no_cache_could_hold_is_refused():
+    server = Server(eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN), num_pages=3))
+    with pytest.raises(RequestError, match=r"can come to need 3 pages of 16 tokens; the cache has 2"):
+        server.submit([1] * 20, RequestOptions(13))
+    server.submit([1] * 20, RequestOptions(10))
+    laws.finish(server)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be in"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"top_p": 0.0}, "top_p must be in"),
+        ({"top_p": 1.5}, "top_p must be in"),
+        ({"top_k": -1}, "top_k must be in"),
+    ],
+)
+def test_sampling_out_of_range_is_refused(values, message):
+    with pytest.raises(InvalidStepError, match=message):
+        RequestOptions(8, Sampling(**values))
+
+
+def test_plain_decoding_serves_with_lag_too():
+    scene = arrivals(8, 6, 40, 12, seed=4)
+    found = []
+    for lag in (0, 1):
+        server = laws.server_of(plain_worker("gqa", "fa3", Capacity(3, 64, 16), host_lag=lag, chunk=10))
+        requests = [server.submit(arrival.prompt, arrival.options) for arrival in scene]
+        for _ in server.stream():
+            pass
+        found.append([request.output for request in requests])
+        assert set(requests[0].statistics.seconds) <= {"prefill", "decode"}
+    assert found[0] == found[1] == [t[: len(f)] for t, f in zip(endless("gqa", scene, 12), found[0], strict=True)]
+
+
+def test_a_kernel_that_plans_from_exact_lengths_is_refused_with_lag(monkeypatch):
+    kernel = eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN)).backends.verify.kernel_of(StepKind.TARGET_VERIFY)
+    needy = replace(kernel.capabilities[StepKind.TARGET_VERIFY], needs_host_lens=True)
+    monkeypatch.setitem(kernel.capabilities, StepKind.TARGET_VERIFY, needy)
+    eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN))
+    with pytest.raises(
+        UnsupportedStepError, match=r"host_lag=1: kernel torch plans target_verify on the host.*host_lag=0"
+    ):
+        eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN), host_lag=1)
+
+
+def test_a_lag_of_two_rounds_is_refused():
+    with pytest.raises(InvalidStepError, match="host_lag must be 0 or 1 rounds, got 2"):
+        eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN), host_lag=2)
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Writes a short run's file."""
+    return lambda **runtime: str(laws.write_run(tmp_path / "run.toml", **runtime))
+
+
+def test_a_config_names_one_backend_per_phase():
+    laws.check_phase_backends()
+
+
+def test_a_config_sets_the_lag(write_run):
+    assert build_engine(load_run_config(write_run(host_lag=1))).eagle.host_lag == 1
+    with pytest.raises(ConfigError, match=r"runtime.host_lag: .* got 2"):
+        load_run_config(write_run(host_lag=2))
+
+
+def test_generate_samples_stops_and_prints_in_order(write_run, capsys):
+    engine = build_engine(load_run_config(write_run()))
+    prompts, options = ["import os\n", "class A:\n"], RequestOptions(24, Sampling(0.9, 0.8, 30, 7), stop=(" ",))
+    server = engine.server()
+    requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
+    laws.finish(server)
+    flags = ["--temperature", "0.9", "--top-p", "0.8", "--top-k", "30", "--seed", "7", "--stop"]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert main(["generate", "--config", write_run(), *given, *flags, " "]) == 0
+    output = capsys.readouterr().out
+    texts = [prompt + request.text for prompt, request in zip(prompts, requests, strict=True)]
+    assert output.startswith(texts[0] + "\n─")
+    assert output.find(texts[1] + "\n─") > 0
+    assert any(request.finish == "stop" for request in requests)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be in"),
+        (["--top-p", "2"], "top_p must be in"),
+        (["--top-k", "-2"], "top_k must be in"),
+        (["--stop", ""], "a stop string is empty"),
+    ],
+)
+def test_generate_refuses_what_is_out_of_range(flags, message, capsys):
+    assert main(["generate", "--prompt", "a", *flags]) == 2
+    assert message in capsys.readouterr().err
