@@ -8,7 +8,11 @@ INSTALLED = .venv/installed
 RUN = OMP_NUM_THREADS=1 .venv/bin/python -m
 BIN = .venv/bin
 
-.PHONY: demo test test-full
+# On a machine with a GPU, whose own Python has torch for it: GPU_PYTHON, PARTS (default: all) and OUT may be given.
+GPU_PYTHON ?= python3
+OUT ?= docs/results/h200
+
+.PHONY: demo test test-full gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -21,6 +25,9 @@ test: $(INSTALLED)  ## formatting, lint, types and tests
 
 test-full: $(INSTALLED)  ## the whole crosses
 	$(RUN) pytest -n 2 -m full
+
+gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
+	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
 $(INSTALLED): pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }

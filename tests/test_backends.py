@@ -16,11 +16,12 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
 from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
 from attn_backends.conformance.worlds import MAX_BS, Setup, World, capacity_of, view_of
 from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
+from attn_backends.metadata import ForwardMetadata, Metadata
 from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery, copy_step
 from tests.checks import check_eager, check_identical, check_outputs, check_replay
 
@@ -314,16 +315,22 @@ def ready(setup: Setup) -> tuple[World, ForwardMetadata, ForwardInputs]:
 
 @pytest.mark.parametrize(
     ("extra", "reason"),
-    [
-        ({"window": 4}, "sliding window of 4"),
-        ({"sinks": torch.zeros(3)}, "attention sinks"),
-        ({"k_scale": 0.5}, "k_scale=0.5"),
-        ({"v_scale": 2.0}, "v_scale=2.0"),
-    ],
-    ids=["window", "sinks", "k_scale", "v_scale"],
+    [({"window": 4}, "sliding window of 4"), ({"sinks": torch.zeros(3)}, "attention sinks")],
+    ids=["window", "sinks"],
 )
 @pytest.mark.parametrize("setup", MID, ids=str)
 def test_layer_extras_that_a_kernel_lacks(setup: Setup, extra: dict[str, Any], reason: str) -> None:
+    check_refused(setup, extra, reason)
+
+
+@pytest.mark.parametrize("extra", [{"k_scale": 0.5}, {"v_scale": 2.0}], ids=["k_scale", "v_scale"])
+@pytest.mark.parametrize("setup", [setup for setup in MID if setup.format is LATENT], ids=str)
+def test_latents_have_one_scale(setup: Setup, extra: dict[str, float]) -> None:
+    check_refused(setup, extra, "which are key and value at once")
+
+
+def check_refused(setup: Setup, extra: dict[str, Any], reason: str) -> None:
+    """A layer with an extra is refused, and nothing written."""
     world, meta, given = ready(setup)
     layer = replace(world.layer, **extra)
     with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):

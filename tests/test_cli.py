@@ -9,6 +9,7 @@ import pytest
 from attn_backends import list_backends
 from attn_backends.cli import demo, main
 from attn_backends.eagle.report import Row
+from attn_backends.providers import _vendor_reasons
 
 ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", 6, 3.5, True, True, 0, 0.0)
 FIELDS = (
@@ -54,8 +55,10 @@ def test_list_shows_a_backend_that_can_not_be_imported(capsys, monkeypatch):
 def test_info_gives_reasons_capabilities_and_buffers(capsys):
     info = run_json(capsys, "info", "trtllm_mla")
     kernels = {kernel["name"]: kernel for kernel in info["kernels"]}
-    assert list(kernels) == ["torch", "trtllm_gen", "flashmla", "triton"]
-    assert kernels["flashmla"]["reasons"][0] == "not connected in this version"
+    assert {"trtllm_gen", "flashmla", "torch", "triton"} <= kernels.keys()
+    assert kernels["flashmla"]["reasons"][0] == "cpu: runs on CUDA devices, not on cpu"
+    assert info["workspaces"]["flashmla"][0].startswith("tile_scheduler_metadata [num_forwards, ")
+    assert info["workspaces"]["torch"] == []
     assert info["capabilities"]["torch"]["draft_extend"]["packed"] is False
     assert info["capabilities"]["torch"]["target_verify"]["page_sizes"] == [32, 64]
     assert info["capabilities"]["torch"]["target_verify"]["tree"] is True
@@ -64,12 +67,21 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")
 
 
-def test_info_recognizes_flash_attention_2(capsys, monkeypatch):
+@pytest.fixture
+def fresh_reasons():
+    """Forgets, before and after, which vendors' kernels can't run here."""
+    _vendor_reasons.cache_clear()
+    yield
+    _vendor_reasons.cache_clear()
+
+
+def test_info_recognizes_flash_attention_2(capsys, monkeypatch, fresh_reasons):
     installed = {"flash-attn": "2.8.3"}
     monkeypatch.setattr("attn_backends.providers._version", installed.get)
     reasons = {kernel["name"]: kernel["reasons"] for kernel in run_json(capsys, "info", "fa3")["kernels"]}
-    assert reasons["flash_attn_interface"][1] == (
-        "installed flash-attn 2.8.3 is FlashAttention-2; FA3 is a source build of its hopper folder"
+    assert (
+        "cuda: installed flash-attn 2.8.3 is FlashAttention-2; FA3 is a source build of its hopper folder"
+        in (reasons["flash_attn_interface"])
     )
 
 
@@ -84,8 +96,11 @@ def test_info_recognizes_flash_attention_2(capsys, monkeypatch):
         (["generate", "--prompt-file", "missing.txt"], "--prompt-file missing.txt can't be read"),
         (["generate", "--prompt", "a", "--config", "tre"], "Did you mean 'tree'?"),
         (["generate", "--prompt", "a", "--max-new-tokens", "0"], "runtime.max_new_tokens"),
-        (["generate", "--prompt", "a", "--kernel", "flashinfer_fa3"], "not connected in this version. It has torch."),
-        (["demo", "--kernel", "triton"], "not connected in this version. It has torch."),
+        (
+            ["generate", "--prompt", "a", "--kernel", "flashinfer_fa3"],
+            "flashinfer_fa3: runs on CUDA devices, not on cpu",
+        ),
+        (["demo", "--kernel", "nonesuch"], "kernel 'nonesuch'"),
         (["demo", "--json", "no/such/folder/rows.json"], "there is no folder no/such/folder"),
     ],
 )
@@ -112,7 +127,8 @@ def test_generate_continues_every_prompt(short_run, tmp_path, capsys):
 def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, capsys):
     runs = []
 
-    def fake_row(config, prompts, on_progress):
+    def fake_row(engine, prompts, on_progress):
+        config = engine.config
         runs.append((config.backends.distinct, config.eagle.topk, config.runtime.path, config.model.target))
         return ROW
 
@@ -121,10 +137,14 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
     assert main(["demo", "--json", str(file)]) == 0
     models = {("flashinfer_mla",): "mla", ("trtllm_mla",): "mla", ("fa3",): "gqa"}
     assert runs == [(b, topk, path, m) for b, m in models.items() for topk in (1, 4) for path in ("eager", "graph")]
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 12
-    assert [list(row) for row in rows] == [FIELDS.split()] * 12
-    assert capsys.readouterr().out.count("identical") == 12
+    written = json.loads(file.read_text())
+    assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
+    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 12
+    output = capsys.readouterr().out
+    assert output.count("identical") == 12
+    assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
+    assert "passed over vllm_flash_attn: runs on CUDA devices, not on cpu" in output
+    assert all(line in output for line in written["kernels"])
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def make_config(tmp_path):
 @pytest.fixture
 def make_row(make_config):
     """Runs a row on the grouped-query model."""
-    return lambda **options: run_row(make_config(**options), PROMPTS)
+    return lambda **options: run_row(build_engine(make_config(**options)), PROMPTS)
 
 
 @pytest.mark.parametrize("path", ["eager", "graph"])

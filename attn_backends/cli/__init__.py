@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from spec_metadata import InvalidStepError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
-    args = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar for each file that is loaded would break ours
     try:
         return _run(args)
@@ -42,6 +44,10 @@ def _run(args: argparse.Namespace) -> int:
         from attn_backends.cli import conformance
 
         return conformance.run(args)
+    if args.command == "bench":
+        from attn_backends.cli import bench
+
+        return bench.run(args)
     from attn_backends.cli import demo
 
     return demo.run(args)
@@ -61,14 +67,24 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     generate.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
+    _add_sampling(generate)
     demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every dense backend")
-    demo.add_argument("--json", type=Path, metavar="FILE", help="also write the table to a file")
+    demo.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     _add_conformance(commands)
+    _add_bench(commands)
     for command in (generate, demo):
         command.add_argument("--kernel", help="a kernel's name, or auto")
         command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="weights and cache")
         command.add_argument("--device", help="such as cpu or cuda")
     return parser
+
+
+def _add_sampling(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose among the best, which hold P")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the best K tokens; 0: all")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the choices (default: %(default)s)")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
 
 
 def _add_conformance(commands: Any) -> None:
@@ -87,3 +103,19 @@ def _add_conformance(commands: Any) -> None:
     suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
     suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
     suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="device time of a layer beside the vendor's raw call",
+        description="Needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can be measured.",
+    )
+    bench.add_argument("what", choices=("attention",), help="attention: a layer's forward, under graphs")
+    bench.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all dense)"
+    )
+    bench.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests (default: 1 32 128)")
+    bench.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: 4096 32768)")
+    bench.add_argument("--quick", action="store_true", help="few rounds; batch 1 and 32, context 4096")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")

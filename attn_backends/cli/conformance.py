@@ -32,6 +32,7 @@ from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import QUICK_CASES, judged, report_of, resolve
 from attn_backends.errors import ConfigError
 from attn_backends.registry import list_backends
+from attn_backends.results import check_output
 
 _COLORS = {
     Outcome.PASS: "green",
@@ -46,9 +47,8 @@ _COLORS = {
 def run(args: argparse.Namespace) -> int:
     """Run the suite, print and write what was asked for; the report's exit code."""
     _check_device(args.device)
-    for path in (args.json, args.report):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.parent}")
+    check_output("--json", args.json)
+    check_output("--report", args.report)
     case = _read_case(args.case) if args.case else None
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress("checking", sum(sizes.values())) as advance:
         for name in names:
             rows += _rows(name, args, case, known[name], advance)
-    report = report_of(args.device, rows)
+    report = report_of(args.device, rows, args.words)
     code = report.exit_code(args.require_run)
     _print(report, code, args)
     if args.json:

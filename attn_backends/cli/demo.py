@@ -3,43 +3,46 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from attn_backends.cli.options import load_config, token_progress
+from attn_backends import results
+from attn_backends.cli.options import DENSE_BACKENDS, choices_in_words, load_config, token_progress
+from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.report import Row, demo_prompts, run_row
-from attn_backends.errors import ConfigError
 
-BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
 PRESETS = ("chain", "tree")
 PATHS = ("eager", "graph")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every row, print the table, write the JSON; 1 if a row failed."""
-    if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    """Run every row, print the table and why which kernel ran, write the JSON; 1 if a row failed."""
+    results.check_output("--json", args.json)
     configs = [
-        load_config(args, preset, backend, path=path) for backend, preset, path in product(BACKENDS, PRESETS, PATHS)
+        load_config(args, preset, backend, path=path)
+        for backend, preset, path in product(DENSE_BACKENDS, PRESETS, PATHS)
     ]
     prompts = demo_prompts()
     num_tokens = sum(2 * len(prompts) * config.runtime.max_new_tokens for config in configs)
+    rows: list[Row] = []
+    chosen: dict[str, None] = {}
     with token_progress("decoding", num_tokens) as advance:
-        rows = [run_row(config, prompts, advance) for config in configs]
-    Console(highlight=False).print(_table(rows))
+        for config in configs:
+            engine = build_engine(config)
+            rows.append(run_row(engine, prompts, advance))
+            chosen |= dict.fromkeys(choices_in_words(engine.backends))
+    console = Console(highlight=False)
+    console.print(_table(rows))
+    for line in chosen:
+        console.print(escape(line), soft_wrap=True)
     if args.json is not None:
-        write_json(args.json, rows)
+        head = results.head(args.words, str(configs[0].device))
+        results.write(args.json, head, map(asdict, rows), kernels=list(chosen))
     return 0 if all(row.passed for row in rows) else 1
-
-
-def write_json(path: Path, rows: list[Row]) -> None:
-    """Write {"rows": [...]}, one object a row."""
-    path.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", encoding="utf-8")
 
 
 def _table(rows: list[Row]) -> Table:

@@ -56,6 +56,8 @@ def show_info(name: str, *, as_json: bool) -> int:
     console.print(_kernel_table(described["kernels"]))
     for kernel, kinds in described["capabilities"].items():
         console.print(_capability_table(kernel, kinds))
+        for buffer in described["workspaces"][kernel]:
+            console.print(f"  {buffer}", markup=False, soft_wrap=True)
     for kinds, buffers in _grouped(described["buffers"]):
         console.print(f"\n[bold]buffers of {kinds}[/]")
         for buffer in buffers:
@@ -66,6 +68,7 @@ def show_info(name: str, *, as_json: bool) -> int:
 def describe(name: str) -> dict[str, Any]:
     """All that a backend declares, as JSON values."""
     backend = get_backend(name)
+    kinds = dict.fromkeys(kind for kernel in backend.kernels for kind in kernel.capabilities)
     return {
         **summarize(backend),
         "summary": (backend.__doc__ or "").strip(),
@@ -73,7 +76,10 @@ def describe(name: str) -> dict[str, Any]:
             kernel.name: {str(kind): _values(capabilities) for kind, capabilities in kernel.capabilities.items()}
             for kernel in backend.kernels
         },
-        "buffers": {str(kind): list(map(str, backend.buffers(kind))) for kind in backend.kernels[0].capabilities},
+        "workspaces": {
+            kernel.name: list(map(str, (*kernel.workspaces, *kernel.scratch))) for kernel in backend.kernels
+        },
+        "buffers": {str(kind): list(map(str, backend.buffers(kind))) for kind in kinds},
     }
 
 
@@ -161,7 +167,7 @@ def _shown(field: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return ", ".join(map(str, value)) or "none"
     if value is None:
         return "none" if field == "lse" else "any"
     return str(value)

@@ -1,4 +1,4 @@
-"""What `generate` and `demo` share: the run that the options describe, and a progress bar."""
+"""What commands share: the run that options describe, why which kernel runs it, and a progress bar."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attn_backends.config import RunConfig, load_run_config
+from attn_backends.base import AttentionBackend
+from attn_backends.config import PHASES, RunConfig, load_run_config
+from attn_backends.eagle.worker import PhaseBackends
 
+DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
 RUNTIME_KEYS = ("kernel", "dtype", "device", "max_new_tokens")
 
 
@@ -18,6 +21,20 @@ def load_config(args: argparse.Namespace, config: str, backend: str | None, **ru
     """A run from a file or preset; keys of [runtime] on the command line, then `runtime`, replace the file's."""
     given = {key: value for key, value in vars(args).items() if key in RUNTIME_KEYS and value is not None}
     return load_run_config(config, backend=backend, runtime=given | runtime)
+
+
+def choices_in_words(backends: PhaseBackends) -> list[str]:
+    """Lines that say which kernel runs which phases, and of each better one why it does not."""
+    phases: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for phase, kind in PHASES.items():
+        backend: AttentionBackend = getattr(backends, phase)
+        choice = backend.choices[kind]
+        phases.setdefault((backend.name, choice.kernel.name, choice.passed_over), []).append(phase)
+    lines = []
+    for (name, kernel, passed_over), named in phases.items():
+        lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
+        lines += [f"  passed over {reason}" for reason in passed_over]
+    return lines
 
 
 @contextmanager

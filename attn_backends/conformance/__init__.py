@@ -7,6 +7,7 @@ from attn_backends.conformance import (
     checks_api,
     checks_cache,
     checks_graph,
+    checks_hosts,
     checks_laws,
     checks_math,
     checks_plan,
@@ -27,6 +28,7 @@ CHECK_MODULES = (
     checks_poison,
     checks_laws,
     checks_refusals,
+    checks_hosts,
     checks_api,
 )
 

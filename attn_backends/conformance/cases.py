@@ -8,17 +8,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from attn_backends.cache import CacheFormat
 from attn_backends.config import DTYPES
 from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
+CACHE_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2")}
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": tuple(StepKind),
     "path": ("eager", "graph"),
     "format": tuple(CacheFormat),
     "table": ("request", "block"),
     "dtype": tuple(DTYPES),
+    "cache_dtype": ("", *CACHE_DTYPES),
     "poison": ("nan", "finite"),
     "reserved": ("nan", "finite"),
     "index": ("int32", "int64"),
@@ -35,8 +39,8 @@ class Case:
     a graph is captured on. bs: the graph's batch size; rows past the requests are padding. poison, reserved: what
     unowned memory and the reserved page hold. index: type of lengths, rows and pages. bounded: the step promises its
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
-    seed: of pages, vectors and queries. far: half of the pages lie past 2**31
-    elements of the cache.
+    seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
+    the cache where it is not the query's own; it comes with scales.
     """
 
     check: str
@@ -59,14 +63,15 @@ class Case:
     feature: str = ""
     seed: int = 0
     far: bool = False
+    cache_dtype: str = ""
 
     @property
     def name(self) -> str:
         """A short id, unique among a check's cases of one backend."""
         lens = "_".join(map(str, self.lens)) or "idle"
-        parts = [self.kind, self.path, self.format, f"page{self.page_size}", f"topk{self.topk}", self.dtype, lens]
+        parts = [self.kind, self.path, self.format, f"page{self.page_size}", f"topk{self.topk}", self.dtype]
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:6]
-        return "-".join([*parts, *([self.feature] if self.feature else []), digest])
+        return "-".join(filter(None, [*parts, self.cache_dtype, lens, self.feature, digest]))
 
     def of(self, check: str) -> Case:
         """The same situation for another check."""
@@ -84,7 +89,10 @@ class Case:
             captured = ", ".join(map(str, self.captured_lens))
             words.append(f"replayed by a graph of {self.bs} requests that was captured on lengths {captured}")
         words.append(f"pages of {self.page_size} tokens ({self.format}, {self.table} table, {self.index})")
-        words += [f"topk {self.topk}", self.dtype]
+        words += [
+            f"topk {self.topk}",
+            self.dtype + (f" over a cache of {self.cache_dtype}" if self.cache_dtype else ""),
+        ]
         words.append(f"unowned memory holds {_CONTENTS[self.poison]}, the reserved page {_CONTENTS[self.reserved]}")
         flags = {
             "lengths bounded by the step": self.bounded,

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
-from attn_backends.base import AttentionBackend, Kernel
+from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
 from attn_backends.conformance.cases import Case
+from attn_backends.kernel import Kernel
 from spec_metadata import StepKind
 
 
@@ -54,7 +53,7 @@ class Subject:
     @cached_property
     def chosen(self) -> Kernel:
         """The kernel."""
-        return self.backend.choose_kernel(torch.device(self.device), self.kernel)
+        return next(kernel for kernel in self.backend.kernels if kernel.name == self.kernel)
 
     @property
     def capabilities(self) -> Mapping[StepKind, Capabilities]:

@@ -96,8 +96,9 @@ def chain_verify_is_repeated_decode(subject: Subject, case: Case) -> Measured:
     rows = torch.arange(len(case.lens) * width, device=world.device).view(-1, width)
     outs = []
     for depth in range(width):
-        lens = torch.tensor(case.lens, device=world.device) + depth
-        step = Step.decode(lens, scene.paging(), slots[:, depth])
+        exact = [length + depth for length in case.lens]
+        lens = torch.tensor(exact, device=world.device)
+        step = Step.decode(lens, scene.paging(), slots[:, depth], seq_lens_cpu=exact)
         outs.append(_attend(world, step, ran.inputs[0].take(rows[:, depth], rows[:, 0])))
     others = AttentionOutput(*(torch.stack([o[i] for o in outs], dim=1).flatten(0, 1) for i in range(2)))
     return _agree(ran, "decoded one by one", [others])
@@ -131,7 +132,7 @@ def _chain_step(scene: Scene, request: int, length: int) -> Step:
     """A verify of a chain of one request, in the slots that its table has next."""
     one, _ = scene.select([request])
     lens = torch.tensor(one.batch.lens, device=scene.world.device)
-    return Step.target_verify(length, lens, one.paging())
+    return Step.target_verify(length, lens, one.paging(), seq_lens_cpu=one.batch.lens)
 
 
 def _attend(world: World, step: Step, given: ForwardInputs) -> AttentionOutput:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_backends.conformance.cases import Case
+import torch
+
+from attn_backends.cache import CacheFormat
+from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
 from attn_backends.conformance.exercise import Captured, batch_of, run_case, run_eagerly, setup_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    TREE_TOPK,
     UNIFORM_KINDS,
     Cases,
     around_pages,
@@ -88,15 +92,27 @@ def packed_draft_extend(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
-def _with(extra: str) -> Cases:
-    """Chains at one page size, where the kernel declares an extra of a layer."""
+def _with(extra: str, topks: tuple[int, ...] = (1, TREE_TOPK)) -> Cases:
+    """Chains and trees at one page size, where the kernel declares an extra of a layer."""
 
     def cases(subject: Subject) -> list[Case]:
         kinds = [kind for kind, declared in subject.capabilities.items() if getattr(declared, extra)]
         chosen = [kind for kind in UNIFORM_KINDS if kind in kinds]
         found = one_page_size(joined(eager(chosen), graph(kinds=chosen)))(subject)
-        return [replace(case, feature=extra) for case in found if case.topk == 1]
+        return [replace(case, feature=extra) for case in found if case.topk in topks]
 
+    return cases
+
+
+def _cache_types(subject: Subject) -> list[Case]:
+    """Chains, trees and prompts at one page size, eagerly in the finest type of queries, in graphs in bfloat16."""
+    cases = []
+    for kind, declared in subject.capabilities.items():
+        given = {"dtype": "bfloat16"} if torch.bfloat16 in declared.dtypes else {}
+        uniform = one_page_size(joined(eager((kind,)), graph(kinds=(kind,), **given)))  # type: ignore[arg-type]
+        found = one_page_size(_prefill)(subject)[:2] if kind is StepKind.PREFILL else uniform(subject)
+        names = [name for name, dtype in CACHE_DTYPES.items() if dtype in declared.cache_dtypes]
+        cases += [replace(case, cache_dtype=name) for case in found for name in names]
     return cases
 
 
@@ -111,13 +127,13 @@ def _measure_extra(subject: Subject, case: Case) -> Measured:
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
-@check("math.window", _with("window"))
+@check("math.window", _with("window", topks=(1,)))
 def window(subject: Subject, case: Case) -> Measured:
     """A row sees the last keys of a sliding window, itself included, where the kernel declares it."""
     return _measure_extra(subject, case)
 
 
-@check("math.sinks", _with("sinks"))
+@check("math.sinks", lambda s: [case for case in _with("sinks", topks=(1,))(s) if case.format == CacheFormat.KV])
 def sinks(subject: Subject, case: Case) -> Measured:
     """Attention sinks take their share of the softmax and leave the log-sum-exp, where the kernel declares them."""
     return _measure_extra(subject, case)
@@ -127,6 +143,14 @@ def sinks(subject: Subject, case: Case) -> Measured:
 def kv_scales(subject: Subject, case: Case) -> Measured:
     """The cache holds keys and values divided by their scales, where the kernel declares it."""
     return _measure_extra(subject, case)
+
+
+@check("math.cache_types", _cache_types)
+def cache_types(subject: Subject, case: Case) -> Measured:
+    """A cache of 8-bit floats holds what divided by its scale is nearest, the largest clamped, and is read so."""
+    ran = run_case(subject, case)
+    compare_memory(ran.scene, ran.before, padded=case.path == "graph")
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
 @check("math.prefill", _prefill)

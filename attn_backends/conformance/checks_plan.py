@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attn_backends.base import Metadata
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
@@ -15,6 +14,7 @@ from attn_backends.conformance.exercise import Captured, batch_of, setup_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
 from attn_backends.conformance.worlds import World
+from attn_backends.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind
 from spec_metadata.buffers import out_of_range
 

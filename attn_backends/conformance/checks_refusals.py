@@ -10,6 +10,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.capabilities import Capabilities
+from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
@@ -21,6 +22,7 @@ from attn_backends.conformance.situations import (
     TREE_TOPK,
     UNIFORM_KINDS,
     Cases,
+    formats_of,
     is_declared,
     main_dtype,
     page_sizes,
@@ -36,7 +38,7 @@ OTHER_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "f
 def _asks(subject: Subject, kind: StepKind, **changes: Any) -> Case:
     """An eager case of a declared kind at its smallest page size."""
     widths = (2, 1) if kind is StepKind.PREFILL else ()
-    format = min(subject.backend.formats)
+    format = formats_of(subject)[0]
     size, dtype = page_sizes(subject, kind)[0], main_dtype(subject, kind)
     case = Case("", kind, format=format, page_size=size, dtype=dtype, lens=(5, 3), widths=widths)
     return replace(case, **changes)
@@ -209,20 +211,34 @@ def layer_extras(subject: Subject, case: Case) -> Measured:
     return refused(case.feature, scene, *calls(with_extra(scene.world.layer, case.feature, scene.world.device)))
 
 
+def _combined_extras(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
+    for feature in ("window", "sinks"):
+        if kind in TREE_KINDS and getattr(declared, feature):
+            yield _asks(subject, kind, topk=TREE_TOPK, feature=feature)
+    if declared.sinks and CacheFormat.LATENT in formats_of(subject):
+        yield _asks(subject, kind, format=CacheFormat.LATENT, feature="sinks")
+
+
+@check("refusals.combined_extras", _of_layers(_combined_extras))
+def combined_extras(subject: Subject, case: Case) -> Measured:
+    """A sliding window or attention sinks over a draft tree, and sinks on latents, even where each is declared."""
+    return layer_extras(subject, case)
+
+
 @check(
     "refusals.query_heads",
     _of_layers(
         lambda subject, kind, declared: (
-            _asks(subject, kind, feature="more query heads") for _ in range(1) if declared.max_query_heads is not None
+            _asks(subject, kind, feature="more query heads") for _ in range(1) if declared.query_heads is not None
         )
     ),
 )
 def query_heads(subject: Subject, case: Case) -> Measured:
-    """More local query heads than declared."""
+    """Other numbers of local query heads than declared."""
     scene, calls = _planned(subject, case)
-    most, layer = subject.capabilities[StepKind(case.kind)].max_query_heads, scene.world.layer
-    assert most is not None, "the kernel declares no limit of query heads"
-    heads = (most // layer.num_kv_heads + 1) * layer.num_kv_heads
+    declared, layer = subject.capabilities[StepKind(case.kind)].query_heads, scene.world.layer
+    assert declared is not None, "the kernel takes any number of query heads"
+    heads = (max(declared) // layer.num_kv_heads + 1) * layer.num_kv_heads
     return refused(case.feature, scene, *calls(replace(layer, num_heads=heads)))
 
 
@@ -251,18 +267,37 @@ def head_sizes(subject: Subject, case: Case) -> Measured:
 )
 def dtype(subject: Subject, case: Case) -> Measured:
     """Queries and a cache of a type that is not declared."""
+    other = getattr(torch, case.feature)
+    return _refused_types(subject, case, queries=other, entries=other)
+
+
+def _undeclared_caches(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
+    for name in OTHER_DTYPES:
+        case = _asks(subject, kind, feature=f"a cache of {name}")
+        if name != case.dtype and getattr(torch, name) not in declared.cache_dtypes:
+            yield case
+
+
+@check("refusals.cache_dtype", _of_layers(_undeclared_caches))
+def cache_dtype(subject: Subject, case: Case) -> Measured:
+    """A cache of a type that is not declared, under queries of one that is."""
+    entries = getattr(torch, case.feature.removeprefix("a cache of "))
+    return _refused_types(subject, case, queries=DTYPES[case.dtype], entries=entries)
+
+
+def _refused_types(subject: Subject, case: Case, queries: torch.dtype, entries: torch.dtype) -> Measured:
+    """A planned step must refuse to store and attend with queries, rows to store and a cache of these types."""
     world = World(setup_of(subject, case))
     scene = Scene(world, batch_of(case), case.seed)
     prepare_memory(scene, case)
     meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
-    other = getattr(torch, case.feature)
-    cache = view_of(world.memory.to(other), world.setup.format, world.layer.v_head_dim)
-    at = meta.at(0, given.ancestors)
+    cache = view_of(world.memory.to(entries), world.setup.format, world.layer.v_head_dim)
+    at, stored = meta.at(0, given.ancestors), given.stored_as(queries)
     return refused(
         case.feature,
         scene,
-        lambda: world.backend.store(given.stored, cache, at, world.layer),
-        lambda: world.backend.forward(given.q.to(other), cache, at, world.layer),
+        lambda: world.backend.store(stored, cache, at, world.layer),
+        lambda: world.backend.forward(given.q.to(queries), cache, at, world.layer),
     )
 
 
@@ -272,7 +307,7 @@ def dtype(subject: Subject, case: Case) -> Measured:
         lambda subject, kind, declared: (
             _asks(subject, kind, format=format, feature=f"a cache of {format}")
             for format in CacheFormat
-            if format not in subject.backend.formats
+            if format not in formats_of(subject)
         )
     ),
 )

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_backends.base import Metadata
 from attn_backends.cache import CacheFormat
 from attn_backends.config import DTYPES
-from attn_backends.conformance.cases import Case
+from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
 from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
+from attn_backends.metadata import Metadata
 from spec_metadata import Step, StepKind, pad_step, padding_step
 
 CONTENTS = {"nan": float("nan"), "finite": 77.0}
@@ -35,6 +35,7 @@ def setup_of(subject: Subject, case: Case) -> Setup:
         device=subject.device,
         index=getattr(torch, case.index),
         far=case.far,
+        cache_dtype=CACHE_DTYPES[case.cache_dtype] if case.cache_dtype else None,
     )
 
 
@@ -106,6 +107,8 @@ class Captured:
         self.addresses = addresses(self.meta)
         backend.replay(self.meta, self.scene.step())
         self.static = self.scene.inputs(case.bs)
+        if backend.kernel_of(self.scene.batch.kind).schedule is not None:
+            self._region()  # a vendor's schedules are made by the first forward, which a graph may not hold
         self.graph: Graph = CudaGraph() if world.device.type == "cuda" else RecordedGraph()
         self.outputs = self.graph.capture(self._region)
 

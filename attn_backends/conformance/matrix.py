@@ -1,6 +1,6 @@
-"""`docs/matrix.md`: what the kernels declare and what the suite found, from capability records and JSON reports.
+"""`docs/matrix.md`: what the kernels declare, what the suite found, what the demo and the benchmarks gave.
 
-python -m attn_backends.conformance.matrix [REPORT.json ...] [--output docs/matrix.md]
+python -m attn_backends.conformance.matrix [RESULT.json ...] [--output docs/matrix.md]
 """
 
 from __future__ import annotations
@@ -9,50 +9,71 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from attn_backends.capabilities import Capabilities
+import torch
+
+from attn_backends.capabilities import Capabilities, listed
 from attn_backends.conformance.catalogue import CATALOGUE
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.report import WORST_FIRST, by_cell, distinct
 from attn_backends.errors import AttnBackendsError
 from attn_backends.registry import BUILT_IN, get_backend
+from attn_backends.results import Head, Results, read
 from spec_metadata import StepKind
 
 COMMAND = "python -m attn_backends.conformance.matrix"
-PAGE = Path("docs/matrix.md")
+PAGE, RESULTS = Path("docs/matrix.md"), Path("docs/results")
+SHOWN = ("conformance", "demo", "bench")  # how the names of files begin
 _COLUMNS = (
     "kernel", "steps", "pages", "head sizes", "query heads", "rows a request", "packed", "trees", "LSE", "graphs",
-    "dtypes", "layer extras", "over-read", "host lengths",
+    "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
 )  # fmt: skip
+# A column that only these rows have; title; what it means; columns.
+_NUMBERS = (
+    (
+        "tokens_per_cycle",
+        "Speculative decoding",
+        "Held against plain decoding: the same tokens, or consistent with them where rows of low precision round.",
+        ("backend", "kernel", "model", "draft", "path", "dtype", "tokens_per_cycle", "identical", "consistent"),
+    ),
+    (
+        "peer_us",
+        "A layer beside the vendor's raw call",
+        "Device time in microseconds of `backend.forward` and of the raw call, each under a graph, in turn.",
+        ("backend", "kernel", "peer", "batch_size", "context", "heads", "width", "us", "peer_us", "ratio"),
+    ),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page; 2 if a report can't be read."""
+    """Write the page; 2 if a result can't be read."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("reports", nargs="*", type=Path, help="default: docs/results/conformance_*.json")
+    parser.add_argument("results", nargs="*", type=Path, help=f"default: those of {RESULTS} that the page shows")
     parser.add_argument("--output", type=Path, default=PAGE, help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        reports = read_reports(args.reports or sorted(Path("docs/results").glob("conformance_*.json")))
-        args.output.write_text(page(reports), encoding="utf-8")
+        args.output.write_text(page(*map(read, args.results or shown(RESULTS))), encoding="utf-8")
     except (AttnBackendsError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def read_reports(paths: Iterable[Path]) -> list[Report]:
-    """The reports of files."""
-    return [Report.from_json(path.read_text(encoding="utf-8")) for path in paths]
+def shown(folder: Path) -> list[Path]:
+    """The files of a folder of results that the page is made from."""
+    return [
+        path for form in SHOWN for path in sorted((*folder.glob(f"{form}_*.json"), *folder.glob(f"*/{form}_*.json")))
+    ]
 
 
-def page(reports: Sequence[Report]) -> str:
-    """The whole page, the same for the same reports and records."""
+def page(*results: Results) -> str:
+    """The whole page, the same for the same results and records."""
     lines = [
         "# Backends: capabilities and outcomes",
         "",
-        f"Written by `{COMMAND}` from capability records and from the reports in `docs/results`; not edited by hand.",
+        f"Written by `{COMMAND}` from capability records and from the files in `docs/results`; not edited by hand.",
         "",
         "## What the kernels declare",
         "",
@@ -60,21 +81,41 @@ def page(reports: Sequence[Report]) -> str:
         "",
         *_table(_COLUMNS, _capability_rows()),
     ]
-    for report in reports:
+    for report in _merged(found for found in results if "suite_version" in found.own):
         lines += ["", *_outcomes(report)]
+    for form, title, about, columns in _NUMBERS:
+        for found in (found for found in results if found.rows and form in found.rows[0]):
+            lines += ["", f"## {title} on {found.head.device}", "", *_source(found.head), "", about, ""]
+            lines += _table(columns, ([_shown(row.get(name)) for name in columns] for row in found.rows))
     checks = ([f"`{check.id}`", check.about] for check in CATALOGUE.values())
     lines += ["", "## What the checks hold", "", *_table(("check", "about"), checks)]
     return "\n".join(lines) + "\n"
+
+
+def _merged(results: Iterable[Results]) -> list[Report]:
+    """One report of each device, from the runs of several backends."""
+    reports: dict[tuple[str, str], Report] = {}
+    for report in map(Report.of, results):
+        key = (report.device, report.suite_version)
+        reports[key] = replace(report, rows=reports[key].rows + report.rows) if key in reports else report
+    return list(reports.values())
+
+
+def _source(head: Head) -> Iterator[str]:
+    """Where numbers come from, in a sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in head.versions.items())
+    commit = f" at commit {head.commit[:12]}" if head.commit else ""
+    yield f"`{head.command}`{commit}, {head.date}; {versions}."
 
 
 def _outcomes(report: Report) -> Iterator[str]:
     cells = by_cell(report.rows)
     columns = distinct(column for _, column in cells)
     checks = distinct(check for check, _ in cells)
-    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     yield f"## What the suite found on {report.device}"
     yield ""
-    yield f"Suite {report.suite_version}; {versions}; {report.executed} checks executed."
+    yield from _source(Head(report.device, report.versions, report.date, report.commit, report.command))
+    yield f"Suite {report.suite_version}; {report.executed} checks executed."
     yield ""
     table = [[f"`{check}`", *(_counts(cells.get((check, column), ())) for column in columns)] for check in checks]
     totals = [_counts(row for (_, of), rows in cells.items() if of == column for row in rows) for column in columns]
@@ -87,6 +128,12 @@ def _outcomes(report: Report) -> Iterator[str]:
             ("outcome", "kernel", "check", "cases", "reason"),
             [[status, kernel, f"`{check}`", str(n), reason] for (status, kernel, check, reason), n in reasons.items()],
         )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return _yes(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _counts(rows: Iterable[Row]) -> str:
@@ -116,20 +163,25 @@ def _values(record: Capabilities) -> Iterator[str]:
     extras = ("window", "sinks", "kv_scales")
     yield _limits(record.page_sizes)
     yield _limits(record.head_sizes)
-    yield "any" if record.max_query_heads is None else f"up to {record.max_query_heads}"
+    yield _limits(record.query_heads)
     yield "any" if record.max_width is None else f"up to {record.max_width}"
     yield _yes(record.packed)
     yield _yes(record.tree)
     yield "none" if record.lse is None else f"base {record.lse}"
     yield _yes(record.graph)
-    yield ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in record.dtypes))
+    yield _types(record.dtypes)
+    yield _types(record.cache_dtypes) or "none but these"
     yield ", ".join(extra for extra in extras if getattr(record, extra)) or "none"
     yield _yes(record.over_read)
     yield _yes(record.needs_host_lens)
 
 
+def _types(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
 def _limits(values: Iterable[object] | None) -> str:
-    return "any" if values is None else ", ".join(map(str, sorted(values)))  # type: ignore[type-var]
+    return "any" if values is None else listed(values)
 
 
 def _yes(value: bool) -> str:

@@ -27,6 +27,26 @@ def attend(
     return torch.einsum("nh,nhd->hd", rounded, v), lse
 
 
+def rounded_lse(q: Tensor, keys: Sequence[Tensor], scale: float, weights: torch.dtype) -> Tensor:
+    """The LSE [num_heads] of a row whose softmax weights, the largest 1, are rounded to a type before they are counted.
+
+    q, keys: as in `attend`.
+    """
+    group = q.shape[0] // keys[0].shape[0]
+    k = torch.stack(list(keys)).repeat_interleave(group, dim=1)
+    scores = torch.einsum("hd,nhd->nh", q, k) * scale
+    peak = scores.amax(dim=0)
+    return peak + (scores - peak).exp().to(weights).to(q.dtype).sum(dim=0).log()
+
+
+def truncation(dim: int, largest: float) -> float:
+    """What a tensor core may lose of a score: it cuts off its float32 sum, not rounds it, after every 16 products.
+
+    dim: elements of a head. largest: bound on the sum of a score's products, each without its sign.
+    """
+    return -(-dim // 16) * torch.finfo(torch.float32).eps * largest
+
+
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """The row's output with a key without value added for each head: it takes its share and gives nothing."""
     return out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp().unsqueeze(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from attn_backends.conformance.cases import Case
 from attn_backends.errors import ConfigError
+from attn_backends.results import Head, Results
 
 SUITE_VERSION = "2026.11"
 EXECUTED_OK, FAILED, BROKEN = 0, 1, 2
@@ -74,12 +74,15 @@ def _three_digits(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of a run. device: what it ran on. versions: of the packages that matter."""
+    """All rows of a run. device: the name of what it ran on. versions, date, commit, command: as in `results.Head`."""
 
     suite_version: str
     device: str
-    versions: dict[str, str]
+    versions: Mapping[str, str]
     rows: tuple[Row, ...]
+    date: str = ""
+    commit: str = ""
+    command: str = ""
 
     @property
     def counts(self) -> dict[Outcome, int]:
@@ -100,17 +103,19 @@ class Report:
         return FAILED if counts[Outcome.FAIL] or (require_run and missing) else EXECUTED_OK
 
     def to_json(self) -> str:
-        """JSON with a row on each line."""
-        head = {"suite_version": self.suite_version, "device": self.device, "versions": self.versions}
-        lines = ",\n".join("  " + json.dumps(row.to_dict()) for row in self.rows)
-        return json.dumps(head)[:-1] + f', "rows": [\n{lines}\n]}}\n'
+        """JSON with a row on each line, in the shape of every result."""
+        head = Head(self.device, self.versions, self.date, self.commit, self.command)
+        rows = tuple(row.to_dict() for row in self.rows)
+        return Results(head, rows, {"suite_version": self.suite_version}).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> Report:
         """The report that `to_json` wrote."""
-        try:
-            raw = json.loads(text)
-            rows = tuple(map(Row.from_dict, raw["rows"]))
-            return cls(raw["suite_version"], raw["device"], raw["versions"], rows)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"not a conformance report: {error!r}") from None
+        return cls.of(Results.from_json(text))
+
+    @classmethod
+    def of(cls, results: Results) -> Report:
+        """The report that results hold."""
+        if "suite_version" not in results.own:
+            raise ConfigError("not a conformance report: it names no suite_version")
+        return cls(results.own["suite_version"], rows=tuple(map(Row.from_dict, results.rows)), **asdict(results.head))

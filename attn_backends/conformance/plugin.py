@@ -52,7 +52,8 @@ class Suite:
     @property
     def report(self) -> Report:
         """Of what has run so far."""
-        return report_of(self._config.getoption("attn_device"), self._rows)
+        command = ("pytest", *map(str, self._config.invocation_params.args))
+        return report_of(self._config.getoption("attn_device"), self._rows, command)
 
     def planned(self) -> list[Planned]:
         """All items; what can't be used stops the collection."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,6 +19,7 @@ from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, R
 from attn_backends.conformance.worlds import World
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError
 from attn_backends.registry import get_backend, list_backends
+from attn_backends.results import head
 from spec_metadata import InvalidStepError
 
 QUICK_CASES = 3  # of each check
@@ -76,13 +77,12 @@ def run_conformance(
         rows.append(row)
         if on_row:
             on_row(row)
-    return report_of(device, rows)
+    return report_of(device, rows, ["run_conformance", found.name, device])
 
 
-def report_of(device: str, rows: Iterable[Row]) -> Report:
-    """A report of rows that ran here."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return Report(SUITE_VERSION, device, versions, tuple(rows))
+def report_of(device: str, rows: Iterable[Row], command: Sequence[str]) -> Report:
+    """A report of rows that ran here. command: the words that made them."""
+    return Report(SUITE_VERSION, rows=tuple(rows), **asdict(head(command, device)))
 
 
 def resolve(backend: str | type[AttentionBackend]) -> type[AttentionBackend]:

@@ -17,6 +17,7 @@ from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents
 from attn_backends.conformance import oracle
 from attn_backends.conformance.worlds import NUM_STEPS, World
 from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
+from spec_metadata.layout import HostBounds
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ class Row:
 
 @dataclass
 class Request:
-    """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name."""
+    """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name.
+
+    seen: their keys and values as attention sees them, by precision and name.
+    """
 
     length: int
     slots: dict[Name, int] = field(default_factory=dict)
     vectors: dict[Name, Tensor] = field(default_factory=dict)
+    seen: dict[torch.dtype | None, dict[Name, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,12 @@ class ForwardInputs:
         """All tensors, in a fixed order."""
         stored = [self.stored.latent] if isinstance(self.stored, Latents) else [self.stored.k, self.stored.v]
         return [self.q, *stored] + ([] if self.ancestors is None else [self.ancestors])
+
+    def stored_as(self, dtype: torch.dtype) -> CacheInputs:
+        """What is stored, in another type."""
+        if isinstance(self.stored, Latents):
+            return Latents(self.stored.latent.to(dtype))
+        return KeyValues(self.stored.k.to(dtype), self.stored.v.to(dtype))
 
     def take(self, rows: Tensor, requests: Tensor) -> ForwardInputs:
         """The inputs of some query rows, and the ancestors of some requests."""
@@ -172,6 +183,7 @@ class Scene:
     def step(self) -> Step:
         """The step, from strided int32 and int64 tensors."""
         bound = max(self.batch.lens) if self.batch.bounded else None
+        host = HostBounds(max_committed=bound, seq_lens_cpu=self.batch.lens)
         device, index = self.world.device, self.world.setup.index
         other = torch.int64 if index is torch.int32 else torch.int32
         lens = strided(torch.tensor(self.batch.lens, dtype=index, device=device))
@@ -182,18 +194,16 @@ class Scene:
                 return Step.idle(self.paging())
             case StepKind.PREFILL:
                 assert isinstance(query, PackedQuery), "a prefill has a length for each request"
-                return Step.prefill(query, lens, self.paging(), out_cache_loc, max_committed=bound)
+                return Step.prefill(query, lens, self.paging(), out_cache_loc, **host)
             case StepKind.DECODE:
-                return Step.decode(lens, self.paging(), out_cache_loc, max_committed=bound)
+                return Step.decode(lens, self.paging(), out_cache_loc, **host)
             case StepKind.DRAFT_DECODE:
-                return Step.draft_decode(self.width, NUM_STEPS, lens, self.paging(), out_cache_loc, max_committed=bound)
+                return Step.draft_decode(self.width, NUM_STEPS, lens, self.paging(), out_cache_loc, **host)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
-                return Step.target_verify(
-                    self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, max_committed=bound
-                )
+                return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, **host)
             case _:
-                return Step.draft_extend(query, lens, self.paging(), out_cache_loc, max_committed=bound)
+                return Step.draft_extend(query, lens, self.paging(), out_cache_loc, **host)
 
     def paging(self) -> Paging:
         """Where the requests live."""
@@ -221,7 +231,7 @@ class Scene:
         return [self._inputs(forward, bs) for forward in range(self.num_forwards)]
 
     def _inputs(self, forward: int, bs: int) -> ForwardInputs:
-        rows, rng = self.rows[forward], torch.Generator().manual_seed(forward)
+        rows, rng = self.rows[forward], torch.Generator().manual_seed(10_000 + forward)  # not the tokens' numbers
         num_rows = len(rows) if self.batch.widths else bs * self.width
         vectors = torch.randn(num_rows, *self.world.memory.shape[2:], generator=rng, dtype=torch.float64)
         vectors = vectors.to(self.world.setup.dtype)
@@ -249,24 +259,30 @@ class Scene:
         memory.fill_(poison)
         memory[self.world.geometry.reserved_page] = reserved
         for request in self.requests:
-            for position in range(request.length):
-                self._write(memory, request, position)
+            self._write(memory, request, list(range(request.length)))
         return memory.clone()
 
     def expected_memory(self, before: Tensor, forwards: int | None = None) -> Tensor:
         """The memory after the first forwards (default: all) have stored their rows, reserved page aside."""
         memory = before.clone()
-        for rows in self.rows[:forwards]:
-            for row in rows:
-                self._write(memory, self.requests[row.request], row.token)
+        for index, request in enumerate(self.requests):
+            self._write(memory, request, [r.token for rows in self.rows[:forwards] for r in rows if r.request == index])
         return memory
 
-    def _write(self, memory: Tensor, request: Request, name: Name) -> None:
-        page, offset = divmod(request.slots[name], self.world.geometry.page_size)
-        vectors, layer = request.vectors[name], self.world.layer
-        memory[page, offset, 0] = vectors[0] / layer.k_scale
-        if self.world.setup.format is CacheFormat.KV:
-            memory[page, offset, 1, :, : layer.v_head_dim] = vectors[1, :, : layer.v_head_dim] / layer.v_scale
+    def _write(self, memory: Tensor, request: Request, names: list[Name]) -> None:
+        """Put tokens where they belong."""
+        if not names:
+            return
+        slots = torch.tensor([request.slots[name] for name in names])
+        self.world.write(memory, slots, torch.stack([request.vectors[name] for name in names]))
+
+    def _seen(self, request: Request, name: Name, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Key and value of a token as attention sees them. weights: as in `expected_output`."""
+        if weights not in request.seen:
+            vectors = torch.stack(list(request.vectors.values()))
+            keys, values = self.world.read(*self.world.entries(vectors), weights)
+            request.seen[weights] = dict(zip(request.vectors, zip(keys, values, strict=True), strict=True))
+        return request.seen[weights][name]
 
     @staticmethod
     def _is_committed(request: Request, name: Name) -> bool:
@@ -311,11 +327,12 @@ class Scene:
         )
         for q, row in zip(inputs[forward].q.cpu(), self.rows[forward], strict=False):
             visible = row.visible[-layer.window :] if layer.window else row.visible
-            tokens = [self.requests[row.request].vectors[name].to(dtype) for name in visible]
-            kv = self.world.setup.format is CacheFormat.KV
-            keys = [token[0] for token in tokens]
-            values = [(token[1] if kv else token[0])[:, : layer.v_head_dim] for token in tokens]
+            keys, values = zip(
+                *(self._seen(self.requests[row.request], name, weights) for name in visible), strict=True
+            )
             out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale, weights)
+            if weights is not None and self.world.declared(self.batch.kind).rounded_lse:
+                lse = oracle.rounded_lse(q.to(dtype), keys, layer.scale, weights)
             if layer.sinks is not None:
                 out = oracle.with_sinks(out, lse, layer.sinks.cpu())
             outs.append(out.unsqueeze(0))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from attn_backends.cache import CacheFormat
 from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
-from attn_backends.conformance.worlds import MAX_BS, capacity_of
+from attn_backends.conformance.worlds import MAX_BS, capacity_of, sizes_of
 from spec_metadata import StepKind
 
 Cases = Callable[[Subject], list[Case]]
@@ -38,12 +39,18 @@ def dtypes(subject: Subject, kind: StepKind) -> list[str]:
     return found
 
 
+def formats_of(subject: Subject) -> list[CacheFormat]:
+    """The cache formats that the kernel has head sizes for."""
+    declared = {format: sizes_of(subject.backend, subject.chosen, format) for format in subject.backend.formats}
+    return sorted(format for format, sizes in declared.items() if sizes is None or sizes)
+
+
 def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE_TOPK)) -> list[Case]:
     """An eager case for every declared cache form, page size and number of branches, lengths around a page edge."""
     if kind not in subject.capabilities:
         return []
     cases = []
-    for format in sorted(subject.backend.formats):
+    for format in formats_of(subject):
         for index, page_size in enumerate(page_sizes(subject, kind)):
             for topk in topks:
                 case = Case("", kind, "eager", format, page_size, topk, dtype=main_dtype(subject, kind))

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
+from attn_backends.capabilities import Capabilities
 from attn_backends.errors import ConfigError
+from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer
-from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable
+from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, StepKind
 
 NUM_STEPS, MAX_BS = 3, 5
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 6
@@ -23,8 +25,9 @@ SCALE = 0.37
 class Setup:
     """Which backend, on what cache, in what arithmetic.
 
-    topk: above 1, the world drafts trees. checking: of the backend. kernel, device: what runs, and where. index: type
-    of the table and of pages. far: half of the pages lie past 2**31 elements of the cache.
+    topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
+    8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the
+    table and of pages. far: half of the pages lie past 2**31 elements of the cache.
     """
 
     backend: type[AttentionBackend]
@@ -34,10 +37,11 @@ class Setup:
     dtype: torch.dtype = torch.float64
     block_table: bool = False
     checking: bool = True
-    kernel: str = "auto"
+    kernel: str = "torch"
     device: str = "cpu"
     index: torch.dtype = torch.int32
     far: bool = False
+    cache_dtype: torch.dtype | None = None
 
     def __str__(self) -> str:
         table = "block_table" if self.block_table else "request_table"
@@ -54,14 +58,53 @@ class World:
         self.max_pages = num_row_pages(setup.page_size, setup.topk)
         num_pages = MAX_BS * self.max_pages + 4
         self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
-        self.backend = setup.backend(
-            self.capacity, self.geometry, self.device, kernel=setup.kernel, checking=setup.checking
-        )
-        self.layer, shape = layer_of(setup.format, self._head_sizes())
+        kernel = next(kernel for kernel in setup.backend.kernels if kernel.name == setup.kernel)
+        kernels = dict.fromkeys(kernel.capabilities, kernel.name)
+        self.backend = setup.backend(self.capacity, self.geometry, self.device, kernel=kernels, checking=setup.checking)
+        self.layer, shape = layer_of(setup.format, head_sizes(setup.backend, kernel, setup.format), query_heads(kernel))
+        if setup.cache_dtype is not None:
+            self.layer = scaled_to_fill(self.layer, setup.cache_dtype)
         self.memory = memory_of(setup, (num_pages, setup.page_size, 2, *shape), self.device)
         self.cache = view_of(self.memory, setup.format, self.layer.v_head_dim)
         row_tokens = self.max_pages * setup.page_size
         self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
+
+    def declared(self, kind: StepKind) -> Capabilities:
+        """What the kernel of a step kind declares."""
+        return self.backend.kernel_of(kind).capabilities[kind]
+
+    def entries(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """What the cache holds of tokens: keys and values divided by their scales and rounded to the cache's type.
+
+        vectors: [num_tokens, planes, kv_heads, dim]. Returns [num_tokens, kv_heads, head_dim] and [..., v_head_dim].
+        """
+        dtype, v_plane = self.memory.dtype, 1 if self.setup.format is CacheFormat.KV else 0
+        exact = vectors.to(torch.float64 if self.setup.dtype is torch.float64 else torch.float32)
+        keys, values = (
+            exact[:, 0] / self.layer.k_scale,
+            exact[:, v_plane, :, : self.layer.v_head_dim] / self.layer.v_scale,
+        )
+        limit = torch.finfo(dtype).max
+        return keys.clamp(-limit, limit).to(dtype), values.clamp(-limit, limit).to(dtype)
+
+    def write(self, memory: Tensor, slots: Tensor, vectors: Tensor) -> None:
+        """Put tokens into slots of a cache's memory. slots: [num_tokens]. vectors: as of `entries`."""
+        keys, values = (x.to(self.device) for x in self.entries(vectors))
+        page_size = self.geometry.page_size
+        pages, offsets = (slots // page_size).to(self.device), (slots % page_size).to(self.device)
+        if memory.dtype.itemsize == 1:
+            memory, keys, values = (x.view(torch.uint8) for x in (memory, keys, values))
+        memory[pages, offsets, 0] = keys
+        if self.setup.format is CacheFormat.KV:
+            memory[pages, offsets, 1, :, : values.shape[-1]] = values
+
+    def read(self, keys: Tensor, values: Tensor, precision: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Entries as attention sees them. precision: that 8-bit ones are multiplied by their scale in (None: exact)."""
+        dtype = torch.float64 if precision in (None, torch.float64) else torch.float32
+        found = keys.to(dtype) * self.layer.k_scale, values.to(dtype) * self.layer.v_scale
+        if precision is None or self.setup.cache_dtype is None:
+            return found
+        return found[0].to(precision).to(dtype), found[1].to(precision).to(dtype)
 
     def paging(self, rows: Tensor | None = None) -> Paging:
         """The paging that a graph is captured on; with rows, of a batch of the request table."""
@@ -70,19 +113,46 @@ class World:
         rows = torch.zeros(0, dtype=torch.int64, device=self.device) if rows is None else rows
         return RequestTable(self.table, rows, self.geometry)
 
-    def _head_sizes(self) -> tuple[int, int] | None:
-        """The smallest sizes that the kernel declares; None if it takes any."""
-        declared = [known.head_sizes for known in self.backend.kernel.capabilities.values() if known.head_sizes]
-        return min(frozenset.intersection(*declared)) if declared else None
+
+def head_sizes(backend: type[AttentionBackend], kernel: Kernel, format: CacheFormat) -> tuple[int, int] | None:
+    """The smallest sizes that a kernel declares for a format; None if it takes any."""
+    sizes = sizes_of(backend, kernel, format)
+    return None if sizes is None else min(sizes)
+
+
+def sizes_of(backend: type[AttentionBackend], kernel: Kernel, format: CacheFormat) -> frozenset[tuple[int, int]] | None:
+    """The sizes that a kernel declares for a format, perhaps none; None if it takes any.
+
+    Where a backend reads caches of both formats, keys longer than values are those of latents.
+    """
+    declared = [known.head_sizes for known in kernel.capabilities.values() if known.head_sizes is not None]
+    if not declared:
+        return None
+    common = frozenset.intersection(*declared)
+    if len(backend.formats) == 1:
+        return common
+    return frozenset(sizes for sizes in common if (sizes[0] > sizes[1]) == (format is CacheFormat.LATENT))
+
+
+def query_heads(kernel: Kernel) -> frozenset[int] | None:
+    """The numbers of query heads that a kernel declares; None if it takes any."""
+    declared = [known.query_heads for known in kernel.capabilities.values() if known.query_heads is not None]
+    return frozenset.intersection(*declared) if declared else None
 
 
 def memory_of(setup: Setup, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Cache memory of a shape, pages first; of far pages only what is touched is ever backed by real memory."""
+    dtype = setup.cache_dtype or setup.dtype
     if not setup.far:
-        return torch.zeros(shape, dtype=setup.dtype, device=device)
-    num_pages, stride = shape[0], -(-(2**31) // (shape[0] // 2))
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_pages, stride = shape[0], aligned(-(-(2**31) // (shape[0] // 2)))
     inner = torch.empty(shape[1:], device="meta").stride()
-    return torch.empty(num_pages * stride, dtype=setup.dtype, device=device).as_strided(shape, (stride, *inner)).zero_()
+    return torch.empty(num_pages * stride, dtype=dtype, device=device).as_strided(shape, (stride, *inner)).zero_()
+
+
+def aligned(elements: int) -> int:
+    """As many, rounded up to what any kernel can load at once."""
+    return -(-elements // 256) * 256
 
 
 def capacity_of(page_size: int, topk: int) -> Capacity:
@@ -102,13 +172,28 @@ def num_row_pages(page_size: int, topk: int) -> int:
     return max(2, -(-(14 + draft_room(topk)) // page_size))
 
 
-def layer_of(format: CacheFormat, sizes: tuple[int, int] | None = None) -> tuple[AttentionLayer, tuple[int, int]]:
-    """A layer, and [kv_heads, dim] of its cache entries. sizes: of a query-key and a value head, if not any will do."""
+def layer_of(
+    format: CacheFormat, sizes: tuple[int, int] | None = None, heads: frozenset[int] | None = None
+) -> tuple[AttentionLayer, tuple[int, int]]:
+    """A layer, and [kv_heads, dim] of its cache entries. sizes: of a query-key and a value head, heads: numbers of
+    query heads to choose from, if not any will do. The scale keeps scores as far apart whatever the sizes.
+    """
     if format is CacheFormat.KV:
-        head_dim, v_head_dim = sizes or (HEAD_DIM, HEAD_DIM)
-        return AttentionLayer(0, HEADS, KV_HEADS, head_dim, v_head_dim, SCALE), (KV_HEADS, head_dim)
-    head_dim, v_head_dim = sizes or (RANK + ROPE, RANK)
-    return AttentionLayer(0, MLA_HEADS, 1, head_dim, v_head_dim, SCALE), (1, head_dim)
+        default, num_heads, num_kv_heads = (HEAD_DIM, HEAD_DIM), HEADS, KV_HEADS
+    else:
+        default, num_heads, num_kv_heads = (RANK + ROPE, RANK), MLA_HEADS, 1
+    head_dim, v_head_dim = sizes or default
+    if heads is not None:
+        able = sorted(each for each in heads if each % num_kv_heads == 0)
+        num_heads = next((each for each in able if each >= num_heads), able[-1])
+    scale = SCALE * (default[0] / head_dim) ** 0.5
+    return AttentionLayer(0, num_heads, num_kv_heads, head_dim, v_head_dim, scale), (num_kv_heads, head_dim)
+
+
+def scaled_to_fill(layer: AttentionLayer, dtype: torch.dtype) -> AttentionLayer:
+    """A layer whose scales let random entries fill an 8-bit float's range, the largest of them overflow it."""
+    k_scale = 2.2 / torch.finfo(dtype).max
+    return replace(layer, k_scale=k_scale, v_scale=k_scale if layer.num_kv_heads == 1 else 1.3 * k_scale)
 
 
 def with_extra(layer: AttentionLayer, extra: str, device: torch.device) -> AttentionLayer:
@@ -117,7 +202,7 @@ def with_extra(layer: AttentionLayer, extra: str, device: torch.device) -> Atten
         case "window":
             return replace(layer, window=5)
         case "sinks":
-            return replace(layer, sinks=torch.linspace(-1.0, 2.0, layer.num_heads, device=device))
+            return replace(layer, sinks=torch.linspace(-4.0, 8.0, layer.num_heads, device=device).round() / 4)
         case "kv_scales":
             return replace(layer, k_scale=0.5, v_scale=0.5 if layer.num_kv_heads == 1 else 2.0)
         case _:

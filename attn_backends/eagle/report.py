@@ -66,9 +66,9 @@ def demo_prompts() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in sorted(folder.iterdir(), key=lambda file: file.name)]
 
 
-def run_row(config: RunConfig, prompts: Sequence[str], on_progress: Callable[[int], None] | None = None) -> Row:
+def run_row(engine: Engine, prompts: Sequence[str], on_progress: Callable[[int], None] | None = None) -> Row:
     """Decode prompts plainly, then by EAGLE, all at once, and compare. on_progress gets newly emitted tokens."""
-    engine = build_engine(config)
+    config = engine.config
     encoded = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain = engine.generate_plain(encoded, config.runtime.max_new_tokens, on_progress)
     eagle = engine.generate(encoded, config.runtime.max_new_tokens, on_progress)
@@ -134,8 +134,9 @@ def _scored(prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]
 
 
 def _in_float32(config: RunConfig) -> RunConfig:
+    """The run in float32, on whatever kernels have that."""
     runtime = config.runtime.model_copy(update={"dtype": "float32", "path": "eager"})
-    return config.model_copy(update={"runtime": runtime})
+    return config.model_copy(update={"runtime": runtime, "kernels": dict.fromkeys(config.kernels, "auto")})
 
 
 def _path(engine: Engine) -> str:

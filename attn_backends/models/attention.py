@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, ForwardMetadata
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache
 from attn_backends.layer import AttentionLayer
+from attn_backends.metadata import ForwardMetadata
 
 
 @dataclass(frozen=True, slots=True, eq=False)

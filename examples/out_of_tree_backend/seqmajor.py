@@ -72,7 +72,8 @@ def launch_torch(q: Tensor, cache: PagedCache, plan: SlotTablePlan, layer: Atten
     position = torch.arange(plan.slot_table.shape[0], device=q.device).unsqueeze(1)
     visible = (position < plan.num_keys)[..., None, None]
     # What a row does not see may be NaN in memory that nobody owns: it is replaced, never multiplied by zero.
-    k, v = (torch.where(visible, x[:, plan.request], 0).to(dtype) for x in cache.read(plan.slot_table.long()))
+    entries = zip(cache.read(plan.slot_table.long()), (layer.k_scale, layer.v_scale), strict=True)
+    k, v = (torch.where(visible, x[:, plan.request].to(dtype) * scale, 0) for x, scale in entries)
     grouped = q.to(dtype).reshape(len(q), layer.num_kv_heads, -1, layer.head_dim)
     scores = torch.einsum("thgd,pthd->pthg", grouped, k) * layer.scale
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -84,8 +85,10 @@ def launch_torch(q: Tensor, cache: PagedCache, plan: SlotTablePlan, layer: Atten
 UNIFORM = Capabilities(
     page_sizes=None,
     dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16}),
+    cache_dtypes=frozenset({torch.float8_e4m3fn}),
     non_causal=True,
     lse=LseBase.NATURAL,
+    kv_scales=True,
 )
 PACKED = replace(UNIFORM, packed=True)
 CAPABILITIES = {

@@ -9,13 +9,13 @@ a process of its own: a mutant may break a CUDA context.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from pathlib import Path
 
 import torch
 
+from attn_backends import results
 from attn_backends.conformance import Case, Outcome
 from tests.mutants import MUTANTS, Mutant
 from tests.mutants.matrix import CHECKS, candidates, read_kills, run_planted
@@ -74,9 +74,7 @@ def main() -> int:
     parser.add_argument("--json", required=True, type=Path, help="file to write")
     path = parser.parse_args().json
     found = rows()
-    versions = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    lines = ",\n".join("  " + json.dumps(row) for row in found)
-    path.write_text(json.dumps({"versions": versions})[:-1] + f', "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+    results.write(path, results.head(("python", "-m", "tests.mutants.gpu", *sys.argv[1:]), "cuda"), found)
     for row in found:
         print(f"{row['mutant']:36} {row['check']:28} cpu {row['cpu']:8} cuda {row['cuda']}")
     return int(any(row["cuda"] not in (row["cpu"], Outcome.NOT_RUN) for row in found))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.base import Kernel
 from attn_backends.cache import CacheFormat
 from attn_backends.capabilities import Capabilities
 from attn_backends.conformance.situations import UNIFORM_KINDS
+from attn_backends.kernel import Kernel
 from attn_backends.providers import runs_anywhere
 
 _FEW = Capabilities(
     page_sizes=frozenset({16}),
     dtypes=frozenset({torch.float64}),
     head_sizes=frozenset({(6, 6)}),
-    max_query_heads=4,
+    query_heads=frozenset({4}),
     max_width=2,
     graph=False,
 )
@@ -29,7 +29,7 @@ class NarrowBackend(FA3Backend):
     kernels = (
         Kernel(
             "torch",
-            FA3Backend.kernels[0].launch,
+            FA3Backend.kernels[-1].launch,
             dict.fromkeys(UNIFORM_KINDS, _FEW),
             runs_anywhere,
         ),

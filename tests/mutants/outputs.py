@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.metadata import Metadata
+from attn_backends.selection import Choice
 from spec_metadata import Bucket, Paging
 from tests.mutants.mutant import mutant
 
@@ -58,8 +60,8 @@ def hidden_keys_multiplied_by_zero(patch: pytest.MonkeyPatch) -> None:
     """A kernel that declares no over-read adds every value of the table's pages, times zero: NaN spreads."""
     over_pages = torch_attention._over_pages
 
-    def spilt(q, lens, k_pages, v_pages, pages, kv_lens, causal, scale):
-        out, lse = over_pages(q, lens, k_pages, v_pages, pages, kv_lens, causal, scale)
+    def spilt(q, lens, k_pages, v_pages, pages, *rest):
+        out, lse = over_pages(q, lens, k_pages, v_pages, pages, *rest)
         return out + (v_pages[pages] * 0).sum(dim=(1, 2, 3, 4)).view(-1, 1, 1, 1), lse
 
     patch.setattr(torch_attention, "_over_pages", spilt)
@@ -94,8 +96,9 @@ def undeclared_graph_captured(patch: pytest.MonkeyPatch) -> None:
     capture = AttentionBackend.capture
 
     def forced(self: AttentionBackend, bucket: Bucket, paging: Paging) -> Metadata:
-        able = {kind: replace(declared, graph=True) for kind, declared in self.kernel.capabilities.items()}
-        self.kernel = replace(self.kernel, capabilities=able)
+        kernel = self.kernel_of(bucket.kind)
+        able = {kind: replace(declared, graph=True) for kind, declared in kernel.capabilities.items()}
+        self.choices[bucket.kind] = Choice(replace(kernel, capabilities=able))
         return capture(self, bucket, paging)
 
     patch.setattr(AttentionBackend, "capture", forced)
@@ -107,6 +110,7 @@ def undeclared_graph_captured(patch: pytest.MonkeyPatch) -> None:
     "refusals.query_heads",
     "refusals.head_sizes",
     "refusals.dtype",
+    "refusals.cache_dtype",
     "refusals.cache_format",
     backend=NARROW,
 )

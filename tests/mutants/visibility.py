@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base
+from attn_backends import base, metadata
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.kernels import torch_attention
 from spec_metadata import BlockTable, Capacity, Extent, PackedQuery, RequestTable, Step, StepKind
@@ -104,8 +104,8 @@ def causal_from_the_top_left(patch: pytest.MonkeyPatch) -> None:
     """Row j sees j + 1 keys of the request, as if nothing were cached."""
     over_pages = torch_attention._over_pages
 
-    def top_left(q, lens, k, v, pages, kv_lens, causal, scale):
-        return over_pages(q, lens, k, v, pages, lens if causal else kv_lens, causal, scale)
+    def top_left(q, lens, k, v, pages, kv_lens, causal, *scales):
+        return over_pages(q, lens, k, v, pages, lens if causal else kv_lens, causal, *scales)
 
     patch.setattr(torch_attention, "_over_pages", top_left)
 
@@ -120,7 +120,7 @@ def verify_mask_ignored(patch: pytest.MonkeyPatch) -> None:
             return part
         return replace(part, mask=torch.ones_like(part.mask).tril())
 
-    patch.setattr(base, "tree_part", chain)
+    patch.setattr(metadata, "tree_part", chain)
 
 
 @mutant("sibling branches of a draft see each other", "math.draft_decode")
@@ -133,7 +133,7 @@ def siblings_visible(patch: pytest.MonkeyPatch) -> None:
             return part
         return replace(part, mask=part.mask.any(dim=1, keepdim=True).expand_as(part.mask))
 
-    patch.setattr(base, "tree_part", siblings)
+    patch.setattr(metadata, "tree_part", siblings)
 
 
 @mutant("SGLang #7239: wrong trees for two requests and more", "math.draft_decode")
@@ -147,7 +147,7 @@ def tree_table_transposed(patch: pytest.MonkeyPatch) -> None:
         by_step = part.slots.view(step.bs, step.num_steps, step.width)
         return replace(part, slots=by_step.transpose(1, 2).reshape(step.bs, -1))
 
-    patch.setattr(base, "tree_part", transposed)
+    patch.setattr(metadata, "tree_part", transposed)
 
 
 @mutant(

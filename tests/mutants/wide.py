@@ -1,4 +1,4 @@
-"""A correct backend that declares windows, sinks and scales, which no built-in torch kernel does."""
+"""A correct backend that declares windows and sinks, which no built-in torch kernel does."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 
 from attn_backends.backends.reference import ReferenceBackend
-from attn_backends.base import ForwardMetadata, Kernel
-from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, PagedCache
+from attn_backends.cache import CacheFormat, PagedCache
+from attn_backends.conformance.situations import UNIFORM_KINDS
+from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import attend
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.providers import runs_anywhere
-from spec_metadata import StepKind
 from spec_metadata.plans import slots
 
-_DECODE = replace(ReferenceBackend.kernels[0].capabilities[StepKind.DECODE], window=True, sinks=True, kv_scales=True)
+_EXTRAS = {"window": True, "sinks": True, "cache_dtypes": frozenset()}
+_CAPABILITIES = {
+    kind: replace(declared, **_EXTRAS)
+    for kind, declared in ReferenceBackend.kernels[-1].capabilities.items()
+    if kind in UNIFORM_KINDS
+}
 
 
 def launch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:
@@ -33,14 +38,8 @@ def launch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionL
 
 
 class WideBackend(ReferenceBackend):
-    """Decode over slot lists, with windows, sinks and scaled keys and values."""
+    """Slot lists, with windows, sinks and scaled keys and values."""
 
     name = "wide"
     formats = frozenset({CacheFormat.KV})
-    kernels = (Kernel("torch", launch, {StepKind.DECODE: _DECODE}, runs_anywhere),)
-
-    def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata, layer: AttentionLayer) -> None:
-        """Store values divided by their scales."""
-        if isinstance(inputs, KeyValues):
-            inputs = KeyValues(inputs.k / layer.k_scale, inputs.v / layer.v_scale)
-        super().store(inputs, cache, meta, layer)
+    kernels = (Kernel("torch", launch, _CAPABILITIES, runs_anywhere),)

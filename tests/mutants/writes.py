@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attn_backends import base
-from attn_backends.base import AttentionBackend, ForwardMetadata, Metadata
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache, PagedKV
+from attn_backends.metadata import ForwardMetadata, Metadata
 from spec_metadata import CacheGeometry, Step, StepKind, static_inputs
 from tests.mutants.mutant import mutant
 
@@ -110,9 +111,9 @@ def slot_offsets_in_int32(patch: pytest.MonkeyPatch) -> None:
     """Offsets into the cache wrap at 2**31 elements."""
     store = PagedKV.store
 
-    def wrapped(self: PagedKV, inputs: CacheInputs, slots: Tensor) -> None:
+    def wrapped(self: PagedKV, inputs: CacheInputs, slots: Tensor, *scales: float) -> None:
         page_size, stride = self.k.shape[1], self.k.stride(0)
         pages = (slots // page_size * stride).int().long().abs() // stride
-        store(self, inputs, pages * page_size + slots % page_size)
+        store(self, inputs, pages * page_size + slots % page_size, *scales)
 
     patch.setattr(PagedKV, "store", wrapped)
