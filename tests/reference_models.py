@@ -220,7 +220,7 @@ class Requests:
         pages = self.capacity.max_pages
         geometry = CacheGeometry(num_requests * pages + 3, page_size)
         self.backend = kind(self.capacity, geometry, checking=True)
-        self.caches = model.allocate_caches(geometry)
+        self.caches = model.allocate_caches(self.backend)
         for cache in self.caches:
             for pool in (cache.k, cache.v) if isinstance(cache, PagedKV) else (cache.latent,):
                 pool[1:] = float("nan")

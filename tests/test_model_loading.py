@@ -86,7 +86,7 @@ def test_dtype_and_sizes(folders: tuple[str, Path, Path]) -> None:
 
 
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a folder nor an embedded checkpoint \(gqa, mla\)"):
+    with pytest.raises(CheckpointError, match=r"neither a folder nor an embedded checkpoint \(gqa, mla, v4\)"):
         load_target(tmp_path / "absent", torch.float32)
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_target(tmp_path, torch.float32)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attn_backends.models.draft import EagleDraft
-from training import attention, models
+from training import models
 from training.corpus import load_heldout
 
 WINDOW, STRIDE = 1024, 512
@@ -98,12 +98,12 @@ class Window:
     def __init__(self, target: transformers.PreTrainedModel, draft: EagleDraft | None, ids: Tensor) -> None:
         self.target, self.draft, self.ids = target, draft, ids
         self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        record = attention.Recorder()
+        record = models.plans_of(target).Recorder()
         hidden = models.target_hidden(target, ids, self.positions, record)
         self.target_kv = record.kv
         self.logits = target.lm_head(hidden)
         if draft is not None:
-            record = attention.Recorder()
+            record = models.plans_of(target).Recorder()
             embeds = target.model.embed_tokens(ids[:, 1:])
             self.rows = draft(embeds, hidden[:, :-1], self.positions[:, :-1], plan=record)
             self.draft_kv = record.kv
@@ -111,8 +111,8 @@ class Window:
     def narrow(self, keep: Tensor) -> None:
         """Keeps the windows of the index ``keep``."""
         self.ids, self.rows = self.ids[keep], self.rows[keep]
-        self.target_kv = {i: (k[keep], v[keep]) for i, (k, v) in self.target_kv.items()}
-        self.draft_kv = {i: (k[keep], v[keep]) for i, (k, v) in self.draft_kv.items()}
+        self.target_kv = {i: tuple(x[keep] for x in kv) for i, kv in self.target_kv.items()}
+        self.draft_kv = {i: tuple(x[keep] for x in kv) for i, kv in self.draft_kv.items()}
 
     def log_probs(self, rows: Tensor) -> Tensor:
         """The draft's log-probabilities ``[B, N, V]`` of rows ``[B, N, H]``."""
@@ -135,7 +135,7 @@ class Window:
         count = 1 + k
         for step in range(1, shape.steps):
             mask = torch.cat((beam_sees, own), -1)
-            plan = attention.Nodes(self.draft_kv, seen, mask, earlier)
+            plan = models.plans_of(self.target).Nodes(self.draft_kv, seen, mask, earlier)
             embeds = self.target.model.embed_tokens(beam_tokens)
             positions = (root[:, None] + step - 1).expand(-1, k)
             rows = self.draft(embeds, beam_rows, positions, plan=plan)
@@ -182,7 +182,7 @@ class Window:
     def verify(self, root: Tensor, tree: Tree, steps: int) -> Tensor:
         """The accepted drafts ``[B]`` of each tree under greedy verification."""
         seen = self.positions < root[:, None]
-        plan = attention.Nodes(self.target_kv, seen, tree.sees)
+        plan = models.plans_of(self.target).Nodes(self.target_kv, seen, tree.sees)
         hidden = models.target_hidden(self.target, tree.tokens, root[:, None] + tree.depth, plan=plan)
         choice = self.target.lm_head(hidden).argmax(-1)
         at = torch.zeros_like(root)
@@ -241,11 +241,13 @@ def evaluate(
         acceptance: measure the drafts, too.
 
     Returns:
-        ``bits_per_byte``, ``bytes`` and for each of ``SHAPES`` its summary.
+        ``bits_per_byte``, ``bytes`` and for each of ``SHAPES`` that the family can draft its summary.
     """
     target = models.load_target(folder / "target", dtype, device)
     draft = models.load_draft(folder / "draft", dtype, device) if acceptance else None
     spans = cut(load_heldout())
+    # DeepSeek-V4 compresses one chain of tokens: it can't hold a tree's branches
+    shapes = {k: v for k, v in SHAPES.items() if v.topk == 1 or not models.is_v4(target)}
     chosen = torch.arange(len(spans.ids))
     if limit and limit < len(chosen):
         chosen = torch.linspace(0, len(chosen) - 1, limit).long()
@@ -259,7 +261,7 @@ def evaluate(
         counted = (place >= first[:, None]) & (place < end[:, None])
         nats += loss[counted].double().sum().item()
         total += int(counted.sum())
-        for name, shape in SHAPES.items() if acceptance else ():
+        for name, shape in shapes.items() if acceptance else ():
             window = Window(target, draft, ids)
             found = walk(window, first, end, shape)
             counts[name] = counts.get(name, torch.zeros_like(found)) + found

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV4Config,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from attn_backends.models.draft import EagleDraft
-from training import attention
+from attn_backends.models.mtp import MtpDraft
+from training import attention, compressed, compressed_plans
 
 CHECKPOINTS = Path("attn_backends/models/checkpoints")
-NAMES = ("gqa", "mla")
+NAMES = ("gqa", "mla", "v4")
 COMMON = {
     "vocab_size": 256,
     "hidden_size": 256,
@@ -30,10 +34,44 @@ COMMON = {
     "rms_norm_eps": 1e-6,
 }
 DRAFT_MLP = {"gqa": 256, "mla": 256}
+V4_LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+
+
+def v4_config(layer_types: list[str]) -> PreTrainedConfig:
+    """DeepSeek-V4 with ``layer_types``; the head is as wide as its kernels demand, most else is small."""
+    return DeepseekV4Config(
+        **COMMON | {"hidden_size": 192},
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        mlp_layer_types=["moe"] * len(layer_types),
+        num_attention_heads=4,
+        head_dim=512,
+        q_lora_rank=64,
+        o_groups=2,
+        o_lora_rank=48,
+        index_n_heads=16,
+        index_head_dim=64,
+        index_topk=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        hc_mult=2,
+        hc_sinkhorn_iters=4,
+        num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    )
 
 
 def target_config(name: str) -> PreTrainedConfig:
-    """The configuration of the target ``"gqa"`` or ``"mla"``."""
+    """The configuration of the target ``"gqa"``, ``"mla"`` or ``"v4"``."""
+    if name == "v4":
+        return v4_config(V4_LAYERS)
     if name == "gqa":
         return LlamaConfig(
             **COMMON,
@@ -60,7 +98,9 @@ def target_config(name: str) -> PreTrainedConfig:
 
 
 def draft_config(name: str) -> PreTrainedConfig:
-    """The target's configuration with one layer and the draft's own MLP width."""
+    """The target's configuration with one layer and the draft's own MLP width; the window only for ``"v4"``."""
+    if name == "v4":
+        return v4_config(["sliding_attention"])
     config = target_config(name)
     config.num_hidden_layers = 1
     config.intermediate_size = DRAFT_MLP[name]
@@ -69,39 +109,87 @@ def draft_config(name: str) -> PreTrainedConfig:
     return config
 
 
+def is_v4(module: PreTrainedModel | EagleDraft) -> bool:
+    """Whether a target or draft is DeepSeek-V4's, with the plans of ``compressed_plans``, not ``attention``."""
+    return module.config.model_type == "deepseek_v4"
+
+
+def plans_of(module: PreTrainedModel | EagleDraft) -> Any:
+    """The module with the ``Recorder``, ``Nodes`` and ``Unrolled`` plans of a target or draft."""
+    return compressed_plans if is_v4(module) else attention
+
+
 def new_target(name: str) -> PreTrainedModel:
-    """A target with fresh weights on the training attention function."""
-    return AutoModelForCausalLM.from_config(
-        target_config(name), attn_implementation=attention.NAME, dtype=torch.float32
-    )
+    """A target with fresh weights on the training attention."""
+    config = target_config(name)
+    if name == "v4":
+        return trainable(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+
+
+def new_draft(name: str) -> EagleDraft:
+    """A draft with fresh weights on the training attention."""
+    config = draft_config(name)
+    draft = MtpDraft(config) if name == "v4" else EagleDraft(config, attention.NAME)
+    for part in draft.modules():
+        if isinstance(part, torch.nn.Linear):
+            torch.nn.init.normal_(part.weight, std=config.initializer_range)
+    if name == "v4":  # transformers' modules are empty until a whole model of them is made
+        source = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model
+        draft.layers, draft.hc_head = source.layers, source.hc_head
+        compressed.adopt(draft.layers)
+    return draft
+
+
+def trainable(model: PreTrainedModel) -> PreTrainedModel:
+    """A DeepSeek-V4 target on the training forward."""
+    compressed.adopt(model.model.layers)
+    return model
 
 
 def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A stored target, frozen, on the training attention function."""
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
+    """A stored target, frozen, on the training attention."""
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type == "deepseek_v4":
+        model = trainable(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype))
+        for parameter in model.parameters():  # transformers keeps some in float32
+            parameter.data = parameter.data.to(dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME, dtype=dtype)
     return model.eval().requires_grad_(False).to(device)
 
 
 def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> EagleDraft:
-    """A stored draft, frozen, on the training attention function."""
-    draft = EagleDraft.from_pretrained(folder, dtype, attention.NAME)
+    """A stored draft, frozen, on the training attention."""
+    if AutoConfig.from_pretrained(folder).model_type == "deepseek_v4":
+        draft: EagleDraft = MtpDraft.from_pretrained(folder, dtype)
+        compressed.adopt(draft.layers)
+    else:
+        draft = EagleDraft.from_pretrained(folder, dtype, attention.NAME)
     return draft.requires_grad_(False).to(device)
 
 
-def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: attention.Plan | None = None) -> Tensor:
+def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: Any = None) -> Tensor:
     """The target's hidden states after its final norm.
 
     Args:
-        model: a target on the training attention function.
+        model: a target on the training attention.
         ids: ``[B, T]`` token ids.
         positions: ``[B or 1, T]`` positions.
-        plan: what the tokens see; plain causal attention by default.
+        plan: what the tokens see (``attention.Plan``, for DeepSeek-V4 ``compressed.Plan``); all before by default.
 
     Returns:
         ``[B, T, H]``, what the output head reads.
     """
     base = model.model
     rows = base.embed_tokens(ids)
+    if is_v4(model):
+        plan = plan or compressed_plans.Whole()
+        angles = {kind: base.rotary_emb(rows, positions, layer_type=kind) for kind in ("main", "compress")}
+        rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1)
+        for layer in base.layers:
+            rows = layer(rows, position_embeddings=angles, plan=plan)
+        return base.norm(base.hc_head(rows))
     position_embeddings = base.rotary_emb(rows, positions)
     for layer in base.layers:
         rows = layer(rows, position_ids=positions, position_embeddings=position_embeddings, plan=plan)

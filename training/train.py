@@ -13,9 +13,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,143 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_backends.models.draft import EagleDraft
-from training import attention, models
+from training import attention, compressed, compressed_plans, models
 from training.corpus import read_corpus
+from training.fitting import Recipe, Row, Windows, autocast, fit
 
-Row = dict[str, Any]
-LOG_EVERY = 100
 VALID_LENGTH = 1024
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One stage's optimisation; it ends after ``steps``, or after ``seconds`` if ``steps`` is 0."""
-
-    seconds: float
-    steps: int
-    batch: int
-    length: int
-    peak_lr: float
-    weight_decay: float
-    warmup: float = 0.03
-    clip: float = 1.0
-
-
-class Windows:
-    """Random windows of a byte stream that lives on the device.
-
-    Args:
-        stream: the bytes, documents joined by the separator 0.
-        device: where to keep them.
-        seed: seed of the windows' places.
-        from_start: the share of windows that begin at a document's separator.
-    """
-
-    def __init__(self, stream: bytes, device: torch.device, seed: int, from_start: float = 0.1) -> None:
-        self.data = torch.frombuffer(bytearray(stream), dtype=torch.uint8).to(device)
-        self.documents = (self.data == 0).nonzero().flatten()
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.from_start = from_start
-
-    def sample(self, batch: int, length: int) -> Tensor:
-        """Draws windows: ``[batch, length]`` int64."""
-        device, last = self.data.device, len(self.data) - length
-        draw = torch.rand(3, batch, device=device, generator=self.generator, dtype=torch.float64)
-        place = (draw[0] * last).long()
-        document = self.documents[(draw[1] * len(self.documents)).long()].clamp(max=last)
-        start = torch.where(draw[2] < self.from_start, document, place)
-        return self.data[start[:, None] + torch.arange(length, device=device)].long()
-
-
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 autocast on a GPU, full precision elsewhere."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-
-
-def optimizer_for(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices of the layers only."""
-    named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    decayed = [p for n, p in named if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in named if not (p.ndim == 2 and "embed" not in n)]
-    groups = [
-        {"params": decayed, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=named[0][1].is_cuda)
-
-
-def rate(progress: float, recipe: Recipe) -> float:
-    """Linear warm-up, then linear decay to zero, at ``progress`` in 0..1."""
-    if progress < recipe.warmup:
-        return recipe.peak_lr * max(progress / recipe.warmup, 0.01)
-    return recipe.peak_lr * max(0.0, (1 - progress) / (1 - recipe.warmup))
-
-
-def progress_of(recipe: Recipe) -> Iterator[tuple[int, float, float]]:
-    """Yields (step, seconds since the third step, progress) until the recipe is done.
-
-    The first three steps, which compile, don't count against ``recipe.seconds``.
-    """
-    begin, step = time.perf_counter(), 0
-    while True:
-        seconds = time.perf_counter() - begin
-        progress = step / recipe.steps if recipe.steps else seconds / recipe.seconds
-        if progress >= 1:
-            return
-        yield step, seconds, progress
-        step += 1
-        if step <= 3:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-
-
-def fit(
-    module: nn.Module,
-    windows: Windows,
-    recipe: Recipe,
-    loss_of: Callable[[Tensor], tuple[Tensor, Tensor]],
-    validate: Callable[[], Row],
-    stage: str,
-) -> list[Row]:
-    """Optimises ``module``.
-
-    Args:
-        module: whose parameters are trained.
-        windows: source of training windows.
-        recipe: the stage's settings.
-        loss_of: maps windows ``[B, length + 1]`` to (loss, detached values to log).
-        validate: numbers of the validation split, called ten times in all.
-        stage: label of the log rows.
-
-    Returns:
-        The log rows.
-    """
-    optimizer = optimizer_for(module, recipe)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    rows: list[Row] = []
-    checked = 0.1
-    step, seconds = 0, 0.0
-    for step, seconds, progress in progress_of(recipe):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(progress, recipe)
-        loss, values = loss_of(windows.sample(recipe.batch, recipe.length + 1))
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, recipe.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % LOG_EVERY == 0 or progress >= checked:
-            row: Row = {"stage": stage, "step": step, "seconds": round(seconds, 1)}
-            row["bits"] = [round(v / math.log(2), 4) for v in values.tolist()]
-            if progress >= checked:
-                row |= validate()
-                checked += 0.1
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    rows.append({"stage": stage, "step": step + 1, "seconds": round(seconds, 1)} | validate())
-    rows[-1]["tokens_per_second"] = round((step + 1) * recipe.batch * recipe.length / seconds)
-    print(json.dumps(rows[-1]), flush=True)
-    return rows
+DENSE_SHARE = 0.6
+"""The share of a DeepSeek-V4 target's training in which queries see all entries, not the indexer's choice."""
 
 
 def train_target(
@@ -172,25 +41,36 @@ def train_target(
     model = models.new_target(name).to(device)
     held = Windows(valid, device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
 
-    def cross_entropy(ids: Tensor, first: int = 0) -> Tensor:
+    def cross_entropy(ids: Tensor, first: int = 0, plan: Any = None) -> Tensor:
         """Mean loss over ``ids`` ``[B, T + 1]`` from position ``first`` on."""
         positions = torch.arange(ids.shape[1] - 1, device=ids.device)[None]
-        logits = model.lm_head(models.target_hidden(model, ids[:, :-1], positions))[:, first:]
+        logits = model.lm_head(models.target_hidden(model, ids[:, :-1], positions, plan))[:, first:]
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, first + 1 :].flatten())
 
-    compiled = torch.compile(cross_entropy) if fast else cross_entropy
+    def losses(ids: Tensor, selected: bool) -> Tensor:
+        """The loss, and behind it those of DeepSeek-V4's routers and indexers."""
+        if not models.is_v4(model):
+            return cross_entropy(ids)[None]
+        plan = compressed_plans.Training(selected)
+        return torch.stack([cross_entropy(ids, plan=plan), *plan.losses])
 
-    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    compiled = torch.compile(losses) if fast and not models.is_v4(model) else losses
+
+    def loss_of(ids: Tensor, progress: float) -> tuple[Tensor, Tensor]:
         with autocast(device):
-            loss = compiled(ids)
-        return loss, loss.detach()[None]
+            parts = compiled(ids, progress >= DENSE_SHARE)
+        return parts.sum(), parts.detach()[:1]
 
     def validate() -> Row:
-        with torch.no_grad(), autocast(device):
+        with torch.no_grad(), autocast(device), torch.compiler.set_stance("force_eager"):
             parts = [cross_entropy(part, VALID_LENGTH // 2).item() for part in held.split(8)]
         return {"valid_bpb": round(sum(parts) / len(parts) / math.log(2), 4)}
 
-    rows = fit(model, Windows(train, device, seed=0), recipe, loss_of, validate, f"{name} target")
+    with compressed.compiled_parts() if fast and models.is_v4(model) else nullcontext():
+        for progress in (0.0, 1.0) if fast and models.is_v4(model) else ():  # compiles before the clock starts
+            loss_of(held[:1].repeat(recipe.batch, 2)[:, : recipe.length + 1], progress)[0].backward()
+        model.zero_grad(set_to_none=True)
+        rows = fit(model, Windows(train, device, seed=0), recipe, loss_of, validate, f"{name} target")
     return model, rows
 
 
@@ -207,13 +87,15 @@ def unroll(draft: EagleDraft, embeds: Tensor, hidden: Tensor, head: nn.Module, s
     Returns:
         For each step the logits ``[B, T - s, V]``; row ``t`` predicts token ``t + 2``.
     """
-    positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
-    plan = attention.Unrolled()
+    length = embeds.shape[1]
+    positions = torch.arange(length, device=embeds.device)[None]
+    plan = models.plans_of(draft).Unrolled()
     logits = []
     for step in range(steps):
-        hidden = draft(embeds[:, step:], hidden, positions[:, step:], plan=plan)
-        logits.append(head(hidden))
-        hidden = hidden[:, :-1]
+        # all steps have one shape; the last rows of a later step mean nothing, and no other row sees them
+        rows = F.pad(embeds[:, step:], (0, 0, 0, step))
+        hidden = draft(rows, hidden, positions + step, plan=plan)
+        logits.append(head(hidden[:, : length - step]))
     return logits
 
 
@@ -245,22 +127,18 @@ def train_draft(
 ) -> tuple[EagleDraft, list[Row]]:
     """Trains the draft of a frozen target. Returns the draft and the log rows."""
     torch.manual_seed(0)
-    draft = EagleDraft(models.draft_config(name), attention.NAME)
-    for module in draft.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=draft.config.initializer_range)
-    draft.to(device)
+    draft = models.new_draft(name).to(device)
     with torch.no_grad():
         draft.norm.weight.copy_(model.model.norm.weight)
     held = Windows(valid, device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
-    teach = torch.compile(teacher) if fast else teacher
+    teach = torch.compile(teacher) if fast and not models.is_v4(model) else teacher
 
-    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            embeds, hidden, target = teach(model, ids)
-            goal = target.float().softmax(-1)
+    def loss_of(ids: Tensor, _: float) -> tuple[Tensor, Tensor]:
         losses = []
         with autocast(device):
+            with torch.no_grad():
+                embeds, hidden, target = teach(model, ids)
+                goal = target.float().softmax(-1)
             for step, logits in enumerate(unroll(draft, embeds, hidden, model.lm_head, steps)):
                 losses.append(-(goal[:, step:] * logits.float().log_softmax(-1)).sum(-1).mean())
         stacked = torch.stack(losses)
@@ -384,8 +262,7 @@ def main() -> None:
         run |= {"target_recipe": asdict(recipe), "rows": run["rows"] + rows}
     if "draft" in args.stages:
         recipe = Recipe(args.draft_seconds, args.draft_steps, args.draft_batch, args.length, args.draft_lr, 0.01)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        frozen = models.load_target(folder / "target", dtype, device)
+        frozen = models.load_target(folder / "target", torch.float32, device)
         draft, rows = train_draft(args.model, frozen, train, valid, recipe, device, fast)
         draft.save_pretrained(folder / "draft")
         run |= {"draft_recipe": asdict(recipe), "rows": run["rows"] + rows}

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
+from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
+from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.layer import AttentionLayer
 from attn_backends.models.attention import ForwardAttention
-from spec_metadata import CacheGeometry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from attn_backends.backends.dsv4 import DSV4Backend
     from attn_backends.models.draft import EagleDraft
 
 
@@ -31,13 +34,15 @@ class Family:
 
     architecture, draft_architecture: as config.json names them. cache_format: what its attention layers store.
     attach: make transformers' decoder layers of a configuration attend through a `ForwardAttention` passed as
-    `attention=`; returns their attention layers.
+    `attention=`; returns their attention layers. target, draft: the classes of its models.
     """
 
     architecture: str
     draft_architecture: str
-    cache_format: CacheFormat
+    cache_format: CacheFormat | CompressedFormat
     attach: Callable[[Iterable[Any], Any], tuple[AttentionLayer, ...]]
+    target: type[TargetModel]
+    draft: type[EagleDraft]
 
 
 class PagedModel:
@@ -55,7 +60,7 @@ class PagedModel:
         self.head = head
 
     @property
-    def cache_format(self) -> CacheFormat:
+    def cache_format(self) -> CacheFormat | CompressedFormat:
         """What the attention layers store."""
         return self.family.cache_format
 
@@ -69,17 +74,21 @@ class PagedModel:
         """Where the weights live."""
         return self.head.weight.device
 
-    def allocate_caches(self, geometry: CacheGeometry) -> list[PagedCache]:
-        """A zeroed cache for each attention layer, in the model's dtype."""
-        return [self._allocate_cache(layer, geometry) for layer in self.layers]
+    def allocate_caches(self, backend: AttentionBackend) -> list[PagedCache]:
+        """A zeroed cache for each attention layer, in the model's dtype, as the backend pages it."""
+        return [self._allocate_cache(layer, backend) for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
         return self.head(hidden)
 
-    def _allocate_cache(self, layer: AttentionLayer, geometry: CacheGeometry) -> PagedCache:
+    def _allocate_cache(self, layer: AttentionLayer, backend: AttentionBackend) -> PagedCache:
+        geometry = backend.geometry
         if self.cache_format is CacheFormat.KV:
             return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, self.dtype, self.device)
+        if isinstance(layer, CompressedLayer):
+            ring = cast("DSV4Backend", backend).ring(layer)
+            return cast("PagedCache", allocate_compressed(geometry, layer, ring, self.dtype, self.device))
         rank = layer.v_head_dim
         return allocate_latent(geometry, rank, layer.head_dim - rank, self.dtype, self.device)
 

@@ -18,7 +18,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 from attn_backends.cache import CacheFormat, Latents
 from attn_backends.layer import AttentionLayer
 from attn_backends.models.attention import ForwardAttention
-from attn_backends.models.decoder import Family
+from attn_backends.models.decoder import Family, TargetModel
+from attn_backends.models.draft import EagleDraft
 
 
 class AbsorbedAttention(nn.Module):
@@ -71,4 +72,6 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
     return tuple(layers)
 
 
-DEEPSEEK = Family("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle", CacheFormat.LATENT, _attach)
+DEEPSEEK = Family(
+    "DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle", CacheFormat.LATENT, _attach, TargetModel, EagleDraft
+)

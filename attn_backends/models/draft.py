@@ -33,7 +33,11 @@ _FAMILIES = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "deepseek_v3": (DeepseekV3DecoderLayer, DeepseekV3RMSNorm, DeepseekV3RotaryEmbedding),
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLMEagle", "deepseek_v3": "DeepseekV3ForCausalLMEagle"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLMEagle",
+    "deepseek_v3": "DeepseekV3ForCausalLMEagle",
+    "deepseek_v4": "DeepseekV4ForCausalLMMTP",
+}
 
 
 class EagleDraft(nn.Module):
@@ -109,9 +113,8 @@ class EagleDraft(nn.Module):
         weights = load_file(Path(folder) / "model.safetensors")
         stored = next(iter(weights.values())).dtype
         draft.load_state_dict(weights, strict=True)
-        # The rotary frequencies are buffers that must stay float32.
-        for module in (draft.fc, draft.layers, draft.norm):
-            module.to(dtype or stored)
+        for parameter in draft.parameters():  # the rotary frequencies are buffers that must stay float32
+            parameter.data = parameter.data.to(dtype or stored)
         return draft.eval()
 
     def save_pretrained(self, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:

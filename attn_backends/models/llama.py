@@ -11,7 +11,8 @@ from transformers import AttentionInterface
 from attn_backends.cache import CacheFormat, KeyValues
 from attn_backends.layer import AttentionLayer
 from attn_backends.models.attention import ForwardAttention
-from attn_backends.models.decoder import Family
+from attn_backends.models.decoder import Family, TargetModel
+from attn_backends.models.draft import EagleDraft
 
 _INTERFACE = "attn_backends"
 
@@ -49,4 +50,4 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
     )
 
 
-LLAMA = Family("LlamaForCausalLM", "LlamaForCausalLMEagle", CacheFormat.KV, _attach)
+LLAMA = Family("LlamaForCausalLM", "LlamaForCausalLMEagle", CacheFormat.KV, _attach, TargetModel, EagleDraft)

@@ -22,12 +22,14 @@ from attn_backends.models.tokenizer import ByteTokenizer, Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-EMBEDDED = ("gqa", "mla")
+EMBEDDED = ("gqa", "mla", "v4")
 """Names of the checkpoints that ship with the package."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 SHOWN_TENSORS = 4
+EXPERTS = "batched_mm"
+"""transformers' implementation of experts whose shapes don't depend on the routing."""
 
 
 def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
@@ -42,13 +44,12 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
     path = _checkpoint(folder, "target")
     family, config = _read_config(path, "architecture")
     try:
-        # batched_mm is the experts implementation whose shapes don't depend on the routing
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
             dtype=dtype,
             local_files_only=True,
-            experts_implementation="batched_mm",
+            experts_implementation=EXPERTS,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -57,7 +58,7 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
     model, report = loaded
     shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
     _check_tensors(path, report["missing_keys"], report["unexpected_keys"], shapes)
-    return TargetModel(family, model.to(device))
+    return family.target(family, model.to(device))
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
@@ -67,8 +68,6 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     the target.
     """
     _require_transformers()
-    from attn_backends.models.draft import EagleDraft
-
     path = _checkpoint(folder, "draft")
     family, config = _read_config(path, "draft_architecture")
     given = (family.draft_architecture, config.vocab_size, config.hidden_size)
@@ -78,10 +77,11 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
             f"the draft in {path} does not fit the target: it is a {given[0]} with vocabulary {given[1]} and hidden "
             f"size {given[2]}; the target needs a {needed[0]} with {needed[1]} and {needed[2]}"
         )
-    draft = EagleDraft(config)
+    config._experts_implementation = EXPERTS
+    draft = family.draft(config)
     draft.load_state_dict(_read_draft_weights(path, draft.state_dict()))
-    for module in (draft.fc, draft.layers, draft.norm):  # the rotary frequencies stay float32
-        module.to(target.dtype)
+    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
+        parameter.data = parameter.data.to(target.dtype)
     return DraftModel(draft.to(target.device), target)
 
 
@@ -149,6 +149,7 @@ def _read_config(path: Path, field: str) -> tuple[Family, PreTrainedConfig]:
     from transformers import AutoConfig
 
     from attn_backends.models.deepseek import DEEPSEEK
+    from attn_backends.models.deepseek_v4 import DEEPSEEK_V4
     from attn_backends.models.llama import LLAMA
 
     file = path / "config.json"
@@ -158,7 +159,7 @@ def _read_config(path: Path, field: str) -> tuple[Family, PreTrainedConfig]:
         named = json.loads(file.read_text(encoding="utf-8")).get("architectures")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a JSON object: {error}") from error
-    known = {getattr(family, field): family for family in (LLAMA, DEEPSEEK)}
+    known = {getattr(family, field): family for family in (LLAMA, DEEPSEEK, DEEPSEEK_V4)}
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
         raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
     try:
@@ -172,11 +173,13 @@ def _read_config(path: Path, field: str) -> tuple[Family, PreTrainedConfig]:
 def _check_servable(path: Path, config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    rope_type = config.rope_parameters["rope_type"]
-    if rope_type not in ROPE_TYPES:
+    rope = config.rope_parameters
+    kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
+    others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
+    if others:
         # the frequencies of "dynamic" and "longrope" follow the longest request of a batch: cached keys would not fit
         raise CheckpointError(
-            f"{path} uses {rope_type} rotary embeddings; supported are those whose frequencies are fixed: "
+            f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
             f"{', '.join(ROPE_TYPES)}"
         )
 

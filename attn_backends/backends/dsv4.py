@@ -1,0 +1,311 @@
+"""DeepSeek-V4's attention over a window of tokens and compressed entries, one softmax and one sink over both.
+
+    keys[t] = rows[last `window` tokens up to t] + entries[visible(t)], of an indexed layer the index_topk best of those
+    out[t]  = softmax(scale * q[t] @ keys[t].T, with the sink) @ keys[t]
+
+A row is key and value at once. Storing writes rows, then the entries that close in this forward, then their index keys,
+and last the compressors' states, which entries of later forwards read. What a rejected token leaves behind is never
+seen, so rolling back is nothing but the committed length (`spec_metadata.plans.compressed`).
+
+See DeepSeek-V4 (DeepSeek-AI, 2026), sections 2.3.1 and 2.3.2. The variant of ratio 128 that keeps a running sum instead
+of states is left out: a sum can't be rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import lcm
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend
+from attn_backends.cache import CacheInputs, PagedCache
+from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.compressed_cache import (
+    CompressedCache,
+    CompressedFormat,
+    FloatPages,
+    allocate_compressed,
+    cache_reasons,
+)
+from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernel import Kernel, LayerShape, Scheduled
+from attn_backends.kernels.torch_compressed import (
+    gather_sources,
+    pool,
+    rms_norm,
+    rotate_tail,
+    select_entries,
+    sparse_attention,
+)
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.metadata import ForwardMetadata
+from attn_backends.providers import runs_anywhere
+from attn_backends.vendors import flashmla_sparse
+from spec_metadata import Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
+from spec_metadata.plans import compressed
+from spec_metadata.plans.compressed import CompressedPlan, Compression, EntryPlan
+
+_TORCH = Capabilities(
+    page_sizes=None,
+    dtypes=FLOAT_TYPES,
+    packed=True,
+    lse=LseBase.NATURAL,
+    window=True,
+    sinks=True,
+    cache_dtypes=frozenset({torch.float8_e4m3fn}),
+)
+_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+_CHUNK = 256  # query rows that the torch kernel gathers keys for at a time
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """What a kernel of this backend is launched on.
+
+    planned: the plan, or a vendor's `Scheduled`. entry_slots: [num_tokens, num_entries] int32, the entries that a row
+    attends to and then -1; None for a layer without compression.
+    """
+
+    planned: CompressedPlan | Scheduled[CompressedPlan]
+    entry_slots: Tensor | None
+
+    @property
+    def plan(self) -> CompressedPlan:
+        """The plan."""
+        return self.planned.plan if isinstance(self.planned, Scheduled) else self.planned
+
+
+def _launch_torch(q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer) -> AttentionOutput:
+    sources = [(cache.rows, selected.plan.window_slots)]
+    if cache.compressor is not None and selected.entry_slots is not None:
+        sources.append((cache.compressor.entries, selected.entry_slots))
+    parts = []
+    for first in range(0, q.shape[0], _CHUNK):
+        rows = slice(first, first + _CHUNK)
+        keys = torch.cat([pages.read(slots[rows]) for pages, slots in sources], dim=1)
+        visible = torch.cat([slots[rows] for _, slots in sources], dim=1) >= 0
+        parts.append(sparse_attention(q[rows], keys, visible, layer.scale, layer.sinks))
+    outs, lses = zip(*parts, strict=True)
+    return AttentionOutput(torch.cat(outs), torch.cat(lses))
+
+
+class DSV4Backend(AttentionBackend[CompressedPlan]):
+    """DeepSeek-V4's compressed attention.
+
+    window, compressions: of its layers, which the class names because buffers are declared from them; a subclass names
+    others. Layers without a compression are served too. A page must be a whole number of each compression's blocks.
+    The LSE that it returns is over window and entries, without the sink.
+    """
+
+    name = "dsv4"
+    formats: ClassVar[frozenset[Any]] = frozenset({CompressedFormat.COMPRESSED})
+    kernels = (
+        flashmla_sparse.KERNEL,
+        Kernel("torch", _launch_torch, dict.fromkeys(_KINDS, _TORCH), runs_anywhere),
+    )
+    window: ClassVar[int] = 128
+    compressions: ClassVar[tuple[Compression, ...]] = (Compression(4, overlap=True, indexed=True), Compression(128))
+
+    def __init__(
+        self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
+    ) -> None:
+        super().__init__(capacity, geometry, device, **options)
+        whole = lcm(*(compression.ratio for compression in self.compressions))
+        if geometry.page_size % whole:
+            nearest = max(whole, (geometry.page_size + whole // 2) // whole * whole)
+            ratios = " and ".join(str(compression.ratio) for compression in self.compressions)
+            raise UnsupportedStepError(
+                self.name,
+                [f"page size {geometry.page_size}: blocks of {ratios} tokens must not cross pages"],
+                f"page size {nearest}",
+            )
+        self.rings = {compression: self._smallest_ring(compression) for compression in self.compressions}
+
+    @classmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """Windows, entries and compressor rows, for every kind."""
+        return compressed.buffer_specs(cls.window, cls.compressions)
+
+    def plan(self, step: Step, forward: int, buffers: Buffers) -> CompressedPlan:
+        """The windows, entries and compressor rows of one forward."""
+        return compressed.plan_compressed(step, forward, buffers, self.window, self.rings)
+
+    def store(
+        self,
+        inputs: CacheInputs | CompressedInputs,
+        cache: PagedCache | CompressedCache,
+        meta: ForwardMetadata[CompressedPlan],
+        layer: AttentionLayer,
+    ) -> None:
+        """Write this forward's rows to their slots, then the entries that close, their index keys, and the states."""
+        cache, layer = self._checked(cache, meta, layer, inputs.dtype)
+        inputs = layer.checked_inputs(inputs, meta.write_slots.shape[0])
+        if meta.write_slots.shape[0] == 0:
+            return
+        reserved = self.geometry.reserved_page
+        cache.rows.write(meta.write_slots, inputs.rows, reserved)
+        if layer.compression is None:
+            return
+        made = self._planned(meta, inputs.dtype, cache, layer).plan.entries[layer.compression.ratio]
+        parts = [
+            (inputs.compressor, layer.compressor, cache.compressor),
+            (inputs.indexer, layer.indexer, cache.indexer),
+        ]
+        states = []
+        for given, compressor, pools in parts:
+            if given is not None and compressor is not None and pools is not None:
+                rows = torch.cat((given.values, given.gates), dim=-1).to(pools.states.dtype)
+                entries = _make_entries(rows, compressor, pools.states, made, layer.compression)
+                pools.entries.write(made.write_slots, entries, reserved)
+                states.append((pools.states, rows))
+        for pages, rows in states:  # after all entries: a row may take the place of one that they are made of
+            pages.write(made.state_writes, rows, reserved)
+
+    def forward(
+        self,
+        q: Tensor,
+        cache: PagedCache | CompressedCache,
+        meta: ForwardMetadata[CompressedPlan],
+        layer: AttentionLayer,
+        index: IndexQuery | None = None,
+    ) -> AttentionOutput:
+        """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim], normed and rotated. index: what
+        selects entries, for an indexed layer. The output is still rotated by its keys' angles: the model turns the
+        tail of it back by the query's own.
+        """
+        cache, layer = self._checked(cache, meta, layer, q.dtype)
+        num_tokens = meta.write_slots.shape[0]
+        layer.check_query(q, index, num_tokens)
+        if num_tokens == 0:
+            return AttentionOutput(torch.empty_like(q), q.new_empty(0, layer.num_heads))
+        selected = self._planned(meta, q.dtype, cache, layer)
+        if layer.compression is not None:
+            entries = selected.plan.entries[layer.compression.ratio]
+            slots = entries.slots if index is None else _select(index, cache, selected.plan, layer)
+            selected = Selected(selected.planned, slots)
+        launch: Callable[..., AttentionOutput] = self.kernel_of(meta.kind).launch
+        return launch(q, cache, selected, layer)
+
+    def unsupported_reasons(self, step: Step) -> list[str]:
+        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        reasons = super().unsupported_reasons(step)
+        if step.is_tree:
+            reasons.append("topk > 1: a compressor's states are those of one chain; draft with topk = 1")
+        for compression, ring in self.rings.items():
+            reasons += _ring_reasons(step, compression, ring)
+        return reasons
+
+    def ring(self, layer: CompressedLayer) -> int:
+        """State rows of a page in the cache of a layer; 0 if it has no compression."""
+        return 0 if layer.compression is None else self.rings[layer.compression]
+
+    def allocate_cache(self, layer: CompressedLayer, dtype: torch.dtype) -> CompressedCache:
+        """A zeroed cache for a layer; `dtype` as in `allocate_compressed`."""
+        return allocate_compressed(self.geometry, layer, self.ring(layer), dtype, self.device)
+
+    def check_prefix(self, num_tokens: int) -> None:
+        """Refuse to start a request on this many tokens of another one's cache if states would be missing there.
+
+        States of the tokens before are found in the pages that hold them, so whole pages can be shared and no others:
+        the ring of a page that is shared in part holds the states of the other request's later tokens.
+        """
+        page_size = self.geometry.page_size
+        if num_tokens % page_size:
+            raise UnsupportedStepError(
+                self.name,
+                [f"a prefix of {num_tokens} tokens ends inside a page of {page_size}, where its states are lost"],
+                f"reuse {num_tokens // page_size * page_size} tokens",
+            )
+
+    def _smallest_ring(self, compression: Compression) -> int:
+        needed = compressed.min_ring(
+            compression.read_window, self.capacity.num_draft_tokens, self.capacity.num_steps - 1
+        )
+        return min(needed, self.geometry.page_size)
+
+    def _planned(
+        self, meta: ForwardMetadata[CompressedPlan], dtype: torch.dtype, cache: CompressedCache, layer: CompressedLayer
+    ) -> Selected:
+        """What is known before entries are selected. dtype: of the layer's inputs."""
+        return Selected(meta.schedules.planned(meta.forward, LayerShape.of(layer, dtype, cache.dtype)), None)
+
+    def _checked(
+        self,
+        cache: PagedCache | CompressedCache,
+        meta: ForwardMetadata[CompressedPlan],
+        layer: AttentionLayer,
+        dtype: torch.dtype,
+    ) -> tuple[CompressedCache, CompressedLayer]:
+        """The cache and layer as what they are, or a refusal. dtype: of queries, or of rows to store."""
+        what = f"{self.name} layer {layer.id}"
+        if not isinstance(cache, CompressedCache):
+            raise UnsupportedStepError(what, [f"a cache of {cache.format} (it takes {', '.join(self.formats)})"])
+        if not isinstance(layer, CompressedLayer):
+            raise UnsupportedStepError(what, [f"a plain {type(layer).__name__} (it takes a CompressedLayer)"])
+        reasons = self._layer_reasons(cache, layer)
+        if meta.kind is not StepKind.IDLE:
+            capabilities = self.kernel_of(meta.kind).capabilities[meta.kind]
+            reasons += capabilities.layer_reasons(layer, dtype, cache.dtype)
+        if reasons:
+            raise UnsupportedStepError(what, reasons)
+        return cache, layer
+
+    def _layer_reasons(self, cache: CompressedCache, layer: CompressedLayer) -> list[str]:
+        """Why metadata of this backend does not describe a layer or its cache; empty if it does."""
+        if layer.window != self.window:
+            return [f"a window of {layer.window} tokens (it plans one of {self.window})"]
+        if layer.compression not in (None, *self.compressions):
+            return [f"{layer.compression} (it plans {', '.join(map(str, self.compressions))})"]
+        return cache_reasons(cache, self.geometry, layer, self.ring(layer))
+
+
+def _make_entries(
+    rows: Tensor, compressor: Compressor, states: FloatPages, made: EntryPlan, compression: Compression
+) -> Tensor:
+    """[num_entries, dim] entries that close in a forward. rows: [num_tokens, 2 * channels], its values and gates."""
+    read = states.read(made.state_reads)
+    values, gates = gather_sources(rows, read, made.input_rows, made.state_reads)
+    means = pool(values, gates, compressor.position_bias.to(rows.dtype), compression.overlap)
+    normed = rms_norm(means, compressor.norm_weight.to(rows.dtype), compressor.norm_eps)
+    return rotate_tail(normed, made.first_positions, compressor.inv_freq)
+
+
+def _select(index: IndexQuery, cache: CompressedCache, plan: CompressedPlan, layer: CompressedLayer) -> Tensor:
+    """[num_tokens, index_topk] int32: slots of the entries that each row attends to, then -1."""
+    assert cache.indexer is not None
+    assert layer.compression is not None
+    ratio = layer.compression.ratio
+    per_page = plan.page_size // ratio
+    pages = plan.page_table.long()
+    slots = (pages.unsqueeze(2) * per_page + torch.arange(per_page, device=pages.device)).flatten(1)
+    best = select_entries(
+        index.q,
+        index.weights,
+        cache.indexer.entries.read(slots),
+        plan.qo_indptr,
+        plan.request,
+        plan.entries[ratio].num_visible,
+        max_query=plan.max_query,
+        topk=layer.index_topk,
+    )
+    chosen = slots[plan.request.long()].gather(1, best.clamp_min(0))
+    return torch.where(best >= 0, chosen, -1).int()
+
+
+def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:
+    """Why a ring of states can't take a step back after it; empty if it can."""
+    page_size, window = step.paging.geometry.page_size, compression.read_window
+    if step.kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
+        most, asked, unit = compressed.max_rows(window, ring, page_size), step.width, "query rows a request"
+    elif step.kind is StepKind.DRAFT_DECODE:
+        most, asked, unit = compressed.max_draft_forwards(window, ring, page_size), step.num_forwards, "draft forwards"
+    else:
+        return []
+    if most is None or asked <= most:
+        return []
+    return [f"{asked} {unit} (the {ring} state rows of ratio {compression.ratio} allow {most})"]

@@ -1,0 +1,121 @@
+"""The embedded DeepSeek-V4 and its MTP draft: what they compute over pages, and what EAGLE makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.eagle.engine import serve
+from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
+from attn_backends.graphs import RecordedGraph
+from attn_backends.models import load_draft, load_target
+from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
+from attn_backends.models.mtp import MtpDraft
+from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step
+from training.corpus import load_heldout
+from training.models import CHECKPOINTS
+
+PAGE = 256
+MIB = 2**20
+TEXT = next(iter(load_heldout().values()))
+
+
+@pytest.fixture(scope="module")
+def target() -> TargetModel:
+    return load_target("v4", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def draft(target: TargetModel) -> DraftModel:
+    return load_draft("v4", target)
+
+
+def file_tokens(num_tokens: int) -> Tensor:
+    """The begin token and a held-out file's first bytes."""
+    return torch.tensor([0, *TEXT[: num_tokens - 1]])
+
+
+class Pages:
+    """One request of a model over pages in reverse order, everything but the reserved page NaN."""
+
+    def __init__(self, model: PagedModel) -> None:
+        capacity = Capacity(1, 2 * PAGE, PAGE, topk=1, num_steps=3, num_draft_tokens=4)
+        geometry = CacheGeometry(capacity.max_pages + 1, PAGE)
+        self.model, self.backend = model, DSV4Backend(capacity, geometry, checking=True)
+        self.caches = model.allocate_caches(self.backend)
+        for cache in self.caches:
+            pairs = [pools for pools in (cache.compressor, cache.indexer) if pools is not None]
+            for pool in (cache.rows, *(pool for pair in pairs for pool in (pair.entries, pair.states))):
+                pool.data[1:] = float("nan")
+        pages = torch.arange(capacity.max_pages, 0, -1, dtype=torch.int32)
+        self.paging = BlockTable(pages.unsqueeze(0), geometry)
+
+    def attention(self, committed: int, width: int, *, verify: bool = False) -> ForwardAttention:
+        """Of a prefill of `width` tokens, or a verify of them."""
+        lens = torch.tensor([committed], dtype=torch.int32)
+        prefill = Step.prefill(PackedQuery.of((width,)), lens, self.paging) if not verify else None
+        meta = self.backend.init_forward_metadata(prefill or Step.target_verify(width, lens, self.paging))
+        return ForwardAttention(self.backend, self.caches, meta.at(), self.model.layers)
+
+
+@torch.no_grad()
+def test_paged_logits_are_transformers_own(target):
+    """Prefill in chunks and verify with rejected drafts, past two blocks of 128 and more entries than are selected."""
+    tokens = file_tokens(304)
+    source = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "v4" / "target", dtype=torch.float32)
+    expected = source(tokens[None], use_cache=False).logits[0]
+    pages, committed, worst = Pages(target), 0, 0.0
+    for width, accepted in [(125, 125), (4, 1), (4, 3), (4, 4), (120, 120), (4, 1), (4, 2), (4, 4), (40, 40)]:
+        rows = tokens[committed : committed + width].clone()
+        rows[accepted:] = (rows[accepted:] + 1) % 256
+        positions = torch.arange(committed, committed + width)
+        attention = pages.attention(committed, width, verify=width == 4)
+        logits = target.logits(target.forward(rows, positions, attention))[:accepted]
+        worst = max(worst, float((logits - expected[committed : committed + accepted]).abs().max()))
+        committed += accepted
+    assert committed > 2 * 128
+    assert committed // 4 > target.layers[1].index_topk
+    assert worst < 2e-4, worst  # logits reach 20
+
+
+@torch.no_grad()
+def test_the_paged_draft_is_transformers_own(draft):
+    """Past its window, against the same module on transformers' attention."""
+    num_tokens = 200
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, draft.hidden_size, generator=generator)
+    tokens, positions = file_tokens(num_tokens), torch.arange(num_tokens)
+    plain = MtpDraft.from_pretrained(CHECKPOINTS / "v4" / "draft", torch.float32)
+    distance = positions[:, None] - positions
+    mask = torch.zeros(num_tokens, num_tokens).masked_fill((distance < 0) | (distance >= 128), float("-inf"))
+    embeds = draft.embedding(tokens[None])
+    expected = plain(embeds, hidden[None], positions[None], attention_mask=mask[None, None], past_key_values=None)
+    given = draft.forward(tokens, hidden, positions, Pages(draft).attention(0, num_tokens))
+    torch.testing.assert_close(given, expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["eager", "graph"])
+def test_eagle_equals_plain_decoding(target, draft, path):
+    """Two requests, one of which crosses a block of 128."""
+    prompts = [file_tokens(118).tolist(), file_tokens(50).tolist()]
+    capacity = Capacity(2, PAGE, PAGE, topk=1, num_steps=3, num_draft_tokens=4)
+    backend = DSV4Backend(capacity, CacheGeometry(2 * capacity.max_pages + 1, PAGE))
+    backends = PhaseBackends(backend, backend, backend, backend, backend)
+    options = WorkerOptions((2,) if path == "graph" else (), RecordedGraph)
+    plain = PlainWorker(target, backends, capacity, backend.geometry, options)
+    eagle = EagleWorker(target, draft, backends, capacity, backend.geometry, options)
+    expected, given = (serve(worker, prompts, 24) for worker in (plain, eagle))
+    assert [done.tokens for done in given] == [done.tokens for done in expected]
+    assert all(done.num_cycles < 20 for done in given), "the draft is of no use"
+    assert bool(eagle.num_graph_steps) == (path == "graph")
+
+
+def test_both_files_together_are_small():
+    files = [CHECKPOINTS / "v4" / part / "model.safetensors" for part in ("target", "draft")]
+    assert sum(Path(file).stat().st_size for file in files) <= 6 * MIB
