@@ -7,7 +7,7 @@ the device by `refresh`, and on the host by `plan_host` where the vendor plans t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ Plan = TypeVar("Plan")
 
 class LayerShape(NamedTuple):
     """What of a layer a vendor's schedule depends on. dtype, cache_dtype: of queries and of the cache's entries.
-    window: of a sliding-window layer.
+    window: of a sliding-window layer. variant: what else of a backend's own layers a schedule depends on.
     """
 
     num_heads: int
@@ -38,6 +38,7 @@ class LayerShape(NamedTuple):
     dtype: torch.dtype
     cache_dtype: torch.dtype
     window: int | None = None
+    variant: Hashable = None
 
     @classmethod
     def of(cls, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> LayerShape:

@@ -81,7 +81,7 @@ _FLASHMLA_SPARSE_CALLS = (
         "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata softmax_scale is_fp8_kvcache indices "
         "attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length use_legacy",
     ),
-    _call("flash_mla:get_mla_metadata", ""),
+    *_FLASHMLA_CALLS[1:],
 )
 _TRTLLM_GEN = _call(
     "flashinfer.decode:trtllm_batch_decode_with_kv_cache_mla",

@@ -232,7 +232,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         self, meta: ForwardMetadata[CompressedPlan], dtype: torch.dtype, cache: CompressedCache, layer: CompressedLayer
     ) -> Selected:
         """What is known before entries are selected. dtype: of the layer's inputs."""
-        return Selected(meta.schedules.planned(meta.forward, LayerShape.of(layer, dtype, cache.dtype)), None)
+        shape = LayerShape.of(layer, dtype, cache.dtype)._replace(variant=(layer.compression, layer.index_topk))
+        return Selected(meta.schedules.planned(meta.forward, shape), None)
 
     def _checked(
         self,

@@ -1,0 +1,184 @@
+"""FlashMLA's sparse decode over 8-bit pages (SM90): `flash_mla_with_kvcache` of sgl-flash-mla 1.0, its legacy kernels.
+
+    q [num_tokens, 1, 64 or 128, 512], rows and entries as pages [num_pages, rows of a page, 1, 584], and for each row
+    the slots of its window and of its entries, valid ones first  ->  out [num_tokens, 1, 64 or 128, 512], lse
+
+Every query row is a request of its own to the kernel, which takes one length a request. Heads are padded, with zeros
+and with sinks of -inf. The kernel puts windows and entries under one softmax and multiplies the sink in once, at the
+end; the log-sum-exp is natural and without it.
+
+Left to itself, a launch plans first which SM reads which keys: 22 µs on an H200, where attention of 8 rows over 640
+keys each takes 17. So that is planned once per forward and kind of layer, on the device, into declared buffers.
+
+Prefill is the same kernel on the same flattened rows: 1.2 ms for 4096 rows of 64 heads over 640 keys each, on an H200,
+and a float32 accumulator of every row, 128 KiB. FlashMLA's prefill kernel takes half of that time, but keys that were
+gathered and widened to bfloat16 before, and of how many of them a forward sees the host knows only the capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attn_backends import providers
+from attn_backends.capabilities import FP8_TYPES, Capabilities, LseBase
+from attn_backends.compressed_cache import CompressedCache, Fp8Pages
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.kernels.fp8_pages import ROW_DIM
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.vendors import flashmla
+from spec_metadata import BufferSpec, StepKind
+from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, Dim
+from spec_metadata.plans.compressed import INDEX_GROUP, CompressedPlan
+
+NAME = "flashmla_sparse"
+_HEAD_GROUP = 64  # it is built for one and two groups of heads
+_SPARSE = Capabilities(
+    page_sizes=None,
+    dtypes=frozenset({torch.bfloat16}),
+    head_sizes=frozenset({(ROW_DIM, ROW_DIM)}),
+    query_heads=frozenset(range(1, 2 * _HEAD_GROUP + 1)),
+    packed=True,
+    lse=LseBase.NATURAL,
+    window=True,
+    sinks=True,
+    cache_dtypes=FP8_TYPES,
+    own_cache=False,
+)
+_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+
+_NUM_PARTS = Dim("144", lambda e: 144)  # SMs of a whole GH100; no Hopper has more
+_PART_WORDS = Dim("8", lambda e: 8)
+_PARTS = BufferSpec(
+    "tile_scheduler_metadata",
+    torch.int32,
+    (NUM_FORWARDS, _NUM_PARTS, _PART_WORDS),
+    "rows and groups of keys that each part of the GPU works on, as FlashMLA's DecodingSchedMeta",
+)
+_SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, NUM_TOKENS + 1), "first split of each row, and the end")
+_ENTRY_LENS = BufferSpec("entry_lens", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "entries that a row attends to")
+
+
+class RowSchedule(Schedule):
+    """FlashMLA's share-out for one forward and kind of layer.
+
+    parts: [num_parts, 8] int32, splits: [num_tokens + 1] int32, entry_lens: [num_tokens] int32, at the same place in
+    every step.
+
+    Only a launch can plan for windows and entries. But FlashMLA shares groups of 64 keys out by one scheduler whatever
+    the kernel, so the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
+    whole groups of either pool. `tests/gpu/sparse.py` holds the two to each other.
+    """
+
+    def __init__(self, plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
+        assert isinstance(shape.variant, tuple)
+        compression, topk = shape.variant
+        self._window_lens, self._num_heads = plan.window_lens, padded_heads(shape.num_heads)
+        self._num_visible = None if compression is None else plan.entries[compression.ratio].num_visible
+        self._most = topk if topk else None
+        self._workspace, self.splits = buffers[_PARTS.name], buffers[_SPLITS.name]
+        self.entry_lens = buffers[_ENTRY_LENS.name]
+        self.parts = self._workspace[:0]
+
+    def refresh(self) -> None:
+        """Share out again by the plan's lengths."""
+        keys = _whole_groups(self._window_lens)
+        if self._num_visible is not None:
+            self.entry_lens.copy_(self._num_visible if self._most is None else self._num_visible.clamp(max=self._most))
+            keys = keys + _whole_groups(self.entry_lens)
+        plan_parts = providers.load("flash_mla:get_mla_decoding_metadata")
+        parts, splits = plan_parts(seqlens_k=keys, num_q_tokens_per_head_k=self._num_heads, h_k=1, use_legacy=True)
+        self.parts = self._workspace[: parts.shape[0]]
+        self.parts.copy_(parts)
+        self.splits.copy_(splits)
+
+
+class Selection(Protocol):
+    """What the backend launches this kernel on."""
+
+    @property
+    def planned(self) -> CompressedPlan | Scheduled[CompressedPlan]:
+        """The plan and its schedule."""
+
+    @property
+    def entry_slots(self) -> Tensor | None:
+        """[num_tokens, num_entries] int32, entries that each row attends to and then -1; None without compression."""
+
+
+def _launch(q: Tensor, cache: Any, selected: Selection, layer: AttentionLayer) -> AttentionOutput:
+    assert isinstance(selected.planned, Scheduled)
+    assert isinstance(cache, CompressedCache)
+    plan, schedule = selected.planned.plan, selected.planned.schedule
+    assert isinstance(schedule, RowSchedule)
+    extra = {}
+    if selected.entry_slots is not None:
+        assert cache.compressor is not None
+        extra = {
+            "extra_k_cache": _pages(cache.compressor.entries, layer),
+            "extra_indices_in_kvcache": _slots(selected.entry_slots),
+            "extra_topk_length": schedule.entry_lens,
+        }
+    missing = padded_heads(layer.num_heads) - layer.num_heads
+    shared = providers.load("flash_mla.flash_mla_interface:FlashMLASchedMeta")(
+        tile_scheduler_metadata=schedule.parts, num_splits=schedule.splits
+    )
+    out, lse = providers.load("flash_mla:flash_mla_with_kvcache")(
+        q=pad(q, (0, 0, 0, missing)).unsqueeze(1),
+        k_cache=_pages(cache.rows, layer),
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=ROW_DIM,
+        tile_scheduler_metadata=shared,
+        softmax_scale=layer.scale,
+        is_fp8_kvcache=True,
+        indices=_slots(plan.window_slots),
+        attn_sink=None if layer.sinks is None else pad(layer.sinks.float(), (0, missing), value=float("-inf")),
+        topk_length=plan.window_lens,
+        use_legacy=True,
+        **extra,
+    )
+    return AttentionOutput(out[:, 0, : layer.num_heads], lse[:, : layer.num_heads, 0])
+
+
+def padded_heads(num_heads: int) -> int:
+    """Heads that the kernel is launched with."""
+    return num_heads + -num_heads % _HEAD_GROUP
+
+
+def _whole_groups(lens: Tensor) -> Tensor:
+    return (lens + (INDEX_GROUP - 1)) & -INDEX_GROUP
+
+
+def _slots(slots: Tensor) -> Tensor:
+    """Slots [num_tokens, n] as [num_tokens, 1, n], n filled up with -1 to whole groups."""
+    missing = -slots.shape[1] % INDEX_GROUP
+    return (slots if missing == 0 else pad(slots, (0, missing), value=-1)).unsqueeze(1)
+
+
+def _pages(pool: object, layer: AttentionLayer) -> Tensor:
+    if not isinstance(pool, Fp8Pages):
+        raise UnsupportedStepError(
+            f"{NAME} layer {layer.id}", [f"a pool of {type(pool).__name__} (it takes Fp8Pages, the 8-bit page format)"]
+        )
+    return pool.rows_view
+
+
+def unavailable_reasons(device: torch.device) -> list[str]:
+    """Why it can't run on a device: as any vendor's kernel, or as FlashMLA's other legacy kernel."""
+    return providers.vendor_reasons(NAME)(device) or flashmla.unavailable_reasons(device)
+
+
+KERNEL: Kernel[CompressedPlan] = Kernel(
+    NAME,
+    _launch,
+    dict.fromkeys(_KINDS, _SPARSE),
+    unavailable_reasons,
+    architectures=frozenset({9}),
+    schedule=RowSchedule,
+    workspaces=(_PARTS, _SPLITS, _ENTRY_LENS),
+)

@@ -1,0 +1,413 @@
+"""FlashMLA's sparse launch over 8-bit pages, held to the documented call on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import providers
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.compressed_cache import CompressedCache, FloatPages
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.kernel import Kernel
+from attn_backends.layer import AttentionOutput
+from attn_backends.metadata import Metadata
+from attn_backends.selection import Workload
+from attn_backends.vendors import flashmla, flashmla_sparse
+from spec_metadata import PackedQuery, Step, StepKind, UniformQuery
+from tests.dsv4_model import SMALL, Sizes, tiny_model
+from tests.dsv4_scenes import Engine, LayerInputs, Request, chains, random_inputs, run_layers
+from tests.vendor_stand_ins import install, pretend_hopper, recorder
+
+FP8 = torch.float8_e4m3fn
+KINDS = list(flashmla_sparse.KERNEL.capabilities)
+GRAPH_KINDS = [kind for kind in KINDS if kind is not StepKind.PREFILL]
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """The documented fields that a caller may fill."""
+
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+
+
+def num_parts(num_heads: int) -> int:
+    """Parts of a schedule for so many heads."""
+    return 132 // (num_heads // 64)
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: Tensor, num_q_tokens_per_head_k: int, h_k: int, h_q: int | None = None, use_legacy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A schedule: the keys of each row, in whole groups, stand where the shares would."""
+    assert use_legacy
+    assert h_k == 1
+    assert seqlens_k.dtype is torch.int32
+    assert seqlens_k.is_contiguous()
+    parts = torch.zeros(num_parts(num_q_tokens_per_head_k), 8, dtype=torch.int32)
+    parts.view(-1)[: len(seqlens_k)] = seqlens_k
+    return parts, torch.arange(len(seqlens_k) + 1, dtype=torch.int32)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    softmax_scale: float | None = None,
+    is_fp8_kvcache: bool | None = None,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    use_legacy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The checks of csrc/api/sparse_decode.h. A launch reads no more groups of keys than its schedule knows."""
+    parts, splits = tile_scheduler_metadata.tile_scheduler_metadata, tile_scheduler_metadata.num_splits
+    bs, width, num_heads, dim = q.shape
+    assert use_legacy
+    assert is_fp8_kvcache
+    assert block_table is cache_seqlens is None
+    assert num_heads in (64, 128)
+    assert (width, dim, head_dim_v, q.dtype, q.stride(-1)) == (1, 512, 512, torch.bfloat16, 1)
+    assert parts is not None
+    assert splits is not None
+    assert parts.shape == (num_parts(num_heads), 8)
+    assert splits.shape == (bs + 1,)
+    assert all(x.is_contiguous() and x.dtype is torch.int32 for x in (parts, splits))
+    known = parts.view(-1)[:bs]
+    found = [scope_of(k_cache, indices, topk_length, known)]
+    if extra_k_cache is not None:
+        rest = known - -(-topk_length // 64) * 64
+        found.append(scope_of(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, rest))
+    keys, visible = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+    scores = torch.einsum("thd,tkd->thk", q[:, 0].float(), keys) * softmax_scale
+    scores = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("thk,tkd->thd", (scores - lse.unsqueeze(-1)).exp(), keys)
+    if attn_sink is not None:
+        assert (attn_sink.shape, attn_sink.dtype) == ((num_heads,), torch.float32)
+        out = out * torch.sigmoid(lse - attn_sink).unsqueeze(-1)
+    return out.to(q.dtype).unsqueeze(1), lse.unsqueeze(2)
+
+
+def scope_of(pages: Tensor, indices: Tensor, lens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [bs, n, 512], from a page's bytes as the kernel reads them, and which of them are visible. known: [bs] keys
+    that the schedule gives to this pool.
+    """
+    num_pages, num_rows, heads, size = pages.shape
+    assert (heads, size, pages.stride(1), pages.dtype) == (1, 584, 584, torch.uint8)
+    assert pages.stride(0) % 576 == 0
+    assert pages.stride(0) >= num_rows * 584
+    assert indices.shape[:2] == (len(known), 1)
+    assert indices.shape[2] % 64 == 0
+    assert {indices.dtype, lens.dtype} == {torch.int32}
+    assert lens.shape == known.shape
+    assert lens.is_contiguous()
+    slots = indices[:, 0].long()
+    place = torch.arange(slots.shape[1])
+    visible = (slots >= 0) & (place < torch.minimum(lens, known).unsqueeze(1))
+    slots = slots.clamp_min(0)
+    bytes = pages.as_strided((num_pages, pages.stride(0)), (pages.stride(0), 1))
+    page, row = (slots // num_rows).unsqueeze(-1), (slots % num_rows).unsqueeze(-1)
+    data = bytes[page, row * 576 + torch.arange(576)]
+    exponents = bytes[page, num_rows * 576 + row * 8 + torch.arange(7)].float() - 127
+    elements = data[..., :448].contiguous().view(FP8).float().unflatten(-1, (7, 64)) * exponents.exp2().unsqueeze(-1)
+    keys = torch.cat((elements.flatten(-2), data[..., 448:].contiguous().view(torch.bfloat16).float()), dim=-1)
+    return torch.where(visible.unsqueeze(-1), keys, 0), visible
+
+
+CALLS = {
+    "flash_mla:flash_mla_with_kvcache": flash_mla_with_kvcache,
+    "flash_mla:get_mla_decoding_metadata": get_mla_decoding_metadata,
+    "flash_mla.flash_mla_interface:FlashMLASchedMeta": FlashMLASchedMeta,
+    "flash_mla:has_legacy": lambda: True,
+}
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, CALLS)
+
+
+class OnCPU(Sizes):
+    """A tiny model whose backend has the kernel, on the CPU, and the torch kernel."""
+
+    @property
+    def backend(self) -> type[DSV4Backend]:
+        """The backend for its ratios."""
+        kernel = replace(flashmla_sparse.KERNEL, unavailable_reasons=lambda device: [])
+        plain = super().backend
+        return type("SparseOnCPU", (plain,), {"kernels": (kernel, plain.kernels[-1])})
+
+
+WIDE: dict[str, Any] = {**SMALL.__dict__, "head_dim": 512, "rope": 64, "num_heads": 3}
+MODEL = tiny_model(Sizes(**WIDE))
+WIDTH, NUM_STEPS, BS = 4, 3, 3
+
+
+def engine_of(device: str = "cpu") -> tuple[Engine, list[Request]]:
+    """An engine in hostile 8-bit pages, whose requests stand around the ends of blocks."""
+    sizes = OnCPU(**WIDE) if device == "cpu" else Sizes(**WIDE)
+    engine = Engine(
+        MODEL, sizes, max_context=64, cache_dtype=FP8, checking=False, device=device, kernel="flashmla_sparse"
+    )
+    assert {choice.kernel.name for choice in engine.backend.choices.values()} == {"flashmla_sparse"}
+    requests = [engine.add(chain) for chain in chains(64, 64, 64)]
+    for request, length in zip(requests, (1, 15, 40), strict=True):
+        fill(engine, request, length)
+    return engine, requests
+
+
+def fill(engine: Engine, request: Request, length: int) -> None:
+    """Commit so many more tokens with random inputs."""
+    query = PackedQuery.of((length,), engine.device)
+    meta = engine.backend.init_forward_metadata(Step.prefill(query, engine.lens([request]), engine.paging([request])))
+    for layer, cache, given in zip(engine.layers, engine.caches, inputs_of(engine, meta, request.row)[0], strict=True):
+        engine.backend.store(given.stored, cache, meta.at(), layer)
+    request.committed += length
+
+
+def inputs_of(engine: Engine, meta: Metadata, seed: int) -> list[list[LayerInputs]]:
+    """Random bfloat16 inputs of every forward and layer of a step."""
+    rng, num_tokens = torch.Generator().manual_seed(seed), meta.step.num_tokens
+    return [
+        [random_inputs(layer, num_tokens, rng).map(lambda x: x.bfloat16().to(engine.device)) for layer in engine.layers]
+        for _ in range(meta.step.num_forwards)
+    ]
+
+
+def step_of(engine: Engine, kind: StepKind, requests: list[Request]) -> Step:
+    """A step of some requests."""
+    lens, paging = engine.lens(requests), engine.paging(requests)
+    match kind:
+        case StepKind.PREFILL:
+            return Step.prefill(PackedQuery.of((5, 9, 1)[: len(requests)], engine.device), lens, paging)
+        case StepKind.DECODE:
+            return Step.decode(lens, paging)
+        case StepKind.DRAFT_DECODE:
+            return Step.draft_decode(1, NUM_STEPS, lens, paging)
+        case StepKind.TARGET_VERIFY:
+            return Step.target_verify(WIDTH, lens, paging)
+        case _:
+            return Step.draft_extend(UniformQuery(WIDTH), lens, paging)
+
+
+def check(engine: Engine, step: Step, inputs: list[list[LayerInputs]], found: list[AttentionOutput]) -> None:
+    """Outputs are those of the torch kernel on what now lies in the pages."""
+    plain = type(engine.backend)(engine.backend.capacity, engine.geometry, engine.device, kernel="torch")
+    tolerance = 1e-3 if engine.device.type == "cpu" else 3e-2  # a kernel rounds its softmax weights to bfloat16
+    meta, outputs = plain.init_forward_metadata(step), iter(found)
+    for forward, of_layers in enumerate(inputs):
+        for layer, cache, given in zip(engine.layers, engine.caches, of_layers, strict=True):
+            given = given.map(lambda x: x[: step.num_tokens])
+            expected = plain.forward(given.q, cache, meta.at(forward), layer, given.index)
+            for mine, right in zip(next(outputs), expected, strict=True):
+                torch.testing.assert_close(mine[: step.num_tokens], right, rtol=2**-7, atol=tolerance)
+
+
+def check_eager(kind: StepKind, device: str = "cpu") -> None:
+    """An eager step on three requests."""
+    engine, requests = engine_of(device)
+    step = step_of(engine, kind, [requests[2], requests[0], requests[1]])
+    meta = engine.backend.init_forward_metadata(step)
+    inputs = inputs_of(engine, meta, 1)
+    check(engine, step, inputs, run_layers(engine, meta, inputs))
+
+
+def check_replay(kind: StepKind, *, plans_itself: bool, device: str = "cpu") -> None:
+    """Capture on two requests after a run as on a GPU, replay on others."""
+    engine, requests = engine_of(device)
+    backend = engine.backend
+    first = step_of(engine, kind, requests[:2])
+    meta = backend.capture(backend.capacity.bucket(kind, BS), first.paging)
+    backend.replay(meta, first)
+    static = inputs_of(engine, meta, 1)
+
+    def region() -> list[AttentionOutput]:
+        if plans_itself:
+            backend.refresh(meta)
+        return run_layers(engine, meta, static)
+
+    region()
+    graph = RecordedGraph() if device == "cpu" else CudaGraph()
+    outputs = graph.capture(region)
+    for chosen in ([2], [1, 2, 0]):
+        step = step_of(engine, kind, [requests[index] for index in chosen])
+        (backend.copy_inputs if plans_itself else backend.replay)(meta, step)
+        graph.replay()
+        check(engine, step, static, outputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager(kind: StepKind) -> None:
+    check_eager(kind)
+
+
+@pytest.mark.parametrize("plans_itself", [False, True], ids=["planned_before", "planned_inside"])
+@pytest.mark.parametrize("kind", GRAPH_KINDS)
+def test_replay(kind: StepKind, plans_itself: bool) -> None:
+    check_replay(kind, plans_itself=plans_itself)
+
+
+@pytest.mark.skipif(bool(flashmla_sparse.unavailable_reasons(torch.device("cuda"))), reason="needs Hopper and FlashMLA")
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: StepKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    check_eager(kind, "cuda")
+    if kind in GRAPH_KINDS:
+        check_replay(kind, plans_itself=False, device="cuda")
+        check_replay(kind, plans_itself=True, device="cuda")
+
+
+@pytest.mark.parametrize("plans_itself", [False, True], ids=["planned_before", "planned_inside"])
+def test_a_schedule_of_another_batch_is_seen(plans_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    refresh = flashmla_sparse.RowSchedule.refresh
+    monkeypatch.setattr(flashmla_sparse.RowSchedule, "refresh", lambda self: None if len(self.parts) else refresh(self))
+    with pytest.raises(AssertionError, match="not close"):
+        check_replay(StepKind.DECODE, plans_itself=plans_itself)
+
+
+def test_layers_of_a_kind_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+
+    def counted(**given: Any) -> tuple[Tensor, Tensor]:
+        planned.append(given["seqlens_k"].tolist())
+        return get_mla_decoding_metadata(**given)
+
+    install(monkeypatch, {**CALLS, "flash_mla:get_mla_decoding_metadata": counted})
+    engine, requests = engine_of()
+    planned.clear()
+    meta = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests))
+    inputs = inputs_of(engine, meta, 1)
+    for _ in range(2):
+        run_layers(engine, meta, inputs)
+    assert len(engine.layers) == 4
+    assert planned == [[64, 64, 64], [64, 128, 128], [64, 128, 128]]
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """The call with one of its arguments changed, where it is given."""
+
+    def call(**given: Any) -> tuple[Tensor, Tensor]:
+        if given.get(name) is not None:
+            given[name] = change(given[name])
+        return flash_mla_with_kvcache(**given)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        changed("softmax_scale", lambda given: given / 2),
+        changed("topk_length", lambda given: (given - 1).clamp_min(1)),
+        changed("extra_topk_length", lambda given: given + 1 - given),
+        changed("attn_sink", lambda given: given + 1),
+        changed("indices", lambda given: given.roll(1, 0)),
+        changed("extra_indices_in_kvcache", lambda given: given.roll(1, 0)),
+    ],
+    ids=["scale", "lengths", "entry lengths", "sinks", "slots", "entry slots"],
+)
+def test_a_wrong_launch_is_seen(call: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {**CALLS, "flash_mla:flash_mla_with_kvcache": call})
+    with pytest.raises(AssertionError, match="not close"):
+        check_eager(StepKind.TARGET_VERIFY)
+
+
+@pytest.mark.parametrize(("num_heads", "padded"), [(1, 64), (64, 64), (65, 128), (128, 128)])
+def test_heads_are_padded_without_a_sink_of_their_own(
+    num_heads: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def watched(**given: Any) -> tuple[Tensor, Tensor]:
+        seen.append((given["q"].shape[2], given["attn_sink"]))
+        return flash_mla_with_kvcache(**given)
+
+    install(monkeypatch, {**CALLS, "flash_mla:flash_mla_with_kvcache": watched})
+    engine, requests = engine_of()
+    layer = replace(engine.layers[2], num_heads=num_heads, sinks=torch.ones(num_heads))
+    meta = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests))
+    q = torch.randn(3, num_heads, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for given in (layer, replace(layer, sinks=None)):
+        engine.backend.store(inputs_of(engine, meta, 1)[0][2].stored, engine.caches[2], meta.at(), given)
+        out, lse = engine.backend.forward(q, engine.caches[2], meta.at(), given)
+        assert (out.shape, lse.shape, lse.dtype) == ((3, num_heads, 512), (3, num_heads), torch.float32)
+    (heads, sinks), (_, none) = seen
+    assert heads == padded
+    assert none is None
+    assert sinks.tolist() == [1.0] * num_heads + [float("-inf")] * (padded - num_heads)
+
+
+def test_auto_passes_over_it_for_other_caches_and_queries() -> None:
+    engine, _ = engine_of()
+    layers = [layer for layer in engine.layers if layer.compression is None]
+
+    def chosen(dtype: torch.dtype, cache_dtype: torch.dtype | None, **changes: Any) -> tuple[str, tuple[str, ...]]:
+        workload = Workload(16, [replace(layer, **changes) for layer in layers], dtype, cache_dtype)
+        backend = type(engine.backend)(engine.backend.capacity, engine.geometry, workload=workload)
+        choice = backend.choices[StepKind.DECODE]
+        return choice.kernel.name, choice.passed_over
+
+    half = torch.bfloat16
+    assert chosen(half, FP8) == ("flashmla_sparse", ())
+    for given, reason in (
+        ((half, None), "a cache of torch.bfloat16 under queries of torch.bfloat16 (it takes torch.float8_e4m3fn)"),
+        ((torch.float32, FP8), "torch.float32 (it takes torch.bfloat16)"),
+    ):
+        assert chosen(*given) == ("torch", (f"flashmla_sparse: {reason}",))
+    name, reasons = chosen(half, FP8, head_dim=64, v_head_dim=64, sinks=None)
+    assert (name, reasons) == ("torch", ("flashmla_sparse: head sizes (64, 64) (it takes (512, 512))",))
+    name, reasons = chosen(half, FP8, num_heads=129, sinks=None)
+    assert (name, reasons) == ("torch", ("flashmla_sparse: 129 query heads (it takes 1 to 128)",))
+
+
+def test_a_cache_in_half_precision_is_refused() -> None:
+    engine, requests = engine_of()
+    meta = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests))
+    layer, given = engine.layers[0], inputs_of(engine, meta, 1)[0][0]
+    half = engine.backend.allocate_cache(layer, torch.bfloat16)
+    with pytest.raises(UnsupportedStepError, match=r"a cache of torch.bfloat16 .*it takes torch.float8_e4m3fn"):
+        engine.backend.forward(given.q, half, meta.at(), layer)
+    plain = CompressedCache(FloatPages(half.rows.data.to(FP8)))
+    with pytest.raises(UnsupportedStepError, match=r"a pool of FloatPages .it takes Fp8Pages"):
+        engine.backend.forward(given.q, plain, meta.at(), layer)
+
+
+def test_what_is_passed_is_what_the_version_check_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {call.path: call.parameters for call in providers.VENDOR_KERNELS["flashmla_sparse"].calls}
+    passed: dict[str, set[str]] = {path: set() for path in asked}
+    found: Any = {path: recorder(CALLS[path], passed[path]) for path in asked}
+    install(monkeypatch, {**CALLS, **found})
+    check_eager(StepKind.DECODE)
+    assert passed == {path: set(parameters) for path, parameters in asked.items()}
+
+
+def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashmla, "unavailable_reasons", lambda device: ["no legacy kernels"])
+    kernel: Kernel = flashmla_sparse.KERNEL
+    assert kernel.unavailable_reasons(pretend_hopper(monkeypatch)) == ["no legacy kernels"]
+    monkeypatch.setattr(flashmla, "unavailable_reasons", lambda device: [])
+    assert kernel.unavailable_reasons(pretend_hopper(monkeypatch)) == []
+
+    def older(q: Tensor, k_cache: Tensor, block_table: Tensor, cache_seqlens: Tensor, head_dim_v: int) -> None:
+        """A call that knows one pool of keys."""
+
+    install(monkeypatch, {**CALLS, "flash_mla:flash_mla_with_kvcache": older})
+    (reason,) = kernel.unavailable_reasons(pretend_hopper(monkeypatch))
+    assert "takes no" in reason
+    assert "extra_k_cache" in reason
+    (reason,) = kernel.unavailable_reasons(torch.device("cpu"))
+    assert reason == "runs on CUDA devices, not on cpu"
