@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 
-NOT_CONNECTED = "not connected in this version"
-
 
 @dataclass(frozen=True, slots=True)
 class VendorCall:
@@ -111,7 +109,6 @@ _FA3_VLLM = (
 )
 
 VENDOR_KERNELS = {
-    "triton": VendorKernel("triton", "triton", "pip install 'attn-backends[triton]'", _SM80_UP),
     "flashinfer_fa2": VendorKernel("flashinfer", "flashinfer-python", _FLASHINFER, _SM80_UP, _FLASHINFER_MLA),
     "flashinfer_fa3": VendorKernel("flashinfer", "flashinfer-python", _FLASHINFER, _SM90, _FLASHINFER_MLA),
     "flashmla": VendorKernel("flash_mla", "sgl-flash-mla", _FLASHMLA, _SM90, _FLASHMLA_CALLS),
@@ -120,14 +117,6 @@ VENDOR_KERNELS = {
     "flash_attn_interface": VendorKernel("flash_attn_interface", "flash-attn-3", _HOPPER_FOLDER, _SM90, _FA3_HOPPER),
     "sgl_kernel": VendorKernel("sgl_kernel", "sgl-kernel", "comes with SGLang", _SM90, _FA3_SGLANG),
     "vllm_flash_attn": VendorKernel("vllm", "vllm", "comes with vLLM", _SM90, _FA3_VLLM),
-}
-
-# What the metadata of a built-in backend is made for, best first.
-VENDOR_KERNELS_OF = {
-    "flashinfer_mla": ("flashinfer_fa3", "flashinfer_fa2", "triton"),
-    "trtllm_mla": ("trtllm_gen", "flashmla", "flash_attn_interface", "sgl_kernel", "vllm_flash_attn", "triton"),
-    "fa3": ("flash_attn_interface", "sgl_kernel", "vllm_flash_attn", "triton"),
-    "dsv4": ("flashmla_sparse",),
 }
 
 
@@ -181,15 +170,6 @@ def _problem(kernel: str, call: VendorCall) -> str:
     if missing:
         return f"{what}: {call.path} takes no {', '.join(missing)}; install another version ({vendor.source})"
     return ""
-
-
-def missing_kernel_reasons(backend: str, kernel: str) -> list[str]:
-    """Why a backend has no kernel of this name, which is not one of its `kernels`."""
-    if kernel not in VENDOR_KERNELS:
-        return [f"no kernel has the name {kernel!r}"]
-    if kernel not in VENDOR_KERNELS_OF.get(backend, ()):
-        return [f"{kernel} is no kernel for the metadata of {backend}"]
-    return [NOT_CONNECTED]
 
 
 def installation(kernel: str) -> str:

@@ -74,13 +74,14 @@ class Engine:
         checking: bool = True,
         max_bs: int = 4,
         device: str = "cpu",
+        kernel: str = "torch",
     ) -> None:
         self.sizes, self.block_table, self.device = sizes, block_table, torch.device(device)
         capacity = Capacity(max_bs, max_context, sizes.page_size, 1, num_steps, num_draft_tokens)
         self.max_pages = capacity.max_pages
         num_pages = max_bs * self.max_pages + 3
         self.geometry = CacheGeometry(num_pages, sizes.page_size, reserved_page=2, reserved_row=1)
-        self.backend = sizes.backend(capacity, self.geometry, device, checking=checking)
+        self.backend = sizes.backend(capacity, self.geometry, device, kernel=kernel, checking=checking)
         for ratio, ring in (rings or {}).items():
             (compression,) = [c for c in self.backend.rings if c.ratio == ratio]
             self.backend.rings[compression] = ring

@@ -55,7 +55,7 @@ def test_list_shows_a_backend_that_can_not_be_imported(capsys, monkeypatch):
 def test_info_gives_reasons_capabilities_and_buffers(capsys):
     info = run_json(capsys, "info", "trtllm_mla")
     kernels = {kernel["name"]: kernel for kernel in info["kernels"]}
-    assert {"trtllm_gen", "flashmla", "torch", "triton"} <= kernels.keys()
+    assert {"trtllm_gen", "flashmla", "torch"} <= kernels.keys()
     assert kernels["flashmla"]["reasons"][0] == "cpu: runs on CUDA devices, not on cpu"
     assert info["workspaces"]["flashmla"][0].startswith("tile_scheduler_metadata [num_forwards, ")
     assert info["workspaces"]["torch"] == []

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-VENDORS = ["flash_attn", "flash_attn_interface", "flashinfer", "sgl_flash_mla", "sgl_kernel", "triton", "vllm"]
+VENDORS = ["flash_attn", "flash_attn_interface", "flashinfer", "flash_mla", "sgl_kernel", "triton", "vllm"]
 MODELS = ["safetensors", "transformers"]
 FRONT_END = ["pydantic", "rich"]
 
@@ -42,7 +42,7 @@ def test_every_backend_class_imports_with_torch_alone():
 @pytest.mark.parametrize("arguments", [["list"], ["info", "fa3"], ["info", "flashinfer_mla", "--json"]])
 def test_list_and_info_need_no_vendor_and_no_model_library(arguments):
     output = run_cold(VENDORS + MODELS, f"from attn_backends.cli import main\nsys.exit(main({arguments}))")
-    assert "not connected in this version" in output or arguments == ["list"]
+    assert "runs on CUDA devices" in output or arguments == ["list"]
 
 
 def test_what_is_blocked_fails():

@@ -11,15 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.eagle.engine import serve
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
+from attn_backends.eagle.phases import VerifyInputs
+from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions, kept
 from attn_backends.graphs import RecordedGraph
 from attn_backends.models import load_draft, load_target
 from attn_backends.models.attention import ForwardAttention
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends.models.mtp import MtpDraft
-from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step
+from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, SamplingParams, Step
+from training.compressed_plans import Nodes
 from training.corpus import load_heldout
-from training.models import CHECKPOINTS
+from training.evaluate import Window
+from training.models import CHECKPOINTS, target_hidden
+from training.models import load_target as load_trained_target
 
 PAGE = 256
 MIB = 2**20
@@ -100,20 +104,59 @@ def test_the_paged_draft_is_transformers_own(draft):
     torch.testing.assert_close(given, expected[0], rtol=1e-4, atol=1e-4)
 
 
+OPTIONS = {"eager": WorkerOptions(), "graph": WorkerOptions((2,), RecordedGraph)}
+
+
+def eagle_worker(target: TargetModel, draft: DraftModel, options: WorkerOptions) -> EagleWorker:
+    """Two requests of at most a page, drafting three tokens."""
+    capacity = Capacity(2, PAGE, PAGE, topk=1, num_steps=3, num_draft_tokens=4)
+    backend = DSV4Backend(capacity, CacheGeometry(2 * capacity.max_pages + 1, PAGE))
+    backends = PhaseBackends(backend, backend, backend, backend, backend)
+    return EagleWorker(target, draft, backends, capacity, backend.geometry, options)
+
+
 @pytest.mark.parametrize("path", ["eager", "graph"])
 def test_eagle_equals_plain_decoding(target, draft, path):
     """Two requests, one of which crosses a block of 128."""
     prompts = [file_tokens(118).tolist(), file_tokens(50).tolist()]
-    capacity = Capacity(2, PAGE, PAGE, topk=1, num_steps=3, num_draft_tokens=4)
-    backend = DSV4Backend(capacity, CacheGeometry(2 * capacity.max_pages + 1, PAGE))
-    backends = PhaseBackends(backend, backend, backend, backend, backend)
-    options = WorkerOptions((2,) if path == "graph" else (), RecordedGraph)
-    plain = PlainWorker(target, backends, capacity, backend.geometry, options)
-    eagle = EagleWorker(target, draft, backends, capacity, backend.geometry, options)
+    eagle = eagle_worker(target, draft, OPTIONS[path])
+    plain = PlainWorker(target, eagle.backends, eagle.capacity, eagle.slots.geometry, OPTIONS[path])
     expected, given = (serve(worker, prompts, 24) for worker in (plain, eagle))
     assert [done.tokens for done in given] == [done.tokens for done in expected]
     assert all(done.num_cycles < 20 for done in given), "the draft is of no use"
     assert bool(eagle.num_graph_steps) == (path == "graph")
+
+
+@torch.no_grad()
+def test_the_training_evaluator_scores_nodes_as_transformers_does():
+    """A chain of four nodes behind a recorded prefix, at roots around blocks, the window and the selection."""
+    folder = CHECKPOINTS / "v4" / "target"
+    source = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    trained = load_trained_target(folder, torch.float32, torch.device("cpu"))
+    file = file_tokens(300)
+    roots = torch.tensor([1, 2, 3, 5, 124, 125, 126, 127, 128, 131, 254, 255, 297])
+    window = Window(trained, None, file.expand(len(roots), -1))
+    depth = torch.arange(4)
+    nodes = (file[(roots[:, None] + depth).clamp(max=299)] + (depth > 1)) % 256
+    mask = torch.ones(4, 4, dtype=torch.bool).tril().expand(len(roots), -1, -1)
+    plan = Nodes(window.target_kv, window.positions < roots[:, None], mask)
+    given = trained.lm_head(target_hidden(trained, nodes, roots[:, None] + depth, plan))
+    for row, root in enumerate(roots.tolist()):
+        expected = source(torch.cat((file[:root], nodes[row]))[None], use_cache=False).logits[0, -4:]
+        torch.testing.assert_close(given[row], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("path", ["eager", "graph"])
+def test_an_idle_rank_runs_every_phase(target, draft, path):
+    """A rank without requests takes part: every region runs on no row at all, or on padding."""
+    worker = eagle_worker(target, draft, OPTIONS[path])
+    rows = torch.empty(0, dtype=torch.int64)
+    idle = Step.idle(worker.slots.paging(rows))
+    with torch.no_grad():
+        tree = worker._run(worker._draft, idle, kept(worker._state, rows))
+        accepted = worker._run(worker._verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        extended = worker._run(worker._extend, idle, accepted)
+    assert [x.shape[0] for x in (tree.tokens, accepted.hidden, extended.tokens)] == [0, 0, 0]
 
 
 def test_both_files_together_are_small():

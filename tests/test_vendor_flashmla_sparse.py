@@ -15,7 +15,7 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.compressed_cache import CompressedCache, FloatPages
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.kernel import Kernel
+from attn_backends.kernel import Kernel, Scheduled
 from attn_backends.layer import AttentionOutput
 from attn_backends.metadata import Metadata
 from attn_backends.selection import Workload
@@ -104,7 +104,7 @@ def flash_mla_with_kvcache(
 
 def scope_of(pages: Tensor, indices: Tensor, lens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [bs, n, 512], from a page's bytes as the kernel reads them, and which of them are visible. known: [bs] keys
-    that the schedule gives to this pool.
+    that the schedule gives to this pool. A row whose length is not that of its slots gets NaN.
     """
     num_pages, num_rows, heads, size = pages.shape
     assert (heads, size, pages.stride(1), pages.dtype) == (1, 584, 584, torch.uint8)
@@ -125,7 +125,8 @@ def scope_of(pages: Tensor, indices: Tensor, lens: Tensor, known: Tensor) -> tup
     exponents = bytes[page, num_rows * 576 + row * 8 + torch.arange(7)].float() - 127
     elements = data[..., :448].contiguous().view(FP8).float().unflatten(-1, (7, 64)) * exponents.exp2().unsqueeze(-1)
     keys = torch.cat((elements.flatten(-2), data[..., 448:].contiguous().view(torch.bfloat16).float()), dim=-1)
-    return torch.where(visible.unsqueeze(-1), keys, 0), visible
+    undefined = (indices[:, 0] >= 0).sum(1) != lens
+    return torch.where(visible.unsqueeze(-1), keys, 0).masked_fill(undefined[:, None, None], float("nan")), visible
 
 
 CALLS = {
@@ -295,6 +296,18 @@ def test_layers_of_a_kind_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> N
         run_layers(engine, meta, inputs)
     assert len(engine.layers) == 4
     assert planned == [[64, 64, 64], [64, 128, 128], [64, 128, 128]]
+
+
+def test_a_row_reads_no_more_entries_than_are_selected() -> None:
+    engine, requests = engine_of()
+    at = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests)).at()
+    found = []
+    for layer, cache in zip(engine.layers[1:3], engine.caches[1:3], strict=True):
+        planned = engine.backend._planned(at, torch.bfloat16, cache, layer).planned
+        assert isinstance(planned, Scheduled)
+        assert isinstance(planned.schedule, flashmla_sparse.RowSchedule)
+        found.append(planned.schedule.entry_lens.tolist())
+    assert found == [[0, 4, SMALL.index_topk], [0, 2, 5]]
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:

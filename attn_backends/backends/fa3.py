@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
-from attn_backends.cache import CacheFormat, PagedCache, PagedKV
+from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import page_table_attention
@@ -42,15 +42,9 @@ _TORCH = {
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: AttentionLayer) -> AttentionOutput:
-    if isinstance(cache, PagedKV):
-        k_pages, v_pages = cache.k, cache.v
-    else:
-        k_pages = cache.latent.unsqueeze(2)
-        v_pages = k_pages[..., : cache.rank]
     out, lse = page_table_attention(
         q,
-        k_pages,
-        v_pages,
+        *cache.pages,
         plan.cu_seqlens_q,
         plan.page_table,
         plan.seqused_k,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
-from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import csr_attention
@@ -42,12 +42,9 @@ _TORCH = {
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: csr.CsrPlan, layer: AttentionLayer) -> AttentionOutput:
-    assert isinstance(cache, PagedLatent)
-    latent = cache.latent.unsqueeze(2)
     out, lse = csr_attention(
         q,
-        latent,
-        latent[..., : cache.rank],
+        *cache.pages,
         plan.qo_indptr,
         plan.kv_indptr,
         plan.kv_indices,

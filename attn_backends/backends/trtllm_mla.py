@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
-from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
@@ -46,14 +46,10 @@ _FLASH_ATTENTION = {StepKind.PREFILL: flash_attention.PREFILL_OF_LATENTS}
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: AttentionLayer) -> AttentionOutput:
-    assert isinstance(cache, PagedLatent)
-    k_pages = cache.latent.unsqueeze(2)
-    v_pages = k_pages[..., : cache.rank]
     if isinstance(plan, ragged.RaggedPlan):
         out, lse = page_table_attention(
             q,
-            k_pages,
-            v_pages,
+            *cache.pages,
             plan.cu_seqlens_q,
             plan.page_table,
             plan.seqused_k,
@@ -66,8 +62,7 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: Attenti
     else:
         out, lse = block_table_attention(
             q,
-            k_pages,
-            v_pages,
+            *cache.pages,
             plan.block_table,
             plan.cache_seqlens,
             width=plan.width,

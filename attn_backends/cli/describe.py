@@ -15,7 +15,6 @@ from rich.table import Table
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
 from attn_backends.errors import BackendUnavailableError
-from attn_backends.providers import NOT_CONNECTED, VENDOR_KERNELS_OF, device_reasons, installation
 from attn_backends.registry import get_backend, list_backends
 
 DEVICES = ("cpu", "cuda")
@@ -89,7 +88,7 @@ def summarize(backend: type[AttentionBackend]) -> dict[str, Any]:
         "name": backend.name,
         "class": f"{backend.__module__}:{backend.__qualname__}",
         "formats": sorted(backend.formats),
-        "kernels": [*_connected(backend), *_not_connected(backend)],
+        "kernels": _kernels(backend),
     }
 
 
@@ -100,7 +99,7 @@ def _listed(name: str, target: str) -> dict[str, Any]:
         return {"name": name, "class": target, "reason": str(error)}
 
 
-def _connected(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
+def _kernels(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
     rows = []
     for kernel in backend.kernels:
         reasons = {device: kernel.unavailable_reasons(torch.device(device)) for device in DEVICES}
@@ -112,16 +111,6 @@ def _connected(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _not_connected(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
-    """The vendors' kernels that the backend's metadata is made for and that this version does not call."""
-    connected = {kernel.name for kernel in backend.kernels}
-    missing = [name for name in VENDOR_KERNELS_OF.get(backend.name, ()) if name not in connected]
-    return [
-        {"name": name, "runs_on": [], "reasons": [NOT_CONNECTED, installation(name), *device_reasons(name)]}
-        for name in missing
-    ]
 
 
 def _values(capabilities: Capabilities) -> dict[str, Any]:

@@ -34,6 +34,7 @@ PARTS = {
     "bench_attention": f"{CLI} bench attention --json {{file}}",
     "serving": "tests.gpu.serving --json {file}",
     "graphs": "tests.gpu.graphs --json {file}",
+    "sparse": "tests.gpu.sparse --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",
 }  # the arguments of `python -m`
