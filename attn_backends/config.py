@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from attn_backends.errors import BackendUnavailableError, ConfigError
+from attn_backends.errors import ConfigError
 from attn_backends.registry import get_backend
 from attn_backends.selection import Workload, choose_kernels
 from spec_metadata import Capacity, StepKind

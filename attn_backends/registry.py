@@ -20,6 +20,7 @@ BUILT_IN = {
     "flashinfer_mla": "attn_backends.backends.flashinfer_mla:FlashInferMLABackend",
     "trtllm_mla": "attn_backends.backends.trtllm_mla:TrtllmMLABackend",
     "fa3": "attn_backends.backends.fa3:FA3Backend",
+    "dsv4": "attn_backends.backends.dsv4:DSV4Backend",
     "reference": "attn_backends.backends.reference:ReferenceBackend",
 }
 

@@ -136,14 +136,17 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
     file = tmp_path / "rows.json"
     assert main(["demo", "--json", str(file)]) == 0
     models = {("flashinfer_mla",): "mla", ("trtllm_mla",): "mla", ("fa3",): "gqa"}
-    assert runs == [(b, topk, path, m) for b, m in models.items() for topk in (1, 4) for path in ("eager", "graph")]
+    made = [(b, topk, path, m) for b, m in models.items() for topk in (1, 4) for path in ("eager", "graph")]
+    assert runs == [*made, *((("dsv4",), 1, path, "v4") for path in ("eager", "graph"))]
     written = json.loads(file.read_text())
     assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
-    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 12
+    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 14
     output = capsys.readouterr().out
-    assert output.count("identical") == 12
+    assert output.count("identical") == 14
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
-    assert "passed over vllm_flash_attn: runs on CUDA devices, not on cpu" in output
+    assert output.count("passed over vllm_flash_attn: runs on CUDA devices, not on cpu") == 2, (
+        "by fa3 and by trtllm_mla"
+    )
     assert all(line in output for line in written["kernels"])
 
 
@@ -154,7 +157,7 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    rows = iter([*[ROW] * 11, row])
+    rows = iter([*[ROW] * 13, row])
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo"]) == code
     output = capsys.readouterr().out

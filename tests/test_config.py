@@ -145,7 +145,9 @@ def test_a_kernel_that_can_not_run_is_refused(backend, kernel, reason):
 
 def test_a_device_that_is_not_here_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendUnavailableError, match="fa3 on cuda, prefill can't run here: .*; torch: torch sees no CUDA device"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"fa3 on cuda, prefill can't run here: .*; torch: torch sees no CUDA device"
+    ):
         load_run_config("chain", backend="fa3", runtime={"device": "cuda"})
 
 

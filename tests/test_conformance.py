@@ -26,7 +26,8 @@ from attn_backends.conformance import (
     selected_cases,
 )
 from attn_backends.conformance.cases import CACHE_DTYPES
-from attn_backends.conformance.exercise import run_case_eagerly
+from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
+from attn_backends.conformance.exercise import run_case_eagerly, setup_of
 from attn_backends.conformance.worlds import head_sizes, layer_of, query_heads, scaled_to_fill
 from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionOutput
@@ -79,11 +80,14 @@ def test_cases_keep_to_what_a_kernel_declares(subject):
     kinds, kernel = set(), subject.chosen
     for case in selected_cases(subject, "math.*"):
         declared = subject.capabilities[case.kind]
-        sizes = head_sizes(subject.backend, kernel, case.format)
-        layer, _ = layer_of(CacheFormat(case.format), sizes, query_heads(kernel))
         cache_dtype = CACHE_DTYPES.get(case.cache_dtype)
-        if cache_dtype is not None:
-            layer = scaled_to_fill(layer, cache_dtype)
+        if is_compressed(subject.backend):
+            layer = compressed_layer(setup_of(subject, case), kernel)
+        else:
+            sizes = head_sizes(subject.backend, kernel, case.format)
+            layer, _ = layer_of(CacheFormat(case.format), sizes, query_heads(kernel))
+            if cache_dtype is not None:
+                layer = scaled_to_fill(layer, cache_dtype)
         assert declared.layer_reasons(layer, DTYPES[case.dtype], cache_dtype or DTYPES[case.dtype]) == []
         kinds.add(case.kind)
     assert kinds == {str(kind) for kind in subject.capabilities}

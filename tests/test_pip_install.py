@@ -18,4 +18,4 @@ def test_pip_installs_the_example(tmp_path):
     command = [sys.executable, "-m", "attn_backends.cli", "conformance", "seqmajor", "--quick", "--select", "math.*"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "seqmajor (torch) on cpu" in done.stdout
+    assert "seqmajor (torch) on CPU" in done.stdout

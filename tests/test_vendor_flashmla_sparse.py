@@ -119,7 +119,7 @@ def scope_of(pages: Tensor, indices: Tensor, lens: Tensor, known: Tensor) -> tup
     place = torch.arange(slots.shape[1])
     visible = (slots >= 0) & (place < torch.minimum(lens, known).unsqueeze(1))
     slots = slots.clamp_min(0)
-    bytes = pages.as_strided((num_pages, pages.stride(0)), (pages.stride(0), 1))
+    bytes = pages.as_strided((num_pages, num_rows * 584), (pages.stride(0), 1))
     page, row = (slots // num_rows).unsqueeze(-1), (slots % num_rows).unsqueeze(-1)
     data = bytes[page, row * 576 + torch.arange(576)]
     exponents = bytes[page, num_rows * 576 + row * 8 + torch.arange(7)].float() - 127

@@ -6,6 +6,7 @@ One catalogue of checks; `run_conformance`, `attn-backends conformance` and pyte
 from attn_backends.conformance import (
     checks_api,
     checks_cache,
+    checks_compressed,
     checks_graph,
     checks_hosts,
     checks_laws,
@@ -30,6 +31,7 @@ CHECK_MODULES = (
     checks_refusals,
     checks_hosts,
     checks_api,
+    checks_compressed,
 )
 
 __all__ = [

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from attn_backends.cache import CacheFormat
+from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.config import DTYPES
 from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
@@ -19,7 +20,8 @@ CACHE_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": tuple(StepKind),
     "path": ("eager", "graph"),
-    "format": tuple(CacheFormat),
+    "format": (*CacheFormat, *CompressedFormat),
+    "layer": ("", "window", "selected", "entries"),
     "table": ("request", "block"),
     "dtype": tuple(DTYPES),
     "cache_dtype": ("", *CACHE_DTYPES),
@@ -40,7 +42,7 @@ class Case:
     unowned memory and the reserved page hold. index: type of lengths, rows and pages. bounded: the step promises its
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
-    the cache where it is not the query's own; it comes with scales.
+    the cache where it is not the query's own; it comes with scales. layer: of compressed keys, what it attends to.
     """
 
     check: str
@@ -64,12 +66,13 @@ class Case:
     seed: int = 0
     far: bool = False
     cache_dtype: str = ""
+    layer: str = ""
 
     @property
     def name(self) -> str:
         """A short id, unique among a check's cases of one backend."""
         lens = "_".join(map(str, self.lens)) or "idle"
-        parts = [self.kind, self.path, self.format, f"page{self.page_size}", f"topk{self.topk}", self.dtype]
+        parts = [self.kind, self.path, self.format, self.layer, f"page{self.page_size}", f"topk{self.topk}", self.dtype]
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:6]
         return "-".join(filter(None, [*parts, self.cache_dtype, lens, self.feature, digest]))
 
@@ -88,7 +91,8 @@ class Case:
         if self.path == "graph":
             captured = ", ".join(map(str, self.captured_lens))
             words.append(f"replayed by a graph of {self.bs} requests that was captured on lengths {captured}")
-        words.append(f"pages of {self.page_size} tokens ({self.format}, {self.table} table, {self.index})")
+        layer = f" of {_LAYERS[self.layer]}" if self.layer else ""
+        words.append(f"pages of {self.page_size} tokens ({self.format}{layer}, {self.table} table, {self.index})")
         words += [
             f"topk {self.topk}",
             self.dtype + (f" over a cache of {self.cache_dtype}" if self.cache_dtype else ""),
@@ -134,6 +138,11 @@ class Case:
             raise ConfigError(f"malformed case: not JSON: {error}") from None
 
 
+_LAYERS = {
+    "window": "a window alone",
+    "selected": "a window and selected entries",
+    "entries": "a window and all entries",
+}
 _CONTENTS = {"nan": "NaN", "finite": "finite garbage"}
 _DEFAULTS = {field.name: field.default for field in fields(Case)}
 _TYPES = {field.name: field.type for field in fields(Case)}

@@ -9,18 +9,24 @@ import torch
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical, compare_outputs, nearest
-from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case_eagerly, run_forwards, setup_of
-from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.exercise import (
+    batch_of,
+    prepare_memory,
+    run_case_eagerly,
+    run_forwards,
+    scene_of,
+    setup_of,
+    world_of,
+)
 from attn_backends.conformance.situations import eager, one_page_size
-from attn_backends.conformance.worlds import World
 from spec_metadata import Step, StepKind
 
 
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
     """A step without requests is planned and run, gives outputs without rows, and writes nothing."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(replace(case, lens=())), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)
     before = prepare_memory(scene, case)
     meta, inputs = world.backend.init_forward_metadata(Step.idle(scene.paging())), scene.inputs()
     (output,) = run_forwards(world, meta, inputs)
@@ -33,10 +39,10 @@ def idle(subject: Subject, case: Case) -> Measured:
 @check("api.keeps_no_state", one_page_size(eager()))
 def keeps_no_state(subject: Subject, case: Case) -> Measured:
     """Metadata holds all there is to know of a step: two planned steps may be run in any order."""
-    world = World(setup_of(subject, case))
+    world = world_of(setup_of(subject, case))
     scenes, planned = [], []
     for turn, lens in enumerate((case.lens, case.lens[:2])):
-        scene = Scene(world, batch_of(replace(case, lens=lens)), case.seed + turn)
+        scene = scene_of(world, batch_of(replace(case, lens=lens)), case.seed + turn)
         table = world.table.clone()
         planned.append(world.backend.init_forward_metadata(scene.step()))
         scenes.append((scene, table))

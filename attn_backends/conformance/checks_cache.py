@@ -7,10 +7,8 @@ from dataclasses import replace
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs
-from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, setup_of
-from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import dtypes, eager, graph, joined, one_page_size
-from attn_backends.conformance.worlds import World
 from spec_metadata import StepKind
 
 
@@ -25,16 +23,16 @@ def writes_owned_slots(subject: Subject, case: Case) -> Measured:
 @check("cache.writes_forward_by_forward", eager(poison="finite"))
 def writes_forward_by_forward(subject: Subject, case: Case) -> Measured:
     """`store` of forward i writes the slots of forward i and no others, and `forward` writes nothing."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(case), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
     before = prepare_memory(scene, case)
     meta = world.backend.init_forward_metadata(scene.step())
     for forward, given in enumerate(scene.inputs()):
         at = meta.at(forward, given.ancestors)
-        world.backend.store(given.stored, world.cache, at, world.layer)
+        world.store(given, at)
         compare_memory(scene, before, forward + 1)
         stored = world.memory.clone()
-        world.backend.forward(given.q, world.cache, at, world.layer)
+        world.attend(given, at)
         compare_identical(f"cache after the attention of forward {forward}", world.memory, stored)
     return Measured()
 

@@ -22,7 +22,9 @@ from attn_backends.conformance.exercise import (
     check_addresses,
     prepare_memory,
     run_forwards,
+    scene_of,
     setup_of,
+    world_of,
 )
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
@@ -36,7 +38,6 @@ from attn_backends.conformance.situations import (
     shrinking,
     situations,
 )
-from attn_backends.conformance.worlds import World
 from attn_backends.errors import UnsupportedStepError
 from spec_metadata import StepKind
 
@@ -49,9 +50,9 @@ def _measure(ran: Ran) -> Measured:
 
 def _captured(subject: Subject, case: Case) -> tuple[Captured, Scene]:
     """The captured graph, and the scene to replay it on."""
-    world = World(setup_of(subject, case))
+    world = world_of(setup_of(subject, case))
     captured = Captured(world, case)
-    return captured, Scene(world, batch_of(case), case.seed + 1)
+    return captured, scene_of(world, batch_of(case), case.seed + 1)
 
 
 def _replay_another(subject: Subject, case: Case) -> Measured:
@@ -97,7 +98,7 @@ def sequence(subject: Subject, case: Case) -> Measured:
     captured, _ = _captured(subject, case)
     found = []
     for turn, lens in enumerate((case.lens, case.captured_lens, (), case.lens[::-1])):
-        scene = Scene(captured.world, batch_of(replace(case, lens=lens)), case.seed + 10 + turn)
+        scene = scene_of(captured.world, batch_of(replace(case, lens=lens)), case.seed + 10 + turn)
         found.append(_measure(captured.run(scene, case)))
     return nearest(found)
 
@@ -110,7 +111,7 @@ def two_buckets(subject: Subject, case: Case) -> Measured:
     small = Captured(large.world, few)
     found = []
     for turn, (captured, its) in enumerate(((large, case), (small, few), (large, case))):
-        found.append(_measure(captured.run(Scene(large.world, batch_of(its), case.seed + 20 + turn), its)))
+        found.append(_measure(captured.run(scene_of(large.world, batch_of(its), case.seed + 20 + turn), its)))
     return nearest(found)
 
 
@@ -129,7 +130,7 @@ def two_kinds(subject: Subject, case: Case) -> Measured:
     verify.world.table.copy_(table)
     before = prepare_memory(scene, case)
     verify.load(scene)
-    extend.load(Scene(verify.world, batch_of(extend.case), case.seed + 30))
+    extend.load(scene_of(verify.world, batch_of(extend.case), case.seed + 30))
     verify.world.table.copy_(table)
     return _measure(verify.replay(scene, before))
 
@@ -216,9 +217,9 @@ def owns_its_inputs(subject: Subject, case: Case) -> Measured:
 @check("graph.guards", graph(growing))
 def guards(subject: Subject, case: Case) -> Measured:
     """In checking mode, nobody writes next to a declared buffer, or a value outside its declared range."""
-    world = World(replace(setup_of(subject, case), checking=True))
+    world = world_of(replace(setup_of(subject, case), checking=True))
     captured = Captured(world, case)
-    captured.run(Scene(world, batch_of(case), case.seed + 1), case)
+    captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
     try:
         world.backend.check_buffers()
     except Exception as error:

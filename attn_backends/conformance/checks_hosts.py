@@ -8,10 +8,16 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.checks_refusals import refused
 from attn_backends.conformance.comparisons import compare_identical
-from attn_backends.conformance.exercise import Captured, batch_of, prepare_memory, run_forwards, setup_of
-from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.exercise import (
+    Captured,
+    batch_of,
+    prepare_memory,
+    run_forwards,
+    scene_of,
+    setup_of,
+    world_of,
+)
 from attn_backends.conformance.situations import Cases, graph, one_page_size, situations
-from attn_backends.conformance.worlds import World
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import StepKind
@@ -34,15 +40,15 @@ def _steps(subject: Subject) -> list[Case]:
 @check("refusals.host_lens", _hosted(_steps))
 def host_lens(subject: Subject, case: Case) -> Measured:
     """A step without exact lengths on the host, where the kernel plans there: refused before anything is written."""
-    world = World(setup_of(subject, case))
+    world = world_of(setup_of(subject, case))
     backend, what = world.backend, "a step without seq_lens_cpu"
     if case.path == "eager":
-        scene = Scene(world, batch_of(case), case.seed)
+        scene = scene_of(world, batch_of(case), case.seed)
         prepare_memory(scene, case)
         return refused(what, scene, lambda: backend.init_forward_metadata(replace(scene.step(), seq_lens_cpu=None)))
     captured = Captured(world, case)
     before = {name: tensor.clone() for name, tensor in captured.meta.buffers.items()}
-    scene = Scene(world, batch_of(case), case.seed + 1)
+    scene = scene_of(world, batch_of(case), case.seed + 1)
     found = refused(what, scene, lambda: backend.replay(captured.meta, replace(scene.step(), seq_lens_cpu=None)))
     for name, old in before.items():
         compare_identical(f"captured {name} after a refusal", captured.meta.buffers[name], old)
@@ -52,8 +58,8 @@ def host_lens(subject: Subject, case: Case) -> Measured:
 @check("graph.host_plan_stays_outside", _hosted(graph()))
 def host_plan_stays_outside(subject: Subject, case: Case) -> Measured:
     """Metadata that is first used inside a graph, or made there, is refused where the kernel plans on the host."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(replace(case, lens=case.captured_lens)), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed)
     prepare_memory(scene, case)
     kind, step, inputs = StepKind(case.kind), scene.step(), scene.inputs(case.bs)
     unused = world.backend.capture(world.capacity.bucket(kind, case.bs), world.paging())

@@ -10,8 +10,17 @@ from torch import Tensor
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import expectations, largest_error, returns_lse
-from attn_backends.conformance.exercise import Ran, batch_of, run_case_eagerly, run_eagerly, setup_of
-from attn_backends.conformance.scenes import ForwardInputs, Scene
+from attn_backends.conformance.exercise import (
+    Ran,
+    batch_of,
+    run_case_eagerly,
+    run_eagerly,
+    scene_of,
+    setup_of,
+    world_of,
+)
+from attn_backends.conformance.inputs import ForwardInputs
+from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import TREE_TOPK, around_pages, eager, situations
 from attn_backends.conformance.worlds import World
 from attn_backends.layer import AttentionOutput
@@ -34,7 +43,7 @@ def _agree(ran: Ran, what: str, others: list[AttentionOutput]) -> Measured:
 def relabelled_pages(subject: Subject, case: Case) -> Measured:
     """Where pages lie changes nothing."""
     ran = run_case_eagerly(subject, case)
-    elsewhere = Scene(World(setup_of(subject, case)), batch_of(case), case.seed, placement=case.seed + 100)
+    elsewhere = scene_of(world_of(setup_of(subject, case)), batch_of(case), case.seed, placement=case.seed + 100)
     return _agree(ran, "with pages elsewhere", run_eagerly(elsewhere, case).outputs)
 
 
@@ -48,8 +57,8 @@ def _part(ran: Ran, order: list[int]) -> list[AttentionOutput]:
     for forward, (given, rows) in enumerate(zip(ran.inputs, numbers, strict=True)):
         taken = given.take(torch.tensor(rows, device=world.device), requests.to(world.device))
         at = meta.at(forward, taken.ancestors)
-        world.backend.store(taken.stored, world.cache, at, world.layer)
-        outputs.append(world.backend.forward(taken.q, world.cache, at, world.layer))
+        world.store(taken, at)
+        outputs.append(world.attend(taken, at))
     return outputs
 
 
@@ -137,5 +146,5 @@ def _chain_step(scene: Scene, request: int, length: int) -> Step:
 
 def _attend(world: World, step: Step, given: ForwardInputs) -> AttentionOutput:
     at = world.backend.init_forward_metadata(step).at()
-    world.backend.store(given.stored, world.cache, at, world.layer)
-    return world.backend.forward(given.q, world.cache, at, world.layer)
+    world.store(given, at)
+    return world.attend(given, at)

@@ -10,10 +10,9 @@ from torch import Tensor
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
-from attn_backends.conformance.exercise import Captured, batch_of, setup_of
+from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
-from attn_backends.conformance.worlds import World
 from attn_backends.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind
 from spec_metadata.buffers import out_of_range
@@ -29,12 +28,12 @@ def _prefill(subject: Subject) -> list[Case]:
 
 def _planned(subject: Subject, case: Case) -> tuple[Scene, Metadata]:
     """The metadata of the case's batch on its path."""
-    world = World(setup_of(subject, case))
+    world = world_of(setup_of(subject, case))
     if case.path == "eager":
-        scene = Scene(world, batch_of(case), case.seed)
+        scene = scene_of(world, batch_of(case), case.seed)
         return scene, world.backend.init_forward_metadata(scene.step())
     captured = Captured(world, case)
-    scene = Scene(world, batch_of(case), case.seed + 1)
+    scene = scene_of(world, batch_of(case), case.seed + 1)
     captured.load(scene)
     return scene, captured.meta
 
@@ -72,8 +71,8 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
 @check("plan.leaves_the_step_alone", joined(eager(), _prefill))
 def leaves_the_step_alone(subject: Subject, case: Case) -> Measured:
     """Planning changes none of the step's tensors, and planning twice gives the same metadata."""
-    world = World(setup_of(subject, case))
-    step = Scene(world, batch_of(case), case.seed).step()
+    world = world_of(setup_of(subject, case))
+    step = scene_of(world, batch_of(case), case.seed).step()
     before = {name: tensor.clone() for name, tensor in _tensors(step).items()}
     table = world.table.clone()
     first, second = (world.backend.init_forward_metadata(step) for _ in range(2))

@@ -7,10 +7,16 @@ from dataclasses import replace
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
-from attn_backends.conformance.exercise import batch_of, prepare_memory, run_case, run_forwards, setup_of
-from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.exercise import (
+    batch_of,
+    prepare_memory,
+    run_case,
+    run_forwards,
+    scene_of,
+    setup_of,
+    world_of,
+)
 from attn_backends.conformance.situations import eager, graph, joined, padded
-from attn_backends.conformance.worlds import World
 from spec_metadata import StepKind
 
 
@@ -48,8 +54,8 @@ def reserved_nan(subject: Subject, case: Case) -> Measured:
 @check("poison.table_tail", eager())
 def table_tail(subject: Subject, case: Case) -> Measured:
     """Table entries past a request's tokens may hold anything, pages that don't exist among it."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(case), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
     scene.poison_table_tails()
     prepare_memory(scene, case)
     meta, inputs = world.backend.init_forward_metadata(scene.step()), scene.inputs()

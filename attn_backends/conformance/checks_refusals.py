@@ -14,7 +14,7 @@ from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
-from attn_backends.conformance.exercise import batch_of, prepare_memory, setup_of
+from attn_backends.conformance.exercise import batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
     PAGE_SIZES,
@@ -24,10 +24,12 @@ from attn_backends.conformance.situations import (
     Cases,
     formats_of,
     is_declared,
+    layers_of,
     main_dtype,
     page_sizes,
 )
-from attn_backends.conformance.worlds import World, view_of, with_extra
+from attn_backends.conformance.situations import cache_dtype as cache_dtype_of
+from attn_backends.conformance.worlds import with_extra
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from spec_metadata import StepKind
@@ -41,6 +43,7 @@ def _asks(subject: Subject, kind: StepKind, **changes: Any) -> Case:
     format = formats_of(subject)[0]
     size, dtype = page_sizes(subject, kind)[0], main_dtype(subject, kind)
     case = Case("", kind, format=format, page_size=size, dtype=dtype, lens=(5, 3), widths=widths)
+    case = replace(case, cache_dtype=cache_dtype_of(subject, kind), layer=layers_of(format)[-1])
     return replace(case, **changes)
 
 
@@ -75,8 +78,8 @@ def refused(what: str, scene: Scene, *calls: Callable[[], object]) -> Measured:
 
 
 def _refused_step(subject: Subject, case: Case) -> Measured:
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(case), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
     prepare_memory(scene, case)
     kind = StepKind(case.kind)
     if case.path == "graph":
@@ -187,14 +190,14 @@ def _planned(
     subject: Subject, case: Case
 ) -> tuple[Scene, Callable[[AttentionLayer], tuple[Callable[[], object], ...]]]:
     """A planned step, and what gives the calls of its first forward on a layer."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(case), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
     prepare_memory(scene, case)
     meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
     at = meta.at(0, given.ancestors)
     return scene, lambda layer: (
-        lambda: world.backend.store(given.stored, world.cache, at, layer),
-        lambda: world.backend.forward(given.q, world.cache, at, layer),
+        lambda: world.store(given, at, layer),
+        lambda: world.attend(given, at, layer),
     )
 
 
@@ -254,7 +257,8 @@ def head_sizes(subject: Subject, case: Case) -> Measured:
     """Head sizes that are not declared."""
     scene, calls = _planned(subject, case)
     layer = scene.world.layer
-    return refused(case.feature, scene, *calls(replace(layer, head_dim=layer.head_dim + 1)))
+    resized = lambda number: calls(replace(layer, head_dim=layer.head_dim + 1))[number]()  # noqa: E731
+    return refused(case.feature, scene, lambda: resized(0), lambda: resized(1))
 
 
 @check(
@@ -273,7 +277,7 @@ def dtype(subject: Subject, case: Case) -> Measured:
 
 def _undeclared_caches(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
     for name in OTHER_DTYPES:
-        case = _asks(subject, kind, feature=f"a cache of {name}")
+        case = _asks(subject, kind, feature=f"a cache of {name}", cache_dtype="")
         if name != case.dtype and getattr(torch, name) not in declared.cache_dtypes:
             yield case
 
@@ -287,17 +291,16 @@ def cache_dtype(subject: Subject, case: Case) -> Measured:
 
 def _refused_types(subject: Subject, case: Case, queries: torch.dtype, entries: torch.dtype) -> Measured:
     """A planned step must refuse to store and attend with queries, rows to store and a cache of these types."""
-    world = World(setup_of(subject, case))
-    scene = Scene(world, batch_of(case), case.seed)
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
     prepare_memory(scene, case)
     meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
-    cache = view_of(world.memory.to(entries), world.setup.format, world.layer.v_head_dim)
-    at, stored = meta.at(0, given.ancestors), given.stored_as(queries)
+    cache, at, given = world.cache_as(entries), meta.at(0, given.ancestors), given.as_type(queries)
     return refused(
         case.feature,
         scene,
-        lambda: world.backend.store(stored, cache, at, world.layer),
-        lambda: world.backend.forward(given.q.to(queries), cache, at, world.layer),
+        lambda: world.store(given, at, cache=cache),
+        lambda: world.attend(given, at, cache=cache),
     )
 
 

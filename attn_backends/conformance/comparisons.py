@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attn_backends.conformance import oracle
 from attn_backends.conformance.catalogue import CheckFailure, Measured
-from attn_backends.conformance.scenes import ForwardInputs, Scene
+from attn_backends.conformance.inputs import ForwardInputs
+from attn_backends.conformance.scenes import Scene
 from attn_backends.layer import AttentionOutput
 
 SHOWN = 4  # elements of a row in a message
@@ -107,16 +108,16 @@ def compare_memory(scene: Scene, before: Tensor, forwards: int | None = None, *,
     if padded:
         reserved = scene.world.geometry.reserved_page
         expected[reserved] = actual[reserved]
-    page_size = scene.world.geometry.page_size
-    flat_actual, flat_expected = (x.reshape(-1, *x.shape[2:]) for x in (actual, expected))
-    try:
-        compare_identical("cache", flat_actual, flat_expected)
-    except CheckFailure as failure:
-        if failure.row is None:
-            raise
-        page, offset = divmod(failure.row, page_size)
-        message = f"slot {failure.row} (page {page}, offset {offset}) must not hold this: {scene.owner(failure.row)}"
-        raise CheckFailure("cache", message, failure.row, failure.expected, failure.got) from None
+    scene.settle(actual, expected)
+    theirs = scene.compared(expected)
+    for name, ours in scene.compared(actual).items():
+        try:
+            compare_identical(name, ours, theirs[name])
+        except CheckFailure as failure:
+            if failure.row is None:
+                raise
+            message = scene.place_of(name, failure.row)
+            raise CheckFailure(name, message, failure.row, failure.expected, failure.got) from None
 
 
 def compare_identical(field: str, got: Tensor, expected: Tensor) -> None:

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat
+from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
-from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
+from attn_backends.conformance.compressed_scenes import CompressedScene
+from attn_backends.conformance.compressed_worlds import REAL_PAGE, CompressedWorld, is_compressed, small
+from attn_backends.conformance.inputs import ForwardInputs
+from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
@@ -22,10 +26,11 @@ CONTENTS = {"nan": float("nan"), "finite": 77.0}
 
 
 def setup_of(subject: Subject, case: Case) -> Setup:
-    """Which backend, on what cache, in what arithmetic."""
+    """Which backend, on what cache, in what arithmetic. Compressed keys have small ratios but on the largest pages."""
+    format = CompressedFormat(case.format) if case.format in list(CompressedFormat) else CacheFormat(case.format)
     return Setup(
-        subject.backend,
-        CacheFormat(case.format),
+        small(subject.backend) if is_compressed(subject.backend) and case.page_size != REAL_PAGE else subject.backend,
+        format,
         case.page_size,
         case.topk,
         DTYPES[case.dtype],
@@ -36,7 +41,18 @@ def setup_of(subject: Subject, case: Case) -> Setup:
         index=getattr(torch, case.index),
         far=case.far,
         cache_dtype=CACHE_DTYPES[case.cache_dtype] if case.cache_dtype else None,
+        layer=case.layer,
     )
+
+
+def world_of(setup: Setup) -> World:
+    """The world of a setup."""
+    return (CompressedWorld if setup.format is CompressedFormat.COMPRESSED else World)(setup)
+
+
+def scene_of(world: World, batch: Batch, seed: int = 0, placement: int | None = None) -> Scene:
+    """A batch in a world; arguments as of `Scene`."""
+    return (CompressedScene if isinstance(world, CompressedWorld) else Scene)(world, batch, seed, placement)
 
 
 def batch_of(case: Case) -> Batch:
@@ -59,7 +75,7 @@ class Ran:
 
 def run_case_eagerly(subject: Subject, case: Case) -> Ran:
     """The case's batch, eagerly."""
-    return run_eagerly(Scene(World(setup_of(subject, case)), batch_of(case), case.seed), case)
+    return run_eagerly(scene_of(world_of(setup_of(subject, case)), batch_of(case), case.seed), case)
 
 
 def run_eagerly(scene: Scene, case: Case) -> Ran:
@@ -83,15 +99,15 @@ def run_forwards(world: World, meta: Metadata, inputs: list[ForwardInputs]) -> l
 def run_forward(world: World, meta: Metadata, forward: int, given: ForwardInputs) -> AttentionOutput:
     """Store and attend in one forward."""
     at = meta.at(forward, given.ancestors)
-    world.backend.store(given.stored, world.cache, at, world.layer)
-    return world.backend.forward(given.q, world.cache, at, world.layer)
+    world.store(given, at)
+    return world.attend(given, at)
 
 
 def run_case_through_graph(subject: Subject, case: Case) -> Ran:
     """The case's batch, replayed by a graph that was captured on another."""
-    world = World(setup_of(subject, case))
+    world = world_of(setup_of(subject, case))
     captured = Captured(world, case)
-    return captured.run(Scene(world, batch_of(case), case.seed + 1), case)
+    return captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
 
 
 class Captured:
@@ -99,7 +115,7 @@ class Captured:
 
     def __init__(self, world: World, case: Case) -> None:
         self.world, self.case = world, case
-        self.scene = Scene(world, Batch(StepKind(case.kind), case.captured_lens), case.seed)
+        self.scene = scene_of(world, Batch(StepKind(case.kind), case.captured_lens), case.seed)
         prepare_memory(self.scene, case)
         backend = world.backend
         bucket = world.capacity.bucket(self.scene.batch.kind, case.bs)
@@ -109,7 +125,7 @@ class Captured:
         self.static = self.scene.inputs(case.bs)
         if backend.kernel_of(self.scene.batch.kind).schedule is not None:
             self._region()  # a vendor's schedules are made by the first forward, which a graph may not hold
-        self.graph: Graph = CudaGraph() if world.device.type == "cuda" else RecordedGraph()
+        self.graph = new_graph(world.device)
         self.outputs = self.graph.capture(self._region)
 
     def _region(self) -> list[AttentionOutput]:
@@ -120,9 +136,7 @@ class Captured:
     def load(self, scene: Scene) -> Step:
         """Make inputs and metadata those of a scene. Returns the step."""
         if scene.batch.kind is not StepKind.IDLE:
-            for ours, given in zip(self.static, scene.inputs(self.case.bs), strict=True):
-                for destination, source in zip(ours.tensors(), given.tensors(), strict=True):
-                    destination.copy_(source)
+            fill(self.static, scene.inputs(self.case.bs))
         step, backend = scene.step(), self.world.backend
         (backend.copy_inputs if self.case.refresh else backend.replay)(self.meta, step)
         return step
@@ -147,6 +161,18 @@ class Captured:
             return pad_step(scene.step(), self.case.bs, self.world.capacity)
         assert self.meta.bucket is not None
         return padding_step(self.meta.bucket, self.world.paging(), self.world.capacity)
+
+
+def new_graph(device: torch.device) -> Graph:
+    """A graph of the device."""
+    return CudaGraph() if device.type == "cuda" else RecordedGraph()
+
+
+def fill(static: list[ForwardInputs], given: list[ForwardInputs]) -> None:
+    """Make a graph's inputs others."""
+    for ours, theirs in zip(static, given, strict=True):
+        for destination, source in zip(ours.tensors(), theirs.tensors(), strict=True):
+            destination.copy_(source)
 
 
 def run_case(subject: Subject, case: Case) -> Ran:

@@ -13,10 +13,9 @@ import torch
 from attn_backends.base import AttentionBackend
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Measured, Subject
-from attn_backends.conformance.exercise import setup_of
+from attn_backends.conformance.exercise import setup_of, world_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, Row
-from attn_backends.conformance.worlds import World
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError
 from attn_backends.registry import get_backend, list_backends
 from attn_backends.results import head
@@ -128,7 +127,7 @@ def check_constructor(subject: Subject, cases: Sequence[Case]) -> None:
     """Refuse a backend that can't even be made."""
     try:
         for case in cases[:1]:
-            World(setup_of(subject, case))
+            world_of(setup_of(subject, case))
     except Exception as error:
         reason = f"its constructor raised {type(error).__name__}: {error}"
         hint = f"Backends here: {', '.join(list_backends())}."

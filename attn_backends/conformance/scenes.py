@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attn_backends.cache import CacheFormat, CacheInputs, KeyValues, Latents
+from attn_backends.cache import CacheFormat, KeyValues, Latents
 from attn_backends.conformance import oracle
+from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.worlds import NUM_STEPS, World
 from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
@@ -58,56 +59,32 @@ class Request:
     seen: dict[torch.dtype | None, dict[Name, tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """What a model hands to one forward."""
-
-    q: Tensor
-    stored: CacheInputs
-    ancestors: Tensor | None
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors, in a fixed order."""
-        stored = [self.stored.latent] if isinstance(self.stored, Latents) else [self.stored.k, self.stored.v]
-        return [self.q, *stored] + ([] if self.ancestors is None else [self.ancestors])
-
-    def stored_as(self, dtype: torch.dtype) -> CacheInputs:
-        """What is stored, in another type."""
-        if isinstance(self.stored, Latents):
-            return Latents(self.stored.latent.to(dtype))
-        return KeyValues(self.stored.k.to(dtype), self.stored.v.to(dtype))
-
-    def take(self, rows: Tensor, requests: Tensor) -> ForwardInputs:
-        """The inputs of some query rows, and the ancestors of some requests."""
-        if isinstance(self.stored, Latents):
-            stored: CacheInputs = Latents(self.stored.latent[rows])
-        else:
-            stored = KeyValues(self.stored.k[rows], self.stored.v[rows])
-        return ForwardInputs(self.q[rows], stored, None if self.ancestors is None else self.ancestors[requests])
-
-
 class Scene:
     """A batch in a world: pages assigned at random, rows with what they see, and the step that describes it.
 
     Making a scene rewrites the world's table; `reset_memory` writes the cache.
     """
 
-    def __init__(self, world: World, batch: Batch, seed: int = 0, placement: int | None = None) -> None:
-        """placement: seed of the pages alone, `seed` if not given."""
-        self.world, self.batch = world, batch
+    def __init__(self, world: World, batch: Batch, seed: int = 0, placement: int | None = None, room: int = 0) -> None:
+        """placement: seed of the pages alone, `seed` if not given. room: more tokens that requests have pages for."""
+        self.world, self.batch, self.room = world, batch, room
         self.rng = torch.Generator().manual_seed(seed)
         self.page_rng = torch.Generator().manual_seed(seed if placement is None else placement)
-        capacity = world.capacity
+        self._shape()
+        self.requests = [Request(length) for length in batch.lens]
+        self._place()
+        self.paths = [self._paths() if self.is_tree else [] for _ in self.requests]
+        self.rows = [self._rows(forward) for forward in range(self.num_forwards)]
+
+    def _shape(self) -> None:
+        """How many rows and forwards the batch has."""
+        batch, capacity = self.batch, self.world.capacity
         is_idle = batch.kind is StepKind.IDLE
         self.width = max(batch.widths) if batch.widths else 1 if is_idle else capacity.bucket(batch.kind, 1).width
         self.drafts = batch.kind is StepKind.DRAFT_DECODE
         self.is_tree = capacity.topk > 1 and batch.kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
         self.widths = batch.widths or (self.width,) * len(batch.lens)
         self.num_forwards = NUM_STEPS - 1 if self.drafts else 1
-        self.requests = [Request(length) for length in batch.lens]
-        self._place()
-        self.paths = [self._paths() if self.is_tree else [] for _ in self.requests]
-        self.rows = [self._rows(forward) for forward in range(self.num_forwards)]
 
     def _int(self, high: int) -> int:
         return int(torch.randint(high, (), generator=self.rng))
@@ -125,7 +102,7 @@ class Scene:
         self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.page_rng)]
         for request, row, width in zip(self.requests, self.table_rows, self.widths, strict=True):
             num_tokens = request.length + (width * NUM_STEPS if self.drafts else width)
-            num_pages = -(-num_tokens // page_size)
+            num_pages = min(-(-(num_tokens + self.room) // page_size), per_row)
             owned, free = free[:num_pages], free[num_pages:]
             self.pages[row, :num_pages] = torch.tensor(owned, dtype=torch.int64)
             slots = [owned[t // page_size] * page_size + t % page_size for t in range(num_tokens)]
@@ -134,7 +111,7 @@ class Scene:
                 order = torch.randperm(num_tokens - request.length, generator=self.page_rng).tolist()
                 slots[request.length :] = [slots[request.length + i] for i in order]
             request.slots = dict(zip(names, slots, strict=True))
-            request.vectors = {name: self._randn(*world.memory.shape[2:]) for name in names}
+            request.vectors = {name: self._randn(*world.token_shape) for name in names}
         self.pages[1] = 2
         offsets = torch.arange(page_size)
         world.table.copy_((self.pages.unsqueeze(2) * page_size + offsets).flatten(1))
@@ -233,7 +210,7 @@ class Scene:
     def _inputs(self, forward: int, bs: int) -> ForwardInputs:
         rows, rng = self.rows[forward], torch.Generator().manual_seed(10_000 + forward)  # not the tokens' numbers
         num_rows = len(rows) if self.batch.widths else bs * self.width
-        vectors = torch.randn(num_rows, *self.world.memory.shape[2:], generator=rng, dtype=torch.float64)
+        vectors = torch.randn(num_rows, *self.world.token_shape, generator=rng, dtype=torch.float64)
         vectors = vectors.to(self.world.setup.dtype)
         for i, row in enumerate(rows):
             vectors[i] = self.requests[row.request].vectors[row.token]
@@ -284,6 +261,26 @@ class Scene:
             request.seen[weights] = dict(zip(request.vectors, zip(keys, values, strict=True), strict=True))
         return request.seen[weights][name]
 
+    def _attended(
+        self, given: ForwardInputs, number: int, row: Row, weights: torch.dtype | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values that a row attends to. given: inputs of its forward, of which it is that number."""
+        window = self.world.layer.window
+        visible = row.visible[-window:] if window else row.visible
+        return [self._seen(self.requests[row.request], name, weights) for name in visible]
+
+    def compared(self, memory: Tensor) -> dict[str, Tensor]:
+        """The parts of a memory that are compared, slots first."""
+        return {"cache": memory.flatten(0, 1)}
+
+    def settle(self, actual: Tensor, expected: Tensor) -> None:
+        """Make `expected` what a right memory is, where it may differ in rounding."""
+
+    def place_of(self, part: str, row: int) -> str:
+        """Where a row of a part of `compared` lies, and whose it is, in words."""
+        page, offset = divmod(row, self.world.geometry.page_size)
+        return f"slot {row} (page {page}, offset {offset}) must not hold this: {self.owner(row)}"
+
     @staticmethod
     def _is_committed(request: Request, name: Name) -> bool:
         return isinstance(name, int) and name < request.length
@@ -325,11 +322,8 @@ class Scene:
             [torch.empty(0, layer.num_heads, layer.v_head_dim, dtype=dtype)],
             [torch.empty(0, layer.num_heads, dtype=dtype)],
         )
-        for q, row in zip(inputs[forward].q.cpu(), self.rows[forward], strict=False):
-            visible = row.visible[-layer.window :] if layer.window else row.visible
-            keys, values = zip(
-                *(self._seen(self.requests[row.request], name, weights) for name in visible), strict=True
-            )
+        for number, (q, row) in enumerate(zip(inputs[forward].q.cpu(), self.rows[forward], strict=False)):
+            keys, values = zip(*self._attended(inputs[forward], number, row, weights), strict=True)
             out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale, weights)
             if weights is not None and self.world.declared(self.batch.kind).rounded_lse:
                 lse = oracle.rounded_lse(q.to(dtype), keys, layer.scale, weights)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 
-from attn_backends.cache import CacheFormat
+from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
-from attn_backends.conformance.worlds import MAX_BS, capacity_of, sizes_of
+from attn_backends.conformance.compressed_worlds import COMPRESSIONS, LAYERS, is_compressed
+from attn_backends.conformance.worlds import MAX_BS, AnyFormat, capacity_of, sizes_of
 from spec_metadata import StepKind
 
 Cases = Callable[[Subject], list[Case]]
@@ -23,7 +25,10 @@ TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 def page_sizes(subject: Subject, kind: StepKind) -> list[int]:
     """The page sizes to run a step kind at."""
     declared = subject.capabilities[kind].page_sizes
-    return sorted(PAGE_SIZES if declared is None else declared)
+    sizes = sorted(PAGE_SIZES if declared is None else declared)
+    if is_compressed(subject.backend):
+        return [size for size in sizes if all(size % compression.ratio == 0 for compression in COMPRESSIONS)]
+    return sizes
 
 
 def main_dtype(subject: Subject, kind: StepKind) -> str:
@@ -39,7 +44,13 @@ def dtypes(subject: Subject, kind: StepKind) -> list[str]:
     return found
 
 
-def formats_of(subject: Subject) -> list[CacheFormat]:
+def cache_dtype(subject: Subject, kind: StepKind) -> str:
+    """The type of a cache to run a step kind on where the kernel takes none of the query's own, "" where it does."""
+    declared = subject.capabilities[kind]
+    return "" if declared.own_cache else str(min(declared.cache_dtypes, key=str)).removeprefix("torch.")
+
+
+def formats_of(subject: Subject) -> list[AnyFormat]:
     """The cache formats that the kernel has head sizes for."""
     declared = {format: sizes_of(subject.backend, subject.chosen, format) for format in subject.backend.formats}
     return sorted(format for format, sizes in declared.items() if sizes is None or sizes)
@@ -50,16 +61,23 @@ def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE
     if kind not in subject.capabilities:
         return []
     cases = []
-    for format in formats_of(subject):
-        for index, page_size in enumerate(page_sizes(subject, kind)):
-            for topk in topks:
-                case = Case("", kind, "eager", format, page_size, topk, dtype=main_dtype(subject, kind))
-                case = replace(case, poison="finite" if subject.capabilities[kind].over_read else "nan")
-                table = "block" if (index % 2) ^ (topk > 1) else "request"
-                integers = "int64" if index % 2 else "int32"
-                if is_declared(subject, case):
-                    cases.append(replace(case, table=table, index=integers, lens=around_pages(case), seed=index))
+    forms = [(form, layer) for form in formats_of(subject) for layer in layers_of(form)]
+    for (form, layer), (index, page_size) in product(forms, enumerate(page_sizes(subject, kind))):
+        turn = index + layers_of(form).index(layer)
+        for topk in topks:
+            case = Case("", kind, "eager", form, page_size, topk, dtype=main_dtype(subject, kind))
+            case = replace(case, layer=layer, cache_dtype=cache_dtype(subject, kind))
+            case = replace(case, poison="finite" if subject.capabilities[kind].over_read else "nan")
+            table = "block" if (turn % 2) ^ (topk > 1) else "request"
+            integers = "int64" if turn % 2 else "int32"
+            if is_declared(subject, case):
+                cases.append(replace(case, table=table, index=integers, lens=around_pages(case), seed=index))
     return cases
+
+
+def layers_of(format: AnyFormat) -> tuple[str, ...]:
+    """The kinds of layers of a format."""
+    return LAYERS if format is CompressedFormat.COMPRESSED else ("",)
 
 
 def is_declared(subject: Subject, case: Case) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.capabilities import Capabilities
+from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.errors import ConfigError
 from attn_backends.kernel import Kernel
-from attn_backends.layer import AttentionLayer
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.metadata import ForwardMetadata
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, StepKind
 
 NUM_STEPS, MAX_BS = 3, 5
@@ -21,17 +24,21 @@ MLA_HEADS, RANK, ROPE = 3, 5, 2
 SCALE = 0.37
 
 
+AnyFormat = CacheFormat | CompressedFormat
+
+
 @dataclass(frozen=True)
 class Setup:
     """Which backend, on what cache, in what arithmetic.
 
     topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
     8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the
-    table and of pages. far: half of the pages lie past 2**31 elements of the cache.
+    table and of pages. far: half of the pages lie past 2**31 elements of the cache. layer: of a compressed format, what
+    its layer attends to (`compressed_worlds.LAYERS`).
     """
 
     backend: type[AttentionBackend]
-    format: CacheFormat
+    format: AnyFormat
     page_size: int
     topk: int = 1
     dtype: torch.dtype = torch.float64
@@ -42,6 +49,7 @@ class Setup:
     index: torch.dtype = torch.int32
     far: bool = False
     cache_dtype: torch.dtype | None = None
+    layer: str = ""
 
     def __str__(self) -> str:
         table = "block_table" if self.block_table else "request_table"
@@ -61,13 +69,37 @@ class World:
         kernel = next(kernel for kernel in setup.backend.kernels if kernel.name == setup.kernel)
         kernels = dict.fromkeys(kernel.capabilities, kernel.name)
         self.backend = setup.backend(self.capacity, self.geometry, self.device, kernel=kernels, checking=setup.checking)
+        self._make_memory(kernel)
+        row_tokens = self.max_pages * setup.page_size
+        self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
+
+    def _make_memory(self, kernel: Kernel) -> None:
+        setup = self.setup
+        assert isinstance(setup.format, CacheFormat), "compressed keys have a world of their own"
         self.layer, shape = layer_of(setup.format, head_sizes(setup.backend, kernel, setup.format), query_heads(kernel))
         if setup.cache_dtype is not None:
             self.layer = scaled_to_fill(self.layer, setup.cache_dtype)
-        self.memory = memory_of(setup, (num_pages, setup.page_size, 2, *shape), self.device)
-        self.cache = view_of(self.memory, setup.format, self.layer.v_head_dim)
-        row_tokens = self.max_pages * setup.page_size
-        self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
+        size = (self.geometry.num_pages, setup.page_size, 2, *shape)
+        self.memory = memory_of(setup, setup.cache_dtype or setup.dtype, size, self.device)
+        self.cache = self.cache_as(self.memory.dtype)
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """What a scene draws for a token: [planes, kv_heads, dim]."""
+        return tuple(self.memory.shape[2:])
+
+    def cache_as(self, dtype: torch.dtype) -> Any:
+        """The memory as a cache; a copy, if entries are to be of another type."""
+        assert isinstance(self.setup.format, CacheFormat)
+        return view_of(self.memory.to(dtype), self.setup.format, self.layer.v_head_dim)
+
+    def store(self, given: Any, at: ForwardMetadata, layer: Any = None, cache: Any = None) -> None:
+        """Store what a model hands to a forward, in this world's layer and cache or in others."""
+        self.backend.store(given.stored, cache or self.cache, at, layer or self.layer)
+
+    def attend(self, given: Any, at: ForwardMetadata, layer: Any = None, cache: Any = None) -> AttentionOutput:
+        """Attend with what a model hands to a forward, in this world's layer and cache or in others."""
+        return self.backend.forward(given.q, cache or self.cache, at, layer or self.layer)
 
     def declared(self, kind: StepKind) -> Capabilities:
         """What the kernel of a step kind declares."""
@@ -114,13 +146,13 @@ class World:
         return RequestTable(self.table, rows, self.geometry)
 
 
-def head_sizes(backend: type[AttentionBackend], kernel: Kernel, format: CacheFormat) -> tuple[int, int] | None:
+def head_sizes(backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat) -> tuple[int, int] | None:
     """The smallest sizes that a kernel declares for a format; None if it takes any."""
     sizes = sizes_of(backend, kernel, format)
     return None if sizes is None else min(sizes)
 
 
-def sizes_of(backend: type[AttentionBackend], kernel: Kernel, format: CacheFormat) -> frozenset[tuple[int, int]] | None:
+def sizes_of(backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat) -> frozenset[tuple[int, int]] | None:
     """The sizes that a kernel declares for a format, perhaps none; None if it takes any.
 
     Where a backend reads caches of both formats, keys longer than values are those of latents.
@@ -140,19 +172,21 @@ def query_heads(kernel: Kernel) -> frozenset[int] | None:
     return frozenset.intersection(*declared) if declared else None
 
 
-def memory_of(setup: Setup, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cache memory of a shape, pages first; of far pages only what is touched is ever backed by real memory."""
-    dtype = setup.cache_dtype or setup.dtype
+def memory_of(setup: Setup, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device, unit: int = 1) -> Tensor:
+    """Cache memory of a shape, pages first; of far pages only what is touched is ever backed by real memory.
+
+    unit: elements that make one of the cache's, where memory is bytes.
+    """
     if not setup.far:
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_pages, stride = shape[0], aligned(-(-(2**31) // (shape[0] // 2)))
+    num_pages, stride = shape[0], aligned(-(-(2**31) // (shape[0] // 2)) * unit)
     inner = torch.empty(shape[1:], device="meta").stride()
     return torch.empty(num_pages * stride, dtype=dtype, device=device).as_strided(shape, (stride, *inner)).zero_()
 
 
 def aligned(elements: int) -> int:
-    """As many, rounded up to what any kernel can load at once."""
-    return -(-elements // 256) * 256
+    """As many, rounded up to what any kernel can load at once, and to rows of the 8-bit page format."""
+    return -(-elements // 2304) * 2304
 
 
 def capacity_of(page_size: int, topk: int) -> Capacity:

@@ -1,6 +1,18 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
-from tests.mutants import hosts, outputs, replays, sampling, serving, visibility, workers, writes
+from tests.mutants import compressed, hosts, outputs, replays, sampling, serving, visibility, workers, writes
 from tests.mutants.mutant import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "hosts", "outputs", "replays", "sampling", "serving", "visibility", "workers", "writes"]
+__all__ = [
+    "MUTANTS",
+    "Mutant",
+    "compressed",
+    "hosts",
+    "outputs",
+    "replays",
+    "sampling",
+    "serving",
+    "visibility",
+    "workers",
+    "writes",
+]

@@ -1,0 +1,262 @@
+"""Mutants of compressed keys: what entries are made of, who sees them, and the states that outlive a rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import base, compressed_cache
+from attn_backends.backends import dsv4
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.kernels import torch_compressed
+from spec_metadata import Step, StepKind
+from spec_metadata.plans import compressed
+from spec_metadata.plans.compressed import EntryPlan
+from spec_metadata.visibility import DensePart, dense_part
+from tests.mutants.mutant import mutant
+
+
+def change_entries(patch: pytest.MonkeyPatch, change: Callable[[EntryPlan, Any, int], None]) -> None:
+    """Let every plan of entries be changed in place. change: (plan, rows, ratio)."""
+    plan_entries = compressed._plan_entries
+
+    def changed(compression: Any, ring: int, rows: Any, *rest: Any) -> EntryPlan:
+        plan = plan_entries(compression, ring, rows, *rest)
+        change(plan, rows, compression.ratio)
+        return plan
+
+    patch.setattr(compressed, "_plan_entries", changed)
+
+
+def with_visible(plan: EntryPlan, num_visible: Tensor) -> None:
+    """Let rows see so many entries of those that they may see."""
+    plan.num_visible.copy_(num_visible)
+    if plan.slots is not None:
+        entry = torch.arange(plan.slots.shape[1], device=num_visible.device)
+        plan.slots.masked_fill_(entry >= num_visible.unsqueeze(1), -1)
+
+
+@mutant(
+    "SGLang #34189: a verify kept the states of its last 4 rows, whatever its width",
+    "compressed.rollback",
+    "compressed.draft_and_extend",
+    "compressed.chunks",
+    backend="dsv4",
+    graph=True,
+)
+def states_of_the_last_rows_only(patch: pytest.MonkeyPatch) -> None:
+    """Of a request's rows in a forward, the last 3 alone leave their states."""
+
+    def tail_only(plan: EntryPlan, rows: Any, ratio: int) -> None:
+        tail = rows.position >= rows.end[rows.request] - 3
+        plan.state_writes.copy_(torch.where(tail, plan.state_writes, -1))
+
+    change_entries(patch, tail_only)
+
+
+@mutant(
+    "an off-by-one of the causal rule: pos // r for (pos + 1) // r",
+    "compressed.edges",
+    "compressed.real_sizes",
+    "math.target_verify",
+    backend="dsv4",
+)
+def own_block_not_visible(patch: pytest.MonkeyPatch) -> None:
+    """The row that closes a block does not see its entry."""
+    change_entries(patch, lambda plan, rows, ratio: with_visible(plan, rows.position // ratio))
+
+
+@mutant("visibility rounded up", "compressed.edges", "poison.unowned_nan", backend="dsv4")
+def open_block_visible(patch: pytest.MonkeyPatch) -> None:
+    """An indexer chooses among the entry of the open block too, which nobody has written."""
+    change_entries(patch, lambda plan, rows, ratio: plan.num_visible.copy_((rows.position + ratio) // ratio))
+
+
+@mutant("an overlapping compressor's halves", "compressed.edges", "cache.writes_owned_slots", backend="dsv4")
+def halves_swapped(patch: pytest.MonkeyPatch) -> None:
+    """The block before gives its second half of channels, the entry's own the first."""
+
+    def swapped(x: Tensor) -> Tensor:
+        (_, before), (own, _) = (half.chunk(2, dim=2) for half in x.chunk(2, dim=1))
+        return torch.cat((before, own), dim=1)
+
+    patch.setattr(torch_compressed, "_halves", swapped)
+
+
+@mutant("the phase of the position bias", "compressed.edges", "cache.writes_owned_slots", backend="dsv4")
+def position_bias_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """A token's gate gets the bias of the place before its own."""
+    pool = dsv4.pool
+    patch.setattr(dsv4, "pool", lambda values, gates, bias, *rest: pool(values, gates, bias.roll(1, 0), *rest))
+
+
+@mutant("an entry rotated as its last token", "compressed.edges", "compressed.chunks", backend="dsv4")
+def entry_stands_at_its_last_token(patch: pytest.MonkeyPatch) -> None:
+    """An entry is rotated by the angles of another token than its block's first."""
+    rotate = dsv4.rotate_tail
+    patch.setattr(dsv4, "rotate_tail", lambda x, positions, inv_freq: rotate(x, positions + 1, inv_freq))
+
+
+@mutant("a sink left out", "math.decode", "math.prefill", backend="dsv4")
+def sink_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Attention without the sinks' share."""
+    attend = dsv4.sparse_attention
+    patch.setattr(
+        dsv4, "sparse_attention", lambda q, keys, visible, scale, sinks: attend(q, keys, visible, scale, None)
+    )
+
+
+@mutant("a sink under each of two softmaxes", "math.decode", "compressed.real_sizes", backend="dsv4")
+def sink_taken_twice(patch: pytest.MonkeyPatch) -> None:
+    """The sink takes its share of the window and of the entries, one after the other."""
+    attend = dsv4.sparse_attention
+
+    def twice(q: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = attend(q, keys, visible, scale, sinks)
+        return out * torch.sigmoid(lse - sinks).unsqueeze(-1), lse
+
+    patch.setattr(dsv4, "sparse_attention", twice)
+
+
+@mutant("a window without its oldest token", "math.decode", "compressed.chunks", backend="dsv4")
+def window_one_short(patch: pytest.MonkeyPatch) -> None:
+    """A row misses the oldest token of its window."""
+    plan_compressed = compressed.plan_compressed
+
+    def short(*args: Any) -> compressed.CompressedPlan:
+        plan = plan_compressed(*args)
+        plan.window_slots[:, -1] = -1
+        return plan
+
+    patch.setattr(compressed, "plan_compressed", short)
+
+
+@mutant(
+    "SGLang #26239: the write targets of a draft loop come from the unsliced out_cache_loc",
+    "compressed.draft_and_extend",
+    "math.draft_decode",
+    "cache.writes_forward_by_forward",
+    backend="dsv4",
+)
+def draft_targets_not_sliced(patch: pytest.MonkeyPatch) -> None:
+    """Rows, states and entries of every draft forward go where the first slots of the flat list say."""
+    for module in (base, compressed):
+        patch.setattr(module, "write_slots", lambda step, forward=0: step.out_cache_loc[: step.num_tokens].long())
+
+
+@mutant(
+    "SGLang 0.5.23 on CUDA: every draft step has the causal length of the first",
+    "compressed.draft_and_extend",
+    "math.draft_decode",
+    backend="dsv4",
+    graph=True,
+)
+def draft_length_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
+    """Draft forward i sees, and closes blocks, as if it were the first."""
+
+    def first(step: Step, forward: int = 0) -> DensePart:
+        dense = dense_part(step, forward)
+        return replace(dense, kv_lens=dense.kv_lens - forward) if step.kind is StepKind.DRAFT_DECODE else dense
+
+    patch.setattr(compressed, "dense_part", first)
+
+
+@mutant(
+    "vLLM disables an overlap of two launches for this race",
+    "compressed.chunks",
+    "compressed.rollback",
+    backend="dsv4",
+)
+def states_written_before_entries_are_made(patch: pytest.MonkeyPatch) -> None:
+    """States of a forward take the place of those that its entries are made of."""
+    make = dsv4._make_entries
+
+    def late(rows: Tensor, compressor: Any, states: Any, made: EntryPlan, compression: Any) -> Tensor:
+        states.write(made.state_writes, rows, reserved_page=2)
+        return make(rows, compressor, states, made, compression)
+
+    patch.setattr(dsv4, "_make_entries", late)
+
+
+@mutant("the bound on the ring of states is tight", "compressed.rollback", backend="dsv4", graph=True)
+def ring_one_row_short(patch: pytest.MonkeyPatch) -> None:
+    """A rejected token's state takes the place of one that is still needed."""
+    min_ring, max_rows, max_drafts = compressed.min_ring, compressed.max_rows, compressed.max_draft_forwards
+    patch.setattr(compressed, "min_ring", lambda *bounds: min_ring(*bounds) - 1)
+    patch.setattr(compressed, "max_rows", lambda window, ring, page: max_rows(window, ring + 1, page))
+    patch.setattr(compressed, "max_draft_forwards", lambda window, ring, page: max_drafts(window, ring + 1, page))
+
+
+@mutant("SGLang encodes no entry as slot 0, vLLM as -1", "compressed.no_block_closes", "graph.padded", backend="dsv4")
+def nothing_is_a_slot(patch: pytest.MonkeyPatch) -> None:
+    """A write target of -1, for none, is dereferenced."""
+    patch.setattr(compressed_cache, "_writes", lambda slots, reserved: (slots.unsqueeze(-1) >= -1, slots.long()))
+
+
+@mutant("entries that an indexer selects, kept for the next layer", "compressed.layers_of_one_model", backend="dsv4")
+def selection_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
+    """Layers of a step attend to the entries that the first of them selected."""
+    select, kept = dsv4._select, {}
+
+    def once(index: Any, cache: Any, plan: Any, layer: Any) -> Tensor:
+        key = plan.qo_indptr.data_ptr()
+        kept.setdefault(key, (plan, select(index, cache, plan, layer)))
+        return kept[key][1]
+
+    patch.setattr(dsv4, "_select", once)
+
+
+@mutant("entries addressed as if pages were neighbours", "laws.relabelled_pages", "math.decode", backend="dsv4")
+def entries_of_neighbouring_pages(patch: pytest.MonkeyPatch) -> None:
+    """The entries of a request are sought behind its first one."""
+
+    def in_a_row(plan: EntryPlan, rows: Any, ratio: int) -> None:
+        if plan.slots is not None:
+            behind = plan.slots[:, :1] + torch.arange(plan.slots.shape[1], device=plan.slots.device)
+            plan.slots.copy_(torch.where(plan.slots >= 0, behind, -1))
+
+    change_entries(patch, in_a_row)
+
+
+@mutant(
+    "write targets of entries that only the capture computes",
+    "graph.equals_eager",
+    "graph.shrinking",
+    backend="dsv4",
+    graph=True,
+)
+def entries_of_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """What an entry is made of, and where it goes, is planned once for each buffer and never again."""
+    plan_made, planned = compressed._plan_made, {}
+
+    def once(plan: EntryPlan, *rest: Any) -> None:
+        key = plan.write_slots.data_ptr()
+        if key not in planned:
+            plan_made(plan, *rest)
+        planned[key] = plan  # which keeps an eager step's memory, so that no other gets it
+
+    patch.setattr(compressed, "_plan_made", once)
+
+
+@mutant("an indexer without its weights of heads", "math.decode", "math.target_verify", backend="dsv4")
+def index_heads_not_weighted(patch: pytest.MonkeyPatch) -> None:
+    """Entries are selected by the sum of their heads' scores."""
+    select = dsv4.select_entries
+    patch.setattr(dsv4, "select_entries", lambda q, weights, *rest, **more: select(q, weights * 0 + 1, *rest, **more))
+
+
+@mutant("slots of entries by arithmetic over pages", "compressed.refuses_cut_blocks", backend="dsv4")
+def pages_cut_blocks(patch: pytest.MonkeyPatch) -> None:
+    """A page size that is no whole number of blocks is taken."""
+    patch.setattr(dsv4, "lcm", lambda *ratios: 1)
+
+
+@mutant("SGLang #30339: a ring is not known by its content", "compressed.refuses_lost_states", backend="dsv4")
+def prefix_inside_a_page(patch: pytest.MonkeyPatch) -> None:
+    """A request may start on a part of another one's page."""
+    patch.setattr(DSV4Backend, "check_prefix", lambda self, num_tokens: None)
