@@ -67,7 +67,7 @@ def test_a_command_names_files_of_the_checkout_and_no_others(tmp_path):
     assert results.without_paths(words) == "attn-backends demo --json FILE --report=FILE fa3 a:B"
     inside = str(ROOT / "docs" / "results" / "x.json")
     assert results.without_paths(["--json", inside, "../outside/x.json"]) == "--json docs/results/x.json FILE"
-    message = "compiling /root/.cache/flashinfer/90a/x.cu failed: 1/2 of torch/ext.h, see /tmp/a.log"
+    message = "compiling /home/me/.cache/flashinfer/90a/x.cu failed: 1/2 of torch/ext.h, see /tmp/a.log"
     assert results.without_folders(message) == "compiling x.cu failed: 1/2 of torch/ext.h, see a.log"
 
 
