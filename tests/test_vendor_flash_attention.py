@@ -236,6 +236,33 @@ def test_a_window_is_its_own_shape_of_layers(kind: StepKind) -> None:
         compare_outputs(scene, inputs, outputs)
 
 
+@pytest.mark.parametrize(
+    ("kind", "window", "masks"),
+    [(StepKind.DECODE, None, False), (StepKind.DECODE, 5, True), (StepKind.TARGET_VERIFY, None, True)],
+)
+def test_launch_and_schedule_mask_only_where_a_row_may_not_see_all(
+    kind: StepKind, window: int | None, masks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel is slower with a mask; `compare_outputs` sees one that lacks."""
+    call, seen = flash_attention.Source.call, []
+
+    def noted(self: flash_attention.Source, index: int, arguments: dict[str, Any]) -> Any:
+        seen.append(arguments["causal"])
+        return call(self, index, arguments)
+
+    def prepare(**given: Any) -> Tensor:
+        seen.append(given["causal"])
+        return get_scheduler_metadata(**given)
+
+    install(monkeypatch, {**CALLS, f"{VLLM}:get_scheduler_metadata": prepare})
+    monkeypatch.setattr(flash_attention.Source, "call", noted)
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    world.layer = replace(world.layer, window=window)
+    check_eager(world, Batch(kind, (3, 9, 14)))
+    assert len(seen) >= 2
+    assert set(seen) == {masks}
+
+
 @pytest.mark.parametrize("name", ["flash_attn_interface", "vllm_flash_attn"])
 def test_a_schedule_of_another_step_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refresh = flash_attention.TileSchedule.refresh
