@@ -29,6 +29,7 @@ PHASES = {
     "draft_extend": StepKind.DRAFT_EXTEND,
 }
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -116,6 +117,7 @@ class RuntimeOptions(Options):
     capture; larger batches run eagerly. max_context: tokens of a request, prompt and output together. prefill_chunk:
     prompt tokens of a request in one forward. seed: of the order in which pages are given out. host_lag: 1 to launch a
     cycle before the tokens of the one before are read. kernel, page_size: None for those of the backend's file.
+    cache_dtype: 8-bit floats, None for those of the weights.
     """
 
     path: Literal["graph", "eager"] = "graph"
@@ -130,6 +132,7 @@ class RuntimeOptions(Options):
     host_lag: Literal[0, 1] = 0
     kernel: str | None = None
     page_size: Count | None = None
+    cache_dtype: Literal["float8_e4m3fn"] | None = None
 
     @field_validator("buckets")
     @classmethod
@@ -181,8 +184,13 @@ class RunConfig(Options):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of weights and cache."""
+        """Type of the weights, and of the cache unless it has its own."""
         return DTYPES[self.runtime.dtype]
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the cache's entries."""
+        return CACHE_DTYPES[self.runtime.cache_dtype] if self.runtime.cache_dtype else self.dtype
 
     @property
     def device(self) -> torch.device:

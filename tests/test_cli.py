@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from attn_backends import list_backends
 from attn_backends.cli import demo, main
 from attn_backends.eagle.report import Row
 from attn_backends.providers import _vendor_reasons
 
-ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", 6, 3.5, True, True, 0, 0.0)
+ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", "float32", 6, 3.5, True, True, 0, 0.0)
 FIELDS = (
-    "backend kernel model draft path device dtype batch_size tokens_per_cycle identical consistent divergences max_gap"
+    "backend kernel model draft path device dtype cache_dtype batch_size tokens_per_cycle identical consistent "
+    "divergences max_gap"
 )
 
 
@@ -148,6 +150,21 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
         "by fa3 and by trtllm_mla"
     )
     assert all(line in output for line in written["kernels"])
+
+
+def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(monkeypatch, capsys):
+    caches = []
+
+    def fake_row(engine, prompts, on_progress):
+        caches.extend((engine.config.backends.distinct, cache.dtype) for cache in engine.eagle.target_caches)
+        caches.extend((engine.config.backends.distinct, cache.dtype) for cache in engine.eagle.draft_caches)
+        return ROW
+
+    monkeypatch.setattr(demo, "run_row", fake_row)
+    assert main(["demo", "--backend", "fa3", "--cache-dtype", "float8_e4m3fn"]) == 0
+    assert set(caches) == {(("fa3",), torch.float8_e4m3fn)}
+    assert main(["demo", "--backend", "vllm"]) == 2
+    assert "the demo has no backend 'vllm'; it has flashinfer_mla, trtllm_mla, fa3, dsv4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

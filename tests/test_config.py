@@ -68,7 +68,8 @@ def test_the_file_goes_before_the_backend_and_the_command_line_before_the_file(l
     text = FA3 + EAGLE + '[model]\ntarget = "a"\ndraft = "b"\n[runtime]\npage_size = 8\nkernel = "torch"\nseed = 5\n'
     run = load(text, runtime={"dtype": "bfloat16", "seed": 7})
     assert (run.page_size, run.kernels, run.model.target) == (8, {"fa3": "torch"}, "a")
-    assert (run.dtype, run.runtime.seed) == (torch.bfloat16, 7)
+    assert (run.dtype, run.cache_dtype, run.runtime.seed) == (torch.bfloat16, torch.bfloat16, 7)
+    assert load(text, runtime={"cache_dtype": "float8_e4m3fn"}).cache_dtype is torch.float8_e4m3fn
 
 
 def test_a_backend_per_phase(load):
@@ -105,6 +106,7 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: 'gpu0' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndevice = 'meta'", r"runtime.device: 'meta' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndtype = 'float8'", r"runtime.dtype: .* got 'float8'"),
+        (FA3 + EAGLE + "[runtime]\ncache_dtype = 'float32'", r"runtime.cache_dtype: .* got 'float32'"),
         (FA3 + EAGLE + "[runtime]\npath = 'fast'", r"runtime.path: .*'graph' or 'eager', got 'fast'"),
         ("runtime = 3\n" + FA3 + EAGLE, r"runtime: .* got 3"),
         (FA3, "eagle is missing"),

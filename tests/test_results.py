@@ -25,8 +25,8 @@ HEAD = Head(
 )
 DEMO_ROW = {
     "backend": "fa3", "kernel": "torch", "model": "gqa", "draft": "tree", "path": "graph", "device": "cuda",
-    "dtype": "bfloat16", "batch_size": 6, "tokens_per_cycle": 3.8614, "identical": False, "consistent": True,
-    "divergences": 1, "max_gap": 0.01,
+    "dtype": "bfloat16", "cache_dtype": "bfloat16", "batch_size": 6, "tokens_per_cycle": 3.8614, "identical": False,
+    "consistent": True, "divergences": 1, "max_gap": 0.01,
 }  # fmt: skip
 BENCH_ROW = {
     "bench": "attention", "backend": "fa3", "kernel": "vllm_flash_attn", "batch_size": 32, "context": 4096, "heads": 32,
@@ -115,7 +115,7 @@ def test_committed_results_have_the_shape_and_name_no_machine(path):
 
 def test_the_matrix_shows_demo_and_bench_where_there_are_any():
     text = page(Results(HEAD, (DEMO_ROW,)), Results(HEAD, (BENCH_ROW,)))
-    assert "| fa3 | torch | gqa | tree | graph | bfloat16 | 3.86 | no | yes |" in text
+    assert "| fa3 | torch | gqa | tree | graph | bfloat16 | bfloat16 | 3.86 | no | yes |" in text
     assert "| fa3 | vllm_flash_attn | flash_attn_varlen_func | 32 | 4096 | 32 | 4 | 101.50 | 100.00 | 1.01" in text
     assert text.count("on NVIDIA H200") == 2
     assert "at commit 0123456789ab, 2026-11-20; torch 2.11.0+cu130." in text

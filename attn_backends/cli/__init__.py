@@ -68,13 +68,15 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
     _add_sampling(generate)
-    demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every dense backend")
+    demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every backend")
+    demo.add_argument("--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     _add_conformance(commands)
     _add_bench(commands)
     for command in (generate, demo):
         command.add_argument("--kernel", help="a kernel's name, or auto")
-        command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="weights and cache")
+        command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights")
+        command.add_argument("--cache-dtype", choices=("float8_e4m3fn",), help="of the cache (default: the weights')")
         command.add_argument("--device", help="such as cpu or cuda")
     return parser
 

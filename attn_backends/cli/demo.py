@@ -14,15 +14,21 @@ from attn_backends import results
 from attn_backends.cli.options import DENSE_BACKENDS, choices_in_words, load_config, token_progress
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.report import Row, demo_prompts, run_row
+from attn_backends.errors import ConfigError
 
 RUNS = (*product(DENSE_BACKENDS, ("chain", "tree")), ("dsv4", "chain"))  # backend and preset
+BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every row, print the table and why which kernel ran, write the JSON; 1 if a row failed."""
     results.check_output("--json", args.json)
-    configs = [load_config(args, preset, backend, path=path) for (backend, preset), path in product(RUNS, PATHS)]
+    for name in args.backend:
+        if name not in BACKENDS:
+            raise ConfigError(f"the demo has no backend {name!r}; it has {', '.join(BACKENDS)}")
+    runs = [run for run in RUNS if run[0] in (args.backend or BACKENDS)]
+    configs = [load_config(args, preset, backend, path=path) for (backend, preset), path in product(runs, PATHS)]
     prompts = demo_prompts()
     num_tokens = sum(2 * len(prompts) * config.runtime.max_new_tokens for config in configs)
     rows: list[Row] = []

@@ -14,7 +14,7 @@ from attn_backends.config import PHASES, RunConfig, load_run_config
 from attn_backends.eagle.worker import PhaseBackends
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
-RUNTIME_KEYS = ("kernel", "dtype", "device", "max_new_tokens")
+RUNTIME_KEYS = ("kernel", "dtype", "cache_dtype", "device", "max_new_tokens")
 
 
 def load_config(args: argparse.Namespace, config: str, backend: str | None, **runtime: object) -> RunConfig:

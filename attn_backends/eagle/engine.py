@@ -89,7 +89,9 @@ class Engine:
                 f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
                 f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
             )
-        workload = Workload(config.page_size, (*self.target.layers, *self.draft.layers), config.dtype)
+        workload = Workload(
+            config.page_size, (*self.target.layers, *self.draft.layers), config.dtype, config.cache_dtype
+        )
         return backend(config.capacity, self.geometry, config.device, kernel=config.kernels[name], workload=workload)
 
     @property
@@ -97,8 +99,15 @@ class Engine:
         runtime = self.config.runtime
         buckets = tuple(bs for bs in runtime.buckets if bs <= runtime.max_bs and runtime.path == "graph")
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
-        eos_token = self.tokenizer.eos_token_id
-        return WorkerOptions(buckets, make_graph, runtime.prefill_chunk, eos_token, runtime.seed, runtime.host_lag)
+        return WorkerOptions(
+            buckets,
+            make_graph,
+            runtime.prefill_chunk,
+            self.tokenizer.eos_token_id,
+            runtime.seed,
+            runtime.host_lag,
+            self.config.cache_dtype,
+        )
 
 
 def build_engine(config: RunConfig) -> Engine:

@@ -47,6 +47,7 @@ class Row:
     path: str
     device: str
     dtype: str
+    cache_dtype: str
     batch_size: int
     tokens_per_cycle: float
     identical: bool
@@ -85,6 +86,7 @@ def run_row(engine: Engine, prompts: Sequence[str], on_progress: Callable[[int],
         path=_path(engine),
         device=str(config.device),
         dtype=config.runtime.dtype,
+        cache_dtype=config.runtime.cache_dtype or config.runtime.dtype,
         batch_size=len(prompts),
         tokens_per_cycle=tokens_per_cycle(eagle),
         identical=not differing,
@@ -134,7 +136,7 @@ def _scored(prompt: list[int], tokens: list[int]) -> tuple[list[int], list[int]]
 
 
 def _in_float32(config: RunConfig) -> RunConfig:
-    """The run in float32, on whatever kernels have that."""
+    """The run in float32 over a cache of the same type, or of float32 too, on whatever kernels have that."""
     runtime = config.runtime.model_copy(update={"dtype": "float32", "path": "eager"})
     return config.model_copy(update={"runtime": runtime, "kernels": dict.fromkeys(config.kernels, "auto")})
 

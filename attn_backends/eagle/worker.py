@@ -72,7 +72,8 @@ class WorkerOptions:
 
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture them with. chunk: prompt tokens of
     a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
-    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read.
+    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
+    of the caches' entries (None: the models').
     """
 
     buckets: tuple[int, ...] = ()
@@ -81,6 +82,7 @@ class WorkerOptions:
     eos_token: int | None = None
     seed: int = 0
     host_lag: int = 0
+    cache_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.host_lag not in (0, 1):
@@ -109,7 +111,7 @@ class TargetWorker:
         self.chunk, self.host_lag = options.chunk, options.host_lag
         self.device = target.device
         self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
-        self.target_caches = target.allocate_caches(backends.prefill)
+        self.target_caches = target.allocate_caches(backends.prefill, options.cache_dtype)
         self.num_graph_steps: dict[str, int] = {}
         self.num_eager_steps: dict[str, int] = {}
         num_rows = capacity.max_bs + 1
@@ -234,7 +236,7 @@ class EagleWorker(TargetWorker):
         self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
         self.draft, self.draft_room, self.max_accepted = draft, capacity.draft_room, capacity.max_accepted
         self.draft_shape: DraftShape | None = DraftShape.of(capacity)
-        self.draft_caches = draft.allocate_caches(backends.prefill)
+        self.draft_caches = draft.allocate_caches(backends.prefill, options.cache_dtype)
         drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
         verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
         extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)

@@ -66,7 +66,7 @@ class PagedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, hidden states and caches."""
+        """Of weights and hidden states."""
         return self.head.weight.dtype
 
     @property
@@ -74,23 +74,23 @@ class PagedModel:
         """Where the weights live."""
         return self.head.weight.device
 
-    def allocate_caches(self, backend: AttentionBackend) -> list[PagedCache]:
-        """A zeroed cache for each attention layer, in the model's dtype, as the backend pages it."""
-        return [self._allocate_cache(layer, backend) for layer in self.layers]
+    def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
+        """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's."""
+        return [self._allocate_cache(layer, backend, dtype or self.dtype) for layer in self.layers]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
         return self.head(hidden)
 
-    def _allocate_cache(self, layer: AttentionLayer, backend: AttentionBackend) -> PagedCache:
+    def _allocate_cache(self, layer: AttentionLayer, backend: AttentionBackend, dtype: torch.dtype) -> PagedCache:
         geometry = backend.geometry
         if self.cache_format is CacheFormat.KV:
-            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, self.dtype, self.device)
+            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, dtype, self.device)
         if isinstance(layer, CompressedLayer):
             ring = cast("DSV4Backend", backend).ring(layer)
-            return cast("PagedCache", allocate_compressed(geometry, layer, ring, self.dtype, self.device))
+            return cast("PagedCache", allocate_compressed(geometry, layer, ring, dtype, self.device))
         rank = layer.v_head_dim
-        return allocate_latent(geometry, rank, layer.head_dim - rank, self.dtype, self.device)
+        return allocate_latent(geometry, rank, layer.head_dim - rank, dtype, self.device)
 
 
 class TargetModel(PagedModel):

@@ -31,6 +31,8 @@ PARTS = {
     },
     "demo_float32": f"{CLI} demo --device cuda --dtype float32 --kernel torch --json {{file}}",
     "demo_bfloat16": f"{CLI} demo --device cuda --dtype bfloat16 --json {{file}}",
+    "demo_8bit": f"{CLI} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "
+    "--json {file}",
     "bench_attention": f"{CLI} bench attention --json {{file}}",
     "serving": "tests.gpu.serving --json {file}",
     "graphs": "tests.gpu.graphs --json {file}",
