@@ -62,7 +62,7 @@ class Results:
     def to_json(self) -> str:
         """A key, then a row, on each line."""
         keys = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**asdict(self.head), **self.own}.items()]
-        rows = ",\n".join("  " + json.dumps(row) for row in self.rows)
+        rows = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in self.rows)
         return "{\n" + ",\n".join([*keys, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
     @classmethod

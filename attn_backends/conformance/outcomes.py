@@ -52,10 +52,12 @@ class Row:
     excused: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON; errors and budgets to three digits, which is what they mean."""
+        """Plain values for JSON, without those that say nothing; errors and budgets to the three digits they mean."""
         values = asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
         rounded = {name: _three_digits(values[name]) for name in ("max_err", "budget")}
-        return {name: value for name, value in (values | rounded).items() if value or name != "excused"}
+        return {
+            name: value for name, value in (values | rounded).items() if value not in (None, "") and value is not False
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Row:

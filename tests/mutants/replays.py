@@ -184,13 +184,16 @@ def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
     "SGLang #26019 and #26056: a fresh tensor where a copy in place was needed", "graph.owns_its_inputs", graph=True
 )
 def tree_mask_aliased(patch: pytest.MonkeyPatch) -> None:
-    """A replay lets the graph's tree mask be the caller's tensor."""
+    """A replay lets the tree mask be the caller's tensor; a CUDA graph goes on reading what it was captured on."""
     copy_step = base.copy_step
 
     def aliased(static: Step, step: Step) -> None:
+        mask = static.tree_mask
+        before = None if mask is None else mask.clone()
         copy_step(static, step)
-        if static.tree_mask is not None and step.bs == static.bs:
-            static.tree_mask.set_(step.tree_mask)
+        if mask is not None and step.bs == static.bs:
+            mask.copy_(before)
+            mask.set_(step.tree_mask)
 
     patch.setattr(base, "copy_step", aliased)
 
