@@ -57,7 +57,8 @@ def budget(exact: Tensor, rounded: Tensor, dtype: torch.dtype) -> float:
     in that precision, plus one rounding step of the largest number.
 
     rounded: what the reference gives. For float64 it is the reference in float32, with its error scaled to float64, and
-    the budget is doubled: there the oracle is no more exact than what is held against it.
+    the budget is eight times as large: there the oracle is no more exact than what is held against it, matrix products
+    round differently on another processor, and no mistake is that small.
     """
     if exact.numel() == 0:
         return 0.0
@@ -65,4 +66,4 @@ def budget(exact: Tensor, rounded: Tensor, dtype: torch.dtype) -> float:
     if dtype is not torch.float64:
         return 2 * float((rounded.to(dtype).double() - exact).abs().max()) + step
     error = float((rounded.double() - exact).abs().max()) * torch.finfo(dtype).eps / torch.finfo(torch.float32).eps
-    return 2 * (2 * error + step)
+    return 8 * (2 * error + step)

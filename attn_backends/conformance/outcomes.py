@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
 from attn_backends.conformance.cases import Case
@@ -52,12 +52,11 @@ class Row:
     excused: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, without those that say nothing; errors and budgets to the three digits they mean."""
+        """Plain values for JSON, without those that are the default; errors and budgets to three digits."""
         values = asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
         rounded = {name: _three_digits(values[name]) for name in ("max_err", "budget")}
-        return {
-            name: value for name, value in (values | rounded).items() if value not in (None, "") and value is not False
-        }
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in (values | rounded).items() if value != defaults[name]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Row:
