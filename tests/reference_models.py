@@ -92,7 +92,7 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     return kind(**(fields | changes), attn_implementation="eager")
 
 
-def _randomize(module: nn.Module, seed: int) -> None:
+def randomize(module: nn.Module, seed: int) -> None:
     """Weights large enough that attention, norms and biases all matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in [*module.named_parameters(), *module.named_buffers()]:
@@ -109,7 +109,7 @@ def tiny_target(name: str, seed: int = 0) -> PreTrainedModel:
     """A random float32 target."""
     model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager").eval()
     model.set_experts_implementation("eager")
-    _randomize(model, seed)
+    randomize(model, seed)
     return model.requires_grad_(False)
 
 
@@ -117,7 +117,7 @@ def tiny_draft(name: str, seed: int = 1) -> EagleDraft:
     """A random float32 draft of the same family and sizes."""
     layers = {"num_hidden_layers": 1} | ({"first_k_dense_replace": 1} if name.startswith("mla") else {})
     draft = EagleDraft(tiny_config(name, **layers), attn_implementation="eager").eval()
-    _randomize(draft, seed)
+    randomize(draft, seed)
     return draft.requires_grad_(False)
 
 

@@ -17,11 +17,11 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.models import load_draft, load_target
 from attn_backends.models.attention import ForwardAttention
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
-from attn_backends.models.mtp import MtpDraft
+from attn_backends.models.deepseek_v4_draft import MtpDraft
 from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, SamplingParams, Step
 from training.compressed_plans import Nodes
 from training.corpus import load_heldout
-from training.evaluate import Window
+from training.cycles import Window
 from training.models import CHECKPOINTS, target_hidden
 from training.models import load_target as load_trained_target
 

@@ -18,7 +18,15 @@ from transformers import PreTrainedTokenizerFast
 
 from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
-from attn_backends.models import EMBEDDED, ByteTokenizer, load_draft, load_target, load_tokenizer
+from attn_backends.models import (
+    EMBEDDED_DRAFTS,
+    EMBEDDED_TARGETS,
+    ByteTokenizer,
+    load_draft,
+    load_mtp,
+    load_target,
+    load_tokenizer,
+)
 from spec_metadata import PackedQuery, Step
 from tests import reference_models as rm
 
@@ -62,12 +70,23 @@ def test_loaded_models_equal_those_that_were_saved(folders: tuple[str, Path, Pat
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize("name", EMBEDDED_DRAFTS)
 def test_embedded_checkpoints_load_by_name(name: str) -> None:
-    target = load_target(name, torch.bfloat16)
+    of_target = name.removesuffix("-mtp")
+    target = load_target(of_target, torch.bfloat16)
     draft = load_draft(name, target)
-    assert isinstance(load_tokenizer(name, target.vocab_size), ByteTokenizer)
+    assert isinstance(load_tokenizer(of_target, target.vocab_size), ByteTokenizer)
     assert (len(draft.layers), draft.hidden_size) == (1, target.hidden_size)
+
+
+def test_embedded_mtp_modules_load_by_name() -> None:
+    target = load_target("mla", torch.bfloat16)
+    assert [len(module.layers) for module in load_mtp("mla-mtp", target)] == [1, 1, 1]
+    assert set(EMBEDDED_DRAFTS) - set(EMBEDDED_TARGETS) == {"mla-mtp"}
+    with pytest.raises(CheckpointError, match=r"DeepseekV3ForCausalLMEagle.*supported here: LlamaForCausalLMMTP"):
+        load_mtp("mla", target)
+    with pytest.raises(CheckpointError, match="'mla-mtp' is neither a folder nor an embedded"):
+        load_target("mla-mtp", torch.bfloat16)
 
 
 def test_dtype_and_sizes(folders: tuple[str, Path, Path]) -> None:
@@ -100,11 +119,14 @@ def test_other_architectures(folders: tuple[str, Path, Path]) -> None:
     target = load_target(target_folder, torch.float32)
     with pytest.raises(CheckpointError, match=r"Eagle.*supported here: LlamaForCausalLM, DeepseekV3ForCausalLM"):
         load_target(draft_folder, torch.float32)
-    with pytest.raises(CheckpointError, match="supported here: LlamaForCausalLMEagle, DeepseekV3ForCausalLMEagle"):
+    with pytest.raises(CheckpointError, match="has no MTP modules"):
         load_draft(target_folder, target)
-    edit_config(target_folder, architectures=["GemmaForCausalLM"])
+    for folder in (target_folder, draft_folder):
+        edit_config(folder, architectures=["GemmaForCausalLM"])
     with pytest.raises(CheckpointError, match="GemmaForCausalLM"):
         load_target(target_folder, torch.float32)
+    with pytest.raises(CheckpointError, match="supported here: LlamaForCausalLMEagle, DeepseekV3ForCausalLMEagle"):
+        load_draft(draft_folder, target)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from attn_backends.eagle.worker import EagleWorker, WorkerOptions, kept
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, SamplingParams, Step
 from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
-from training.evaluate import Shape, Window
+from training.cycles import Shape, Window
 from training.models import CHECKPOINTS
 from training.models import load_draft as load_trained_draft
 from training.models import load_target as load_trained_target

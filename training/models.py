@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,8 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attn_backends.models.deepseek_v4_draft import MtpDraft
 from attn_backends.models.draft import EagleDraft
-from attn_backends.models.mtp import MtpDraft
+from attn_backends.models.mtp import MtpModule, module_config
 from training import attention, compressed, compressed_plans
 
 CHECKPOINTS = Path("attn_backends/models/checkpoints")
@@ -33,7 +37,28 @@ COMMON = {
     "tie_word_embeddings": True,
     "rms_norm_eps": 1e-6,
 }
+MLA = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "intermediate_size": 384,
+    "num_mtp_layers": 0,
+}
 DRAFT_MLP = {"gqa": 256, "mla": 256}
+MTP_MODULES = 3
+MTP = {  # narrower than the target where the kernels allow it
+    "first_k_dense_replace": MLA["num_hidden_layers"] + MTP_MODULES,
+    "num_mtp_layers": MTP_MODULES,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "intermediate_size": 128,
+}
 V4_LAYERS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 
 
@@ -81,20 +106,12 @@ def target_config(name: str) -> PreTrainedConfig:
             head_dim=64,
             intermediate_size=320,
         )
-    return DeepseekV3Config(
-        **COMMON,
-        num_hidden_layers=3,
-        first_k_dense_replace=3,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        kv_lora_rank=512,
-        q_lora_rank=96,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        intermediate_size=384,
-        num_mtp_layers=0,
-    )
+    return DeepseekV3Config(**COMMON | MLA)
+
+
+def mtp_config() -> PreTrainedConfig:
+    """The configuration of the MTP modules of the target ``"mla"``, with the target's number of layers."""
+    return DeepseekV3Config(**COMMON | MLA | MTP)
 
 
 def draft_config(name: str) -> PreTrainedConfig:
@@ -131,14 +148,27 @@ def new_draft(name: str) -> EagleDraft:
     """A draft with fresh weights on the training attention."""
     config = draft_config(name)
     draft = MtpDraft(config) if name == "v4" else EagleDraft(config, attention.NAME)
-    for part in draft.modules():
-        if isinstance(part, torch.nn.Linear):
-            torch.nn.init.normal_(part.weight, std=config.initializer_range)
+    initialize(draft, config)
     if name == "v4":  # transformers' modules are empty until a whole model of them is made
         source = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model
         draft.layers, draft.hc_head = source.layers, source.hc_head
         compressed.adopt(draft.layers)
     return draft
+
+
+def new_mtp() -> nn.ModuleList:
+    """The MTP modules of ``"mla"`` with fresh weights on the training attention."""
+    config = mtp_config()
+    modules = nn.ModuleList(MtpModule(module_config(config, k), attention.NAME) for k in range(MTP_MODULES))
+    initialize(modules, config)
+    return modules
+
+
+def initialize(module: nn.Module, config: PreTrainedConfig) -> None:
+    """Draws the projections of a draft."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, std=config.initializer_range)
 
 
 def trainable(model: PreTrainedModel) -> PreTrainedModel:
@@ -167,6 +197,43 @@ def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> EagleD
     else:
         draft = EagleDraft.from_pretrained(folder, dtype, attention.NAME)
     return draft.requires_grad_(False).to(device)
+
+
+def load_mtp(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.ModuleList:
+    """Stored MTP modules, frozen, on the training attention."""
+    config = AutoConfig.from_pretrained(folder)
+    count, weights = config.num_nextn_predict_layers, load_file(folder / "model.safetensors")
+    modules = nn.ModuleList(MtpModule(module_config(config, k), attention.NAME) for k in range(count))
+    for layer, module in enumerate(modules, config.num_hidden_layers):
+        for name, tensor in module.published().items():
+            tensor.copy_(weights[f"model.layers.{layer}.{name}"])
+        for parameter in module.parameters():  # the rotary frequencies are buffers that must stay float32
+            parameter.data = parameter.data.to(dtype)
+    return modules.eval().requires_grad_(False).to(device)
+
+
+def run_modules(
+    modules: Sequence[MtpModule], embeds: Tensor, hidden: Tensor, plans: Sequence[Any] | None = None
+) -> list[Tensor]:
+    """The outputs of MTP modules over windows, each module's input being the one's before.
+
+    Args:
+        modules: ``K`` of them.
+        embeds: ``[B, T, H]``, row ``t`` embeds token ``t + 1``.
+        hidden: ``[B, T, H]``, the target's hidden states at ``t``.
+        plans: what the rows of each module see; all before by default.
+
+    Returns:
+        ``K`` times ``[B, T, H]``; row ``t`` of module ``k`` takes token ``t + k + 1`` and predicts the one behind it.
+        The last ``k`` rows mean nothing, and no other row sees them.
+    """
+    positions = torch.arange(embeds.shape[1], device=embeds.device)[None]
+    outputs = []
+    for index, (module, plan) in enumerate(zip(modules, plans or [None] * len(modules), strict=True)):
+        rows = F.pad(embeds[:, index:], (0, 0, 0, index))
+        hidden = module(rows, hidden, positions, plan=plan)
+        outputs.append(hidden)
+    return outputs
 
 
 def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: Any = None) -> Tensor:

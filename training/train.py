@@ -1,7 +1,8 @@
-"""Trains a byte-level target and its EAGLE draft head on the corpus of ``training.corpus``.
+"""Trains a byte-level target, its EAGLE draft head and MTP modules on the corpus of ``training.corpus``.
 
 The target learns next-byte prediction; the draft then learns the frozen target's distributions
-(the stored bfloat16 weights) over three unrolled steps that see what drafting sees when serving.
+(the stored bfloat16 weights) over three unrolled steps that see what drafting sees when serving, and
+three MTP modules learn them from the file's own tokens, each from the one before.
 Run ``python -m training.train --help`` for the options; ``training/README.md`` has the commands.
 """
 
@@ -13,8 +14,10 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_backends.models.draft import EagleDraft
+from attn_backends.models.mtp import save_mtp
 from training import attention, compressed, compressed_plans, models
 from training.corpus import read_corpus
 from training.fitting import Recipe, Row, Windows, autocast, fit
 
 VALID_LENGTH = 1024
+DEFAULTS = {"target": (170, 32, 3e-3), "draft": (80, 16, 2e-3), "mtp": (150, 16, 2e-3)}
+"""Of each stage: seconds, windows a step, peak rate."""
+STEPS = 3
+"""How many tokens a draft learns to draft in a row."""
 DENSE_SHARE = 0.6
 """The share of a DeepSeek-V4 target's training in which queries see all entries, not the indexer's choice."""
 
@@ -115,48 +123,91 @@ def teacher(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[Tensor, T
     return model.model.embed_tokens(ids[:, 1:]), hidden[:, :-1], model.lm_head(hidden[:, 1:])
 
 
+def predict(modules: nn.ModuleList, embeds: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
+    """The logits of MTP modules, which learn from the file's own tokens; arguments and result as ``unroll``."""
+    outputs = models.run_modules(modules, embeds, hidden)
+    return [head(rows[:, : rows.shape[1] - step]) for step, rows in enumerate(outputs)]
+
+
 def train_draft(
-    name: str,
+    name: str, model: transformers.PreTrainedModel, train: bytes, valid: bytes, recipe: Recipe, fast: bool
+) -> tuple[EagleDraft, list[Row]]:
+    """Trains the draft of a frozen target over three unrolled steps. Returns the draft and the log rows."""
+    torch.manual_seed(0)
+    draft = models.new_draft(name).to(model.device)
+    with torch.no_grad():
+        draft.norm.weight.copy_(model.model.norm.weight)
+    logits_of = partial(unroll, draft, head=model.lm_head, steps=STEPS)
+    rows = distil(draft, logits_of, model, train, valid, recipe, fast, f"{name} draft")
+    return draft.eval(), rows
+
+
+def train_mtp(
+    name: str, model: transformers.PreTrainedModel, train: bytes, valid: bytes, recipe: Recipe, fast: bool
+) -> tuple[nn.ModuleList, list[Row]]:
+    """Trains the MTP modules of a frozen target, one for each step. Returns them and the log rows."""
+    torch.manual_seed(0)
+    modules = models.new_mtp().to(model.device)
+    with torch.no_grad():
+        for module in modules:
+            module.norm.weight.copy_(model.model.norm.weight)
+    compiled = torch.compile(predict) if fast else predict
+    logits_of = partial(compiled, modules, head=model.lm_head)
+    rows = distil(modules, logits_of, model, train, valid, recipe, fast, f"{name} mtp")
+    return modules.eval(), rows
+
+
+def distil(
+    draft: nn.Module,
+    logits_of: Callable[[Tensor, Tensor], list[Tensor]],
     model: transformers.PreTrainedModel,
     train: bytes,
     valid: bytes,
     recipe: Recipe,
-    device: torch.device,
     fast: bool,
-    steps: int = 3,
-) -> tuple[EagleDraft, list[Row]]:
-    """Trains the draft of a frozen target. Returns the draft and the log rows."""
-    torch.manual_seed(0)
-    draft = models.new_draft(name).to(device)
-    with torch.no_grad():
-        draft.norm.weight.copy_(model.model.norm.weight)
-    held = Windows(valid, device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
+    stage: str,
+) -> list[Row]:
+    """Trains a draft to give a frozen target's distributions at every step.
+
+    Args:
+        draft: whose parameters are trained.
+        logits_of: maps embeddings and hidden states as ``teacher`` gives them to the logits of ``STEPS`` steps,
+            ``[B, T - s, V]`` of step ``s``; row ``t`` predicts token ``t + s + 2``.
+        model: the target.
+        train, valid: the streams.
+        recipe: the stage's settings.
+        fast: whether to compile the target.
+        stage: label of the log rows.
+
+    Returns:
+        The log rows.
+    """
+    held = Windows(valid, model.device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
     teach = torch.compile(teacher) if fast and not models.is_v4(model) else teacher
 
     def loss_of(ids: Tensor, _: float) -> tuple[Tensor, Tensor]:
         losses = []
-        with autocast(device):
+        with autocast(model.device):
             with torch.no_grad():
                 embeds, hidden, target = teach(model, ids)
                 goal = target.float().softmax(-1)
-            for step, logits in enumerate(unroll(draft, embeds, hidden, model.lm_head, steps)):
+            for step, logits in enumerate(logits_of(embeds, hidden)):
                 losses.append(-(goal[:, step:] * logits.float().log_softmax(-1)).sum(-1).mean())
         stacked = torch.stack(losses)
         return stacked.mean(), stacked.detach()
 
     def validate() -> Row:
-        hits = torch.zeros(steps)
-        with torch.no_grad(), autocast(device):
+        hits = torch.zeros(STEPS)
+        with torch.no_grad(), autocast(model.device), torch.compiler.set_stance("force_eager"):
             for ids in held.split(8):
                 embeds, hidden, target = teacher(model, ids)
                 best = target.argmax(-1)
-                for step, logits in enumerate(unroll(draft, embeds, hidden, model.lm_head, steps)):
+                for step, logits in enumerate(logits_of(embeds, hidden)):
                     match = logits.argmax(-1) == best[:, step:]
                     hits[step] += match[:, VALID_LENGTH // 2 :].float().mean().cpu()
         return {"agreement": [round(h / len(held.split(8)), 4) for h in hits.tolist()]}
 
-    rows = fit(draft, Windows(train, device, seed=2), recipe, loss_of, validate, f"{name} draft")
-    return draft.eval(), rows
+    return fit(draft, Windows(train, model.device, seed=2), recipe, loss_of, validate, stage)
 
 
 def check_kernel(device: torch.device) -> float:
@@ -213,26 +264,33 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=models.NAMES, required=True)
-    parser.add_argument("--stages", default="target,draft", help="which of target,draft to train")
+    parser.add_argument("--stages", default="target,draft", help="which of target,draft,mtp to train; mtp is mla's")
     parser.add_argument("--corpus", type=Path, default=Path(".corpus/corpus.xz"))
     parser.add_argument("--out", type=Path, default=models.CHECKPOINTS)
     parser.add_argument("--log", type=Path, help="where to write this run's log")
-    parser.add_argument("--target-seconds", type=float, default=170)
-    parser.add_argument("--draft-seconds", type=float, default=80)
-    parser.add_argument("--target-steps", type=int, default=0, help="overrides --target-seconds")
-    parser.add_argument("--draft-steps", type=int, default=0, help="overrides --draft-seconds")
-    parser.add_argument("--target-batch", type=int, default=32)
-    parser.add_argument("--draft-batch", type=int, default=16)
-    parser.add_argument("--target-lr", type=float, default=3e-3)
-    parser.add_argument("--draft-lr", type=float, default=2e-3)
+    for stage, (seconds, batch, peak) in DEFAULTS.items():
+        parser.add_argument(f"--{stage}-seconds", type=float, default=seconds)
+        parser.add_argument(f"--{stage}-steps", type=int, default=0, help=f"overrides --{stage}-seconds")
+        parser.add_argument(f"--{stage}-batch", type=int, default=batch)
+        parser.add_argument(f"--{stage}-lr", type=float, default=peak)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="of the target")
     parser.add_argument("--no-compile", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.stages = args.stages.split(",")
+    if not set(args.stages) <= DEFAULTS.keys() or ("mtp" in args.stages and args.model != "mla"):
+        parser.error(f"--stages {','.join(args.stages)} of {args.model}: known are {', '.join(DEFAULTS)}, mtp for mla")
+    return args
+
+
+def recipe_of(args: argparse.Namespace, stage: str) -> Recipe:
+    """A stage's recipe."""
+    seconds, steps, batch, peak = (getattr(args, f"{stage}_{field}") for field in ("seconds", "steps", "batch", "lr"))
+    return Recipe(seconds, steps, batch, args.length, peak, args.weight_decay if stage == "target" else 0.01)
 
 
 def main() -> None:
-    """Trains one family's target, draft or both and stores them."""
+    """Trains one family's stages and stores what they make."""
     args = parse_args()
     began = time.perf_counter()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -241,31 +299,26 @@ def main() -> None:
     torch._dynamo.config.suppress_errors = True  # fall back to eager rather than fail
     train, valid = read_corpus(args.corpus)
     folder = args.out / args.model
-    decay = args.weight_decay
     run: dict[str, Any] = {"model": args.model, **environment(device), "rows": []}
     if device.type == "cuda":
         run["kernel_error"] = check_kernel(device)
         print("kernel error", run["kernel_error"], flush=True)
         if not run["kernel_error"] < 0.02:
             raise RuntimeError(f"the unrolled attention is off by {run['kernel_error']}")
-    if "target" in args.stages:
-        recipe = Recipe(
-            args.target_seconds,
-            args.target_steps,
-            args.target_batch,
-            args.length,
-            args.target_lr,
-            decay,
-        )
-        target, rows = train_target(args.model, train, valid, recipe, device, fast)
-        save_target(target, folder / "target")
-        run |= {"target_recipe": asdict(recipe), "rows": run["rows"] + rows}
-    if "draft" in args.stages:
-        recipe = Recipe(args.draft_seconds, args.draft_steps, args.draft_batch, args.length, args.draft_lr, 0.01)
-        frozen = models.load_target(folder / "target", torch.float32, device)
-        draft, rows = train_draft(args.model, frozen, train, valid, recipe, device, fast)
-        draft.save_pretrained(folder / "draft")
-        run |= {"draft_recipe": asdict(recipe), "rows": run["rows"] + rows}
+    for stage in (stage for stage in DEFAULTS if stage in args.stages):
+        recipe = recipe_of(args, stage)
+        if stage == "target":
+            target, rows = train_target(args.model, train, valid, recipe, device, fast)
+            save_target(target, folder / "target")
+        else:
+            frozen = models.load_target(folder / "target", torch.float32, device)
+        if stage == "draft":
+            draft, rows = train_draft(args.model, frozen, train, valid, recipe, fast)
+            draft.save_pretrained(folder / "draft")
+        if stage == "mtp":
+            modules, rows = train_mtp(args.model, frozen, train, valid, recipe, fast)
+            save_mtp(list(modules), models.mtp_config(), folder / "mtp")
+        run |= {f"{stage}_recipe": asdict(recipe), "rows": run["rows"] + rows}
     run["wall_seconds"] = round(time.perf_counter() - began, 1)
     if args.log:
         write_log(args.log, [run])

@@ -5,17 +5,26 @@ Importing this package needs torch only; loading a model imports transformers.
 
 from attn_backends.models.attention import ForwardAttention
 from attn_backends.models.decoder import DraftModel, TargetModel
-from attn_backends.models.loading import EMBEDDED, load_draft, load_target, load_tokenizer
+from attn_backends.models.loading import (
+    EMBEDDED_DRAFTS,
+    EMBEDDED_TARGETS,
+    load_draft,
+    load_mtp,
+    load_target,
+    load_tokenizer,
+)
 from attn_backends.models.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = [
-    "EMBEDDED",
+    "EMBEDDED_DRAFTS",
+    "EMBEDDED_TARGETS",
     "ByteTokenizer",
     "DraftModel",
     "ForwardAttention",
     "TargetModel",
     "Tokenizer",
     "load_draft",
+    "load_mtp",
     "load_target",
     "load_tokenizer",
 ]

@@ -25,16 +25,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attn_backends.backends.dsv4 import DSV4Backend
-    from attn_backends.models.draft import EagleDraft
+    from attn_backends.models.draft import DraftHead, EagleDraft
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """An architecture that can be served.
 
-    architecture, draft_architecture: as config.json names them. cache_format: what its attention layers store.
-    attach: make transformers' decoder layers of a configuration attend through a `ForwardAttention` passed as
-    `attention=`; returns their attention layers. target, draft: the classes of its models.
+    architecture, draft_architecture, mtp_architecture: as config.json names them; the last is None if its MTP modules
+    can't be loaded. cache_format: what its attention layers store. attach: make transformers' decoder layers of a
+    configuration attend through a `ForwardAttention` passed as `attention=`; returns their attention layers. target,
+    draft: the classes of its models.
     """
 
     architecture: str
@@ -43,13 +44,14 @@ class Family:
     attach: Callable[[Iterable[Any], Any], tuple[AttentionLayer, ...]]
     target: type[TargetModel]
     draft: type[EagleDraft]
+    mtp_architecture: str | None = None
 
 
 class PagedModel:
     """What a target and a draft share: attention layers over a paged cache, an embedding and an output head."""
 
     def __init__(
-        self, family: Family, config: Any, blocks: Iterable[Any], embedding: nn.Module, head: nn.Linear
+        self, family: Family, config: Any, blocks: Iterable[Any], embedding: nn.Embedding, head: nn.Linear
     ) -> None:
         self.family = family
         self.layers: tuple[AttentionLayer, ...] = family.attach(blocks, config)
@@ -111,9 +113,12 @@ class TargetModel(PagedModel):
 
 
 class DraftModel(PagedModel):
-    """The EAGLE draft of a target, with the target's embedding and output head. Takes over `draft`."""
+    """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
 
-    def __init__(self, draft: EagleDraft, target: TargetModel) -> None:
+    Takes over `draft`.
+    """
+
+    def __init__(self, draft: DraftHead, target: TargetModel) -> None:
         draft.eval().requires_grad_(False)
         super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
         self._draft = draft
@@ -121,8 +126,9 @@ class DraftModel(PagedModel):
     def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
         """Hidden states [T, hidden_size], both what `logits` reads and the `hidden` of the next drafted rows.
 
-        tokens: [T] int64, the token after each row's position. hidden: [T, hidden_size], the target's at the row's
-        position, or the parent row's own output. positions: [T] int64.
+        tokens: [T] int64, the token after each row's position; of MTP module k the one k positions further. hidden:
+        [T, hidden_size], the target's at the row's position, the parent row's own output, or that of the MTP module
+        before at the same row. positions: [T] int64.
         """
         embeds = self.embedding(tokens.unsqueeze(0))
         rows = self._draft(embeds, hidden.unsqueeze(0), positions.unsqueeze(0), attention=attention)

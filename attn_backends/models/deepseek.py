@@ -73,5 +73,11 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
 
 
 DEEPSEEK = Family(
-    "DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle", CacheFormat.LATENT, _attach, TargetModel, EagleDraft
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLMEagle",
+    CacheFormat.LATENT,
+    _attach,
+    TargetModel,
+    EagleDraft,
+    mtp_architecture="DeepseekV3ForCausalLMMTP",
 )

@@ -18,7 +18,7 @@ from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.models.attention import ForwardAttention
 from attn_backends.models.decoder import Family, TargetModel
-from attn_backends.models.mtp import MtpDraft
+from attn_backends.models.deepseek_v4_draft import MtpDraft
 from spec_metadata.plans.compressed import Compression
 
 

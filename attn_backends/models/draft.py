@@ -40,11 +40,11 @@ ARCHITECTURES = {
 }
 
 
-class EagleDraft(nn.Module):
-    """``norm(layer(fc([embedding of the next token, hidden])))`` with the target's decoder layer.
+class DraftHead(nn.Module):
+    """A projection of an embedding and a hidden state, the target's decoder layer and a final norm.
 
     Args:
-        config: a Llama or DeepSeek-V3 configuration with ``num_hidden_layers`` 1 and a dense MLP.
+        config: a Llama or DeepSeek-V3 configuration with ``num_hidden_layers`` 1.
         attn_implementation: the name that transformers' attention interface looks up; the default
             keeps the configuration's own, or ``"sdpa"`` where it has none.
     """
@@ -52,16 +52,18 @@ class EagleDraft(nn.Module):
     def __init__(self, config: PreTrainedConfig, attn_implementation: str | None = None) -> None:
         super().__init__()
         if config.model_type not in _FAMILIES:
-            raise ValueError(f"no EAGLE draft for model_type {config.model_type!r}; known: {sorted(_FAMILIES)}")
+            raise ValueError(f"no draft for model_type {config.model_type!r}; known: {sorted(_FAMILIES)}")
         if attn_implementation is not None or config._attn_implementation is None:
             config._attn_implementation = attn_implementation or "sdpa"
         layer, norm, rotary = _FAMILIES[config.model_type]
-        width = config.hidden_size
         self.config = config
-        self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = norm(width, eps=config.rms_norm_eps)
+        self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = rotary(config)
+
+    def project(self, inputs_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, T, H]``, the layer's input, of two such tensors."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -74,7 +76,7 @@ class EagleDraft(nn.Module):
 
         Args:
             inputs_embeds: ``[B, T, H]``, the target's embedding of each row's next token.
-            hidden: ``[B, T, H]``, the target's hidden states or the parent rows' outputs.
+            hidden: ``[B, T, H]``, the target's hidden states or outputs of a draft.
             position_ids: ``[B, T]``, the rows' positions.
             attention: passed to the decoder layer and from there to the attention function
                 (``attention_mask``, ``past_key_values`` or an implementation's own arguments).
@@ -83,7 +85,7 @@ class EagleDraft(nn.Module):
             ``[B, T, H]``, the rows' outputs after the final norm: input of the target's output
             head and hidden state of the next drafted rows.
         """
-        rows = self.fc(torch.cat((inputs_embeds, hidden), dim=-1))
+        rows = self.project(inputs_embeds, hidden)
         position_embeddings = self.rotary_emb(rows, position_ids)
         for layer in self.layers:
             rows = layer(
@@ -93,6 +95,18 @@ class EagleDraft(nn.Module):
                 **attention,
             )
         return self.norm(rows)
+
+
+class EagleDraft(DraftHead):
+    """``norm(layer(fc([embedding of the next token, hidden])))``; arguments as `DraftHead`, with a dense MLP."""
+
+    def __init__(self, config: PreTrainedConfig, attn_implementation: str | None = None) -> None:
+        super().__init__(config, attn_implementation)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def project(self, inputs_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """See `DraftHead.project`."""
+        return self.fc(torch.cat((inputs_embeds, hidden), dim=-1))
 
     @classmethod
     def from_pretrained(

@@ -50,4 +50,12 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
     )
 
 
-LLAMA = Family("LlamaForCausalLM", "LlamaForCausalLMEagle", CacheFormat.KV, _attach, TargetModel, EagleDraft)
+LLAMA = Family(
+    "LlamaForCausalLM",
+    "LlamaForCausalLMEagle",
+    CacheFormat.KV,
+    _attach,
+    TargetModel,
+    EagleDraft,
+    mtp_architecture="LlamaForCausalLMMTP",
+)

@@ -1,14 +1,13 @@
-"""Loading targets, drafts and tokenizers from local folders; nothing here touches the network.
+"""Loading targets, drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
 
 A folder is checked before anything is computed: architecture, tensors and shapes, and that a draft fits its target.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,33 +15,40 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
+from attn_backends.models import folders
 from attn_backends.models.decoder import DraftModel, Family, TargetModel
 from attn_backends.models.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-EMBEDDED = ("gqa", "mla", "v4")
-"""Names of the checkpoints that ship with the package."""
+    from attn_backends.models.draft import DraftHead
+    from attn_backends.models.mtp import MtpModule
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
+"""The targets that ship with the package, by name, and their folders."""
+EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {"mla-mtp": "mla/mtp"}
+"""Their drafts; one of the target's name for each, and the MTP modules of ``mla``."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-SHOWN_TENSORS = 4
 EXPERTS = "batched_mm"
 """transformers' implementation of experts whose shapes don't depend on the routing."""
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
-    """The target in a folder of transformers' format, or an embedded one by name (`EMBEDDED`).
+    """The target in a folder of transformers' format, or an embedded one by name (`EMBEDDED_TARGETS`).
 
-    Raises `CheckpointError` if the folder, its architecture, its tensors or their shapes can't be used.
+    The folder may hold MTP modules too, which `load_mtp` reads. Raises `CheckpointError` if the folder, its
+    architecture, its tensors or their shapes can't be used.
     """
     _require_transformers()
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    path = _checkpoint(folder, "target")
-    family, config = _read_config(path, "architecture")
+    path = folders.find(folder, EMBEDDED_TARGETS)
+    families = {family.architecture: family for family in _families()}
+    architecture, config = folders.read_config(path, families)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -57,32 +63,58 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
         raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
     model, report = loaded
     shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
-    _check_tensors(path, report["missing_keys"], report["unexpected_keys"], shapes)
+    folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
+    family = families[architecture]
     return family.target(family, model.to(device))
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
-    """The draft in a folder of config.json and model.safetensors, or an embedded one by name.
+    """The draft in a folder of config.json and model.safetensors, or an embedded one by name (`EMBEDDED_DRAFTS`).
 
-    It gets the target's dtype and device. Raises `CheckpointError` as `load_target` does, and if the draft does not fit
-    the target.
+    It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
+    every drafted step. Raises `CheckpointError` as `load_target` does, and if the draft does not fit the target.
     """
     _require_transformers()
-    path = _checkpoint(folder, "draft")
-    family, config = _read_config(path, "draft_architecture")
-    given = (family.draft_architecture, config.vocab_size, config.hidden_size)
-    needed = (target.family.draft_architecture, target.vocab_size, target.hidden_size)
-    if given != needed:
-        raise CheckpointError(
-            f"the draft in {path} does not fit the target: it is a {given[0]} with vocabulary {given[1]} and hidden "
-            f"size {given[2]}; the target needs a {needed[0]} with {needed[1]} and {needed[2]}"
-        )
+    path = folders.find(folder, EMBEDDED_DRAFTS)
+    families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
+    architecture, config = folders.read_config(path, families | with_modules)
+    if architecture in with_modules:
+        return load_mtp(path, target)[0]
+    _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = EXPERTS
-    draft = family.draft(config)
-    draft.load_state_dict(_read_draft_weights(path, draft.state_dict()))
-    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
-        parameter.data = parameter.data.to(target.dtype)
-    return DraftModel(draft.to(target.device), target)
+    draft = families[architecture].draft(config)
+    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
+    shapes = folders.compare_shapes(given, needed)
+    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
+    draft.load_state_dict(given)
+    return _serve(draft, target)
+
+
+def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
+    """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
+
+    A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
+    them behind its layers, as DeepSeek-V3's does; `attn_backends.models.mtp` has the names of their tensors and where
+    they were published. The embedding and the output head are the target's; a module's embed_tokens and
+    shared_head.head may be absent, and if they are there and not the same, the folder is refused.
+
+    The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
+    holds as many modules as its num_nextn_predict_layers says.
+    """
+    _require_transformers()
+    path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
+    architecture, config = folders.read_config(path, families)
+    family = families[architecture]
+    given = _sizes(family, config) | {"layers": config.num_hidden_layers}
+    _check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
+    located = folders.locate_tensors(path)
+    count = _count_modules(path, config, located)
+    in_modules = {name: file for name, file in located.items() if _layer_of(name) >= config.num_hidden_layers}
+    if architecture == family.mtp_architecture:
+        folders.check_tensors(path, (), located.keys() - in_modules.keys(), ())
+    modules = _new_modules(config, count)
+    _fill(path, modules, config.num_hidden_layers, folders.read_tensors(in_modules), target)
+    return tuple(_serve(module, target) for module in modules)
 
 
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
@@ -91,7 +123,7 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     vocab_size: of the target. Raises `CheckpointError` if the tokenizer can produce ids that the target lacks, or if
     there are no tokenizer files and the vocabulary is not that of bytes.
     """
-    path = _checkpoint(folder, "target")
+    path = folders.find(folder, EMBEDDED_TARGETS)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         if vocab_size != 256:
             raise CheckpointError(
@@ -122,17 +154,6 @@ class _HubTokenizer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def _checkpoint(folder: str | Path, part: str) -> Path:
-    """The folder of a target or draft, `part`, given as a path or an embedded name."""
-    if folder in EMBEDDED:
-        path = Path(str(resources.files("attn_backends.models"))) / "checkpoints" / folder / part
-    else:
-        path = Path(folder)
-    if not path.is_dir():
-        raise CheckpointError(f"{str(folder)!r} is neither a folder nor an embedded checkpoint ({', '.join(EMBEDDED)})")
-    return path
-
-
 def _require_transformers() -> None:
     try:
         import safetensors  # noqa: F401
@@ -143,72 +164,106 @@ def _require_transformers() -> None:
         ) from error
 
 
-def _read_config(path: Path, field: str) -> tuple[Family, PreTrainedConfig]:
-    """The checkpoint's configuration and the family whose `field` (such as "architecture") it names."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
+def _families() -> tuple[Family, ...]:
     from attn_backends.models.deepseek import DEEPSEEK
     from attn_backends.models.deepseek_v4 import DEEPSEEK_V4
     from attn_backends.models.llama import LLAMA
 
-    file = path / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json; a checkpoint is a folder in transformers' format")
-    try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
-    known = {getattr(family, field): family for family in (LLAMA, DEEPSEEK, DEEPSEEK_V4)}
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (StrictDataclassError, ValueError) as error:
-        raise CheckpointError(f"transformers can't read {file}: {error}") from error
-    _check_servable(path, config)
-    return known[named[0]], config
+    return LLAMA, DEEPSEEK, DEEPSEEK_V4
 
 
-def _check_servable(path: Path, config: PreTrainedConfig) -> None:
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    rope = config.rope_parameters
-    kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
-    others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
-    if others:
-        # the frequencies of "dynamic" and "longrope" follow the longest request of a batch: cached keys would not fit
+def _mtp_families() -> dict[str, Family]:
+    """By the architectures of folders that may hold MTP modules: of them alone, and of a target."""
+    found: dict[str, Family] = {}
+    for family in _families():
+        if family.mtp_architecture is not None:
+            found |= {family.mtp_architecture: family, family.architecture: family}
+    return found
+
+
+def _sizes(family: Family, config: PreTrainedConfig) -> dict[str, object]:
+    return {"family": family.architecture, "vocabulary": config.vocab_size, "hidden size": config.hidden_size}
+
+
+def _sizes_of(target: TargetModel) -> dict[str, object]:
+    sizes = (target.family.architecture, target.vocab_size, target.hidden_size)
+    return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
+
+
+def _check_fit(path: Path, given: Mapping[str, object], needed: Mapping[str, object]) -> None:
+    if given != needed:
+        have, need = (", ".join(f"{what} {size}" for what, size in sizes.items()) for sizes in (given, needed))
         raise CheckpointError(
-            f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
-            f"{', '.join(ROPE_TYPES)}"
+            f"the draft in {path} does not fit the target: it is made for {have}; this one has {need}"
         )
 
 
-def _read_draft_weights(path: Path, needed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a draft's model.safetensors, of the names and shapes of `needed`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def _layer_of(name: str) -> int:
+    """The layer whose tensor it is; -1 if it is none's."""
+    found = LAYER.fullmatch(name)
+    return int(found[1]) if found else -1
 
-    try:
-        given = load_file(path / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} has no model.safetensors that can be read: {error}") from error
-    shapes = [
-        f"{name} is {list(given[name].shape)}, not {list(needed[name].shape)}"
-        for name in given.keys() & needed.keys()
-        if given[name].shape != needed[name].shape
+
+def _without_mtp(names: Collection[str], config: PreTrainedConfig) -> list[str]:
+    """Without the tensors of the MTP modules that a target's folder keeps behind its layers."""
+    first = config.num_hidden_layers
+    behind = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
+    modules = {layer for layer in behind if f"model.layers.{layer}.eh_proj.weight" in names}
+    return [name for name in names if _layer_of(name) not in modules]
+
+
+def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str]) -> int:
+    """How many MTP modules a folder has, which its tensors and its configuration must agree on."""
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0)
+    expected = list(range(first, first + count))
+    found = sorted({layer for name in names if (layer := _layer_of(name)) >= first})
+    if found != expected:
+        raise CheckpointError(
+            f"{path} should hold {count} MTP modules (num_nextn_predict_layers), the layers {expected} behind the "
+            f"target's {first}; it has tensors of {found}"
+        )
+    if not expected:
+        raise CheckpointError(f"{path} has no MTP modules (num_nextn_predict_layers is 0)")
+    return count
+
+
+def _new_modules(config: PreTrainedConfig, count: int) -> list[MtpModule]:
+    from attn_backends.models.mtp import MtpModule, module_config
+
+    config._experts_implementation = EXPERTS
+    return [MtpModule(module_config(config, index)) for index in range(count)]
+
+
+def _fill(
+    path: Path, modules: Sequence[MtpModule], first: int, given: Mapping[str, Tensor], target: TargetModel
+) -> None:
+    """Copies the tensors of a folder, the first module's being those of layer `first`, into the modules."""
+    needed: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    for layer, module in enumerate(modules, first):
+        prefix = f"model.layers.{layer}."
+        needed |= {prefix + name: tensor for name, tensor in module.published().items()}
+        shared |= {f"{prefix}embed_tokens.weight": target.embedding.weight}
+        shared |= {f"{prefix}shared_head.head.weight": target.head.weight}
+    shapes = folders.compare_shapes(given, needed | shared)
+    unexpected = given.keys() - needed.keys() - shared.keys()
+    folders.check_tensors(path, needed.keys() - given.keys(), unexpected, shapes)
+    other = [
+        name
+        for name in given.keys() & shared.keys()
+        if not torch.equal(given[name].to(target.device, target.dtype), shared[name])
     ]
-    _check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
-    return given
+    if other:
+        raise CheckpointError(
+            f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
+            f"modules share both with their target; load the target of the same checkpoint"
+        )
+    for name, tensor in needed.items():
+        tensor.copy_(given[name])
 
 
-def _check_tensors(path: Path, missing: Collection[str], unexpected: Collection[str], shapes: Collection[str]) -> None:
-    problems = {"missing": missing, "not part of the architecture": unexpected, "of another shape": shapes}
-    found = [f"{len(names)} {problem}: {_first(names)}" for problem, names in problems.items() if names]
-    if found:
-        raise CheckpointError(f"tensors in {path} don't match its config.json. {'; '.join(found)}")
-
-
-def _first(names: Collection[str]) -> str:
-    shown = ", ".join(sorted(names)[:SHOWN_TENSORS])
-    return f"{shown}, …" if len(names) > SHOWN_TENSORS else shown
+def _serve(draft: DraftHead, target: TargetModel) -> DraftModel:
+    """The draft in its target's dtype and on its device."""
+    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
+        parameter.data = parameter.data.to(target.dtype)
+    return DraftModel(draft.to(target.device), target)
