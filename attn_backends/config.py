@@ -6,17 +6,16 @@ form, describes a run. Both ship with the package.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from attn_backends.errors import ConfigError
+from attn_backends.forms import Options, closest_to, read_toml, validated
 from attn_backends.registry import get_backend
 from attn_backends.selection import Workload, choose_kernels
 from spec_metadata import Capacity, StepKind
@@ -32,12 +31,6 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 
 Count = Annotated[int, Field(ge=1)]
-
-
-class Options(BaseModel):
-    """A table of a file: unknown keys are refused, nothing is converted, nothing changes later."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ExpectedFailureOptions(Options):
@@ -89,18 +82,42 @@ class PhaseNames(Options):
 
 
 class EagleOptions(Options):
-    """The shape of drafting. num_draft_tokens counts the root, which is the last sampled token."""
+    """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
 
+    worker: "eagle", one draft for all steps, or "mtp", a module for each. draft_graphs: of "mtp", "one" graph for all
+    modules (the default) or one "per_module".
+    """
+
+    worker: Literal["eagle", "mtp"] = "eagle"
     topk: Count
     num_steps: Count
     num_draft_tokens: Count
+    draft_graphs: Literal["one", "per_module"] | None = None
 
     @field_validator("num_draft_tokens")
     @classmethod
     def _fits_the_tree(cls, value: int, info: ValidationInfo) -> int:
         if {"topk", "num_steps"} <= info.data.keys():
-            Capacity(max_bs=1, max_context=1, page_size=1, num_draft_tokens=value, **info.data)
+            topk, num_steps = info.data["topk"], info.data["num_steps"]
+            Capacity(1, 1, 1, topk, num_steps, value)
+            if info.data.get("worker") == "mtp" and (topk, value) != (1, num_steps + 1):
+                raise ValueError(
+                    f"worker = 'mtp' drafts one token a module, so num_steps = {num_steps} needs topk = 1 and "
+                    f"num_draft_tokens = {num_steps + 1}; got {topk} and {value}"
+                )
         return value
+
+    @field_validator("draft_graphs")
+    @classmethod
+    def _is_of_mtp(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("worker") == "eagle":
+            raise ValueError("worker = 'eagle' has one draft and one graph of it; worker = 'mtp' has modules")
+        return value
+
+    @property
+    def num_rerun(self) -> int:
+        """Committed positions that a draft extend runs again."""
+        return self.num_steps - 1 if self.worker == "mtp" else 0
 
 
 class ModelOptions(Options):
@@ -198,10 +215,16 @@ class RunConfig(Options):
         return torch.device(self.runtime.device)
 
     @property
+    def phases(self) -> dict[str, StepKind]:
+        """The phases that the run has, and their kinds of step; MTP drafts in its draft extend."""
+        return {phase: kind for phase, kind in PHASES.items() if phase != "draft" or self.eagle.worker == "eagle"}
+
+    @property
     def capacity(self) -> Capacity:
         """The largest step of the run."""
         runtime, eagle = self.runtime, self.eagle
-        return Capacity(runtime.max_bs, runtime.max_context, self.page_size, **eagle.model_dump())
+        shape = (eagle.topk, eagle.num_steps, eagle.num_draft_tokens, eagle.num_rerun)
+        return Capacity(runtime.max_bs, runtime.max_context, self.page_size, *shape)
 
 
 def load_run_config(
@@ -212,12 +235,12 @@ def load_run_config(
     backend: runs all phases instead of the file's. runtime: replaces keys of the file's [runtime].
     """
     path = _run_file(config)
-    raw = _read(path)
+    raw = read_toml(path)
     if backend is not None:
         raw["backend"] = backend
     if runtime and isinstance(raw.setdefault("runtime", {}), dict):
         raw["runtime"] |= runtime
-    run = _validate(RunOptions, raw, path)
+    run = validated(RunOptions, raw, path)
     options = {name: backend_options(name) for name in run.backend.distinct}
     page_size = run.runtime.page_size or _page_size(path, options)
     kernel = run.runtime.kernel
@@ -240,14 +263,14 @@ def load_run_config(
 def backend_options(name: str) -> BackendOptions | None:
     """What `configs/backends` says of a backend; None of one that has no file there."""
     path = config_folder() / "backends" / f"{name}.toml"
-    return _validate(BackendOptions, _read(path), path) if path.is_file() else None
+    return validated(BackendOptions, read_toml(path), path) if path.is_file() else None
 
 
 def conformance_options(path: Path) -> ConformanceOptions:
     """What a file says of a backend that has none in `configs/backends`."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file")
-    return _validate(ConformanceOptions, _read(path), path)
+    return validated(ConformanceOptions, read_toml(path), path)
 
 
 def config_folder() -> Path:
@@ -267,53 +290,9 @@ def _run_file(config: str) -> Path:
         return config_folder() / "eagle" / f"{config}.toml"
     path = Path(config)
     if not path.is_file():
-        closest = _closest(config, preset_names())
+        closest = closest_to(config, preset_names())
         raise ConfigError(f"{config!r} is neither a file nor a preset ({', '.join(preset_names())}){closest}")
     return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-
-
-Checked = TypeVar("Checked", bound=Options)
-
-
-def _validate(form: type[Checked], raw: Mapping[str, object], path: Path) -> Checked:
-    try:
-        return form.model_validate(raw)
-    except ValidationError as error:
-        lines = [_explain(form, problem["loc"], problem) for problem in error.errors()]
-        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
-
-
-def _explain(form: type[Options], location: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
-    key = ".".join(map(str, location))
-    if problem["type"] == "missing":
-        return f"{key} is missing"
-    if problem["type"] == "extra_forbidden":
-        known = _keys_beside(form, location)
-        return f"unknown key {key}; there are {', '.join(known)}{_closest(str(location[-1]), known)}"
-    if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}"
-    return f"{key}: {problem['msg']}, got {problem['input']!r}"
-
-
-def _keys_beside(form: type[Options], location: tuple[int | str, ...]) -> list[str]:
-    """The keys of the table that a location is in."""
-    for key in (key for key in location[:-1] if isinstance(key, str)):
-        annotation = form.model_fields[key].annotation
-        choices = getattr(annotation, "__args__", (annotation,))
-        form = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Options))
-    return list(form.model_fields)
-
-
-def _closest(word: str, known: list[str]) -> str:
-    closest = get_close_matches(word, known, n=1)
-    return f". Did you mean {closest[0]!r}?" if closest else ""
 
 
 def _check_formats(path: Path, backends: PhaseNames) -> None:

@@ -1,6 +1,6 @@
 """Several requests on one worker, their text printed as it comes: greedy and sampled, sharing a prompt, one cancelled.
 
-python examples/stream.py [PRESET]        # chain (default), tree
+python examples/stream.py [PRESET]        # chain (default), tree, mtp
 """
 
 import sys

@@ -34,7 +34,8 @@ class Capacity:
 
     max_bs: requests in one step. max_context: tokens that a request may commit. page_size: tokens in a page.
     topk: branches of a draft level. num_steps: drafted depth. num_draft_tokens: nodes of the draft tree, the root
-    (the last sampled token) included.
+    (the last sampled token) included. num_rerun: committed positions that a draft extend runs again before the accepted
+    ones, num_steps - 1 for one MTP module a step (`docs/mtp.md`).
     """
 
     max_bs: int
@@ -43,6 +44,7 @@ class Capacity:
     topk: int = 1
     num_steps: int = 1
     num_draft_tokens: int = 2
+    num_rerun: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_bs", "max_context", "page_size", "topk", "num_steps"):
@@ -53,6 +55,8 @@ class Capacity:
                 f"num_draft_tokens counts the root and must be in [2, {self.max_tree_nodes}], the nodes of a tree of "
                 f"topk={self.topk} and num_steps={self.num_steps}; got {self.num_draft_tokens}"
             )
+        if self.num_rerun < 0:
+            raise InvalidStepError(f"num_rerun must be at least 0, got {self.num_rerun}")
 
     @property
     def max_tree_nodes(self) -> int:
@@ -61,13 +65,21 @@ class Capacity:
 
     @property
     def max_accepted(self) -> int:
-        """Longest accepted path, the root included; the width of a uniform draft extend."""
+        """Longest accepted path, the root included."""
         return min(self.num_steps + 1, self.num_draft_tokens)
 
     @property
+    def extend_width(self) -> int:
+        """Query rows of a uniform draft extend: the positions that it runs again, and the accepted ones."""
+        return self.num_rerun + self.max_accepted
+
+    @property
     def draft_room(self) -> int:
-        """Tokens past the committed ones that a verify or the draft loop may write."""
-        return max(self.num_draft_tokens, self.topk * self.num_steps)
+        """Tokens past the committed ones that a verify, the draft loop or a draft extend may write.
+
+        A draft extend starts at position 0 where fewer than num_rerun tokens are committed, and one token always is.
+        """
+        return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1)
 
     @property
     def max_pages(self) -> int:
@@ -85,7 +97,7 @@ class Capacity:
             StepKind.DECODE: 1,
             StepKind.DRAFT_DECODE: self.topk,
             StepKind.TARGET_VERIFY: self.num_draft_tokens,
-            StepKind.DRAFT_EXTEND: self.max_accepted,
+            StepKind.DRAFT_EXTEND: self.extend_width,
         }
         if kind not in widths:
             raise InvalidStepError(

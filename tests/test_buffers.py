@@ -70,6 +70,21 @@ def test_extent_of_a_bucket(kind: StepKind, bs: int) -> None:
     assert extent.max_kv_len == 44
 
 
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 5])
+def test_a_draft_extend_that_runs_positions_again(num_steps: int) -> None:
+    """Its window begins at position 0 in a short request, and room past the committed tokens is for that, too."""
+    shape = (1, num_steps, num_steps + 1)
+    capacity, eagle = Capacity(6, 37, 4, *shape, num_rerun=num_steps - 1), Capacity(6, 37, 4, *shape)
+    assert eagle.bucket(StepKind.DRAFT_EXTEND, 2).width == num_steps + 1
+    bucket = capacity.bucket(StepKind.DRAFT_EXTEND, 2)
+    assert bucket.width == capacity.extend_width == 2 * num_steps
+    assert Extent.of_bucket(bucket, capacity).num_tokens == 4 * num_steps
+    reached = [max(n + num_steps + 1, max(n - capacity.num_rerun, 0) + bucket.width) - n for n in range(1, 38)]
+    assert capacity.draft_room == max(reached)
+    others = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+    assert [capacity.bucket(kind, 2) for kind in others] == [eagle.bucket(kind, 2) for kind in others]
+
+
 @pytest.mark.parametrize("checking", [False, True])
 def test_views_keep_addresses_and_strides(checking: bool) -> None:
     arena = Arena(SPECS, extent_of(6), CPU, checking=checking)

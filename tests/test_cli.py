@@ -131,20 +131,23 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
 
     def fake_row(engine, prompts, on_progress):
         config = engine.config
-        runs.append((config.backends.distinct, config.eagle.topk, config.runtime.path, config.model.target))
+        shape = config.eagle.worker, config.eagle.topk
+        runs.append((config.backends.distinct, shape, config.runtime.path, config.model.target))
         return ROW
 
     monkeypatch.setattr(demo, "run_row", fake_row)
     file = tmp_path / "rows.json"
     assert main(["demo", "--json", str(file)]) == 0
     models = {("flashinfer_mla",): "mla", ("trtllm_mla",): "mla", ("fa3",): "gqa"}
-    made = [(b, topk, path, m) for b, m in models.items() for topk in (1, 4) for path in ("eager", "graph")]
-    assert runs == [*made, *((("dsv4",), 1, path, "v4") for path in ("eager", "graph"))]
+    shapes, paths = (("eagle", 1), ("eagle", 4)), ("eager", "graph")
+    made = [(backend, shape, path, model) for backend, model in models.items() for shape in shapes for path in paths]
+    made += [(("flashinfer_mla",), ("mtp", 1), path, "mla") for path in paths]
+    assert runs == [*made, *((("dsv4",), ("eagle", 1), path, "v4") for path in paths)]
     written = json.loads(file.read_text())
     assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
-    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 14
+    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 16
     output = capsys.readouterr().out
-    assert output.count("identical") == 14
+    assert output.count("identical") == 16
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
     assert output.count("passed over vllm_flash_attn: runs on CUDA devices, not on cpu") == 2, (
         "by fa3 and by trtllm_mla"
@@ -174,7 +177,7 @@ def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(mo
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    rows = iter([*[ROW] * 13, row])
+    rows = iter([*[ROW] * 15, row])
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo"]) == code
     output = capsys.readouterr().out

@@ -54,8 +54,27 @@ def test_every_preset_runs_on_every_backend(preset, backend):
     assert isinstance(run.capacity, Capacity)
 
 
-def test_the_presets_are_a_chain_and_a_tree():
-    assert {name: load_run_config(name).eagle.topk for name in preset_names()} == {"chain": 1, "tree": 4}
+def test_the_presets_are_a_chain_a_tree_and_modules():
+    drafting = {name: load_run_config(name).eagle for name in preset_names()}
+    assert {name: (eagle.worker, eagle.topk) for name, eagle in drafting.items()} == {
+        "chain": ("eagle", 1),
+        "mtp": ("mtp", 1),
+        "tree": ("eagle", 4),
+    }
+
+
+@pytest.mark.parametrize(("worker", "num_rerun", "draft_room"), [("eagle", 0, 4), ("mtp", 2, 5)])
+def test_modules_run_positions_again(load, worker, num_rerun, draft_room):
+    capacity = load(FA3 + EAGLE + f'worker = "{worker}"').capacity
+    assert (capacity.num_rerun, capacity.draft_room, capacity.num_draft_tokens) == (num_rerun, draft_room, 4)
+
+
+@pytest.mark.parametrize("graphs", ["one", "per_module"])
+def test_how_modules_are_captured_is_of_mtp_alone(load, graphs):
+    text = FA3 + EAGLE + f'draft_graphs = "{graphs}"\n'
+    assert load(text + 'worker = "mtp"').eagle.draft_graphs == graphs
+    with pytest.raises(ConfigError, match=r"run.toml: eagle.draft_graphs: worker = 'eagle' has one draft"):
+        load(text)
 
 
 def test_a_backend_brings_its_page_size_and_model():
@@ -98,6 +117,13 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE.replace("topk = 1", "topk = 0"), r"eagle.topk: .* greater than or equal to 1, got 0"),
         (FA3 + EAGLE.replace("num_steps = 3", "num_steps = 0"), r"eagle.num_steps: .* got 0"),
         (FA3 + EAGLE.replace("= 4", "= 5"), r"eagle.num_draft_tokens: .* must be in \[2, 4\].* got 5"),
+        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: .*'eagle' or 'mtp', got 'eagel'"),
+        (FA3 + EAGLE + "worker = 'mtp'\ndraft_graphs = 'two'", r"eagle.draft_graphs: .* got 'two'"),
+        (
+            FA3 + EAGLE.replace("= 4", "= 3") + "worker = 'mtp'",
+            r"eagle.num_draft_tokens: worker = 'mtp' .* needs topk = 1 and num_draft_tokens = 4; got 1 and 3",
+        ),
+        (FA3 + EAGLE.replace("topk = 1", "topk = 2") + "worker = 'mtp'", r"eagle.num_draft_tokens: .* got 2 and 4"),
         (FA3 + EAGLE.replace("= 4", '= "4"'), r"eagle.num_draft_tokens: .*integer, got '4'"),
         (FA3 + EAGLE + "[runtime]\nbukets = [1]", r"unknown key runtime.bukets; .*Did you mean 'buckets'\?"),
         (FA3 + EAGLE + "[model]\ntarget = 'a'\ndraft = 'a'\nx = 1", "unknown key model.x; there are target, draft"),
@@ -128,7 +154,7 @@ def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load
 
 
 def test_an_unknown_preset_lists_the_known():
-    with pytest.raises(ConfigError, match=r"neither a file nor a preset \(chain, tree\). Did you mean 'tree'\?"):
+    with pytest.raises(ConfigError, match=r"neither a file nor a preset \(chain, mtp, tree\). Did you mean 'tree'\?"):
         load_run_config("tre")
 
 

@@ -211,6 +211,7 @@ BAD: dict[str, Callable[[], object]] = {
     "page_size must be at least 1": lambda: Capacity(1, 8, 0),
     "topk must be at least 1, got 0": lambda: Capacity(1, 8, 4, topk=0),
     "num_steps must be at least 1, got -1": lambda: Capacity(1, 8, 4, num_steps=-1),
+    "num_rerun must be at least 0, got -1": lambda: Capacity(1, 8, 4, num_rerun=-1),
     r"in \[2, 9\].*topk=1 and num_steps=8; got 10": lambda: Capacity(1, 8, 4, 1, 8, 10),
     r"in \[2, 11\].*topk=2 and num_steps=3; got 12": lambda: Capacity(1, 8, 4, 2, 3, 12),
     r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),

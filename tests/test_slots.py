@@ -13,8 +13,8 @@ from spec_metadata import CacheGeometry, Capacity
 PROMPT = list(range(100, 130))
 
 
-def allocator(num_pages=20, page_size=4, max_bs=4):
-    capacity = Capacity(max_bs, 60, page_size, num_draft_tokens=2)
+def allocator(num_pages=20, page_size=4, max_bs=4, num_rerun=0):
+    capacity = Capacity(max_bs, 60, page_size, num_draft_tokens=2, num_rerun=num_rerun)
     return SlotAllocator(CacheGeometry(num_pages, page_size), capacity, torch.device("cpu"), seed=1)
 
 
@@ -63,6 +63,24 @@ def test_a_page_is_shared_with_its_tokens_and_the_one_after(prompt, num_shared):
     committed(slots, PROMPT)
     assert slots.num_shared_tokens(prompt) == num_shared
     assert slots.num_common_tokens(prompt, PROMPT) == num_shared
+
+
+@pytest.mark.parametrize("num_rerun", [0, 1, 2, 3, 5])
+def test_a_page_is_shared_with_as_many_tokens_after_it_as_a_draft_took(num_rerun):
+    """The last of several modules takes the token num_rerun + 1 behind its position."""
+    slots = allocator(num_rerun=num_rerun)
+    committed(slots, PROMPT)
+    for length in range(len(PROMPT) + 1):
+        num_pages = sum(end + num_rerun + 1 <= length for end in range(4, 30, 4))
+        assert slots.num_shared_tokens(PROMPT[:length]) == 4 * num_pages
+        assert slots.num_common_tokens(PROMPT, [*PROMPT[:length], 0, 1, 2, 3, 4, 5]) == 4 * num_pages
+
+
+@pytest.mark.parametrize(("num_committed", "num_shared"), [(0, 0), (3, 0), (4, 4), (24, 24), (30, 24)])
+def test_a_page_whose_end_is_near_the_end_of_a_prompt_is_not_shared(num_committed, num_shared):
+    slots = allocator(num_rerun=2)
+    committed(slots, PROMPT, num_committed)
+    assert slots.num_shared_tokens(PROMPT) == num_shared
 
 
 @pytest.mark.parametrize(("num_committed", "num_shared"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12)])

@@ -16,7 +16,7 @@ from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.report import Row, demo_prompts, run_row
 from attn_backends.errors import ConfigError
 
-RUNS = (*product(DENSE_BACKENDS, ("chain", "tree")), ("dsv4", "chain"))  # backend and preset
+RUNS = (*product(DENSE_BACKENDS, ("chain", "tree")), ("flashinfer_mla", "mtp"), ("dsv4", "chain"))  # backend and preset
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         for config in configs:
             engine = build_engine(config)
             rows.append(run_row(engine, prompts, advance))
-            chosen[tuple(choices_in_words(engine.backends))] = None
+            chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
     console = Console(highlight=False)
     console.print(_table(rows))
     lines = [line for of_backend in chosen for line in of_backend]

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.rule import Rule
 
 from attn_backends.cli.options import load_config
-from attn_backends.config import PHASES
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.requests import Request, RequestOptions
 from attn_backends.errors import ConfigError
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     cycles = sum(request.statistics.num_cycles for request in requests)
     console.print(f"{emitted / max(cycles, 1):.2f} tokens a cycle")
     for backend in config.backends.distinct:
-        phases = [phase for phase in PHASES if config.backends.of(phase) == backend]
+        phases = [phase for phase in config.phases if config.backends.of(phase) == backend]
         console.print(f"{backend}, kernel {engine.kernels[phases[0]]}: {', '.join(phases)}")
     for phase, counts in engine.ran.items():
         console.print(f"{phase}: {counts['graph']} steps through graphs, {counts['eager']} eagerly")

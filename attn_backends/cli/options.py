@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_backends.base import AttentionBackend
-from attn_backends.config import PHASES, RunConfig, load_run_config
+from attn_backends.config import RunConfig, load_run_config
 from attn_backends.eagle.worker import PhaseBackends
+from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
 RUNTIME_KEYS = ("kernel", "dtype", "cache_dtype", "device", "max_new_tokens")
@@ -23,15 +24,15 @@ def load_config(args: argparse.Namespace, config: str, backend: str | None, **ru
     return load_run_config(config, backend=backend, runtime=given | runtime)
 
 
-def choices_in_words(backends: PhaseBackends) -> list[str]:
+def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) -> list[str]:
     """Lines that say which kernel runs which phases, and of each better one why it does not."""
-    phases: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for phase, kind in PHASES.items():
+    run_by: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for phase, kind in phases.items():
         backend: AttentionBackend = getattr(backends, phase)
         choice = backend.choices[kind]
-        phases.setdefault((backend.name, choice.kernel.name, choice.passed_over), []).append(phase)
+        run_by.setdefault((backend.name, choice.kernel.name, choice.passed_over), []).append(phase)
     lines = []
-    for (name, kernel, passed_over), named in phases.items():
+    for (name, kernel, passed_over), named in run_by.items():
         lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
         lines += [f"  passed over {reason}" for reason in passed_over]
     return lines

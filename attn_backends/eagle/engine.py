@@ -7,24 +7,36 @@ from functools import cached_property
 
 from attn_backends.base import AttentionBackend
 from attn_backends.config import PHASES, RunConfig
+from attn_backends.eagle.mtp import MtpWorker
 from attn_backends.eagle.serving import Completion, Server, serve
 from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
 from attn_backends.errors import ConfigError
 from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.models import DraftModel, TargetModel, Tokenizer, load_draft, load_target, load_tokenizer
+from attn_backends.models import DraftModel, TargetModel, Tokenizer, load_draft, load_mtp, load_target, load_tokenizer
 from attn_backends.registry import get_backend
 from attn_backends.selection import Workload
 from spec_metadata import CacheGeometry
 
 
 class Engine:
-    """A target and a draft with their backends; generates by EAGLE, or plainly with the target alone."""
+    """A target and what drafts for it with their backends; generates speculatively, or plainly with the target alone.
 
-    def __init__(self, config: RunConfig, target: TargetModel, draft: DraftModel, tokenizer: Tokenizer) -> None:
-        self.config, self.target, self.draft, self.tokenizer = config, target, draft, tokenizer
+    drafts: the draft of EAGLE, or the modules of MTP.
+    """
+
+    def __init__(
+        self, config: RunConfig, target: TargetModel, drafts: Sequence[DraftModel], tokenizer: Tokenizer
+    ) -> None:
+        self.config, self.target, self.drafts, self.tokenizer = config, target, drafts, tokenizer
         capacity = config.capacity
         self.geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
-        longest, limit = capacity.max_context + capacity.draft_room, min(target.max_positions, draft.max_positions)
+        if config.eagle.worker == "mtp" and capacity.num_steps > len(drafts):
+            raise ConfigError(
+                f"{config.source}: eagle.num_steps {capacity.num_steps} takes as many modules; {config.model.draft} "
+                f"has {len(drafts)}. Draft fewer steps, or all of them with its first module (worker = 'eagle')"
+            )
+        longest = capacity.max_context + capacity.draft_room
+        limit = min(model.max_positions for model in (target, *drafts))
         if longest > limit:
             raise ConfigError(
                 f"{config.source}: runtime.max_context {capacity.max_context} and {capacity.draft_room} drafted tokens "
@@ -34,10 +46,12 @@ class Engine:
         self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
 
     @cached_property
-    def eagle(self) -> EagleWorker:
+    def eagle(self) -> EagleWorker | MtpWorker:
         """The speculative worker; its graphs are captured at the first use."""
-        capacity = self.config.capacity
-        return EagleWorker(self.target, self.draft, self.backends, capacity, self.geometry, self._options)
+        place = self.backends, self.config.capacity, self.geometry, self._options
+        if self.config.eagle.worker == "mtp":
+            return MtpWorker(self.target, self.drafts, *place)
+        return EagleWorker(self.target, self.drafts[0], *place)
 
     @cached_property
     def plain(self) -> PlainWorker:
@@ -46,8 +60,9 @@ class Engine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """The kernel of each phase."""
-        return {phase: getattr(self.backends, phase).kernel_of(PHASES[phase]).name for phase in PHASES}
+        """The kernel of each phase of the run."""
+        phases = self.config.phases
+        return {phase: getattr(self.backends, phase).kernel_of(kind).name for phase, kind in phases.items()}
 
     @property
     def ran(self) -> dict[str, dict[str, int]]:
@@ -61,7 +76,7 @@ class Engine:
         return counts
 
     def server(self) -> Server:
-        """Serves requests by EAGLE as they come and go, and makes text of them; one at a time."""
+        """Serves requests speculatively as they come and go, and makes text of them; one at a time."""
         return Server(self.eagle, self.tokenizer.decode)
 
     def generate(
@@ -70,7 +85,7 @@ class Engine:
         max_new_tokens: int,
         on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Generate by EAGLE, greedily. on_progress gets the number of tokens newly emitted."""
+        """Generate speculatively, greedily. on_progress gets the number of tokens newly emitted."""
         return serve(self.eagle, prompts, max_new_tokens, on_progress)
 
     def generate_plain(
@@ -89,9 +104,8 @@ class Engine:
                 f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
                 f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
             )
-        workload = Workload(
-            config.page_size, (*self.target.layers, *self.draft.layers), config.dtype, config.cache_dtype
-        )
+        layers = tuple(layer for model in (self.target, *self.drafts) for layer in model.layers)
+        workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
         return backend(config.capacity, self.geometry, config.device, kernel=config.kernels[name], workload=workload)
 
     @property
@@ -100,13 +114,14 @@ class Engine:
         buckets = tuple(bs for bs in runtime.buckets if bs <= runtime.max_bs and runtime.path == "graph")
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
-            buckets,
-            make_graph,
-            runtime.prefill_chunk,
-            self.tokenizer.eos_token_id,
-            runtime.seed,
-            runtime.host_lag,
-            self.config.cache_dtype,
+            buckets=buckets,
+            make_graph=make_graph,
+            chunk=runtime.prefill_chunk,
+            eos_token=self.tokenizer.eos_token_id,
+            seed=runtime.seed,
+            host_lag=runtime.host_lag,
+            draft_graphs=self.config.eagle.draft_graphs or "one",
+            cache_dtype=self.config.cache_dtype,
         )
 
 
@@ -116,6 +131,9 @@ def build_engine(config: RunConfig) -> Engine:
     Raises `ConfigError`, `CheckpointError` or `BackendUnavailableError` before anything is computed.
     """
     target = load_target(config.model.target, config.dtype, config.device)
-    draft = load_draft(config.model.draft, target)
+    if config.eagle.worker == "mtp":
+        drafts = load_mtp(config.model.draft, target)
+    else:
+        drafts = (load_draft(config.model.draft, target),)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
-    return Engine(config, target, draft, tokenizer)
+    return Engine(config, target, drafts, tokenizer)

@@ -14,7 +14,7 @@ from importlib import resources
 
 import torch
 
-from attn_backends.config import RunConfig
+from attn_backends.config import EagleOptions, RunConfig
 from attn_backends.eagle.engine import Engine, build_engine
 from attn_backends.eagle.scoring import decode_logits, verify_logits
 from attn_backends.eagle.serving import Completion
@@ -35,9 +35,9 @@ class Text:
 class Row:
     """One run, compared.
 
-    draft: "chain" or "tree". path: "graph", "eager", or "mixed" if some steps ran each way. tokens_per_cycle: emitted
-    by a cycle on average. divergences: requests whose tokens differ from plain decoding. max_gap: largest difference of
-    the two best scores where a request first differs, in float32; 0 if none does.
+    draft: "chain", "tree" or "mtp". path: "graph", "eager", or "mixed" if some steps ran each way. tokens_per_cycle:
+    emitted by a cycle on average. divergences: requests whose tokens differ from plain decoding. max_gap: largest
+    difference of the two best scores where a request first differs, in float32; 0 if none does.
     """
 
     backend: str
@@ -82,7 +82,7 @@ def run_row(engine: Engine, prompts: Sequence[str], on_progress: Callable[[int],
         backend=" + ".join(config.backends.distinct),
         kernel=" + ".join(dict.fromkeys(engine.kernels.values())),
         model=config.model.target,
-        draft="chain" if config.eagle.topk == 1 else "tree",
+        draft=_draft(config.eagle),
         path=_path(engine),
         device=str(config.device),
         dtype=config.runtime.dtype,
@@ -139,6 +139,13 @@ def _in_float32(config: RunConfig) -> RunConfig:
     """The run in float32 over a cache of the same type, or of float32 too, on whatever kernels have that."""
     runtime = config.runtime.model_copy(update={"dtype": "float32", "path": "eager"})
     return config.model_copy(update={"runtime": runtime, "kernels": dict.fromkeys(config.kernels, "auto")})
+
+
+def _draft(eagle: EagleOptions) -> str:
+    """The form of what was drafted."""
+    if eagle.worker == "mtp":
+        return "mtp"
+    return "chain" if eagle.topk == 1 else "tree"
 
 
 def _path(engine: Engine) -> str:

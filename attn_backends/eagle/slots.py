@@ -27,13 +27,15 @@ class SlotAllocator:
     """Gives pages to table rows and takes them back.
 
     Row `geometry.reserved_row` and page `geometry.reserved_page` belong to padding and are never given. Unowned entries
-    of the table point into the reserved page. seed: order in which pages are given, shuffled so that no kernel can
+    of the table point into the reserved page. A draft's entry at a position depends on `lookahead` tokens behind it, so
+    a page is shared where these are the same, too. seed: order in which pages are given, shuffled so that no kernel can
     rely on neighbouring pages.
     """
 
     def __init__(self, geometry: CacheGeometry, capacity: Capacity, device: torch.device, seed: int = 0) -> None:
         self.geometry = geometry
         self.max_tokens = capacity.max_kv_len
+        self.lookahead = capacity.num_rerun + 1
         self._reserved = geometry.reserved_slots(capacity.max_kv_len, device).to(torch.int32)
         self.table = self._reserved.repeat(capacity.max_bs + 1, 1)
         self._pages: dict[int, list[int]] = {}
@@ -108,7 +110,7 @@ class SlotAllocator:
 
     def share(self, row: int, prompt: Sequence[int], num_committed: int) -> None:
         """Let others share the pages of a row's prompt that lie wholly within its first num_committed tokens."""
-        for index, key in enumerate(self._keys(prompt[: num_committed + 1])):
+        for index, key in enumerate(self._keys(prompt[: num_committed + self.lookahead])):
             page = self._pages[row][index]
             if key not in self._page_of:
                 self._page_of[key], self._key_of[page] = page, key
@@ -138,14 +140,13 @@ class SlotAllocator:
         return pages
 
     def _keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """What each whole page of a text is known by: all tokens up to its end and the one after them.
+        """What each whole page of a text is known by: all tokens up to its end and the `lookahead` ones after them.
 
-        The draft's entry at a position depends on the token after it, too. So the last token of a prompt lies in no
-        page that can be shared, and every request computes it.
+        So the last tokens of a prompt lie in no page that can be shared, and every request computes them.
         """
         page_size = self.geometry.page_size
-        ends = range(page_size, len(tokens), page_size)
-        return [tuple(tokens[: end + 1]) for end in ends]
+        ends = range(page_size, len(tokens) - self.lookahead + 1, page_size)
+        return [tuple(tokens[: end + self.lookahead]) for end in ends]
 
     def _give(self, row: int, pages: Sequence[int]) -> None:
         """Append pages to a row."""

@@ -9,10 +9,11 @@ keep KV in the same slots, each in its cache.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ from spec_metadata import (
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
+DraftGraphs = Literal["one", "per_module"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,8 @@ class WorkerOptions:
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture them with. chunk: prompt tokens of
     a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
     pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
-    of the caches' entries (None: the models').
+    of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
+    each has its own.
     """
 
     buckets: tuple[int, ...] = ()
@@ -83,10 +86,13 @@ class WorkerOptions:
     seed: int = 0
     host_lag: int = 0
     cache_dtype: torch.dtype | None = None
+    draft_graphs: DraftGraphs = "one"
 
     def __post_init__(self) -> None:
         if self.host_lag not in (0, 1):
             raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
+        if self.draft_graphs not in get_args(DraftGraphs):
+            raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
 
 
 DEFAULTS = WorkerOptions()
@@ -219,7 +225,35 @@ class PlainWorker(TargetWorker):
         return Launch(tokens.unsqueeze(1), [1] * len(rows), timings)
 
 
-class EagleWorker(TargetWorker):
+class SpeculativeWorker(TargetWorker, ABC):
+    """What EAGLE and MTP share: something drafts, with KV in the slots of the target."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        super().__init__(target, backends, capacity, geometry, options)
+        self.draft_room, self.max_accepted = capacity.draft_room, capacity.max_accepted
+        self.draft_shape: DraftShape | None = DraftShape.of(capacity)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
+        """Commit the next tokens of prompts to target and drafts; a chunk that ends one emits the first new token."""
+        timings = Timings(self.device)
+        hidden, tokens = self.target_prefill(chunks)
+        self._draft_prefill(chunks, hidden, tokens)
+        timings.mark("prefill")
+        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
+
+    @abstractmethod
+    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
+        """Draft over chunks. hidden: [num_tokens, H], the target's. first: [bs] int64, the token behind each prompt."""
+
+
+class EagleWorker(SpeculativeWorker):
     """EAGLE: the draft proposes a chain or tree, the target verifies it in one forward."""
 
     def __init__(
@@ -231,12 +265,13 @@ class EagleWorker(TargetWorker):
         geometry: CacheGeometry,
         options: WorkerOptions = DEFAULTS,
     ) -> None:
+        if capacity.num_rerun:
+            reasons = [f"num_rerun={capacity.num_rerun} (one draft runs no position again)"]
+            raise UnsupportedStepError("EAGLE", reasons, "num_rerun=0, or MtpWorker with a module for each step")
         super().__init__(target, backends, capacity, geometry, options)
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
         self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
-        self.draft, self.draft_room, self.max_accepted = draft, capacity.draft_room, capacity.max_accepted
-        self.draft_shape: DraftShape | None = DraftShape.of(capacity)
-        self.draft_caches = draft.allocate_caches(backends.prefill, options.cache_dtype)
+        self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
         drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
         verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
         extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
@@ -244,14 +279,6 @@ class EagleWorker(TargetWorker):
         self._verify = self._runner(verifying, backends.verify)
         self._extend = self._runner(extending, backends.draft_extend)
         self._state = drafting.safe_inputs(capacity.max_bs + 1)
-
-    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
-        """Commit the next tokens of prompts to target and draft; a chunk that ends one emits the first new token."""
-        timings = Timings(self.device)
-        hidden, tokens = self.target_prefill(chunks)
-        self._draft_prefill(chunks, hidden, tokens)
-        timings.mark("prefill")
-        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:

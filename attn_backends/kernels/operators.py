@@ -3,6 +3,7 @@
     tree_join    the drafted tokens of a tree, joined to attention over the prefix
     store_kv     write keys and values to the slots of a paged cache
     store_rows   write rows of one kind, such as MLA latents
+    store_ring   keep the last positions of requests in rings
 
 Each is one node of a graph, recorded or CUDA, and has a fake for tracing. The CPU implementations are the definition;
 float64 goes to them on a GPU too. Triton is imported by the first call that needs it. They are for inference: no
@@ -33,6 +34,11 @@ _library.define(
 )
 _library.define(
     "store_rows(Tensor(a!) pages, Tensor rows, Tensor slots, float scale) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "store_ring(Tensor(a!) hidden_rings, Tensor(b!) token_rings, Tensor hidden, Tensor tokens, Tensor rows, "
+    "Tensor starts, Tensor ends, Tensor offsets) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -82,6 +88,27 @@ def store_kv(
 def store_rows(pages: Tensor, rows: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     """Write a row to each slot. pages: [num_pages, page_size, dim]. rows: [num_tokens, dim]. Else as `store_kv`."""
     torch.ops.attn_backends.store_rows.default(pages, rows, slots, scale)
+
+
+def store_ring(
+    hidden_rings: Tensor,
+    token_rings: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor,
+) -> None:
+    """Keep the last positions of requests, each with a hidden state and a token, in rings that positions address.
+
+    hidden_rings: [num_rows, size, H] and token_rings: [num_rows, size] int64; position p lies at p % size, and a size
+    of 0 keeps nothing. hidden: [num_tokens, H] of the rings' dtype; tokens: [num_tokens] int64. rows: [bs] int64, the
+    ring of each request, no two alike. starts, ends: [bs] int32 or int64; request b brings positions starts[b] to
+    ends[b] - 1, of which the last `size` are written. offsets: [bs] int32 or int64, where its first one lies in hidden
+    and tokens. Raises ValueError where shapes or types do not fit together.
+    """
+    torch.ops.attn_backends.store_ring.default(hidden_rings, token_rings, hidden, tokens, rows, starts, ends, offsets)
 
 
 def _tree_join_torch(
@@ -173,6 +200,44 @@ def _store_rows_cuda(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) -
     triton_store.store_rows(pages, rows, slots, scale)
 
 
+def _store_ring_torch(
+    hidden_rings: Tensor,
+    token_rings: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor,
+) -> None:
+    _check_store_ring(hidden_rings, token_rings, hidden, tokens, rows, starts, ends, offsets)
+    size, num_tokens = token_rings.shape[1], tokens.shape[0]
+    if num_tokens == 0:
+        return
+    first = starts.long().unsqueeze(1)
+    position = ends.long().unsqueeze(1) - 1 - torch.arange(size, device=rows.device)
+    source = (offsets.long().unsqueeze(1) + position - first).clamp(0, num_tokens - 1)
+    place, is_given = (rows.unsqueeze(1), position % size), position >= first
+    hidden_rings[place] = torch.where(is_given.unsqueeze(2), hidden[source], hidden_rings[place])
+    token_rings[place] = torch.where(is_given, tokens[source], token_rings[place])
+
+
+def _store_ring_cuda(
+    hidden_rings: Tensor,
+    token_rings: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor,
+) -> None:
+    from attn_backends.kernels import triton_ring
+
+    _check_store_ring(hidden_rings, token_rings, hidden, tokens, rows, starts, ends, offsets)
+    triton_ring.store_ring(hidden_rings, token_rings, hidden, tokens, rows, starts, ends, offsets)
+
+
 def _nothing_fake(*arguments: object) -> None:
     """A store returns nothing."""
 
@@ -219,12 +284,42 @@ def _check_store(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
         )
 
 
+def _check_store_ring(
+    hidden_rings: Tensor,
+    token_rings: Tensor,
+    hidden: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    offsets: Tensor,
+) -> None:
+    counts = (starts, ends, offsets)
+    if (
+        token_rings.shape != hidden_rings.shape[:2]
+        or hidden.shape != (*tokens.shape, *hidden_rings.shape[2:])
+        or hidden.dtype is not hidden_rings.dtype
+        or any(count.shape != rows.shape or count.dtype not in (torch.int32, torch.int64) for count in counts)
+        or any(tensor.dtype is not torch.int64 for tensor in (token_rings, tokens, rows))
+    ):
+        names = ("hidden_rings", "token_rings", "hidden", "tokens", "rows", "starts", "ends", "offsets")
+        given = zip(names, (hidden_rings, token_rings, hidden, tokens, rows, *counts), strict=True)
+        raise ValueError(
+            f"store_ring: {', '.join(f'{name} {list(t.shape)} {t.dtype}' for name, t in given)} do not fit together; "
+            "needed are hidden_rings [num_rows, size, H] and hidden [num_tokens, H] of one dtype, token_rings "
+            "[num_rows, size], tokens [num_tokens] and rows [bs] int64, and starts, ends, offsets [bs] int32 or int64"
+        )
+
+
 _library.impl("tree_join", _tree_join_torch, "CPU")
 _library.impl("tree_join", _tree_join_cuda, "CUDA")
 _library.impl("store_kv", _store_kv_torch, "CPU")
 _library.impl("store_kv", _store_kv_cuda, "CUDA")
 _library.impl("store_rows", _store_rows_torch, "CPU")
 _library.impl("store_rows", _store_rows_cuda, "CUDA")
+_library.impl("store_ring", _store_ring_torch, "CPU")
+_library.impl("store_ring", _store_ring_cuda, "CUDA")
 torch.library.register_fake("attn_backends::tree_join", _tree_join_fake, lib=_library)
 torch.library.register_fake("attn_backends::store_kv", _nothing_fake, lib=_library)
 torch.library.register_fake("attn_backends::store_rows", _nothing_fake, lib=_library)
+torch.library.register_fake("attn_backends::store_ring", _nothing_fake, lib=_library)

@@ -3,7 +3,7 @@
     python -m tests.gpu.operators [--only TEXT]
 
 Each row is captured on one set of inputs and replayed on another. `tree_join` is held to its torch definition in
-float64, `store_kv` and `store_rows` to the bits of theirs on the CPU. The cache is NaN but for the drafted tokens, and
+float64, the stores to the bits of theirs on the CPU. The cache is NaN but for the drafted tokens, and
 an eighth of the query rows has no prefix. Times are of one call among many in a graph, median; the floor is what the
 call must read and write at 4 TB/s. Exits with 1 if a row fails.
 """
@@ -169,6 +169,30 @@ def store_row(layer: Layer, num_tokens: int, rows_type: torch.dtype, cache: torc
     return Row(f"{name}, cache {_short(cache)}", 0.0 if all(same) else 1.0, 0.0, time, moved / BANDWIDTH * 1e6)
 
 
+def ring_row(bs: int, width: int, size: int, dim: int, dtype: torch.dtype) -> Row:
+    """Capture on positions that bring nothing, replay on some, compare bits with the CPU."""
+    rings = torch.randn(bs + 1, size, dim, device=DEVICE, dtype=dtype)
+    token_rings = torch.zeros(bs + 1, size, device=DEVICE, dtype=torch.int64)
+    hidden = torch.randn(bs * width, dim, device=DEVICE, dtype=dtype)
+    tokens = torch.arange(1, bs * width + 1, device=DEVICE)
+    rows = torch.randperm(bs + 1, device=DEVICE)[:bs]
+    starts, ends = torch.zeros(2, bs, device=DEVICE, dtype=torch.int32)
+    arguments = [rings, token_rings, hidden, tokens, rows, starts, ends, torch.arange(bs, device=DEVICE) * width]
+    graph = CudaGraph()
+    graph.capture(lambda: operators.store_ring(*arguments))
+    starts.copy_(torch.randint(10**6, (bs,), device=DEVICE))
+    ends.copy_(starts + torch.randint(1, width + 1, (bs,), device=DEVICE))
+    hidden[0] = float("nan")
+    expected = [x.cpu() for x in arguments]
+    operators.store_ring(*expected)
+    graph.replay()
+    same = [_bits(x.cpu(), y) for x, y in zip(arguments[:2], expected, strict=False)]
+    time = microseconds(lambda: operators.store_ring(*arguments))
+    moved = 2 * bs * min(size, width) * dim * dtype.itemsize
+    name = f"store_ring  bs {bs}, {width} positions, ring of {size}, {dim} wide  {_short(dtype)}"
+    return Row(name, 0.0 if all(same) else 1.0, 0.0, time, moved / BANDWIDTH * 1e6)
+
+
 def _bits(given: Tensor, expected: Tensor) -> bool:
     return torch.equal(given.float().nan_to_num(12345.0), expected.float().nan_to_num(12345.0))
 
@@ -191,6 +215,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Row]]]:
             yield f"store {layer.name}", lambda a=(layer, 512, *types): store_row(*a)
         for num_tokens in (1, 128, 8192):
             yield f"store {layer.name}", lambda a=(layer, num_tokens, BF16, BF16, 512): store_row(*a)
+    for bs in (1, 128):
+        for dim, dtype in ((7168, BF16), (4096, FP16), (256, FP32), (256, torch.float64)):
+            yield f"ring {dim}", lambda a=(bs, 4, 2, dim, dtype): ring_row(*a)
     yield "tree far", lambda: tree_row(LAYERS[0], "verify 16", 32, BF16, BF16, num_pages=2**16)
     yield "store far", lambda: store_row(LAYERS[1], 512, BF16, BF16, num_pages=2**16)
 

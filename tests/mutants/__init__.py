@@ -1,6 +1,6 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
-from tests.mutants import compressed, hosts, outputs, replays, sampling, serving, visibility, workers, writes
+from tests.mutants import compressed, hosts, mtp, outputs, replays, sampling, serving, visibility, workers, writes
 from tests.mutants.mutant import MUTANTS, Mutant
 
 __all__ = [
@@ -8,6 +8,7 @@ __all__ = [
     "Mutant",
     "compressed",
     "hosts",
+    "mtp",
     "outputs",
     "replays",
     "sampling",

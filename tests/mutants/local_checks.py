@@ -16,6 +16,7 @@ from attn_backends.runner import PerToken, Phase, PhaseRunner
 from spec_metadata import StepKind
 from spec_metadata.capacity import Capacity
 from tests import sampling_laws
+from tests.mutants.mtp_checks import MTP_CHECKS
 from tests.mutants.serving_checks import SERVING_CHECKS
 
 
@@ -141,7 +142,11 @@ CASES = {
     "sampling.noise": Case("sampling.noise", StepKind.DECODE),
     "sampling.ranges": Case("sampling.ranges", StepKind.DECODE),
 }
-LOCAL_CHECKS = {
-    run_id: Check(run_id, run.__doc__ or "", run, lambda subject, case=CASES[run_id]: [case])
-    for run_id, run in RUNS.items()
-} | SERVING_CHECKS
+LOCAL_CHECKS = (
+    {
+        run_id: Check(run_id, run.__doc__ or "", run, lambda subject, case=CASES[run_id]: [case])
+        for run_id, run in RUNS.items()
+    }
+    | SERVING_CHECKS
+    | MTP_CHECKS
+)

@@ -1,0 +1,212 @@
+"""The reference worker of multi-layer MTP: one module a drafted step, in place of EAGLE's one draft for all of them.
+
+DeepSeek-V3's multi-token prediction (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2): the row of
+module k at position p takes the output of module k - 1 there (of the target for k = 0) and token p + k + 1, and
+predicts token p + k + 2. Each has KV of its own, in the slots of the target. A cycle drafts in its draft extend: there
+are no draft forwards. The last positions of the modules were fed drafted tokens and are run again; `docs/mtp.md`
+derives what must be kept for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend
+from attn_backends.eagle.launches import Launch, Timings
+from attn_backends.eagle.mtp_phases import WindowInputs, chain, draft_over, module_phase, window_phase
+from attn_backends.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, verify_phase
+from attn_backends.eagle.pool import InputPool
+from attn_backends.eagle.protocol import Chunk
+from attn_backends.eagle.requests import DraftShape
+from attn_backends.eagle.tables import kept, to_device
+from attn_backends.eagle.worker import DEFAULTS, PhaseBackends, SpeculativeWorker, WorkerOptions
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.models.decoder import DraftModel, TargetModel
+from spec_metadata import (
+    CacheGeometry,
+    Capacity,
+    DraftTree,
+    PackedQuery,
+    Step,
+    StepKind,
+    UniformQuery,
+    padding_step,
+    token_positions,
+)
+from spec_metadata.layout import packed_rows
+
+
+class MtpWorker(SpeculativeWorker):
+    """Multi-layer MTP: a chain of one drafted token a module, verified by the target in one forward.
+
+    modules: at least num_steps, the first of which run. Raises `UnsupportedStepError` for a shape of drafting that MTP
+    does not have, for too small a num_rerun, and for more positions than the models have, before anything is computed.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        modules: Sequence[DraftModel],
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        _check(target, modules, capacity)
+        super().__init__(target, backends, capacity, geometry, options)
+        self._check_lag({StepKind.TARGET_VERIFY: backends.verify, StepKind.DRAFT_EXTEND: backends.draft_extend})
+        self._check_window()
+        self.modules = tuple(modules[: capacity.num_steps])
+        self._module_caches = [module.allocate_caches(backends.prefill, options.cache_dtype) for module in self.modules]
+        self.draft_caches = [cache for caches in self._module_caches for cache in caches]
+        self.pool = InputPool(capacity, target.hidden_size, target.dtype, self.device)
+        verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
+        self._verify = self._runner(verifying, backends.verify)
+        extending = self._models(backends.draft_extend)
+        num_first = len(extending) if options.draft_graphs == "one" else 1
+        further = [module_phase(extending[k], k, capacity) for k in range(num_first, len(extending))]
+        self._window = self._runner(window_phase(extending[:num_first], capacity), backends.draft_extend)
+        self._further = [self._runner(phase, backends.draft_extend) for phase in further]
+        num_nodes = capacity.num_draft_tokens
+        self._chains = torch.zeros(capacity.max_bs + 1, num_nodes, dtype=torch.int64, device=self.device)
+        parents = (torch.arange(num_nodes, device=self.device) - 1).clamp_min(0).expand_as(self._chains)
+        self._shape = DraftTree.from_parents(self._chains, parents, capacity.num_steps)
+
+    @torch.no_grad()
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
+        """One cycle, which emits the accepted drafts and the target's own token after them."""
+        timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
+        lens, paging = self._lens[index], self.slots.paging(index)
+        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **self._bounds(max_committed))
+        drafted = VerifyInputs.of(self._trees(index), kept(self._sampling, index))
+        accepted = self._run(self._verify, verifying, drafted)
+        timings.mark("verify")
+        starts = [max(committed - capacity.num_rerun, 0) for committed in max_committed]
+        query, bounds = UniformQuery(capacity.extend_width), self._bounds(starts)
+        extending = Step.draft_extend(query, (lens - capacity.num_rerun).clamp_min(0), paging, **bounds)
+        window = self._run(self._window, extending, self._through_pool(index, lens, accepted))
+        for runner in self._further:
+            window = self._run(runner, extending, window)
+        self._chains[index] = chain(window.tokens, window.root, capacity.num_steps)
+        self._lens[index] = lens + accepted.num_accepted
+        timings.mark("draft_extend")
+        return Launch(accepted.tokens, accepted.num_accepted, timings)
+
+    def _through_pool(self, index: Tensor, lens: Tensor, accepted: Accepted) -> WindowInputs:
+        """What was kept of requests and what a verify returned, after the pool took that in turn.
+
+        accepted: the result of the step, whose memory is its own: a graph's buffers hold it only if the graph ran.
+        """
+        num_rerun = self.capacity.num_rerun
+        before = lens.long().unsqueeze(1) - num_rerun + torch.arange(num_rerun, device=self.device)
+        kept_hidden, kept_tokens = self.pool.read(index.unsqueeze(1), before)
+        ends, offsets = lens + accepted.num_accepted, torch.arange(len(index), device=self.device) * self.max_accepted
+        self.pool.keep(index, lens, ends, accepted.hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
+        return WindowInputs(
+            num_accepted=accepted.num_accepted,
+            tokens=accepted.tokens,
+            hidden=accepted.hidden,
+            lens=lens,
+            kept_hidden=kept_hidden,
+            kept_tokens=kept_tokens,
+        )
+
+    @torch.no_grad()
+    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
+        """Run the modules over chunks, each begun earlier by the positions that took tokens not known before.
+
+        All of a prompt is known, so there are some only where the chunk before ended within its last K tokens.
+        """
+        num_steps, rows = self.capacity.num_steps, self._index([chunk.row for chunk in chunks])
+        begun = [replace(chunk, start=max(min(chunk.start, len(chunk.prompt) - num_steps), 0)) for chunk in chunks]
+        step = self._prefill_step(begun)
+        assert isinstance(step.query, PackedQuery)
+        request, offset = packed_rows(step.query)
+        if begun != list(chunks):
+            hidden = self._with_kept(chunks, hidden, rows[request], request, token_positions(step))
+        tokens, root = self._prompt_tokens(begun, first)
+        ends, offsets = step.seq_lens + step.query.cu_seqlens.diff(), step.query.cu_seqlens[:-1]
+        self.pool.keep(rows, step.seq_lens, ends, hidden, tokens[request, offset], offsets)
+        meta = self.backends.prefill.init_forward_metadata(step)
+        tokens, _ = draft_over(self._models(self.backends.prefill), meta, tokens, hidden, root)
+        self._chains[rows] = chain(tokens, root, num_steps)
+
+    def _with_kept(
+        self, chunks: Sequence[Chunk], hidden: Tensor, rows: Tensor, request: Tensor, positions: Tensor
+    ) -> Tensor:
+        """[num_tokens, H]: the target's hidden states of chunks begun earlier, kept ones before those of its own step.
+
+        hidden: of the chunks as they are. rows, request, positions: [num_tokens] int64, of the states asked for.
+        """
+        starts = to_device([chunk.start for chunk in chunks], torch.int64, self.device)[request]
+        offsets = [0, *accumulate(len(chunk.tokens) for chunk in chunks[:-1])]
+        of_step = to_device(offsets, torch.int64, self.device)[request] + positions - starts
+        before, _ = self.pool.read(rows, positions)
+        return torch.where((positions < starts).unsqueeze(1), before, hidden[of_step.clamp_min(0)])
+
+    def _prompt_tokens(self, chunks: Sequence[Chunk], first: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens after each position of chunks and the index of the root, as in `Window`.
+
+        first: [bs] int64, the token behind each prompt. Of a chunk that does not end its prompt it means nothing: it
+        and its drafts go behind everything that is read.
+        """
+        num_steps = self.capacity.num_steps
+        num_read = max(len(chunk.tokens) for chunk in chunks) + num_steps - 1
+        known = [list(chunk.prompt[chunk.start + 1 : chunk.start + 1 + num_read]) for chunk in chunks]
+        padded = [token for row in known for token in row + [0] * (num_read + num_steps + 1 - len(row))]
+        tokens = to_device(padded, torch.int64, self.device).view(len(chunks), -1)
+        root = self._index([len(chunk.tokens) - 1 if chunk.ends_prompt else num_read for chunk in chunks])
+        return tokens.scatter(1, root.unsqueeze(1), first.unsqueeze(1)), root
+
+    def _trees(self, index: Tensor) -> TreeFields:
+        """The chains of some rows, as trees."""
+        bs, shape = len(index), self._shape
+        return TreeFields(self._chains[index], shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
+
+    def _models(self, backend: AttentionBackend) -> list[Model[DraftModel]]:
+        """The modules on the backend of a phase."""
+        return [Model(*both, backend) for both in zip(self.modules, self._module_caches, strict=True)]
+
+    def _check_window(self) -> None:
+        """Refuse a backend that can't take a window, before a verify needs it."""
+        paging = self.slots.paging(self._index([]))
+        step = padding_step(self.capacity.bucket(StepKind.DRAFT_EXTEND, 1), paging, self.capacity)
+        backend = self.backends.draft_extend
+        reasons = backend.unsupported_reasons(step)
+        if reasons:
+            rerun = f"{self.max_accepted} rows and the {self.capacity.num_rerun} that run again"
+            raise UnsupportedStepError(f"{backend.name} can't take MTP's draft extend, {rerun}", reasons)
+
+
+def _check(target: TargetModel, modules: Sequence[DraftModel], capacity: Capacity) -> None:
+    """Refuse what is not multi-layer MTP, or does not fit these models."""
+    num_steps, reasons = capacity.num_steps, []
+    if capacity.topk != 1:
+        reasons.append(f"topk={capacity.topk} (a module proposes one token: topk=1)")
+    if num_steps > len(modules):
+        reasons.append(f"num_steps={num_steps} (each step takes a module, and there are {len(modules)})")
+    if capacity.num_draft_tokens != num_steps + 1:
+        reasons.append(f"num_draft_tokens={capacity.num_draft_tokens} (a chain of {num_steps} has {num_steps + 1})")
+    if capacity.num_rerun < num_steps - 1:
+        reasons.append(
+            f"num_rerun={capacity.num_rerun} (the last {num_steps - 1} positions were fed drafted tokens and run again)"
+        )
+    longest = capacity.max_context + capacity.draft_room
+    positions = min(model.max_positions for model in (target, *modules[:num_steps]))
+    if longest > positions:
+        reasons.append(
+            f"max_context={capacity.max_context} and {capacity.draft_room} drafted tokens, {longest} positions (the "
+            f"models have {positions})"
+        )
+    if reasons:
+        num_most = min(num_steps, len(modules))
+        nearest = (
+            f"Capacity(..., topk=1, num_steps={num_most}, num_draft_tokens={num_most + 1}, num_rerun={num_most - 1}), "
+            "or EagleWorker with one module for all steps"
+        )
+        raise UnsupportedStepError(f"multi-layer MTP with {DraftShape.of(capacity)}", reasons, nearest)

@@ -1,0 +1,137 @@
+"""The draft extend of multi-layer MTP as regions of device work: every module over one window of positions.
+
+The window of a request starts at s = max(L - R, 0), where L is its committed length before the verify and R is
+`num_rerun`, and has W = R + A rows, enough for every token accepted since. Token i of a window stands at position
+s + 1 + i, so row j of module k takes token j + k. The root, the last known token, has index `root`. The row of that
+number scores a draft, which is written behind the root and the drafts so far: there the next module's row takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_backends.eagle.phases import Accepted, Model
+from attn_backends.metadata import Metadata
+from attn_backends.models.decoder import DraftModel
+from attn_backends.runner import PerRequest, Phase
+from spec_metadata import Capacity, StepKind, token_positions
+from spec_metadata.visibility import query_starts
+
+Modules = Sequence[Model[DraftModel]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowInputs(Accepted):
+    """What a window is made of: what the verify returned, and what was kept before it.
+
+    lens: [bs] int32, L. kept_hidden: [bs, R, H] and kept_tokens: [bs, R] int64, the target's hidden state at positions
+    L - R to L - 1 and the token after each; garbage at negative positions.
+    """
+
+    lens: PerRequest
+    kept_hidden: PerRequest
+    kept_tokens: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """The modules' state over a window. tokens: [bs, W + K] int64, drafts included as far as modules ran. hidden:
+    [bs, W, H], what the next module takes. root: [bs] int64.
+    """
+
+    tokens: PerRequest
+    hidden: PerRequest
+    root: PerRequest
+
+
+def draft_over(
+    modules: Modules, meta: Metadata, tokens: Tensor, hidden: Tensor, root: Tensor, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Run modules over the rows of a step, each on what the one before made of them; returns tokens and hidden then.
+
+    tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root behind the rows of its request scores nothing that
+    is read. hidden: [num_tokens, H]. first: number of the first module.
+    """
+    positions, starts = token_positions(meta.step), query_starts(meta.step).long()
+    row = torch.arange(meta.step.num_tokens, device=root.device)
+    request = torch.searchsorted(starts[1:], row, right=True)
+    offset = row - starts[request]
+    last = torch.minimum(starts[:-1] + root, starts[1:] - 1)
+    for k, module in enumerate(modules, first):
+        taken = tokens[request, offset + k]
+        hidden = module.model.forward(taken, hidden, positions, module.attention(meta.at()))
+        draft = module.model.logits(hidden[last]).argmax(-1)
+        tokens = tokens.scatter(1, (root + 1 + k).unsqueeze(1), draft.unsqueeze(1))
+    return tokens, hidden
+
+
+def chain(tokens: Tensor, root: Tensor, num_steps: int) -> Tensor:
+    """[bs, num_steps + 1] int64: the root and the drafts behind it."""
+    nodes = torch.arange(num_steps + 1, device=root.device)
+    return tokens.gather(1, root.unsqueeze(1) + nodes)
+
+
+def window_phase(modules: Modules, capacity: Capacity) -> Phase[WindowInputs, Window]:
+    """Make the window of a verify's result, and run the first modules over it."""
+    hidden_size, device = modules[0].model.hidden_size, modules[0].model.device
+
+    def region(meta: Metadata, given: WindowInputs) -> Window:
+        return _advance(modules, meta, _window(given, capacity.num_steps), 0)
+
+    def safe_inputs(bs: int) -> WindowInputs:
+        accepted, kept = (bs, capacity.max_accepted), (bs, capacity.num_rerun)
+        dtype = modules[0].model.dtype
+        return WindowInputs(
+            num_accepted=torch.zeros(bs, dtype=torch.int32, device=device),
+            tokens=torch.zeros(accepted, dtype=torch.int64, device=device),
+            hidden=torch.zeros(*accepted, hidden_size, dtype=dtype, device=device),
+            lens=torch.zeros(bs, dtype=torch.int32, device=device),
+            kept_hidden=torch.zeros(*kept, hidden_size, dtype=dtype, device=device),
+            kept_tokens=torch.zeros(kept, dtype=torch.int64, device=device),
+        )
+
+    return Phase("draft_extend", region, safe_inputs, Window, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
+
+
+def module_phase(module: Model[DraftModel], k: int, capacity: Capacity) -> Phase[Window, Window]:
+    """Run module k over the window that the modules before it left."""
+    hidden_size, device = module.model.hidden_size, module.model.device
+
+    def region(meta: Metadata, window: Window) -> Window:
+        return _advance([module], meta, window, k)
+
+    def safe_inputs(bs: int) -> Window:
+        width = capacity.extend_width
+        return Window(
+            tokens=torch.zeros(bs, width + capacity.num_steps, dtype=torch.int64, device=device),
+            hidden=torch.zeros(bs, width, hidden_size, dtype=module.model.dtype, device=device),
+            root=torch.zeros(bs, dtype=torch.int64, device=device),
+        )
+
+    name = f"draft_extend_{k}"
+    return Phase(name, region, safe_inputs, Window, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
+
+
+def _window(given: WindowInputs, num_steps: int) -> Window:
+    """The window from its parts, which together hold positions L - R to L + A - 1."""
+    hidden = torch.cat((given.kept_hidden, given.hidden), dim=1)
+    tokens = torch.cat((given.kept_tokens, given.tokens), dim=1)
+    num_rerun, width = given.kept_tokens.shape[1], tokens.shape[1]
+    lens = given.lens.long()
+    before_start = (num_rerun - lens).clamp_min(0).unsqueeze(1)  # entries at negative positions
+    index = (torch.arange(width, device=lens.device) + before_start).clamp_max(width - 1)
+    root = lens.clamp_max(num_rerun) + given.num_accepted - 1
+    return Window(
+        tokens=torch.nn.functional.pad(tokens.gather(1, index), (0, num_steps)),
+        hidden=hidden.gather(1, index.unsqueeze(2).expand_as(hidden)),
+        root=root.clamp_min(0),  # nothing is accepted in a padded row
+    )
+
+
+def _advance(modules: Modules, meta: Metadata, window: Window, first: int) -> Window:
+    tokens, hidden = draft_over(modules, meta, window.tokens, window.hidden.flatten(0, 1), window.root, first)
+    return Window(tokens, hidden.view_as(window.hidden), window.root)

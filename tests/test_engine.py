@@ -1,0 +1,96 @@
+"""From a configuration to a worker: which one, with what, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends import ConfigError
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.config import RunConfig, load_run_config
+from attn_backends.eagle.engine import Engine
+from attn_backends.eagle.mtp import MtpWorker
+from attn_backends.eagle.worker import EagleWorker, PhaseBackends, WorkerOptions
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.models import load_target, load_tokenizer
+from attn_backends.selection import Workload
+from spec_metadata import CacheGeometry, Capacity, InvalidStepError
+from tests.mtp_models import random_mtp
+from tests.serving_scenes import PHASES, engine_parts, models, prompts
+
+NUM_MODULES = 3
+GRAPHS = {"one": {"draft_extend"}, "per_module": {"draft_extend", "draft_extend_1", "draft_extend_2"}}
+
+
+def engine_of(config: RunConfig, num_modules: int = NUM_MODULES) -> Engine:
+    """An engine of a shipped target and random modules."""
+    target = load_target(config.model.target, torch.float32)
+    return Engine(config, target, random_mtp(target, num_modules), load_tokenizer("mla", 256))
+
+
+def changed(**eagle) -> RunConfig:
+    """The preset of modules, with other keys of [eagle] and a small runtime."""
+    config = load_run_config("mtp", runtime={"max_bs": 2, "buckets": (1,), "max_context": 96, "prefill_chunk": 20})
+    return config.model_copy(update={"eagle": config.eagle.model_copy(update=eagle)})
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_modules_generate_what_plain_decoding_does(graphs):
+    engine, given = engine_of(changed(draft_graphs=graphs)), prompts(3, 40)
+    assert [c.tokens for c in engine.generate(given, 12)] == [c.tokens for c in engine.generate_plain(given, 12)]
+    assert isinstance(engine.eagle, MtpWorker)
+    graphed = {phase for phase, steps in engine.ran.items() if steps["graph"]}
+    assert graphed == {"verify", "decode", *GRAPHS[graphs]}
+    assert len(engine.eagle.modules) == NUM_MODULES
+
+
+def test_fewer_steps_run_the_first_modules():
+    engine = engine_of(changed(num_steps=2, num_draft_tokens=3))
+    assert engine.eagle.modules == tuple(engine.drafts[:2])
+
+
+def test_a_module_can_run_all_steps():
+    engine, given = engine_of(changed(worker="eagle", draft_graphs=None), num_modules=1), prompts(3, 40)
+    assert [c.tokens for c in engine.generate(given, 12)] == [c.tokens for c in engine.generate_plain(given, 12)]
+    assert isinstance(engine.eagle, EagleWorker)
+
+
+def test_more_steps_than_modules_are_refused():
+    with pytest.raises(ConfigError, match=r"mtp.toml: eagle.num_steps 3 takes as many modules; mla-mtp has 2\."):
+        engine_of(changed(), num_modules=2)
+
+
+def test_room_for_the_window_counts_among_the_positions():
+    config = changed()
+    most = load_target("mla", torch.float32).max_positions - config.capacity.draft_room
+    for max_context, fits in ((most, True), (most + 1, False)):
+        runtime = config.runtime.model_copy(update={"max_context": max_context})
+        asked = config.model_copy(update={"runtime": runtime})
+        if fits:
+            engine_of(asked)
+            continue
+        with pytest.raises(ConfigError, match=f"{max_context} and 5 drafted tokens need {max_context + 5} positions"):
+            engine_of(asked)
+
+
+def test_a_backend_that_can_not_take_the_window_is_refused():
+    """Before a verify has run: its states of compression are for the rows of a verify, which are fewer."""
+    capacity = Capacity(1, 200, 128, num_steps=2, num_draft_tokens=3, num_rerun=1)
+    target, draft = models("v4")
+    geometry = CacheGeometry(3, 128)
+    workload = Workload(128, (*target.layers, *draft.layers), torch.float32)
+    backends = PhaseBackends(**dict.fromkeys(PHASES, DSV4Backend(capacity, geometry, workload=workload)))
+    with pytest.raises(UnsupportedStepError, match=r"dsv4 can't take MTP's draft extend, 3 rows and the 1 that run ag"):
+        MtpWorker(target, (draft, draft), backends, capacity, geometry)
+
+
+def test_one_draft_runs_no_position_again():
+    capacity = Capacity(2, 96, 16, num_steps=2, num_draft_tokens=3, num_rerun=1)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    with pytest.raises(UnsupportedStepError, match=r"EAGLE: num_rerun=1 .*\. Instead: num_rerun=0, or MtpWorker"):
+        EagleWorker(target, draft, backends, capacity, geometry)
+
+
+def test_modules_are_captured_in_one_graph_or_each_in_its_own():
+    with pytest.raises(InvalidStepError, match="draft_graphs must be 'one' or 'per_module', got 'all'"):
+        WorkerOptions(draft_graphs="all")
