@@ -63,8 +63,8 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
-    workload: what "auto" shall suit beside the geometry. checking: guard words around every buffer, ranges and step
-    values checked on the device; reads it back, so it is for tests and debugging.
+    workload: what "auto" shall suit beside the geometry. checking: guard words around plans and static buffers,
+    ranges and step values checked on the device; reads it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -85,11 +85,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.geometry = geometry
         self.device = torch.device(device)
         self.checking = checking
-        self.choices = choose_kernels(
-            self.name, self.kernels, kernel, self.device, workload or Workload(geometry.page_size)
-        )
+        workload = replace(workload or Workload(geometry.page_size), capacity=capacity)
+        self.choices = choose_kernels(self.name, self.kernels, kernel, self.device, workload)
         self._arenas: dict[tuple, Arena] = {}
-        self._scratch: dict[str, Buffers] = {}
+        self._scratch: dict[str, Arena] = {}
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -179,7 +178,9 @@ class AttentionBackend(ABC, Generic[Plan]):
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
-            return AttentionOutput(q.new_empty(0, layer.num_heads, layer.v_head_dim), q.new_empty(0, layer.num_heads))
+            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            empty = q.new_empty(0, layer.num_heads, layer.v_head_dim)
+            return AttentionOutput(empty, empty.new_empty(empty.shape[:2], dtype=lse_dtype))
         planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
         dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
         if meta.tree is None:
@@ -261,12 +262,12 @@ class AttentionBackend(ABC, Generic[Plan]):
 
         def allocate(shape: LayerShape) -> Buffers:
             if captured is None:
-                own = Arena(kernel.workspaces, extent, self.device, checking=self.checking).view(extent)
+                own = Arena(kernel.workspaces, extent, self.device).view(extent)
             else:
                 own = self._static_buffers(kernel.workspaces, *captured, shape)
             if kernel.name not in self._scratch:
-                self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device).view(extent)
-            return Buffers({**own, **self._scratch[kernel.name]}, extent)
+                self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
+            return Buffers({**own, **self._scratch[kernel.name].view(extent)}, extent)
 
         return Schedules(kernel, plans, lens, allocate)
 

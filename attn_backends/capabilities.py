@@ -66,11 +66,17 @@ class Capabilities:
         reasons = []
         if isinstance(step.query, PackedQuery) and not self.packed:
             reasons.append(f"packed query lengths {step.query.lens_cpu} (it takes one uniform width)")
-        if self.max_width is not None and step.width > self.max_width:
-            reasons.append(f"{step.width} query rows a request (at most {self.max_width})")
-        if step.is_tree and not self.tree:
-            reasons.append("a draft tree (it needs a non-causal kernel that returns a log-sum-exp)")
+        reasons += self.width_reasons(step.width, step.is_tree)
         return reasons + self.page_reasons(step.paging.geometry.page_size)
+
+    def width_reasons(self, width: int, is_tree: bool) -> list[str]:
+        """Why so many query rows of a request, of a tree or not, are not supported; empty if they are."""
+        reasons = []
+        if self.max_width is not None and width > self.max_width:
+            reasons.append(f"{width} query rows a request (at most {self.max_width})")
+        if is_tree and not self.tree:
+            reasons.append("a draft tree (it needs a non-causal kernel that returns a log-sum-exp)")
+        return reasons
 
     def page_reasons(self, page_size: int) -> list[str]:
         """Why a page size is not supported; empty if it is."""

@@ -105,7 +105,8 @@ class _Call:
         self.outputs = tree_leaves(outputs)
         inputs = {_storage(t) for t in _tensors((args, kwargs))}
         self.made = [t for t in _tensors(outputs) if _storage(t) not in inputs]
-        self._is_view = not self.made and not func._schema.is_mutable
+        has_results = any(isinstance(output, Tensor) for output in self.outputs)
+        self._is_view = has_results and not self.made and not func._schema.is_mutable
         self._is_empty = func.overloadpacket in _UNINITIALISED
 
     def run(self) -> None:
@@ -148,6 +149,8 @@ _UNINITIALISED = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
 _INDEXING = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+# Inference mode hands these over whole, elsewhere they come as the operators below them.
+_DYNAMIC_IN_INFERENCE_MODE = frozenset({_aten.where.default, _aten.repeat_interleave.self_Tensor})
 
 
 def _refusal(func: Any, args: tuple, kwargs: dict) -> str:
@@ -158,9 +161,9 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> str:
         return "a boolean index has as many results as the mask has ones, which the host must read" if masks else ""
     if packet is _aten.repeat_interleave and kwargs.get("output_size") is not None:
         return ""
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch.Tag.data_dependent_output in func.tags or func is _aten.is_nonzero.default:
         return "it reads a value of the device on the host"
-    if torch.Tag.dynamic_output_shape in func.tags:
+    if torch.Tag.dynamic_output_shape in func.tags or func in _DYNAMIC_IN_INFERENCE_MODE:
         return "the shape of its result depends on values, which the host must read"
     if packet in (_aten.lift_fresh, _aten.lift_fresh_copy) and args[0].ndim > 0:
         return "it makes a tensor from Python values, a copy from host memory; make it before the region"

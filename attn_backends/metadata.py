@@ -61,21 +61,29 @@ class Metadata(Generic[Plan]):
 def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
     """Refuse a plan of a graph that moved a tensor or changed a Python value since the capture: no kernel sees it."""
     for old, new in zip(captured, planned, strict=True):
-        for field in fields(old) if is_dataclass(old) else ():
-            before, after = _frozen(getattr(old, field.name)), _frozen(getattr(new, field.name))
-            if before != after:
+        before, after = ({name: _frozen(part) for name, part in _parts(plan).items()} for plan in (old, new))
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
                 raise CaptureError(
-                    f"{type(old).__name__}.{field.name} was {before} at capture and is {after} now; a graph keeps what "
-                    "it was captured with, so write into the declared buffers and take sizes from their extent"
+                    f"{type(old).__name__}.{name} was {before.get(name)} at capture and is {after.get(name)} now; a "
+                    "graph keeps what it was captured with, so write into the declared buffers and take sizes from "
+                    "their extent"
                 )
 
 
 def _frozen(value: Any) -> Any:
-    """What a graph keeps of a value: of a tensor its place, of a record or mapping what it keeps of each part."""
+    """What a graph keeps of a value: of a tensor its place, of a record or collection what it keeps of each part."""
     if isinstance(value, Tensor):
         return value.data_ptr(), tuple(value.shape), value.stride()
-    if is_dataclass(value):
-        return {field.name: _frozen(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _frozen(part) for key, part in value.items()}
+    if is_dataclass(value) or isinstance(value, (Mapping, tuple, list)):
+        return {name: _frozen(part) for name, part in _parts(value).items()}
     return value
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """The parts of a record or collection by name or place; anything else is its own only part."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    return value if isinstance(value, Mapping) else {"value": value}

@@ -137,7 +137,7 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
     vendor = VENDOR_KERNELS[kernel]
     if device.type != "cuda":
         return (f"runs on CUDA devices, not on {device.type}",)
-    reasons = device_reasons(kernel)
+    reasons = device_reasons(kernel, device)
     if find_spec(vendor.module.partition(".")[0]) is None:
         reasons.append(installation(kernel))
     return tuple(reasons or [problem for call in vendor.calls if (problem := _problem(kernel, call))])
@@ -186,14 +186,14 @@ def installation(kernel: str) -> str:
     return f"{vendor.distribution} is not installed ({vendor.source})"
 
 
-def device_reasons(kernel: str) -> list[str]:
-    """Why a vendor kernel can't run on this machine's GPU; empty if it can."""
+def device_reasons(kernel: str, device: torch.device) -> list[str]:
+    """Why a vendor kernel can't run on a GPU of this machine; empty if it can."""
     least, most = VENDOR_KERNELS[kernel].architectures
     upper = "" if most == least else " or newer" if most is None else f" to {_sm(most)}"
     needed = f"needs {_sm(least)}{upper}"
     if not torch.cuda.is_available():
         return [f"{needed}; torch sees no CUDA device"]
-    here = torch.cuda.get_device_capability()
+    here = torch.cuda.get_device_capability(device)
     if here < least or (most is not None and here > most):
         return [f"{needed}; this GPU is {_sm(here)}"]
     return []

@@ -7,9 +7,10 @@ static inputs, pads them, and trims results; a field without a class is refused 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
+from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 from torch import Tensor
@@ -89,7 +90,7 @@ class PhaseRunner(Generic[Inputs, Outputs]):
         make_graph: Callable[[], Graph] | None = None,
     ) -> None:
         self.phase, self.backend = phase, backend
-        self._output_classes = classify(phase.output)
+        classify(phase.output)  # refuses a field without a class now, not when a result is trimmed
         self._captured: dict[int, _Captured[Inputs, Outputs]] = {}
         if not buckets:
             return
@@ -110,14 +111,14 @@ class PhaseRunner(Generic[Inputs, Outputs]):
             return StepResult(self._own(self.phase.region(meta, inputs), step), None)
         captured = self._captured[min(fitting)]
         self.backend.replay(captured.meta, step)
-        _copy(captured.inputs, inputs)
+        self._copy(captured.inputs, inputs)
         captured.graph.replay()
         return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
 
     def _run_idle(self, step: Step) -> StepResult[Outputs]:
         """Eagerly on one row of padding, for models that can't run on no row."""
         padding = padding_step(self.phase.bucket(1), step.paging, self.backend.capacity)
-        meta = self.backend.init_forward_metadata(padding)
+        meta = self.backend.init_forward_metadata(replace(padding, max_committed=0, seq_lens_cpu=()))
         return StepResult(self._own(self.phase.region(meta, self.phase.safe_inputs(1)), step), None)
 
     def _check_inputs(self, step: Step, inputs: Inputs) -> None:
@@ -136,13 +137,35 @@ class PhaseRunner(Generic[Inputs, Outputs]):
         outputs = graph.capture(lambda: self.phase.region(meta, inputs))
         return _Captured(graph, meta, inputs, outputs)
 
+    def _copy(self, static: Inputs, given: Inputs) -> None:
+        """Fill static inputs: the given entries, then zeros. What is independent of the batch has one size."""
+        for name, kind in classify(type(static)).items():
+            destination, source = getattr(static, name), getattr(given, name)
+            sized = slice(0 if kind is FieldClass.PASS_THROUGH else 1, None)
+            if source.shape[sized] != destination.shape[sized]:
+                raise InvalidStepError(
+                    f"phase {self.phase.name}: input {name} is {list(source.shape)}, captured as "
+                    f"{list(destination.shape)} ({kind}); a graph takes no other sizes"
+                )
+            if kind is FieldClass.PASS_THROUGH:
+                destination.copy_(source)
+            else:
+                destination[: source.shape[0]].copy_(source)
+                destination[source.shape[0] :].zero_()
+
     def _own(self, outputs: Outputs, step: Step) -> Outputs:
         trimmed = _trim(outputs, step.bs, step.num_tokens)
         return _map(trimmed, lambda tensor, _: tensor.clone())
 
 
-def classify(kind: type) -> dict[str, FieldClass]:
+def classify(kind: type) -> Mapping[str, FieldClass]:
     """The class of every field of a dataclass of tensors; refuses a field without one."""
+    return _classes(kind)
+
+
+@cache
+def _classes(kind: type) -> Mapping[str, FieldClass]:
+    """Kept, because reading annotations takes as long as many launches."""
     if not is_dataclass(kind):
         raise CaptureError(f"{kind.__name__} must be a dataclass of classified tensors")
     hints = get_type_hints(kind, include_extras=True)
@@ -166,11 +189,3 @@ def _map(value: Any, change: Callable[[Tensor, FieldClass], Tensor]) -> Any:
 def _trim(value: Any, bs: int, num_tokens: int) -> Any:
     sizes = {FieldClass.PER_REQUEST: bs, FieldClass.PER_TOKEN: num_tokens}
     return _map(value, lambda tensor, kind: tensor[: sizes[kind]] if kind in sizes else tensor)
-
-
-def _copy(static: Any, given: Any) -> None:
-    """Fill static inputs: the given entries, then zeros."""
-    for name in classify(type(static)):
-        destination, source = getattr(static, name), getattr(given, name)
-        destination[: source.shape[0]].copy_(source)
-        destination[source.shape[0] :].zero_()

@@ -11,24 +11,29 @@ from attn_backends.capabilities import Capabilities
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer
-from spec_metadata import StepKind
+from spec_metadata import Capacity, StepKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """What a backend will be asked for, as far as it is known when kernels are chosen.
 
-    page_size: tokens. layers, dtype, cache_dtype: of the models, none if unknown.
+    page_size: tokens. layers, dtype, cache_dtype: of the models, none if unknown. capacity: of the steps, which a
+    backend fills in.
     """
 
     page_size: int
     layers: Sequence[AttentionLayer] = ()
     dtype: torch.dtype | None = None
     cache_dtype: torch.dtype | None = None
+    capacity: Capacity | None = None
 
-    def reasons_against(self, capabilities: Capabilities) -> list[str]:
-        """Why a kernel can't serve it; empty if it can."""
+    def reasons_against(self, capabilities: Capabilities, kind: StepKind) -> list[str]:
+        """Why a kernel can't serve its steps of a kind; empty if it can."""
         reasons = capabilities.page_reasons(self.page_size)
+        if self.capacity is not None and kind is not StepKind.PREFILL:
+            bucket = self.capacity.bucket(kind, 1)
+            reasons += capabilities.width_reasons(bucket.width, bucket.tree)
         if self.dtype is not None:
             for layer in self.layers:
                 reasons += capabilities.layer_reasons(layer, self.dtype, self.cache_dtype or self.dtype)
@@ -81,7 +86,7 @@ def _choose(what: str, able: Sequence[Kernel], kind: StepKind, device: torch.dev
         reasons = kernel.unavailable_reasons(device)
         if not reasons:
             running.append(kernel)
-            reasons = workload.reasons_against(kernel.capabilities[kind])
+            reasons = workload.reasons_against(kernel.capabilities[kind], kind)
         if not reasons:
             return Choice(kernel, tuple(passed_over))
         passed_over += [f"{kernel.name}: {reason}" for reason in reasons]

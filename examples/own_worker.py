@@ -2,9 +2,9 @@
 
     python examples/own_worker.py [BACKEND]        # flashinfer_mla (default), trtllm_mla, fa3, reference
 
-Two prompts of different lengths, trees of topk 4, greedy; every step is eager. For graphs, replace
-`backend.init_forward_metadata(step)` by one `backend.capture(bucket, paging)` and a `backend.replay(meta, step)` per
-step.
+Two prompts of different lengths, trees of topk 4, greedy; every step is eager. For graphs, `backend.capture(bucket,
+paging)` once and record the forwards on its metadata (attn_backends.graphs); then for each step, in place of
+`backend.init_forward_metadata(step)`, `backend.replay(meta, step)` and replay the graph.
 """
 
 import sys

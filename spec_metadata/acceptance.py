@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_metadata.errors import InvalidStepError
 from spec_metadata.tree import DraftTree
 
 
@@ -35,8 +36,11 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Accepta
     target_tokens: [bs, num_nodes] int64, what the target chose at each node, its argmax or its sample
     (`spec_metadata.choose`, which says why a walk along samples preserves the target's distribution). A node is
     accepted if every node on its path is what the target chose at that node's parent. Siblings must hold different
-    tokens.
+    tokens. Raises `InvalidStepError` if the two disagree on the nodes.
     """
+    if target_tokens.shape != tree.tokens.shape:
+        given, nodes = list(target_tokens.shape), list(tree.tokens.shape)
+        raise InvalidStepError(f"target_tokens must be {nodes}, the target's choice at every node, got {given}")
     num_nodes = tree.tokens.shape[1]
     taken = tree.tokens == target_tokens.gather(1, tree.parents)
     taken = taken | (torch.arange(num_nodes, device=taken.device) == 0)

@@ -21,10 +21,17 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only."""
     if step.kind is StepKind.IDLE:
         return
-    packed = isinstance(step.query, PackedQuery)
-    committed = step.max_committed if step.max_committed is not None else 0 if packed else capacity.max_context
+    if step.seq_lens_cpu is not None:
+        committed = max(step.seq_lens_cpu, default=0)
+    elif step.max_committed is not None:
+        committed = step.max_committed
+    else:
+        committed = 0 if isinstance(step.query, PackedQuery) else capacity.max_context
     num_added = step.num_added_at_least
-    if max(committed + num_added, step.width) > capacity.max_kv_len:
+    longest = max(committed + num_added, step.width)
+    if step.seq_lens_cpu is not None and isinstance(step.query, PackedQuery):
+        longest = max(map(sum, zip(step.seq_lens_cpu, step.query.lens_cpu, strict=True)), default=0)
+    if longest > capacity.max_kv_len:
         raise InvalidStepError(
             f"a {step.kind} step adds {max(num_added, step.width)} tokens to requests of up to {committed} committed; "
             f"the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} and {capacity.draft_room} "

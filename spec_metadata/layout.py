@@ -90,13 +90,7 @@ class Step:
     seq_lens_cpu: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_query(self.query, self.num_steps)
-        if self.seq_lens.dtype not in (torch.int32, torch.int64) or self.seq_lens.ndim != 1:
-            raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(self.seq_lens)}")
-        if self.paging.bs != self.bs:
-            raise InvalidStepError(f"seq_lens holds {self.bs} requests but the paging {self.paging.bs}")
-        if isinstance(self.query, PackedQuery) and len(self.query.lens_cpu) != self.bs:
-            raise InvalidStepError(f"the packed query holds {len(self.query.lens_cpu)} requests, seq_lens {self.bs}")
+        _check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
         if self.out_cache_loc.shape != (self.num_writes,):
             raise InvalidStepError(
                 f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
@@ -186,15 +180,10 @@ class Step:
 
     @classmethod
     def decode(
-        cls,
-        seq_lens: Tensor,
-        paging: Paging,
-        out_cache_loc: Tensor | None = None,
-        **host: Unpack[HostBounds],
+        cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **host: Unpack[HostBounds]
     ) -> Self:
         """One new token a request."""
-        query = UniformQuery(1)
-        return cls._build(StepKind.DECODE, query, seq_lens, paging, out_cache_loc, **host)
+        return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, **host)
 
     @classmethod
     def draft_decode(
@@ -207,15 +196,8 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
-        return cls._build(
-            StepKind.DRAFT_DECODE,
-            UniformQuery(topk),
-            seq_lens,
-            paging,
-            out_cache_loc,
-            num_steps=num_steps,
-            **host,
-        )
+        query = UniformQuery(topk)
+        return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, num_steps=num_steps, **host)
 
     @classmethod
     def target_verify(
@@ -229,15 +211,8 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
-        return cls._build(
-            StepKind.TARGET_VERIFY,
-            UniformQuery(num_draft_tokens),
-            seq_lens,
-            paging,
-            out_cache_loc,
-            tree_mask=tree_mask,
-            **host,
-        )
+        query = UniformQuery(num_draft_tokens)
+        return cls._build(StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, tree_mask=tree_mask, **host)
 
     @classmethod
     def draft_extend(
@@ -270,24 +245,50 @@ class Step:
         tree_mask: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        _check_query(query, num_steps)
-        max_committed, lens = host.get("max_committed"), host.get("seq_lens_cpu")
+        _check_requests(query, num_steps, seq_lens, paging)
+        max_committed, exact = host.get("max_committed"), _exact_lens(seq_lens.shape[0], **host)
         if out_cache_loc is None:
-            num_added = min_added(query, num_steps)
-            if max_committed is not None and max_committed + num_added > paging.row_tokens:
+            num_added, most = min_added(query, num_steps), max_committed if exact is None else max(exact, default=0)
+            if most is not None and most + num_added > paging.row_tokens:
                 raise InvalidStepError(
-                    f"a table row holds {paging.row_tokens} tokens: {max_committed} committed ones leave no place for "
+                    f"a table row holds {paging.row_tokens} tokens: {most} committed ones leave no place for "
                     f"{num_added} more. Make the table wider, or give out_cache_loc"
                 )
             out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
         num_real = torch.full((1,), seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
-        exact = None if lens is None else tuple(lens)
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
 
 
 def min_added(query: UniformQuery | PackedQuery, num_steps: int) -> int:
     """Tokens that every request of a layout writes, at the least."""
     return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else query.width * num_steps
+
+
+def _check_requests(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
+    """Layout, lengths and table agree on the requests; asked before slots are looked up."""
+    _check_query(query, num_steps)
+    if seq_lens.dtype not in (torch.int32, torch.int64) or seq_lens.ndim != 1:
+        raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(seq_lens)}")
+    bs = seq_lens.shape[0]
+    if paging.bs != bs:
+        raise InvalidStepError(f"seq_lens holds {bs} requests but the paging {paging.bs}")
+    if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
+        raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
+
+
+def _exact_lens(
+    bs: int, max_committed: int | None = None, seq_lens_cpu: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """The lengths of `bs` real requests as the host has them, if they agree with what else it knows."""
+    if seq_lens_cpu is None:
+        return None
+    if isinstance(seq_lens_cpu, Tensor):
+        raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
+    if len(seq_lens_cpu) != bs:
+        raise InvalidStepError(f"seq_lens_cpu holds {len(seq_lens_cpu)} lengths, seq_lens {bs}")
+    if max_committed is not None and max(seq_lens_cpu, default=0) > max_committed:
+        raise InvalidStepError(f"seq_lens_cpu holds {max(seq_lens_cpu)}, over max_committed={max_committed}")
+    return tuple(seq_lens_cpu)
 
 
 def _check_query(query: UniformQuery | PackedQuery, num_steps: int) -> None:

@@ -62,7 +62,7 @@ class Sampling:
 
 
 def _check_real(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise InvalidStepError(f"{name} must be a finite number, got {value!r}")
 
 

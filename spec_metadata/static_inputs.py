@@ -76,7 +76,7 @@ def misfit(static: Step, step: Step) -> list[str]:
         if (old.data_ptr(), old.shape, old.stride()) != (new.data_ptr(), new.shape, new.stride()):
             reasons.append(
                 f"the graph reads the request-to-token table {list(old.shape)} of its capture in place and the step "
-                f"brings another one, {list(new.shape)}"
+                f"brings another one, {list(new.shape)} at another address or with other strides (write into the first)"
             )
     return reasons
 

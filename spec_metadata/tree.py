@@ -98,7 +98,8 @@ class DraftBeams:
     def tree(self, root_tokens: Tensor, num_draft_tokens: int) -> DraftTree:
         """The root and the best num_draft_tokens - 1 candidates. root_tokens: [bs] int64.
 
-        A candidate never scores higher than its parent and ties go to the earlier one, so the choice is a tree.
+        A candidate never scores higher than its parent and ties go to the earlier one, so the choice is a tree. NaN, of
+        a draft that overflowed, counts as impossible: it would be sorted before its parent.
         """
         num_candidates = self.candidate_tokens.shape[1]
         if not 2 <= num_draft_tokens <= num_candidates + 1:
@@ -106,7 +107,8 @@ class DraftBeams:
                 f"the tree holds a root and {num_candidates} candidates, so num_draft_tokens must be in "
                 f"[2, {num_candidates + 1}], got {num_draft_tokens}"
             )
-        order = self.candidate_scores.sort(dim=1, descending=True, stable=True).indices
+        scores = self.candidate_scores.nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+        order = scores.sort(dim=1, descending=True, stable=True).indices
         nodes = order[:, : num_draft_tokens - 1].sort(dim=1).values
         parents = self.candidate_parents.gather(1, nodes)
         positions = torch.searchsorted(nodes, parents.contiguous()) + 1

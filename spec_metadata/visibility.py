@@ -114,8 +114,9 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
     on_path = ancestors.unsqueeze(2) == branches.view(1, 1, -1, 1)
     mask = torch.zeros((*on_path.shape[:3], step.num_steps), dtype=torch.bool, device=step.device)
     mask[..., : forward + 1] = on_path
-    slots = step.out_cache_loc.long().reshape(step.bs, -1)
-    return TreePart(slots, mask.reshape(step.bs, step.width, -1))
+    num_keys = step.width * step.num_steps
+    slots = step.out_cache_loc.long().reshape(step.bs, num_keys)
+    return TreePart(slots, mask.reshape(step.bs, step.width, num_keys))
 
 
 def write_slots(step: Step, forward: int = 0) -> Tensor:
@@ -145,6 +146,8 @@ def num_visible_pages(step: Step, dense: DensePart) -> Tensor:
 
 def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
     """[bs, max_pages] int64: the pages of each request's visible keys, then the reserved page to the end of the row."""
+    if step.bs == 0:  # the table of an idle rank may be of any width
+        return torch.empty((0, max_pages), dtype=torch.int64, device=step.device)
     pages = step.paging.pages(max_pages)
     live = torch.arange(max_pages, device=step.device) < num_visible_pages(step, dense).unsqueeze(1)
     return torch.where(live, pages, step.paging.geometry.reserved_page)

@@ -262,6 +262,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1e39}, r"temperature must be in \[0, 3.4e\+38\]"),
     ({"temperature": math.nan}, "temperature must be a finite number, got nan"),
     ({"temperature": math.inf}, "temperature must be a finite number, got inf"),
+    ({"temperature": 10**400}, r"temperature must be in \[0, "),
     ({"temperature": "1"}, "temperature must be a finite number, got '1'"),
     ({"temperature": True}, "temperature must be a finite number, got True"),
     ({"top_p": 0.0}, r"top_p must be in \(0, 1\] .*, got 0.0"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Acceptance, DraftTree, accept, compaction_moves
+from spec_metadata import Acceptance, DraftTree, InvalidStepError, accept, compaction_moves
 
 BS = 16
 
@@ -91,6 +91,14 @@ def test_a_right_token_below_a_rejected_node_is_rejected() -> None:
     got = accept(tree, torch.tensor([[1, 7, 7, 7]]), 4)
     assert int(got.num_accepted) == 1
     assert got.tokens[0].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (2, 3), (3,)], ids=str)
+def test_choices_of_other_nodes_are_refused(shape: tuple[int, ...]) -> None:
+    """More than there are nodes or requests would be read as if the rest were meant."""
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]]), 2)
+    with pytest.raises(InvalidStepError, match=r"target_tokens must be \[1, 3\]"):
+        accept(tree, torch.zeros(shape, dtype=torch.int64), 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

@@ -293,6 +293,7 @@ def on_meta(batch: SimpleNamespace, mirrors: set[str]) -> SimpleNamespace:
         (StepKind.DECODE, {"out_cache_loc_virtual": torch.ones(3)}, UnsupportedStepError, "virtual slots"),
         (StepKind.DECODE, {"seq_lens_cpu": torch.ones(3, device=META)}, InvalidStepError, "seq_lens_cpu is on meta"),
         (StepKind.DECODE, {"out_cache_loc": torch.ones(2).int()}, InvalidStepError, "must hold 3 slots"),
+        (StepKind.DECODE, {"out_cache_loc": None}, InvalidStepError, "ForwardBatch.out_cache_loc is None"),
         (
             StepKind.DRAFT_DECODE,
             {"spec_info": SimpleNamespace(num_tokens_per_req=2)},

@@ -203,9 +203,36 @@ def test_lengths_above_the_capacity_in_checking_mode(world: World) -> None:
         world.backend.init_forward_metadata(step)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replay"])
+def test_exact_lengths_above_the_capacity_are_refused_without_checking_mode(captured: bool) -> None:
+    """What the host knows is always checked."""
+    world = World(Setup(FA3Backend, CacheFormat.KV, 4, checking=False))
+    table = RequestTable(torch.arange(world.geometry.num_slots).repeat(2, 1), torch.tensor([1]), world.geometry)
+    meta = world.backend.capture(world.capacity.bucket(StepKind.DECODE, 1), table)
+    too_long = world.capacity.max_kv_len
+    step = Step.decode(torch.tensor([too_long]), table, torch.tensor([9]), seq_lens_cpu=[too_long])
+    with pytest.raises(InvalidStepError, match=f"up to {too_long} committed; the capacity holds {too_long}"):
+        world.backend.replay(meta, step) if captured else world.backend.init_forward_metadata(step)
+
+
 @pytest.mark.parametrize("cu_seqlens", [[0, 2, 9], [0, 1, 3], [1, 3, 4], [0, 2, 3, 4]], ids=str)
 def test_packed_query_whose_tensor_disagrees_with_its_lengths(world: World, cu_seqlens: list[int]) -> None:
     scene = Scene(world, Batch(StepKind.PREFILL, (5, 9), (2, 1)))
     query = PackedQuery(torch.tensor(cu_seqlens, dtype=torch.int32), (2, 1))
     with pytest.raises(InvalidStepError):
         world.backend.init_forward_metadata(replace(scene.step(), query=query))
+
+
+def test_exact_lengths_of_packed_rows_are_checked_request_by_request(world: World) -> None:
+    """The longest request may be the one that adds most."""
+    most = world.capacity.max_kv_len
+    table = RequestTable(torch.arange(world.geometry.num_slots).repeat(3, 1), torch.tensor([1, 2]), world.geometry)
+    starts = (most - 3, 0)
+    for widths, fits in (((3, 5), True), ((4, 1), False)):
+        slots = torch.arange(8, 8 + sum(widths))
+        step = Step.prefill(PackedQuery.of(widths), torch.tensor(starts), table, slots, seq_lens_cpu=starts)
+        if fits:
+            check_table_room(step, world.capacity)
+        else:
+            with pytest.raises(InvalidStepError, match=f"the capacity holds {most}"):
+                check_table_room(step, world.capacity)

@@ -113,6 +113,50 @@ def test_idle(setup: Setup) -> None:
     check_eager(World(setup), Batch(StepKind.IDLE, ()))
 
 
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_an_idle_step_takes_a_table_of_any_width(setup: Setup) -> None:
+    world = World(setup)
+    no_rows = torch.empty(0, dtype=torch.int64)
+    tables = [BlockTable(torch.empty(0, columns, dtype=torch.int32), world.geometry) for columns in (0, 1, 1000)]
+    tables += [RequestTable(torch.zeros(3, width, dtype=torch.int32), no_rows, world.geometry) for width in (1, 5000)]
+    for paging in tables:
+        meta = world.backend.init_forward_metadata(Step.idle(paging))
+        assert meta.at().write_slots.shape == (0,)
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.topk > 1], ids=str)
+def test_a_tree_of_no_requests_attends_to_nothing(setup: Setup) -> None:
+    world = World(setup)
+    paging, none = world.paging(), torch.empty(0, dtype=torch.int32)
+    width, nodes = world.capacity.topk, world.capacity.num_draft_tokens
+    steps = {
+        Step.draft_decode(width, 3, none, paging): (width, torch.empty(0, width, 1, dtype=torch.int64)),
+        Step.target_verify(nodes, none, paging, tree_mask=torch.empty(0, nodes, nodes, dtype=torch.bool)): (
+            nodes,
+            None,
+        ),
+    }
+    for step, (rows, ancestors) in steps.items():
+        tree = world.backend.init_forward_metadata(step).at(0, ancestors).tree
+        assert tree is not None
+        assert tree.mask.shape == (0, rows, tree.slots.shape[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_types_of_an_idle_step_are_those_of_every_other(dtype: torch.dtype) -> None:
+    world = World(Setup(FA3Backend, KV, 16, dtype=dtype))
+    found = []
+    for batch in (Batch(StepKind.DECODE, (5,)), Batch(StepKind.IDLE, ())):
+        scene = Scene(world, batch)
+        scene.reset_memory()
+        meta = world.backend.init_forward_metadata(scene.step())
+        given = scene.inputs()[0]
+        world.backend.store(given.stored, world.cache, meta.at(), world.layer)
+        out, lse = world.backend.forward(given.q, world.cache, meta.at(), world.layer)
+        found.append((out.dtype, lse.dtype, out.shape[1:], lse.shape[1:]))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", REPLAYS)
 @pytest.mark.parametrize(("setup", "kind"), UNIFORM)
 def test_replay(setup: Setup, kind: StepKind, name: str) -> None:

@@ -64,6 +64,7 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     assert info["capabilities"]["torch"]["draft_extend"]["packed"] is False
     assert info["capabilities"]["torch"]["target_verify"]["page_sizes"] == [32, 64]
     assert info["capabilities"]["torch"]["target_verify"]["tree"] is True
+    assert info["capabilities"]["flashmla"]["decode"]["head_sizes"] == [[576, 512]]
     assert info["buffers"]["decode"][0].startswith("block_table [num_forwards, bs, ")
     assert main(["info", "trtllm_mla"]) == 0
     assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -290,6 +291,32 @@ def test_right_at_batch_size_one_only():
     assert "of each request alone" in found["laws.alone_or_in_a_batch"]
 
 
+def test_an_error_says_where_it_was_raised():
+    """In the backend's own file, also where torch or this library raised it."""
+
+    class Misspells(FA3Backend):
+        def plan(self, step, forward, buffers):
+            return buffers["page_tabel"]
+
+    class Normalizes(FA3Backend):
+        def plan(self, step, forward, buffers):
+            return torch.nn.functional.normalize(None)
+
+    class Asserts(FA3Backend):
+        def plan(self, step, forward, buffers):
+            raise AssertionError
+
+    for backend, outcome, words in (
+        (Misspells, Outcome.ERROR, "KeyError: 'page_tabel'"),
+        (Normalizes, Outcome.ERROR, "AttributeError: 'NoneType'"),
+        (Asserts, Outcome.FAIL, "an assertion failed"),
+    ):
+        report = run_conformance(backend, kernel="torch", quick=True, select="math.decode")
+        assert {row.status for row in report.rows} == {outcome}
+        assert words in report.rows[0].reason
+        assert re.search(r"\(test_conformance.py:\d+ in plan\)$", report.rows[0].reason)
+
+
 KNOWN = {"reason": "the plan needs uniform widths", "link": "https://example.org/issues/12"}
 
 
@@ -370,6 +397,9 @@ def test_require_run_excuses_other_architectures_and_second_sources(what, code):
 def test_a_malformed_case_says_all_that_is_wrong():
     with pytest.raises(ConfigError, match=r"kind is 'dance'.*unknown key 'color'.*check is missing"):
         Case.from_json(json.dumps({"kind": "dance", "color": 1}))
+    wanted = r"page_size is 0, not an integer of at least 1; lens is \[-1\], not a list of integers of at least 0"
+    with pytest.raises(ConfigError, match=wanted):
+        Case.from_json(json.dumps({"check": "math.decode", "kind": "decode", "page_size": 0, "lens": [-1]}))
 
 
 @pytest.mark.parametrize(
@@ -401,7 +431,9 @@ def test_the_command_line_writes_a_report_and_runs_one_case(tmp_path, capsys):
     assert main(["conformance", "fa3", "--quick", "--select", "math.*", "--json", str(path)]) == 0
     report = Report.from_json(path.read_text())
     assert report.executed > 10
-    assert "exit code 0" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "exit code 0" in output
+    assert "not_run fa3 (sgl_kernel) *: " in output
     case.write_text(report.rows[0].case.to_json())
     assert main(["conformance", "fa3", "--kernel", "torch", "--case", str(case)]) == 0
     assert "executed 1 of 1" in capsys.readouterr().out

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from attn_backends.conformance import CATALOGUE, Case, Outcome, Report, Row
+from attn_backends.conformance import (
+    CATALOGUE,
+    Case,
+    Outcome,
+    Report,
+    Row,
+    resolve_subjects,
+    run_case,
+    selected_cases,
+)
 from attn_backends.conformance.matrix import main, page
+from attn_backends.conformance.plugin import explained
 from attn_backends.conformance.report import write_html
+from attn_backends.conformance.runner import QUICK_CASES
 from attn_backends.results import Results
 
 ROOT = Path(__file__).parent.parent
@@ -99,6 +112,22 @@ def test_the_walk_through_registers_as_the_example_does():
     entry, expected_failures = blocks("write-a-backend.md", "toml")
     assert entry in (EXAMPLE / "pyproject.toml").read_text()
     assert "[[expected_failures]]" in expected_failures
+
+
+def test_the_failure_of_the_walk_through_is_what_the_suite_says(monkeypatch):
+    """Up to the budget, which depends on the processor."""
+    source = (EXAMPLE / "seqmajor.py").read_text()
+    assert source.count(" - rows_after") == 1
+    broken = ModuleType("seqmajor")
+    monkeypatch.setitem(sys.modules, "seqmajor", broken)
+    exec(source.replace(" - rows_after", ""), vars(broken))
+    (subject,), _ = resolve_subjects(broken.SeqMajorBackend, "auto", "cpu")
+    case = selected_cases(subject, "math.target_verify", QUICK_CASES)[0]
+    options = "--attn-backend seqmajor --attn-kernel torch --attn-device cpu"
+    found = explained(run_case(subject, case), f"pytest --pyargs attn_backends.conformance {options} -k {case.name}")
+    (told,) = [text for text in blocks("write-a-backend.md", "text") if text.startswith("fail: ")]
+    budget = re.compile(r"budget of \S+")
+    assert budget.sub("", told.strip()) == budget.sub("", found)
 
 
 def test_the_example_uses_public_names_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -36,10 +37,11 @@ HOST_READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @pytest.mark.parametrize("read", HOST_READS.values(), ids=HOST_READS)
-def test_host_reads_are_refused(read: Callable[[Tensor], object]) -> None:
+def test_host_reads_are_refused(read: Callable[[Tensor], object], mode: Callable[[], AbstractContextManager]) -> None:
     given = torch.tensor([2, 1, 3])
-    with pytest.raises(CaptureError):
+    with mode(), pytest.raises(CaptureError):
         RecordedGraph().capture(lambda: read(given))
     read(given.clone())  # outside a capture it is fine
 
@@ -223,3 +225,12 @@ def test_a_custom_operator_is_one_node() -> None:
     graph.replay()
     assert runs == [[1.0, 1.0], [2.0, 2.0]]
     assert torch.equal(out, torch.full((2,), 6.0))
+
+
+def test_an_operator_without_results_is_done_again() -> None:
+    static, graph = torch.tensor(True), RecordedGraph()
+    graph.capture(lambda: torch._assert_async(static))
+    graph.replay()
+    static.fill_(False)
+    with pytest.raises(RuntimeError):
+        graph.replay()

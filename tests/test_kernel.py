@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_backends import CaptureError, UnsupportedStepError
 from attn_backends.backends.fa3 import FA3Backend
@@ -14,8 +16,9 @@ from attn_backends.conformance.worlds import Setup, World
 from attn_backends.graphs import RecordedGraph
 from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled, Schedules
 from attn_backends.layer import AttentionLayer
-from spec_metadata import Buffers, BufferSpec, StepKind, copy_step
-from spec_metadata.buffers import NUM_FORWARDS, Dim
+from attn_backends.metadata import check_frozen
+from spec_metadata import Buffers, BufferSpec, InvalidStepError, StepKind, copy_step
+from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
 from spec_metadata.capacity import Extent
 from spec_metadata.visibility import HostLens
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
@@ -198,3 +201,52 @@ def test_a_step_without_exact_lengths_is_refused_before_a_graphs_inputs_change()
     assert meta.step.seq_lens.tolist() == [0, 0]
     copy_step(meta.step, step)
     assert meta.step.seq_lens.tolist() == [5, 3]
+
+
+class GrowingScratchBackend(ScheduledBackend):
+    """Its kernel wants a word of scratch a request."""
+
+    kernels = (replace(ScheduledBackend.kernels[0], scratch=(BufferSpec("partial", torch.int32, (BS,), "partials"),)),)
+
+
+def test_a_scratch_that_is_too_small_for_a_later_step_is_refused():
+    """It is allocated once, for the first launch; a larger step must not be handed too little of it."""
+    world = world_of(GrowingScratchBackend)
+    scenes = [Scene(world, Batch(StepKind.DECODE, lens)) for lens in ((5, 3), (5,), (5, 3, 4))]
+    for scene in scenes[:2]:
+        scene.reset_memory()
+        attend(world, scene, world.backend.init_forward_metadata(scene.step()))
+    scenes[2].reset_memory()
+    with pytest.raises(InvalidStepError, match=r"buffer partial.*needs .3,. but was allocated .2,."):
+        attend(world, scenes[2], world.backend.init_forward_metadata(scenes[2].step()))
+
+
+class PlanTuple(NamedTuple):
+    """A plan of somebody who writes no dataclass."""
+
+    lens: Tensor
+    width: int
+
+
+LENS = torch.ones(4, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("captured", "planned", "name"),
+    [
+        (PlanTuple(LENS, 1), PlanTuple(LENS, 2), "PlanTuple.width"),
+        (PlanTuple(LENS, 1), PlanTuple(LENS[1:], 1), "PlanTuple.lens"),
+        (PlanTuple(LENS, 1), PlanTuple(LENS.clone(), 1), "PlanTuple.lens"),
+        ({"lens": LENS}, {"lens": LENS.clone()}, "dict.lens"),
+        ({"lens": LENS}, {}, "dict.lens"),
+        ({}, {"lens": LENS}, "dict.lens"),
+        ((LENS, (LENS, 3)), (LENS, (LENS, 4)), "tuple.1"),
+        (LENS, LENS.clone(), "Tensor.value"),
+        (7, 8, "int.value"),
+        (EXTENT, replace(EXTENT, bs=1), "Extent.bs"),
+    ],
+)
+def test_a_plan_of_any_type_is_held_to_its_capture(captured, planned, name):
+    check_frozen([captured], [captured])
+    with pytest.raises(CaptureError, match=rf"{name} was .* at capture"):
+        check_frozen([captured], [planned])

@@ -183,6 +183,7 @@ def test_packed_query() -> None:
 
 
 SLOTS = torch.arange(12)
+BLOCKS = paging_of(BlockTable)
 BAD: dict[str, Callable[[], object]] = {
     "at least 1, got 3 and 0": lambda: Step.draft_decode(0, 3, SEQ_LENS, PAGING),
     "at least 1, got 3 and -1": lambda: Step.draft_decode(-1, 3, SEQ_LENS, PAGING),
@@ -191,6 +192,15 @@ BAD: dict[str, Callable[[], object]] = {
     "at least 1, got 1 and 0": lambda: Step.target_verify(0, SEQ_LENS, PAGING),
     r"seq_lens must be \[bs\].*float32": lambda: Step.decode(SEQ_LENS.float(), PAGING, SLOTS[:3]),
     r"seq_lens must be \[bs\].*\[3, 1\]": lambda: Step.decode(SEQ_LENS.unsqueeze(1), PAGING, SLOTS[:3]),
+    r"seq_lens must be \[bs\] int32 or int64, got \[1, 3\]": lambda: Step.target_verify(4, SEQ_LENS[None], BLOCKS),
+    "seq_lens holds 4 requests but the paging 3": lambda: Step.decode(torch.tensor([7, 0, 12, 3]), BLOCKS),
+    "packed query holds 4 requests, seq_lens 3": lambda: Step.prefill(PackedQuery.of([1] * 4), SEQ_LENS, PAGING),
+    "seq_lens_cpu holds 2 lengths, seq_lens 3": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=[7, 0]),
+    "seq_lens_cpu holds 12, over max_committed=11": lambda: Step.decode(
+        SEQ_LENS, PAGING, seq_lens_cpu=LENS, max_committed=11
+    ),
+    "seq_lens_cpu must be integers of the host": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=SEQ_LENS),  # type: ignore[arg-type]
+    "32 committed ones leave no place for 1 more": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=[7, 0, 32]),
     "seq_lens holds 2 requests but the paging 3": lambda: Step.decode(SEQ_LENS[:2], PAGING, SLOTS[:2]),
     "packed query holds 2 requests, seq_lens 3": lambda: Step.prefill(PackedQuery.of([1, 1]), SEQ_LENS, PAGING, SLOTS),
     r"at least one query row, got lengths \(1, 0, 2\)": lambda: Step.prefill(

@@ -49,11 +49,13 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(site, tmp_path):
-    """Runs `python -m` in an empty folder in which only the wheels are known."""
+    """Runs a module in an empty folder in which only the wheels are known, as the commands `pytest` and `attn-backends`
+    do: without the folder on Python's path, where `python -m` puts it.
+    """
 
     def run(*arguments: str) -> tuple[int, str]:
         done = subprocess.run(
-            [sys.executable, "-m", *arguments],
+            [sys.executable, "-P", "-m", *arguments],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"},
             capture_output=True,
@@ -79,6 +81,12 @@ def test_the_command_line_door(run):
     code, output = run("attn_backends.cli", "conformance", "seqmajor", "--quick")
     assert code == 0, output
     assert "seqmajor" in output
+
+
+def test_the_command_line_door_finds_a_module_of_the_folder(run, tmp_path):
+    (tmp_path / "variants.py").write_text(VARIANTS)
+    code, output = run("attn_backends.cli", "info", "variants:Elsewhere")
+    assert (code, "no such machine" in output) == (0, True), output
 
 
 def test_the_library_door_is_the_test_of_the_example(run):

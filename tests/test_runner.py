@@ -20,6 +20,7 @@ from attn_backends.layer import AttentionOutput
 from attn_backends.runner import FieldClass, PassThrough, PerRequest, PerToken, Phase, PhaseRunner, StepResult, classify
 from spec_metadata import InvalidStepError, StepKind
 from tests.checks import check_memory, check_outputs
+from tests.mutants.hosted import HostedBackend
 
 KIND = StepKind.TARGET_VERIFY
 WIDTH = 4
@@ -219,3 +220,61 @@ def test_buckets_need_a_graph(world: World) -> None:
 def test_bucket_above_the_capacity_is_refused(world: World) -> None:
     with pytest.raises(CaptureError, match=f"max_bs={MAX_BS}"):
         runner_of(world, (1, MAX_BS + 1))
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    q: PerToken
+    factor: PassThrough
+
+
+@dataclass(frozen=True, eq=False)
+class Product:
+    q: PerToken
+
+
+@pytest.mark.parametrize("buckets", [(), (3,)], ids=["eager", "graph"])
+def test_an_input_that_does_not_depend_on_the_batch_may_be_a_scalar(world: World, buckets: tuple[int, ...]) -> None:
+    phase = Phase(
+        "scale",
+        lambda meta, given: Product(given.q * given.factor),
+        lambda bs: Scaled(torch.zeros(bs * WIDTH), torch.tensor(0.0)),
+        Product,
+        lambda bs: world.capacity.bucket(KIND, bs),
+    )
+    runner = PhaseRunner(phase, world.backend, world.paging(), buckets, RecordedGraph)
+    scene = Scene(world, Batch(KIND, (5, 3)))
+    scene.reset_memory()
+    for factor in (2.0, 3.0):
+        result = runner.run(scene.step(), Scaled(torch.ones(2 * WIDTH), torch.tensor(factor)))
+        assert result.value.q.tolist() == [factor] * 2 * WIDTH
+
+
+@pytest.mark.parametrize(
+    "given",
+    [Scaled(torch.ones(WIDTH, 7), torch.ones(1)), Scaled(torch.ones(WIDTH, 1), torch.tensor(2.0))],
+    ids=["factor", "q"],
+)
+def test_a_graph_never_broadcasts_an_input(world: World, given: Scaled) -> None:
+    """What was captured for other sizes would be filled up without a word."""
+    phase = Phase(
+        "scale",
+        lambda meta, given: Product(given.q.sum(1) * given.factor),
+        lambda bs: Scaled(torch.zeros(bs * WIDTH, 7), torch.zeros(())),
+        Product,
+        lambda bs: world.capacity.bucket(KIND, bs),
+    )
+    runner = PhaseRunner(phase, world.backend, world.paging(), (1,), RecordedGraph)
+    scene = Scene(world, Batch(KIND, (5,)))
+    scene.reset_memory()
+    with pytest.raises(InvalidStepError, match=r"phase scale: input (q|factor) .* captured as"):
+        runner.run(scene.step(), given)
+
+
+def test_an_idle_step_runs_on_kernels_that_plan_on_the_host() -> None:
+    """Nobody brings lengths for the one row of padding that an idle step is run on without graphs."""
+    world = World(Setup(HostedBackend, CacheFormat.KV, 4))
+    scene = Scene(world, IDLE)
+    scene.reset_memory()
+    result = PhaseRunner(phase_of(world), world.backend, world.paging()).run(scene.step(), safe_inputs(0))
+    assert result.value.out.shape == (0, HEADS, HEAD_DIM)

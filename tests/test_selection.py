@@ -9,7 +9,7 @@ import torch
 
 from attn_backends import BackendUnavailableError, UnsupportedStepError
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.capabilities import Capabilities, listed
+from attn_backends.capabilities import Capabilities, LseBase, listed
 from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection import Workload, choose_kernels
@@ -74,6 +74,27 @@ def test_auto_passes_over_a_kernel_that_the_models_layers_do_not_suit(changes, w
     assert chosen.kernel is plain
     assert len(chosen.passed_over) == 1
     assert chosen.passed_over[0].startswith(f"best: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "capacity", "reason"),
+    [
+        ({}, Capacity(2, 28, 16, topk=2, num_steps=2, num_draft_tokens=4), "a draft tree"),
+        ({"max_width": 3}, Capacity(2, 28, 16, num_steps=3, num_draft_tokens=4), "4 query rows a request (at most 3)"),
+    ],
+)
+def test_auto_passes_over_a_kernel_that_the_capacitys_steps_do_not_suit(changes, capacity, reason):
+    """Else every verify would be refused although a later kernel takes it."""
+    best = kernel("best", DECODE, VERIFY, **changes)
+    plain = kernel("plain", DECODE, VERIFY, non_causal=True, lse=LseBase.NATURAL)
+
+    class Mine(FA3Backend):
+        kernels = (best, plain)
+
+    choices = Mine(capacity, CacheGeometry(8, 16)).choices
+    assert names(choices) == {DECODE: "best", VERIFY: "plain"}
+    assert len(choices[VERIFY].passed_over) == 1
+    assert choices[VERIFY].passed_over[0].startswith(f"best: {reason}")
 
 
 def test_types_and_layers_that_are_not_known_yet_are_not_held_against_a_kernel():

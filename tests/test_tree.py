@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -159,3 +161,16 @@ def test_whole_draft_is_capturable() -> None:
     expected = region()
     for name in ("tokens", "parents", "depths", "mask"):
         assert torch.equal(getattr(tree, name), getattr(expected, name)), name
+
+
+def test_children_without_a_number_are_never_drafted_before_their_parent() -> None:
+    """A draft that overflows drafts worse; it must not leave the tree, or tokens are accepted on no path."""
+    beams = DraftBeams.start(torch.tensor([[1, 2]]), torch.tensor([[-0.1, -0.2]]))
+    children = torch.tensor([[[-0.1, -0.2], [math.nan, math.nan]]])
+    beams = beams.advance(torch.tensor([[[3, 4], [5, 6]]]), children)
+    tree = beams.tree(torch.tensor([0]), 3)
+    assert tree.tokens.tolist() == [[0, 1, 2]]
+    assert tree.parents.tolist() == [[0, 0, 0]]
+    whole = beams.tree(torch.tensor([0]), 7)
+    assert whole.parents.tolist() == [[0, 0, 0, 1, 1, 2, 2]]
+    assert whole.depths.tolist() == [[0, 1, 1, 2, 2, 2, 2]]

@@ -177,5 +177,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert providers.device_reasons("trtllm_gen") == ["needs SM100 to SM103; this GPU is SM90"]
+    capabilities = {0: (10, 0), 1: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capabilities[device.index])
+    assert providers.device_reasons("trtllm_gen", torch.device("cuda", 0)) == []
+    assert providers.device_reasons("trtllm_gen", torch.device("cuda", 1)) == ["needs SM100 to SM103; this GPU is SM90"]

@@ -115,6 +115,10 @@ class ForwardBatches:
             raise UnsupportedStepError("SGLang's ForwardBatch", reasons, "leave it to SGLang's backend")
         if mode == "IDLE" or bs == 0:
             return Step.idle(self._paging(batch, 0))
+        if batch.out_cache_loc is None:
+            raise InvalidStepError(
+                "ForwardBatch.out_cache_loc is None; build the step when SGLang has allocated slots for the new tokens"
+            )
         return builders[mode](batch, bs)
 
     def _prefill(self, batch: ForwardBatch, bs: int) -> Step:

@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
     words = sys.argv[1:] if arguments is None else arguments
     args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
+    sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar for each file that is loaded would break ours
     try:
         return _run(args)
@@ -68,16 +69,24 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
     _add_sampling(generate)
-    demo = commands.add_parser("demo", help="plain and speculative decoding compared, on every backend")
+    demo = commands.add_parser(
+        "demo",
+        help="plain and speculative decoding compared, on every vendor's backend",
+        description="Exit code 0: every row is what its precision promises. 1: one is not. 2: bad input.",
+    )
     demo.add_argument("--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     _add_conformance(commands)
     _add_bench(commands)
     for command in (generate, demo):
-        command.add_argument("--kernel", help="a kernel's name, or auto")
-        command.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "float64"), help="of the weights")
+        command.add_argument("--kernel", help="a kernel's name, or auto (default: the file's)")
+        command.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16", "float16", "float64"),
+            help="of the weights (default: the file's)",
+        )
         command.add_argument("--cache-dtype", choices=("float8_e4m3fn",), help="of the cache (default: the weights')")
-        command.add_argument("--device", help="such as cpu or cuda")
+        command.add_argument("--device", help="cpu, cuda or one such as cuda:1 (default: the file's)")
     return parser
 
 

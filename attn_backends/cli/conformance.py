@@ -138,7 +138,8 @@ def _print(report: Report, code: int, args: argparse.Namespace) -> None:
         if row.status in (Outcome.FAIL, Outcome.ERROR):
             _print_failure(console, row, args)
         elif row.status in (Outcome.NOT_RUN, Outcome.XFAIL):
-            console.print(f"[{_COLORS[row.status]}]{row.status}[/] {row.backend} {row.check}: {escape(row.reason)}")
+            what = escape(f"{row.backend} ({row.kernel}) {row.check}: {row.reason}")
+            console.print(f"[{_COLORS[row.status]}]{row.status}[/] {what}", soft_wrap=True)
     console.print(f"executed {report.executed} of {len(report.rows)}:{_counts(report.rows)}; exit code {code}")
 
 
@@ -149,7 +150,8 @@ def _counts(rows: list[Row] | tuple[Row, ...]) -> str:
 
 def _print_failure(console: Console, row: Row, args: argparse.Namespace) -> None:
     """What a person needs: check, case in words, what differs, and the command that runs this case alone."""
-    console.print(f"\n[{_COLORS[row.status]}]{row.status}[/] {escape(row.backend)} [bold]{row.check}[/]")
+    backend = escape(f"{row.backend} ({row.kernel})")
+    console.print(f"\n[{_COLORS[row.status]}]{row.status}[/] {backend} [bold]{row.check}[/]")
     if row.case is not None:
         console.print(f"  case: {escape(row.case.in_words())}", soft_wrap=True)
     console.print(f"  {escape(row.reason)}", soft_wrap=True)

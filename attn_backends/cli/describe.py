@@ -57,6 +57,7 @@ def show_info(name: str, *, as_json: bool) -> int:
         console.print(_capability_table(kernel, kinds))
         for buffer in described["workspaces"][kernel]:
             console.print(f"  {buffer}", markup=False, soft_wrap=True)
+    console.print("\nWhat each capability means: pydoc attn_backends.Capabilities")
     for kinds, buffers in _grouped(described["buffers"]):
         console.print(f"\n[bold]buffers of {kinds}[/]")
         for buffer in buffers:
@@ -121,7 +122,7 @@ def _values(capabilities: Capabilities) -> dict[str, Any]:
 
 def _value(value: object) -> object:
     if isinstance(value, frozenset):
-        return sorted(entry if isinstance(entry, int) else str(entry).removeprefix("torch.") for entry in value)
+        return sorted(entry if isinstance(entry, int | tuple) else str(entry).removeprefix("torch.") for entry in value)
     return value if value is None or isinstance(value, bool | int) else str(value)
 
 

@@ -156,11 +156,14 @@ def _problems(name: str, value: object) -> list[str]:
         return [f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}"]
     match _TYPES[name]:
         case "str":
-            good = isinstance(value, str)
+            good, wanted = isinstance(value, str), "a string"
         case "bool":
-            good = isinstance(value, bool)
+            good, wanted = isinstance(value, bool), "true or false"
         case "int":
-            good = isinstance(value, int) and not isinstance(value, bool) and value >= (name in ("page_size", "topk"))
+            least = 1 if name in ("page_size", "topk") else 0
+            good = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            wanted = f"an integer of at least {least}"
         case _:
             good = isinstance(value, list | tuple) and all(isinstance(x, int) and x >= 0 for x in value)
-    return [] if good else [f"{name} is {value!r}, not a {_TYPES[name]}"]
+            wanted = "a list of integers of at least 0"
+    return [] if good else [f"{name} is {value!r}, not {wanted}"]

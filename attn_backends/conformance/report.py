@@ -16,7 +16,7 @@ _MEANINGS = {
     Outcome.REFUSED: "an undeclared capability was asked for and refused, as it must be",
     Outcome.XFAIL: "failed as the backend's file says it does",
     Outcome.NOT_RUN: "this machine lacks what it needs",
-    Outcome.ERROR: "the check itself broke",
+    Outcome.ERROR: "the check, or the backend outside its contract, broke",
 }
 _STYLE = """
 :root { --pass: #2e7d32; --fail: #c62828; --refused: #5c6bc0; --xfail: #b26a00; --not_run: #757575; --error: #8e24aa }

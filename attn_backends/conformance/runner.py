@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 
+import attn_backends
+import spec_metadata
 from attn_backends.base import AttentionBackend
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import CATALOGUE, Measured, Subject
+from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject
 from attn_backends.conformance.exercise import setup_of, world_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, Row
@@ -22,6 +26,8 @@ from attn_backends.results import head
 from spec_metadata import InvalidStepError
 
 QUICK_CASES = 3  # of each check
+_TORCH = Path(torch.__file__).parent
+_OURS = {Path(folder) for package in (attn_backends, spec_metadata) for folder in package.__path__}
 
 
 def run_case(subject: Subject, case: Case) -> Row:
@@ -32,12 +38,14 @@ def run_case(subject: Subject, case: Case) -> Row:
     measured, status, reason = Measured(), Outcome.PASS, ""
     try:
         measured = CATALOGUE[case.check].run(subject, case)
+    except CheckFailure as failure:
+        status, reason = Outcome.FAIL, str(failure)
     except AssertionError as failure:
-        status, reason = Outcome.FAIL, str(failure) or "an assertion failed"
+        status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({_place(failure)})"
     except (AttnBackendsError, InvalidStepError) as refusal:
         status, reason = Outcome.FAIL, f"declared, yet refused: {refusal}"
     except Exception as error:
-        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error}"
+        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error} ({_place(error)})"
     if measured.refusal:
         status, reason = Outcome.REFUSED, measured.refusal
     ms = round((time.perf_counter() - start) * 1e3, 1)
@@ -53,6 +61,14 @@ def run_case(subject: Subject, case: Case) -> Row:
         measured.budget,
         ms,
     )
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, without folders: the innermost place outside of torch, and of this library if any."""
+    frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [found for found in frames if _TORCH not in found[0].parents]
+    path, frame = ([found for found in frames if not _OURS.intersection(found[0].parents)] or frames)[-1]
+    return f"{path.name}:{frame.lineno} in {frame.name}"
 
 
 def run_conformance(
