@@ -16,6 +16,8 @@ from torch import Tensor
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import fp8_pages
+from attn_backends.kernels.compressor_operators import write_rows
+from attn_backends.kernels.torch_compressed import read_rows
 from spec_metadata import CacheGeometry
 from spec_metadata.plans.compressed import max_rows
 
@@ -38,20 +40,22 @@ class FloatPages:
         return tuple(self.data.shape)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of a page."""
+        return self.data.shape[1]
+
+    @property
     def dtype(self) -> torch.dtype:
         """Type of an element."""
         return self.data.dtype
 
     def read(self, slots: Tensor) -> Tensor:
         """[*slots.shape, dim] rows of slots [...]; a slot of -1 reads anything."""
-        slots = slots.long().clamp_min(0)
-        return self.data[slots // self.data.shape[1], slots % self.data.shape[1]]
+        return read_rows(self.data, self.num_rows, slots)
 
     def write(self, slots: Tensor, rows: Tensor, reserved_page: int) -> None:
         """Write rows [n, dim] to slots [n], nothing to a slot of -1, which only looks at the reserved page."""
-        live, slots = _writes(slots, reserved_page * self.data.shape[1])
-        page, offset = slots // self.data.shape[1], slots % self.data.shape[1]
-        self.data[page, offset] = torch.where(live, rows.to(self.data.dtype), self.data[page, offset])
+        write_rows(self.data, self.num_rows, slots, rows, reserved_page)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,14 +76,11 @@ class Fp8Pages:
 
     def read(self, slots: Tensor) -> Tensor:
         """[*slots.shape, 512] float32 rows of slots [...]; a slot of -1 reads anything."""
-        slots = slots.long().clamp_min(0)
-        return fp8_pages.dequantise(self.data[self._places(slots)])
+        return read_rows(self.data, self.num_rows, slots)
 
     def write(self, slots: Tensor, rows: Tensor, reserved_page: int) -> None:
         """Write rows [n, 512] to slots [n], nothing to a slot of -1, which only looks at the reserved page."""
-        live, slots = _writes(slots, reserved_page * self.num_rows)
-        places = self._places(slots)
-        self.data[places] = torch.where(live, fp8_pages.quantise(rows), self.data[places])
+        write_rows(self.data, self.num_rows, slots, rows, reserved_page)
 
     @property
     def rows_view(self) -> Tensor:
@@ -87,16 +88,8 @@ class Fp8Pages:
         size = (self.data.shape[0], self.num_rows, 1, fp8_pages.ROW_BYTES)
         return self.data.as_strided(size, (self.data.stride(0), fp8_pages.ROW_BYTES, fp8_pages.ROW_BYTES, 1))
 
-    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        return (slots // self.num_rows).unsqueeze(-1), fp8_pages.byte_offsets(slots % self.num_rows, self.num_rows)
-
 
 Pages = FloatPages | Fp8Pages
-
-
-def _writes(slots: Tensor, reserved: int) -> tuple[Tensor, Tensor]:
-    live = slots >= 0
-    return live.unsqueeze(-1), torch.where(live, slots.long(), reserved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -127,6 +127,16 @@ def runs_anywhere(device: torch.device) -> list[str]:
     return []
 
 
+def runs_on_triton(device: torch.device) -> list[str]:
+    """Reasons against a Triton kernel of ours."""
+    if device.type != "cuda":
+        return [f"runs on CUDA devices, not on {device.type}"]
+    reasons = _sm_reasons(device, *_SM80_UP)
+    if find_spec("triton") is None:
+        reasons.append("triton is not installed (pip install 'attn-backends[triton]')")
+    return reasons
+
+
 def vendor_reasons(kernel: str) -> Callable[[torch.device], list[str]]:
     """A kernel's `unavailable_reasons`: the device, the package, and whether its calls take what we pass."""
     return lambda device: list(_vendor_reasons(kernel, device))
@@ -188,7 +198,10 @@ def installation(kernel: str) -> str:
 
 def device_reasons(kernel: str, device: torch.device) -> list[str]:
     """Why a vendor kernel can't run on a GPU of this machine; empty if it can."""
-    least, most = VENDOR_KERNELS[kernel].architectures
+    return _sm_reasons(device, *VENDOR_KERNELS[kernel].architectures)
+
+
+def _sm_reasons(device: torch.device, least: tuple[int, int], most: tuple[int, int] | None) -> list[str]:
     upper = "" if most == least else " or newer" if most is None else f" to {_sm(most)}"
     needed = f"needs {_sm(least)}{upper}"
     if not torch.cuda.is_available():

@@ -41,13 +41,21 @@ class Request:
 
 
 @contextmanager
-def recorded_selections() -> Iterator[list[Tensor]]:
-    """Inside, every selection of the backend is kept, [num_tokens, topk] entry numbers each."""
+def recorded_selections() -> Iterator[list[list[set[int]]]]:
+    """Inside, every selection of the backend is kept: of each row, the entries by their number."""
     original, seen = dsv4.select_entries, []
 
-    def record(*args: Any, **kwargs: Any) -> Tensor:
-        seen.append(original(*args, **kwargs))
-        return seen[-1]
+    def record(q: Tensor, weights: Tensor, keys: Tensor, page_table: Tensor, *rest: Any) -> Tensor:
+        slots = original(q, weights, keys, page_table, *rest)
+        per_page, (_, request, *_) = keys.shape[1], rest
+        pages = [{page: index for index, page in reversed(list(enumerate(row)))} for row in page_table.tolist()]
+        seen.append(
+            [
+                {pages[owner][slot // per_page] * per_page + slot % per_page for slot in row if slot >= 0}
+                for owner, row in zip(request.tolist(), slots.tolist(), strict=True)
+            ]
+        )
+        return slots
 
     dsv4.select_entries = record
     try:
@@ -152,7 +160,7 @@ class Engine:
                 if offset < number:
                     request.outputs.append((position, logits[row]))
                 for layer, best in zip(indexed, selections, strict=True):
-                    request.selected[layer, position] = {entry for entry in best[row].tolist() if entry >= 0}
+                    request.selected[layer, position] = best[row]
                 row += 1
 
     def _run(self, step: Step, requests: Sequence[Request], rows: Sequence[Tensor], right: Sequence[int]) -> None:

@@ -35,6 +35,7 @@ from attn_backends.layer import AttentionOutput
 from spec_metadata import StepKind
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
 from tests.mutants.wide import WideBackend
+from tests.torch_kernels import torch_kernel
 
 GOOD = {Outcome.PASS, Outcome.REFUSED}
 
@@ -103,14 +104,14 @@ def test_backends_with_schedules_conform(backend):
 
 def with_torch_kernel(launch=None, **changes):
     """A fa3 whose kernel computes with another function, or declares something else."""
-    kernel = FA3Backend.kernels[-1]
+    kernel = torch_kernel(FA3Backend)
     declared = {kind: replace(known, **changes) for kind, known in kernel.capabilities.items()}
     return Kernel("torch", launch or kernel.launch, declared, kernel.unavailable_reasons), kernel.launch
 
 
 def limited_kernel():
     """fa3's kernel with a limit of every kind, as vendors' kernels have them."""
-    kernel = FA3Backend.kernels[-1]
+    kernel = torch_kernel(FA3Backend)
     limits = {
         StepKind.DECODE: {"graph": False},
         StepKind.DRAFT_DECODE: {"non_causal": False},
@@ -374,8 +375,8 @@ def test_exit_codes(statuses, code, strict_code):
 
 def absent(name, **what):
     """A kernel that can't run here."""
-    torch_kernel = FA3Backend.kernels[-1]
-    return replace(torch_kernel, name=name, unavailable_reasons=lambda device: [f"{name} is not here"], **what)
+    present = torch_kernel(FA3Backend)
+    return replace(present, name=name, unavailable_reasons=lambda device: [f"{name} is not here"], **what)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +385,7 @@ def absent(name, **what):
 )
 def test_require_run_excuses_other_architectures_and_second_sources(what, code):
     """Every kernel of a backend is run or listed; what is missing fails only if it could have been here."""
-    here = replace(FA3Backend.kernels[-1], name="here", source="fa3")
+    here = replace(torch_kernel(FA3Backend), name="here", source="fa3")
     kernels = (here, absent("elsewhere", **what))
     subject = type("TwoKernels", (FA3Backend,), {"kernels": kernels})
     report = run_conformance(subject, quick=True, select="math.decode")

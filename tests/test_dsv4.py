@@ -12,7 +12,6 @@ from torch import Tensor
 
 from attn_backends import base
 from attn_backends.backends import dsv4
-from attn_backends.compressed_cache import FloatPages
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import torch_compressed
 from spec_metadata import dense_part, write_slots
@@ -208,17 +207,16 @@ def _not_advanced(step: Any, forward: int = 0) -> Any:
     return dense_part(step, 0)
 
 
-def _states_first(*args: Any) -> Tensor:
-    rows, _, states, made, _ = args
-    states.write(made.state_writes, rows, 2)
-    return _MAKE(*args)
+def _states_first(pools: Any, given: Any, compressor: Any, made: Any, *rest: Any) -> None:
+    _WRITE_STATES(pools.states.data, made.state_writes, given.values, given.gates, 2)
+    _STORE_ENTRIES(pools, given, compressor, made, *rest)
 
 
-def _latest_rows_only(self: FloatPages, slots: Tensor, rows: Tensor, reserved_page: int) -> None:
+def _latest_rows_only(states: Tensor, slots: Tensor, *rest: Any) -> None:
     kept = slots.clone()
-    if rows.shape[1] in (128, 64) and len(slots) == 8:
+    if len(slots) == 8:
         kept[[0, 4]] = -1
-    _WRITE(self, kept, rows, reserved_page)
+    _WRITE_STATES(states, kept, *rest)
 
 
 def _entry_plan(change: Callable[..., None]) -> Callable[..., Any]:
@@ -235,14 +233,14 @@ def _swapped_halves(x: Tensor) -> Tensor:
     return torch.cat((before, own), dim=1)
 
 
-_MAKE, _WRITE, _ENTRIES = dsv4._make_entries, FloatPages.write, compressed._plan_entries
+_STORE_ENTRIES, _WRITE_STATES, _ENTRIES = dsv4._store_entries, dsv4.write_states, compressed._plan_entries
 _POOL, _ATTEND = torch_compressed.pool, torch_compressed.sparse_attention
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "slots of a draft not sliced": (base, "write_slots", _same_slice),
     "lengths of a draft not advanced": (compressed, "dense_part", _not_advanced),
-    "states written before entries are made": (dsv4, "_make_entries", _states_first),
-    "a state row not kept": (FloatPages, "write", _latest_rows_only),
+    "states written before entries are made": (dsv4, "_store_entries", _states_first),
+    "a state row not kept": (dsv4, "write_states", _latest_rows_only),
     "a block visible one row late": (
         compressed,
         "_plan_entries",
@@ -256,13 +254,13 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     ),
     "halves of the channels swapped": (torch_compressed, "_halves", _swapped_halves),
     "position bias one token off": (
-        dsv4,
+        torch_compressed,
         "pool",
         lambda values, gates, bias, overlap: _POOL(values, gates, bias.roll(1, 0), overlap),
     ),
-    "no sink": (dsv4, "sparse_attention", lambda *args: _ATTEND(*args[:-1], None)),
+    "no sink": (torch_compressed, "sparse_attention", lambda *args: _ATTEND(*args[:-1], None)),
     "the oldest token of the window lost": (
-        dsv4,
+        torch_compressed,
         "sparse_attention",
         lambda q, keys, visible, *rest: _ATTEND(q, keys, visible & (torch.arange(visible.shape[1]) != 7), *rest),
     ),

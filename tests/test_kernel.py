@@ -22,6 +22,7 @@ from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
 from spec_metadata.capacity import Extent
 from spec_metadata.visibility import HostLens
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
+from tests.torch_kernels import torch_kernel
 
 LAYER = AttentionLayer(0, 8, 2, 64, 64, 0.125)
 SHAPE = LayerShape.of(LAYER, torch.bfloat16, torch.bfloat16)
@@ -52,12 +53,12 @@ def lens(*kv_lens: int) -> HostLens:
 
 def schedules(schedule=Noted, exact=None):
     """Of two forwards with the plans "first" and "second", and the shapes that memory was asked for."""
-    torch_kernel, asked = FA3Backend.kernels[-1], []
+    present, asked = torch_kernel(FA3Backend), []
     kernel = Kernel(
         "noted",
-        torch_kernel.launch,
-        torch_kernel.capabilities,
-        torch_kernel.unavailable_reasons,
+        present.launch,
+        present.capabilities,
+        present.unavailable_reasons,
         schedule=schedule,
         workspaces=(WORK,),
         scratch=(PARTIAL,),

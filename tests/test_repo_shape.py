@@ -26,6 +26,7 @@ LAYERS = [
             "providers",
             "graphs",
             "kernel",
+            "paged_kernel",
             "compressed_cache",
             "compressed_layer",
         )

@@ -14,7 +14,7 @@ of states is left out: a sum can't be rolled back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, ClassVar
 
@@ -27,24 +27,19 @@ from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
 from attn_backends.compressed_cache import (
     CompressedCache,
     CompressedFormat,
-    FloatPages,
+    EntryPools,
     allocate_compressed,
     cache_reasons,
 )
-from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery
+from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernel import Kernel, LayerShape, Scheduled
-from attn_backends.kernels.torch_compressed import (
-    gather_sources,
-    pool,
-    rms_norm,
-    rotate_tail,
-    select_entries,
-    sparse_attention,
-)
+from attn_backends.kernels.compressor_operators import write_entries, write_states
+from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
+from attn_backends.kernels.torch_compressed import Keys, attend_rows
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.metadata import ForwardMetadata
-from attn_backends.providers import runs_anywhere
+from attn_backends.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
 from spec_metadata import Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed
@@ -59,8 +54,8 @@ _TORCH = Capabilities(
     sinks=True,
     cache_dtypes=frozenset({torch.float8_e4m3fn}),
 )
+_TRITON = replace(_TORCH, dtypes=FLOAT_TYPES - {torch.float64})
 _KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
-_CHUNK = 256  # query rows that the torch kernel gathers keys for at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,18 +75,25 @@ class Selected:
         return self.planned.plan if isinstance(self.planned, Scheduled) else self.planned
 
 
+def _sources(cache: Any, selected: Selected, layer: AttentionLayer) -> tuple[Keys, Keys | None]:
+    """The rows and entries that a forward attends to."""
+    assert isinstance(cache, CompressedCache)
+    assert isinstance(layer, CompressedLayer)
+    plan = selected.plan
+    rows = Keys(cache.rows.data, cache.rows.num_rows, plan.window_slots, plan.window_lens)
+    if cache.compressor is None or layer.compression is None or selected.entry_slots is None:
+        return rows, None
+    pages, num_visible = cache.compressor.entries, plan.entries[layer.compression.ratio].num_visible
+    return rows, Keys(pages.data, pages.num_rows, selected.entry_slots, num_visible)
+
+
+def _launch_triton(q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer) -> AttentionOutput:
+    return AttentionOutput(*sparse_attention(q, *_sources(cache, selected, layer), layer.scale, layer.sinks))
+
+
 def _launch_torch(q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer) -> AttentionOutput:
-    sources = [(cache.rows, selected.plan.window_slots)]
-    if cache.compressor is not None and selected.entry_slots is not None:
-        sources.append((cache.compressor.entries, selected.entry_slots))
-    parts = []
-    for first in range(0, q.shape[0], _CHUNK):
-        rows = slice(first, first + _CHUNK)
-        keys = torch.cat([pages.read(slots[rows]) for pages, slots in sources], dim=1)
-        visible = torch.cat([slots[rows] for _, slots in sources], dim=1) >= 0
-        parts.append(sparse_attention(q[rows], keys, visible, layer.scale, layer.sinks))
-    outs, lses = zip(*parts, strict=True)
-    return AttentionOutput(torch.cat(outs), torch.cat(lses))
+    sources = [keys for keys in _sources(cache, selected, layer) if keys is not None]
+    return AttentionOutput(*attend_rows(q, sources, layer.scale, layer.sinks))
 
 
 class DSV4Backend(AttentionBackend[CompressedPlan]):
@@ -107,6 +109,14 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     kernels = (
         flashmla_sparse.KERNEL,
         Kernel("torch", _launch_torch, dict.fromkeys(_KINDS, _TORCH), runs_anywhere),
+        # behind torch until the suite has passed on it on a GPU
+        Kernel(
+            "triton",
+            _launch_triton,
+            dict.fromkeys(_KINDS, _TRITON),
+            runs_on_triton,
+            architectures=frozenset({8, 9, 10, 11, 12}),
+        ),
     )
     window: ClassVar[int] = 128
     compressions: ClassVar[tuple[Compression, ...]] = (Compression(4, overlap=True, indexed=True), Compression(128))
@@ -159,12 +169,10 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         states = []
         for given, compressor, pools in parts:
             if given is not None and compressor is not None and pools is not None:
-                rows = torch.cat((given.values, given.gates), dim=-1).to(pools.states.dtype)
-                entries = _make_entries(rows, compressor, pools.states, made, layer.compression)
-                pools.entries.write(made.write_slots, entries, reserved)
-                states.append((pools.states, rows))
-        for pages, rows in states:  # after all entries: a row may take the place of one that they are made of
-            pages.write(made.state_writes, rows, reserved)
+                _store_entries(pools, given, compressor, made, layer.compression, reserved)
+                states.append((pools.states.data, given))
+        for into, given in states:  # after all entries: a row may take the place of one that they are made of
+            write_states(into, made.state_writes, given.values, given.gates, reserved)
 
     def forward(
         self,
@@ -265,37 +273,49 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         return cache_reasons(cache, self.geometry, layer, self.ring(layer))
 
 
-def _make_entries(
-    rows: Tensor, compressor: Compressor, states: FloatPages, made: EntryPlan, compression: Compression
-) -> Tensor:
-    """[num_entries, dim] entries that close in a forward. rows: [num_tokens, 2 * channels], its values and gates."""
-    read = states.read(made.state_reads)
-    values, gates = gather_sources(rows, read, made.input_rows, made.state_reads)
-    means = pool(values, gates, compressor.position_bias.to(rows.dtype), compression.overlap)
-    normed = rms_norm(means, compressor.norm_weight.to(rows.dtype), compressor.norm_eps)
-    return rotate_tail(normed, made.first_positions, compressor.inv_freq)
+def _store_entries(
+    pools: EntryPools,
+    given: Projections,
+    compressor: Compressor,
+    made: EntryPlan,
+    compression: Compression,
+    reserved_page: int,
+) -> None:
+    """Write the entries of one compressor that close in a forward."""
+    write_entries(
+        pools.entries.data,
+        pools.entries.num_rows,
+        made.write_slots,
+        given.values,
+        given.gates,
+        pools.states.data,
+        made.input_rows,
+        made.state_reads,
+        made.first_positions,
+        compressor.position_bias,
+        compressor.norm_weight,
+        compressor.norm_eps,
+        compressor.inv_freq,
+        compression.overlap,
+        reserved_page,
+    )
 
 
 def _select(index: IndexQuery, cache: CompressedCache, plan: CompressedPlan, layer: CompressedLayer) -> Tensor:
     """[num_tokens, index_topk] int32: slots of the entries that each row attends to, then -1."""
     assert cache.indexer is not None
     assert layer.compression is not None
-    ratio = layer.compression.ratio
-    per_page = plan.page_size // ratio
-    pages = plan.page_table.long()
-    slots = (pages.unsqueeze(2) * per_page + torch.arange(per_page, device=pages.device)).flatten(1)
-    best = select_entries(
+    return select_entries(
         index.q,
         index.weights,
-        cache.indexer.entries.read(slots),
+        cache.indexer.entries.data,
+        plan.page_table,
         plan.qo_indptr,
         plan.request,
-        plan.entries[ratio].num_visible,
-        max_query=plan.max_query,
-        topk=layer.index_topk,
+        plan.entries[layer.compression.ratio].num_visible,
+        plan.max_query,
+        layer.index_topk,
     )
-    chosen = slots[plan.request.long()].gather(1, best.clamp_min(0))
-    return torch.where(best >= 0, chosen, -1).int()
 
 
 def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:

@@ -18,6 +18,7 @@ from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, Lse
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.paged_kernel import triton_kernel
 from attn_backends.providers import runs_anywhere
 from attn_backends.vendors import flash_attention
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
@@ -65,6 +66,7 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

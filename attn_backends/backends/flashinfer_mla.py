@@ -18,6 +18,7 @@ from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, Lse
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.paged_kernel import triton_kernel
 from attn_backends.providers import runs_anywhere
 from attn_backends.vendors.flashinfer import mla_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
@@ -68,6 +69,7 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
         mla_kernel("fa3", architectures=frozenset({9})),
         mla_kernel("fa2", architectures=frozenset({8, 9, 10, 11, 12})),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

@@ -19,6 +19,7 @@ from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, Lse
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.paged_kernel import triton_kernel
 from attn_backends.providers import runs_anywhere
 from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
@@ -85,6 +86,7 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
         flashmla.KERNEL,
         *flash_attention.kernels(_FLASH_ATTENTION),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
+        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.layer import AttentionLayer
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Step
@@ -24,6 +27,7 @@ LAYERS = {
     CacheFormat.LATENT: tuple(AttentionLayer(0, heads, 1, 576, 512, 192**-0.5) for heads in (16, 128)),
     CacheFormat.KV: (AttentionLayer(0, 32, 8, 128, 128, 128**-0.5),),
 }  # DeepSeek-V3 on 8 GPUs and on one, Llama-3-8B
+MORE_LAYERS = {CacheFormat.KV: (AttentionLayer(0, 64, 8, 128, 128, 128**-0.5),)}  # Llama-3-70B, on the same cache
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,29 +53,84 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """One attention call. width: query rows of a request. q: [batch_size * width, num_heads, head_dim]."""
+    """One attention call. width: query rows of a request. q: [batch_size * width, num_heads, head_dim]. tree_mask:
+    [batch_size, width, width] bool, None for a chain.
+    """
 
     pool: Pool
     layer: AttentionLayer
     width: int
     q: Tensor
+    tree_mask: Tensor | None = None
 
     @property
     def step(self) -> Step:
-        """The step: a decode, or a verify of a chain, whose last row sees the whole context."""
+        """The step: a decode, or a verify, whose last row sees the whole context."""
+        return one_step(self.pool, self.width, self.tree_mask)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that must be read or written: keys and values once, queries and outputs."""
+        layer, num_rows = self.layer, self.pool.batch_size * self.width
+        is_latent = layer.head_dim != layer.v_head_dim
+        entry = layer.num_kv_heads * (layer.head_dim + (0 if is_latent else layer.v_head_dim))
+        rows = num_rows * layer.num_heads * (layer.head_dim + layer.v_head_dim)
+        return (self.pool.batch_size * self.pool.context * entry + rows) * DTYPE.itemsize
+
+    @property
+    def num_operations(self) -> int:
+        """Multiplications and additions of the two products, of the keys that each row of a chain sees."""
+        layer, width = self.layer, self.width
+        num_seen = width * self.pool.context - width * (width - 1) // 2
+        return 2 * self.pool.batch_size * num_seen * layer.num_heads * (layer.head_dim + layer.v_head_dim)
+
+    def call(self, backend: type[AttentionBackend], kernel: str) -> Callable[..., Tensor]:
+        """What an engine does in a layer: `forward` on captured metadata that holds the step; cache -> output."""
+        pool, step = self.pool, self.step
+        made = backend(pool.capacity, pool.geometry, pool.pages.device, kernel={step.kind: kernel})
+        meta = made.capture(step.bucket(), step.paging)
+        made.replay(meta, step)
+        return lambda cache: made.forward(self.q, cache, meta.at(), self.layer).out
+
+    def __str__(self) -> str:
         pool = self.pool
-        committed = pool.context - self.width
-        lens = torch.full((pool.batch_size,), committed, dtype=torch.int32, device=self.q.device)
-        host = {"max_committed": committed, "seq_lens_cpu": [committed] * pool.batch_size}
-        if self.width == 1:
-            return Step.decode(lens, pool.table, **host)  # type: ignore[arg-type]
-        return Step.target_verify(self.width, lens, pool.table, **host)  # type: ignore[arg-type]
+        return f"batch {pool.batch_size}, context {pool.context}, {self.layer.num_heads} heads, width {self.width}"
 
 
-def fill_pool(format: CacheFormat, batch_size: int, context: int, device: torch.device) -> Pool:
-    """A pool of random tokens, the same for the same arguments on the same device."""
+class Requests(Protocol):
+    """Full requests of one context."""
+
+    @property
+    def batch_size(self) -> int:
+        """Requests."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of each, the rows of the step included."""
+
+    @property
+    def table(self) -> BlockTable:
+        """Their pages."""
+
+
+def one_step(requests: Requests, width: int, tree_mask: Tensor | None = None) -> Step:
+    """A decode, or for more rows than one a verify, at the end of every request."""
+    committed, paging = requests.context - width, requests.table
+    lens = torch.full((requests.batch_size,), committed, dtype=torch.int32, device=paging.table.device)
+    host = {"max_committed": committed, "seq_lens_cpu": [committed] * requests.batch_size}
+    if width == 1:
+        return Step.decode(lens, paging, **host)  # type: ignore[arg-type]
+    return Step.target_verify(width, lens, paging, tree_mask=tree_mask, **host)  # type: ignore[arg-type]
+
+
+def fill_pool(
+    format: CacheFormat, batch_size: int, context: int, device: torch.device, num_drafted: int = max(WIDTHS)
+) -> Pool:
+    """A pool of random tokens, the same for the same arguments on the same device. num_drafted: rows of the widest
+    verify that shall have room, at least 2.
+    """
     generator = torch.Generator(device).manual_seed(batch_size + context)
-    capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=max(WIDTHS) - 1, num_draft_tokens=max(WIDTHS))
+    capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=num_drafted - 1, num_draft_tokens=num_drafted)
     geometry = CacheGeometry(1 + batch_size * capacity.max_pages, PAGE_SIZE)
     order = 1 + torch.randperm(geometry.num_pages - 1, generator=generator, device=device)
     layer = LAYERS[format][0]
@@ -95,3 +154,12 @@ def problem(pool: Pool, layer: AttentionLayer, width: int) -> Problem:
     generator = torch.Generator(device).manual_seed(layer.num_heads + width)
     shape = (pool.batch_size * width, layer.num_heads, layer.head_dim)
     return Problem(pool, layer, width, torch.randn(shape, dtype=DTYPE, device=device, generator=generator))
+
+
+def dense_problems(
+    format: CacheFormat, widths: Sequence[int], batch_size: int, context: int, device: torch.device
+) -> Iterator[Problem]:
+    """The problems of a size, which share a pool."""
+    pool = fill_pool(format, batch_size, context, device, max(2, *widths))
+    layers = (*LAYERS[format], *MORE_LAYERS.get(format, ()))
+    return (problem(pool, layer, width) for layer in layers for width in widths)

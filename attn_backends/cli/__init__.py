@@ -124,9 +124,17 @@ def _add_bench(commands: Any) -> None:
     )
     bench.add_argument("what", choices=("attention",), help="attention: a layer's forward, under graphs")
     bench.add_argument(
-        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all dense)"
+        "--set",
+        choices=("layer", "kernels", "trees"),
+        default="layer",
+        help="layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each other and the "
+        "device's ceilings. trees: the verify of a tree beside that of a chain",
     )
-    bench.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests (default: 1 32 128)")
-    bench.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: 4096 32768)")
-    bench.add_argument("--quick", action="store_true", help="few rounds; batch 1 and 32, context 4096")
+    bench.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that the set has)"
+    )
+    bench.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests (default: the set's)")
+    bench.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: the set's)")
+    bench.add_argument("--quick", action="store_true", help="few rounds; the set's two smallest batches, one context")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw kernels against the ceilings, as PNG or SVG")

@@ -1,9 +1,11 @@
-"""`bench`: what a layer costs beside the vendor's raw call."""
+"""`bench`: what a layer costs beside the vendor's raw call, kernels beside each other, trees beside chains."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -11,74 +13,193 @@ from rich.markup import escape
 from rich.table import Table
 
 from attn_backends import results
-from attn_backends.bench.attention import BUDGET, Missing, Row, Stage, contenders, measure_attention
-from attn_backends.bench.shapes import BATCH_SIZES, CONTEXTS, WIDTHS
+from attn_backends.base import AttentionBackend
+from attn_backends.bench import attention, kernels, plot, shapes, trees
+from attn_backends.bench.attention import contenders, measure_attention
+from attn_backends.bench.ceilings import Ceilings, measure_ceilings
+from attn_backends.bench.kernels import measure_kernels, runnable_kernels
+from attn_backends.bench.rows import KernelRow, Missing, Row, Stage
 from attn_backends.bench.timing import CudaClock
+from attn_backends.bench.trees import measure_trees
 from attn_backends.cli.options import DENSE_BACKENDS
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 
-ROUNDS, QUICK_ROUNDS = 50, 5
+QUICK_ROUNDS = 5
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a set gave. ceilings: of the device, where the set compares with them."""
+
+    rows: list[Row] = field(default_factory=list)
+    missing: list[Missing] = field(default_factory=list)
+    ceilings: Ceilings | None = None
+
+    def add(self, measured: Iterable[Row | Missing]) -> None:
+        """Add each as it comes."""
+        for each in measured:
+            (self.rows if isinstance(each, Row) else self.missing).append(each)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """What `--set` names. run: (backends, batch sizes, contexts, stage) -> Measured. title, budget: of its table."""
+
+    run: Callable[[Sequence[type[AttentionBackend]], list[int], list[int], Stage], Measured]
+    backends: Sequence[str]
+    batch_sizes: Sequence[int]
+    contexts: Sequence[int]
+    width: int
+    rounds: int
+    title: str
+    budget: float | None = None
+
+
+def _layer(
+    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
+) -> Measured:
+    found, missing = contenders(backends, stage.device)
+    _need(found, missing)
+    measured = Measured(missing=missing)
+    measured.add(measure_attention(found, batch_sizes, contexts, stage))
+    return measured
+
+
+def _kernels(
+    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
+) -> Measured:
+    found, missing = runnable_kernels(backends, stage.device)
+    _need(found, missing)
+    measured = Measured(missing=missing, ceilings=measure_ceilings(stage))
+    assert measured.ceilings is not None
+    measured.add(measure_kernels(found, batch_sizes, contexts, measured.ceilings, stage))
+    return measured
+
+
+def _trees(
+    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
+) -> Measured:
+    found, missing = runnable_kernels(backends, stage.device)
+    _need(found, missing)
+    measured = Measured(missing=missing)
+    measured.add(measure_trees(found, batch_sizes, contexts, stage))
+    return measured
+
+
+SETS = {
+    "layer": Set(
+        _layer,
+        DENSE_BACKENDS,
+        shapes.BATCH_SIZES,
+        shapes.CONTEXTS,
+        max(shapes.WIDTHS),
+        50,
+        f"a layer beside the raw call, device time under graphs; at most {attention.BUDGET}",
+        attention.BUDGET,
+    ),
+    "kernels": Set(
+        _kernels,
+        (*DENSE_BACKENDS, "dsv4"),
+        kernels.BATCH_SIZES,
+        kernels.CONTEXTS,
+        max(kernels.WIDTHS),
+        20,
+        "kernels beside each other, device time of a layer under graphs",
+    ),
+    "trees": Set(
+        _trees,
+        DENSE_BACKENDS,
+        shapes.BATCH_SIZES,
+        shapes.CONTEXTS,
+        trees.NUM_NODES,
+        20,
+        f"the verify of a tree beside that of a chain, device time under graphs; at most {trees.BUDGET}",
+        trees.BUDGET,
+    ),
+}
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON; 1 if a comparison failed, 2 if nothing can be measured here."""
+    asked = SETS[args.set]
     results.check_output("--json", args.json)
-    batch_sizes, contexts = _sizes(args)
+    results.check_output("--plot", args.plot)
+    if args.plot is not None and args.set != "kernels":
+        raise ConfigError(f"--plot goes with --set kernels, not with {args.set}: it draws kernels against ceilings")
+    plot.check_plot(args.plot)
+    batch_sizes, contexts = _sizes(args, asked)
     if not torch.cuda.is_available():
         raise BackendUnavailableError("bench attention", ["torch sees no CUDA device"], "It times a GPU's kernels.")
-    backends = [get_backend(name) for name in args.backend or DENSE_BACKENDS]
-    stage = Stage(torch.device("cuda"), CudaGraph, CudaClock(), QUICK_ROUNDS if args.quick else ROUNDS)
-    found, missing = contenders(backends, stage.device)
+    backends = [get_backend(name) for name in args.backend or asked.backends]
+    rounds = QUICK_ROUNDS if args.quick else asked.rounds
+    stage = Stage(torch.device("cuda"), CudaGraph, CudaClock(), rounds)
+    measured = asked.run(backends, batch_sizes, contexts, stage)
+    _show(measured, asked)
+    if args.json is not None:
+        _write(args, measured, rounds)
+    if args.plot is not None and measured.ceilings is not None:
+        rows = [row for row in measured.rows if isinstance(row, KernelRow)]
+        plot.draw(args.plot, rows, measured.ceilings, results.device_name("cuda"))
+    if not measured.rows:
+        return 2
+    return 1 if any(absent.failed for absent in measured.missing) else 0
+
+
+def _need(found: object, missing: list[Missing]) -> None:
     if not found:
         reasons = [f"{absent.backend}/{absent.kernel}: {absent.reason}" for absent in missing]
         raise BackendUnavailableError("bench attention", reasons)
-    console = Console(highlight=False)
-    rows = []
-    for measured in measure_attention(found, batch_sizes, contexts, stage):
-        if isinstance(measured, Row):
-            rows.append(measured)
-        else:
-            missing.append(measured)
-    console.print(_table(rows))
-    for absent in missing:
-        what = f"{absent.backend}/{absent.kernel} {absent.case}".rstrip()
-        console.print(f"{'failed' if absent.failed else 'not measured'}: {escape(what)}: {escape(absent.reason)}")
-    if args.json is not None:
-        head = results.head(args.words, "cuda")
-        results.write(args.json, head, map(asdict, rows), rounds=stage.rounds, missing=[asdict(m) for m in missing])
-    return _exit_code(rows, missing)
 
 
-def _sizes(args: argparse.Namespace) -> tuple[list[int], list[int]]:
+def _sizes(args: argparse.Namespace, asked: Set) -> tuple[list[int], list[int]]:
     """The batch sizes and contexts to run."""
-    batch_sizes = args.batch_size or list(BATCH_SIZES[:2] if args.quick else BATCH_SIZES)
-    contexts = args.context or list(CONTEXTS[:1] if args.quick else CONTEXTS)
+    batch_sizes = args.batch_size or list(asked.batch_sizes[:2] if args.quick else asked.batch_sizes)
+    contexts = args.context or list(asked.contexts[:1] if args.quick else asked.contexts)
     if min(batch_sizes) < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {min(batch_sizes)}")
-    if min(contexts) <= max(WIDTHS):
-        raise ConfigError(f"--context must be over {max(WIDTHS)}, the query rows of a request; got {min(contexts)}")
+    if min(contexts) <= asked.width:
+        raise ConfigError(f"--context must be over {asked.width}, the query rows of a request; got {min(contexts)}")
     return batch_sizes, contexts
 
 
-def _exit_code(rows: list[Row], missing: list[Missing]) -> int:
-    if not rows:
-        return 2
-    return 1 if any(absent.failed for absent in missing) else 0
+def _write(args: argparse.Namespace, measured: Measured, rounds: int) -> None:
+    own: dict[str, Any] = {"rounds": rounds, "missing": [asdict(absent) for absent in measured.missing]}
+    if measured.ceilings is not None:
+        own["ceilings"] = asdict(measured.ceilings)
+    results.write(args.json, results.head(args.words, "cuda"), map(asdict, measured.rows), **own)
 
 
-def _table(rows: list[Row]) -> Table:
-    table = Table(
-        title=f"a layer beside the raw call, device time under graphs; at most {BUDGET}", title_justify="left"
-    )
-    for column in ("backend", "kernel", "raw call"):
+def _show(measured: Measured, asked: Set) -> None:
+    console = Console(highlight=False)
+    console.print(_table(measured.rows, asked))
+    if measured.ceilings is not None:
+        copy, product = measured.ceilings.copy_tb_per_s, measured.ceilings.matmul_tflop_per_s
+        console.print(f"this device copies {copy:.2f} TB/s and multiplies {product:.0f} TFLOP/s")
+    cases: dict[tuple[str, str, str, bool], list[str]] = {}
+    for absent in measured.missing:
+        same = (absent.backend, absent.kernel, absent.reason, absent.failed)
+        cases.setdefault(same, []).append(absent.case)
+    for (backend, kernel, reason, failed), found in cases.items():
+        case = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
+        what = f"{backend}/{kernel} {case}".rstrip()
+        console.print(f"{'failed' if failed else 'not measured'}: {escape(what)}: {escape(reason)}")
+
+
+def _table(rows: list[Row], asked: Set) -> Table:
+    table = Table(title=asked.title, title_justify="left")
+    for column in ("backend", "kernel", "beside"):
         table.add_column(column)
-    for column in ("batch", "context", "heads", "width", "us", "raw us", "ratio"):
+    has_rates = any(isinstance(row, KernelRow) for row in rows)
+    for column in ("batch", "context", "heads", "width", "us", "its us", "ratio", *(("TB/s", "TFLOP/s") * has_rates)):
         table.add_column(column, justify="right")
     for row in rows:
         sizes = (row.batch_size, row.context, row.heads, row.width)
-        ratio = f"[{'green' if row.ratio <= BUDGET else 'red'}]{row.ratio:.3f}[/]"
-        times = (f"{row.us:.1f}", f"{row.peer_us:.1f}", ratio)
+        ratio = f"{row.ratio:.3f}"
+        if asked.budget is not None:
+            ratio = f"[{'green' if row.ratio <= asked.budget else 'red'}]{ratio}[/]"
+        rates = (f"{row.tb_per_s:.2f}", f"{row.tflop_per_s:.0f}") if isinstance(row, KernelRow) else ()
+        times = (f"{row.us:.1f}", f"{row.peer_us:.1f}", ratio, *rates)
         table.add_row(row.backend, row.kernel, escape(row.peer), *map(str, sizes), *times)
     return table

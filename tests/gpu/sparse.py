@@ -1,4 +1,4 @@
-"""FlashMLA's sparse decode under the backend of compressed layers, on a GPU, against attention in float64.
+"""FlashMLA's sparse decode, and Triton's, under the backend of compressed layers, on a GPU, against float64.
 
     python -m tests.gpu.sparse --json docs/results/h200/sparse.json
 
@@ -167,7 +167,8 @@ def cases() -> list[tuple[Case, list[str], list[str]]]:
     """Cases with the kinds of steps and the paths of each."""
     uniform, ways = ["decode", "draft", "verify", "extend"], ["eager", *GRAPHS]
     found = []
-    for case in [Case(ratio, heads) for ratio in (0, 4, 128) for heads in (4, 16, 64, 80, 128)]:
+    kernels = (flashmla_sparse.NAME, "triton")
+    for case in [Case(r, h, kernel=k) for k in kernels for r in (0, 4, 128) for h in (4, 16, 64, 80, 128)]:
         found.append((case, uniform, ways))
         found.append((case, ["prefill", "packed extend"], ["eager"]))
     for odd in (
@@ -175,6 +176,8 @@ def cases() -> list[tuple[Case, list[str], list[str]]]:
         Case(4, 16, window=100),
         Case(128, 64, sinks=False),
         Case(4, 8, page_size=512),
+        Case(4, 16, index_topk=100, kernel="triton"),
+        Case(128, 200, sinks=False, page_size=512, kernel="triton"),
     ):
         found.append((odd, ["verify", "decode"], ["eager", "graph"]))
     return found

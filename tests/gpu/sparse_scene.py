@@ -24,7 +24,7 @@ NUM_STEPS, MAX_CONTEXT = 4, 2300
 
 @dataclass(frozen=True)
 class Case:
-    """A layer on the kernel. ratio: 0 without compression. kept: a schedule of another batch is planted."""
+    """A layer on a kernel. ratio: 0 without compression. kept: a schedule of another batch is planted."""
 
     ratio: int
     num_heads: int
@@ -33,12 +33,14 @@ class Case:
     page_size: int = 256
     sinks: bool = True
     kept: bool = False
+    kernel: str = flashmla_sparse.NAME
 
     def __str__(self) -> str:
         topk = f" topk {self.index_topk}" if self.ratio == 4 else ""
         window = f" window {self.window}" if self.window != 128 else ""
         page = f" page {self.page_size}" if self.page_size != 256 else ""
         rest = ("" if self.sinks else " no sinks") + (" schedule kept" if self.kept else "")
+        rest += "" if self.kernel == flashmla_sparse.NAME else f" {self.kernel}"
         return f"ratio {self.ratio} heads {self.num_heads}{topk}{window}{page}{rest}"
 
 
@@ -59,7 +61,7 @@ class Scene:
             capacity,
             self.geometry,
             DEVICE,
-            kernel=dict.fromkeys(flashmla_sparse.KERNEL.capabilities, "flashmla_sparse"),
+            kernel=dict.fromkeys(flashmla_sparse.KERNEL.capabilities, case.kernel),
         )
         self.layer = self.make_layer()
         self.cache = self.backend.allocate_cache(self.layer, torch.float8_e4m3fn)

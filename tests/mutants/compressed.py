@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base, compressed_cache
+from attn_backends import base
 from attn_backends.backends import dsv4
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.kernels import torch_compressed
@@ -91,36 +91,40 @@ def halves_swapped(patch: pytest.MonkeyPatch) -> None:
 @mutant("the phase of the position bias", "compressed.edges", "cache.writes_owned_slots", backend="dsv4")
 def position_bias_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """A token's gate gets the bias of the place before its own."""
-    pool = dsv4.pool
-    patch.setattr(dsv4, "pool", lambda values, gates, bias, *rest: pool(values, gates, bias.roll(1, 0), *rest))
+    pool = torch_compressed.pool
+    patch.setattr(
+        torch_compressed, "pool", lambda values, gates, bias, *rest: pool(values, gates, bias.roll(1, 0), *rest)
+    )
 
 
 @mutant("an entry rotated as its last token", "compressed.edges", "compressed.chunks", backend="dsv4")
 def entry_stands_at_its_last_token(patch: pytest.MonkeyPatch) -> None:
     """An entry is rotated by the angles of another token than its block's first."""
-    rotate = dsv4.rotate_tail
-    patch.setattr(dsv4, "rotate_tail", lambda x, positions, inv_freq: rotate(x, positions + 1, inv_freq))
+    rotate = torch_compressed.rotate_tail
+    patch.setattr(torch_compressed, "rotate_tail", lambda x, positions, inv_freq: rotate(x, positions + 1, inv_freq))
 
 
 @mutant("a sink left out", "math.decode", "math.prefill", backend="dsv4")
 def sink_dropped(patch: pytest.MonkeyPatch) -> None:
     """Attention without the sinks' share."""
-    attend = dsv4.sparse_attention
+    attend = torch_compressed.sparse_attention
     patch.setattr(
-        dsv4, "sparse_attention", lambda q, keys, visible, scale, sinks: attend(q, keys, visible, scale, None)
+        torch_compressed,
+        "sparse_attention",
+        lambda q, keys, visible, scale, sinks: attend(q, keys, visible, scale, None),
     )
 
 
 @mutant("a sink under each of two softmaxes", "math.decode", "compressed.real_sizes", backend="dsv4")
 def sink_taken_twice(patch: pytest.MonkeyPatch) -> None:
     """The sink takes its share of the window and of the entries, one after the other."""
-    attend = dsv4.sparse_attention
+    attend = torch_compressed.sparse_attention
 
     def twice(q: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, keys, visible, scale, sinks)
         return out * torch.sigmoid(lse - sinks).unsqueeze(-1), lse
 
-    patch.setattr(dsv4, "sparse_attention", twice)
+    patch.setattr(torch_compressed, "sparse_attention", twice)
 
 
 @mutant("a window without its oldest token", "math.decode", "compressed.chunks", backend="dsv4")
@@ -174,13 +178,13 @@ def draft_length_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
 )
 def states_written_before_entries_are_made(patch: pytest.MonkeyPatch) -> None:
     """States of a forward take the place of those that its entries are made of."""
-    make = dsv4._make_entries
+    store, write_states = dsv4._store_entries, dsv4.write_states
 
-    def late(rows: Tensor, compressor: Any, states: Any, made: EntryPlan, compression: Any) -> Tensor:
-        states.write(made.state_writes, rows, reserved_page=2)
-        return make(rows, compressor, states, made, compression)
+    def late(pools: Any, given: Any, compressor: Any, made: EntryPlan, *rest: Any) -> None:
+        write_states(pools.states.data, made.state_writes, given.values, given.gates, 2)
+        store(pools, given, compressor, made, *rest)
 
-    patch.setattr(dsv4, "_make_entries", late)
+    patch.setattr(dsv4, "_store_entries", late)
 
 
 @mutant("the bound on the ring of states is tight", "compressed.rollback", backend="dsv4", graph=True)
@@ -195,7 +199,7 @@ def ring_one_row_short(patch: pytest.MonkeyPatch) -> None:
 @mutant("SGLang encodes no entry as slot 0, vLLM as -1", "compressed.no_block_closes", "graph.padded", backend="dsv4")
 def nothing_is_a_slot(patch: pytest.MonkeyPatch) -> None:
     """A write target of -1, for none, is dereferenced."""
-    patch.setattr(compressed_cache, "_writes", lambda slots, reserved: (slots.unsqueeze(-1) >= -1, slots.long()))
+    patch.setattr(torch_compressed, "_writes", lambda slots, reserved: (slots.unsqueeze(-1) >= -1, slots.long()))
 
 
 @mutant("entries that an indexer selects, kept for the next layer", "compressed.layers_of_one_model", backend="dsv4")

@@ -16,8 +16,9 @@ from spec_metadata import BufferSpec
 from spec_metadata.buffers import BS, NUM_FORWARDS
 from spec_metadata.plans.ragged import RaggedPlan
 from spec_metadata.visibility import HostLens
+from tests.torch_kernels import torch_kernel
 
-TORCH = FA3Backend.kernels[-1]
+TORCH = torch_kernel(FA3Backend)
 PLANNED = BufferSpec("planned_lens", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of each request sees")
 
 

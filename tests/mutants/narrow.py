@@ -10,6 +10,7 @@ from attn_backends.capabilities import Capabilities
 from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.kernel import Kernel
 from attn_backends.providers import runs_anywhere
+from tests.torch_kernels import torch_kernel
 
 _FEW = Capabilities(
     page_sizes=frozenset({16}),
@@ -29,7 +30,7 @@ class NarrowBackend(FA3Backend):
     kernels = (
         Kernel(
             "torch",
-            FA3Backend.kernels[-1].launch,
+            torch_kernel(FA3Backend).launch,
             dict.fromkeys(UNIFORM_KINDS, _FEW),
             runs_anywhere,
         ),

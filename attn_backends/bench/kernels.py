@@ -1,0 +1,188 @@
+"""Every kernel that runs here, the vendors' and ours, on every problem; beside each other and the device's ceilings.
+
+All kernels of a backend take turns on the same caches. A kernel of ours is compared with the first of its backend's
+vendor kernels that runs; that one, and ours where none does, with a copy that moves as many bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attn_backends.base import AttentionBackend
+from attn_backends.bench.attention import check_same
+from attn_backends.bench.ceilings import Ceilings
+from attn_backends.bench.compressed import compressed_problems
+from attn_backends.bench.rows import KernelRow, Missing, Stage, missing
+from attn_backends.bench.shapes import dense_problems
+from attn_backends.bench.timing import take_turns
+from attn_backends.cache import CacheFormat
+from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.errors import AttnBackendsError, UnsupportedStepError
+from attn_backends.graphs import Graph
+from attn_backends.kernel import Kernel
+from attn_backends.layer import AttentionLayer
+from attn_backends.providers import VENDOR_KERNELS
+
+BATCH_SIZES = (1, 8, 32, 128, 256)
+CONTEXTS = (1024, 8192, 32768, 131072)
+WIDTHS = (1, 4, 8, 16)
+TURNS_US = 3e5  # of all kernels on a problem together, if that leaves MIN_ROUNDS
+MIN_ROUNDS = 3
+TORCH_KEYS = 2**15  # of a batch; the torch kernels widen all keys to float32
+
+
+class Problem(Protocol):
+    """What is measured: attention on one of the caches of a pool."""
+
+    @property
+    def pool(self) -> Any:
+        """Its requests and caches."""
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """The layer."""
+
+    @property
+    def width(self) -> int:
+        """Query rows of a request."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that must be read or written."""
+
+    @property
+    def num_operations(self) -> int:
+        """Multiplications and additions."""
+
+    def call(self, backend: Any, kernel: str) -> Callable[..., Tensor]:
+        """The attention of a kernel: cache -> output."""
+
+
+PROBLEMS: Mapping[Any, Callable[[int, int, torch.device], Iterator[Any]]] = {
+    CacheFormat.LATENT: partial(dense_problems, CacheFormat.LATENT, WIDTHS),
+    CacheFormat.KV: partial(dense_problems, CacheFormat.KV, WIDTHS),
+    CompressedFormat.COMPRESSED: compressed_problems,
+}
+
+Runnable = Mapping[type[AttentionBackend], Sequence[Kernel]]
+
+
+def runnable_kernels(
+    backends: Iterable[type[AttentionBackend]], device: torch.device
+) -> tuple[Runnable, list[Missing]]:
+    """The kernels of each backend that run here, and those that don't."""
+    found: dict[type[AttentionBackend], list[Kernel]] = {}
+    absent = []
+    for backend in backends:
+        for kernel in backend.kernels:
+            reasons = kernel.unavailable_reasons(device)
+            if reasons:
+                absent.append(Missing(backend.name, kernel.name, "", "; ".join(reasons), failed=False))
+            else:
+                found.setdefault(backend, []).append(kernel)
+    return found, absent
+
+
+def measure_kernels(
+    kernels: Runnable, batch_sizes: Sequence[int], contexts: Sequence[int], ceilings: Ceilings, stage: Stage
+) -> Iterator[KernelRow | Missing]:
+    """Every kernel on every problem of the formats that its backend takes."""
+    for format, make in PROBLEMS.items():
+        takers = {backend: own for backend, own in kernels.items() if format in backend.formats}
+        for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes if takers):
+            try:
+                yield from _on_a_pool(make(batch_size, context, stage.device), takers, ceilings, stage)
+            except torch.OutOfMemoryError as error:
+                case = f"batch {batch_size}, context {context} ({format})"
+                yield from (missing(backend, "every kernel", case, error) for backend in takers)
+
+
+def _on_a_pool(
+    problems: Iterator[Problem], takers: Runnable, ceilings: Ceilings, stage: Stage
+) -> Iterator[KernelRow | Missing]:
+    """Every kernel on problems that share a pool, which nothing holds any more afterwards."""
+    for problem in problems:
+        for backend, own in takers.items():
+            yield from compare_kernels(backend, own, problem, ceilings, stage)
+
+
+def compare_kernels(
+    backend: type[AttentionBackend], kernels: Sequence[Kernel], problem: Problem, ceilings: Ceilings, stage: Stage
+) -> Iterator[KernelRow | Missing]:
+    """Measure kernels of a backend on a problem."""
+    captured: dict[str, Captured] = {}
+    for kernel in kernels:
+        try:
+            _check_size(kernel, problem)
+            captured[kernel.name] = capture(problem, backend, kernel.name, stage)
+        except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
+            yield missing(backend, kernel.name, str(problem), error)
+    times = _times({name: each.graph for name, each in captured.items()}, len(problem.pool.caches), stage)
+    for name in list(times):
+        try:
+            check_same(captured[name].output, next(iter(captured.values())).output)
+        except AttnBackendsError as error:
+            del times[name]
+            yield missing(backend, name, str(problem), error)
+    vendor = next((name for name in times if name in VENDOR_KERNELS), None)
+    for name, us in times.items():
+        if vendor is None or name in VENDOR_KERNELS:
+            peer, peer_us = "copy", ceilings.copy_us(problem.num_bytes)
+        else:
+            peer, peer_us = vendor, times[vendor]
+        yield _row(backend.name, name, problem, us, peer, peer_us)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """A graph of a kernel's calls, one on each cache of a pool, and the last one's output. call: keeps what the graph
+    reads, which a CUDA graph does not.
+    """
+
+    graph: Graph
+    output: Tensor
+    call: Callable[..., Tensor]
+
+
+def capture(problem: Problem, backend: type[AttentionBackend], kernel: str, stage: Stage) -> Captured:
+    """Capture a kernel on a problem."""
+    graph, call = stage.make_graph(), problem.call(backend, kernel)
+    return Captured(graph, graph.capture(lambda: [call(cache) for cache in problem.pool.caches][-1]), call)
+
+
+def _check_size(kernel: Kernel, problem: Problem) -> None:
+    num_keys = problem.pool.batch_size * problem.pool.context
+    if kernel.name == "torch" and num_keys > TORCH_KEYS:
+        raise UnsupportedStepError("torch", [f"{num_keys} keys (it is measured up to {TORCH_KEYS})"])
+
+
+def _times(graphs: Mapping[str, Graph], num_calls: int, stage: Stage) -> dict[str, float]:
+    """Median time of a call in each graph, in fewer rounds where calls take long."""
+    replays = [graph.replay for graph in graphs.values()]
+    round_us = sum(take_turns(replays, 1, stage.clock))
+    rounds = max(min(MIN_ROUNDS, stage.rounds), min(stage.rounds, int(TURNS_US / max(round_us, 1.0))))
+    return {name: us / num_calls for name, us in zip(graphs, take_turns(replays, rounds, stage.clock), strict=True)}
+
+
+def _row(backend: str, kernel: str, problem: Problem, us: float, peer: str, peer_us: float) -> KernelRow:
+    return KernelRow(
+        bench="kernels",
+        backend=backend,
+        kernel=kernel,
+        batch_size=problem.pool.batch_size,
+        context=problem.pool.context,
+        heads=problem.layer.num_heads,
+        width=problem.width,
+        us=round(us, 2),
+        peer=peer,
+        peer_us=round(peer_us, 2),
+        ratio=round(us / peer_us, 4),
+        tb_per_s=round(problem.num_bytes / us / 1e6, 3),
+        tflop_per_s=round(problem.num_operations / us / 1e6, 1),
+    )

@@ -1,0 +1,80 @@
+"""What a benchmark has to say: a row for each comparison, a reason for each that is missing; and where it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends.base import AttentionBackend
+from attn_backends.bench.timing import Clock
+from attn_backends.errors import AttnBackendsError, UnsupportedStepError
+from attn_backends.graphs import Graph
+from attn_backends.kernel import Kernel
+from attn_backends.results import without_folders
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One comparison. context: keys of a request. heads: query heads. width: query rows of a request. us: device time
+    of one call. peer: what it is compared with, peer_us: its time, ratio: us / peer_us.
+    """
+
+    bench: str
+    backend: str
+    kernel: str
+    batch_size: int
+    context: int
+    heads: int
+    width: int
+    us: float
+    peer: str
+    peer_us: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow(Row):
+    """One kernel on one problem. tb_per_s: bytes that it must read and write, by its time. tflop_per_s: operations of
+    the two products, by its time.
+    """
+
+    tb_per_s: float
+    tflop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What has no row, and why. case: in words; empty where the whole kernel is missing. failed: neither not here,
+    refused nor too large.
+    """
+
+    backend: str
+    kernel: str
+    case: str
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """Where to measure. rounds: timed replays of each graph."""
+
+    device: torch.device
+    make_graph: Callable[[], Graph]
+    clock: Clock
+    rounds: int
+
+
+Contender = tuple[type[AttentionBackend], Kernel]
+
+
+def missing(backend: type[AttentionBackend], kernel: str, case: str, error: Exception) -> Missing:
+    """What an error says. A refusal, and too little memory, are no failures."""
+    reason = str(error) if isinstance(error, AttnBackendsError) else f"{type(error).__name__}: {error}"
+    is_full = any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__cause__))
+    if is_full:
+        reason = "it does not fit into the device's memory"
+    failed = not is_full and not isinstance(error, UnsupportedStepError)
+    return Missing(backend.name, kernel, case, without_folders(reason), failed)

@@ -1,0 +1,183 @@
+"""`paged_attention`: attention over paged keys as one operator of `torch.library`, whatever lists the pages.
+
+The CPU implementation in torch is the definition, the CUDA one is Triton: requests of few query rows divide their keys
+among programs (`triton_decode`), those of many their rows (`triton_prefill`). Else as `operators`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
+
+MAX_DIVIDED_WIDTH = 64  # query rows of a request up to which its keys are divided
+
+_library = torch.library.Library("attn_backends", "FRAGMENT")
+_library.define(
+    "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor? query_indptr, Tensor? page_indptr, "
+    "Tensor page_ids, Tensor kv_lens, int max_query, int max_kv_len, bool causal, float scale, float k_scale, "
+    "float v_scale, Tensor(a!) partial_out, Tensor(b!) partial_lse) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each request's query rows over the keys in its pages.
+
+    q: [num_tokens, num_heads, dim]. k_pages: [num_pages, page_size, num_kv_heads, dim]. v_pages: [..., v_dim]; for MLA
+    both are views of the latents. query_indptr: [bs + 1] int32, first query row of each request; None where each has
+    max_query. page_indptr: [bs + 1] int32, first of each request's pages in page_ids [num] int32 (CSR); None where
+    page_ids is a table [bs, max_pages] int32, rows of stride 1. kv_lens: [bs] int32, keys that the last row sees.
+    max_query, max_kv_len: bounds of rows and keys of a request. causal: row j of w sees kv_len - (w - 1 - j) keys, else
+    all. scale: multiplies query·key. partial_out, partial_lse: dense float32 scratch of one
+    dimension; into how many parts a request's keys may be divided follows from its size, none at all is enough for one.
+
+    Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32, or
+    float64 for float64 queries; a row that sees nothing gets 0 and -inf. Keys past kv_lens are not read: their memory
+    may hold NaN. Raises ValueError where shapes or types do not fit together.
+    """
+    return torch.ops.attn_backends.paged_attention.default(
+        q,
+        k_pages,
+        v_pages,
+        query_indptr,
+        page_indptr,
+        page_ids,
+        kv_lens,
+        max_query,
+        max_kv_len,
+        causal,
+        scale,
+        k_scale,
+        v_scale,
+        partial_out,
+        partial_lse,
+    )
+
+
+def _paged_attention_torch(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    *scratch: Tensor,
+) -> tuple[Tensor, Tensor]:
+    _check(q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens, max_query, *scratch)
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    if query_indptr is None:
+        assert page_indptr is None, "a CSR plan has an indptr of its queries too"
+        pages = (page_ids, kv_lens)
+        return block_table_attention(q, k_pages, v_pages, *pages, width=max_query, max_kv_len=max_kv_len, **options)
+    if page_indptr is None:
+        given = (query_indptr, page_ids, kv_lens)
+        return page_table_attention(q, k_pages, v_pages, *given, max_seqlen_q=max_query, **options)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    return csr_attention(q, k_pages, v_pages, *lists, max_query=max_query, max_kv_len=max_kv_len, **options)
+
+
+def _paged_attention_cuda(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    keys = (q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens)
+    scales, scratch = (scale, k_scale, v_scale), (partial_out, partial_lse)
+    if torch.float64 in (q.dtype, k_pages.dtype):
+        return _paged_attention_torch(*keys, max_query, max_kv_len, causal, *scales, *scratch)
+    _check(*keys, max_query, *scratch)
+    if max_query > MAX_DIVIDED_WIDTH:
+        from attn_backends.kernels import triton_prefill
+
+        return triton_prefill.paged_attention(*keys, max_query, max_kv_len, causal, *scales)
+    from attn_backends.kernels import triton_decode
+
+    return triton_decode.paged_attention(*keys, max_query, max_kv_len, causal, *scales, *scratch)
+
+
+def _paged_attention_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    shape = (*q.shape[:2], v_pages.shape[3])
+    lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty(shape), q.new_empty(shape[:2], dtype=lse_dtype)
+
+
+def _check(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> None:
+    """Refuse what a kernel would read out of bounds or misread."""
+    num_tokens, num_heads, dim = q.shape
+    (bs,) = kv_lens.shape
+    indices = {"page_ids": page_ids, "kv_lens": kv_lens, "query_indptr": query_indptr, "page_indptr": page_indptr}
+    lists = {name: tensor for name, tensor in indices.items() if tensor is not None}
+    starts = [tensor for tensor in (query_indptr, page_indptr) if tensor is not None]
+    if (
+        num_heads % v_pages.shape[2]
+        or k_pages.shape != (*v_pages.shape[:3], dim)
+        or v_pages.dtype is not k_pages.dtype
+        or any(tensor.dtype is not torch.int32 or tensor.stride(-1) != 1 for tensor in lists.values())
+        or any(tensor.shape != (bs + 1,) for tensor in starts)
+        or (query_indptr is None and (num_tokens != bs * max_query or page_indptr is not None))
+        or page_ids.dim() != (2 if page_indptr is None else 1)
+        or (page_indptr is None and page_ids.shape[0] != bs)
+        or any(tensor.dtype is not torch.float32 or tensor.dim() != 1 for tensor in (partial_out, partial_lse))
+    ):
+        given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, **lists, "partial_out": partial_out}
+        raise ValueError(
+            f"paged_attention: {', '.join(f'{name} {list(t.shape)} {t.dtype}' for name, t in given.items())} for "
+            f"{max_query} rows a request do not fit together; needed are q [num_tokens, num_heads, dim], pages "
+            "[num_pages, page_size, num_kv_heads, dim or v_dim] of one dtype, dense int32 lists, each indptr [bs + 1], "
+            "page_ids [num] with a page_indptr or [bs, max_pages] without, and float32 scratch [num]"
+        )
+
+
+_library.impl("paged_attention", _paged_attention_torch, "CPU")
+_library.impl("paged_attention", _paged_attention_cuda, "CUDA")
+torch.library.register_fake("attn_backends::paged_attention", _paged_attention_fake, lib=_library)

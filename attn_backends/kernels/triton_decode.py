@@ -1,0 +1,260 @@
+"""Attention over paged keys in Triton for few query rows a request: decode, drafts, verifies, draft extends.
+
+A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
+them) and a part of the request's keys; where requests are too few to fill the GPU, several programs divide the keys and
+a second launch merges their outputs by the log-sum-exp. Nothing is read on the host: the number of parts follows from
+the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once.
+
+MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
+values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
+
+On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs; a copy moves 4.27 TB/s):
+
+    MLA, 16 heads, batch 128 x 4096    604 MB and 18 GFLOP, at least 142 us    155 us (FlashMLA 149, FA3 155)
+    the same, width 4                  604 MB and 73 GFLOP, at least 142 us    315 us (FlashMLA 148, FA3 156)
+    MLA, 128 heads, batch 128 x 4096   604 MB and 146 GFLOP, at least 185 us   584 us (FlashMLA 222, FA3 260)
+    32/8 heads of 128, batch 64 x 8192 2.1 GB and 9 GFLOP, at least 503 us     482 us (FA3 481)
+
+So it keeps up with memory where 16 rows share an MLA head, and at head sizes of 128. What is left is MLA of more rows:
+64 of them and two blocks of latents fill the shared memory, and Triton starts to load a block only after the products
+of the one before.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_backends.kernels.triton_merge import merge, part_of, query_rows
+from attn_backends.kernels.triton_tiles import choose_num_splits, choose_tiles, gpu_of, sizes_of, tile_bytes
+
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = 1.4426950408889634
+_DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit
+def _page_list(indptr, ids, request, table_stride):
+    """The first page id of a request. indptr: None where ids are a table."""
+    first = request * table_stride if indptr is None else tl.load(indptr + request).to(tl.int64)
+    return ids + first
+
+
+@triton.jit
+def _pages(ids, begin, end, page_size, BLOCK_KEYS: tl.constexpr, WHOLE_PAGES: tl.constexpr):
+    """The page of each key of a block; of the whole block, where no page ends within one."""
+    if WHOLE_PAGES:
+        page = tl.load(ids + begin // page_size, mask=begin < end, other=0)
+    else:
+        key = begin + tl.arange(0, BLOCK_KEYS)
+        page = tl.load(ids + key // page_size, mask=key < end, other=0)
+    return page.to(tl.int64)
+
+
+@triton.jit
+def _keys(begin, page_size, BLOCK_KEYS: tl.constexpr, WHOLE_PAGES: tl.constexpr):
+    """The keys of a block, and their places in their pages."""
+    offset = tl.arange(0, BLOCK_KEYS)
+    place = begin % page_size + offset if WHOLE_PAGES else (begin + offset) % page_size
+    return begin + offset, place
+
+
+@triton.jit
+def _store(state, out, lse, place, real, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
+    """Outputs and log-sum-exps of rows. place: of a row of a head."""
+    summed, total, peak = state
+    tl.store(lse + place, (peak + tl.log2(total)) * _LN_2, mask=real)
+    result = summed * (v_scale / tl.maximum(total, _TINIEST))[:, None]
+    dim = tl.arange(0, BLOCK_V_DIM)
+    written = real[:, None] & (dim < V_DIM)[None, :]
+    tl.store(out + place[:, None] * V_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _elements(entry, stride, live, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements FIRST to FIRST + DIM of live entries, 0 elsewhere: other memory may hold NaN."""
+    dim = tl.arange(0, BLOCK)
+    mask = live[:, None]
+    if DIM < BLOCK:
+        mask = mask & (dim < DIM)[None, :]
+    return tl.load(entry[:, None] + (FIRST + dim)[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def _softmax_step(scores, seen, values, state, DOT: tl.constexpr):
+    """The running softmax over one more block of keys. scores: base 2. state: sums of values, of weights, and peaks."""
+    summed, total, peak = state
+    scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, axis=1))
+    base = tl.maximum(new_peak, _LOWEST)
+    weights, fading = tl.exp2(scores - base[:, None]), tl.exp2(peak - base)
+    total = total * fading + tl.sum(weights, axis=1)
+    summed = tl.dot(weights.to(DOT), values, summed * fading[:, None], input_precision="ieee")
+    return summed, total, new_peak
+
+
+@triton.jit
+def _over_keys(
+    queries,
+    ids,
+    k_pages,
+    v_pages,
+    kv_head,
+    keys_of,
+    visible,
+    score_scale,
+    LATENT: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The softmax of rows over a part of their keys. queries: the elements that are multiplied with the main ones of a
+    key, and with its rest. keys_of: the first key, the one past the last, and the page size.
+    """
+    main, rest = queries
+    start, end, page_size = keys_of
+    k_head, v_head = k_pages[0] + kv_head * k_pages[1][2], v_pages[0] + kv_head * v_pages[1][2]
+    state = (
+        tl.zeros((main.shape[0], BLOCK_V_DIM), dtype=tl.float32),
+        tl.zeros((main.shape[0],), dtype=tl.float32),
+        tl.full((main.shape[0],), float("-inf"), dtype=tl.float32),
+    )
+    page = _pages(ids, start, end, page_size, BLOCK_KEYS, WHOLE_PAGES)
+    for begin in range(start, end, BLOCK_KEYS):
+        key, place = _keys(begin, page_size, BLOCK_KEYS, WHOLE_PAGES)
+        entry = k_head + page * k_pages[1][0] + place * k_pages[1][1]
+        keys = _elements(entry, k_pages[1][3], key < end, 0, DIM, main.shape[1]).to(DOT)
+        scores = tl.dot(main, tl.trans(keys), input_precision="ieee")
+        if REST > 0:
+            rest_keys = _elements(entry, k_pages[1][3], key < end, DIM, REST, BLOCK_REST).to(DOT)
+            scores = tl.dot(rest, tl.trans(rest_keys), scores, input_precision="ieee")
+        values = keys
+        if not LATENT:
+            entry = v_head + page * v_pages[1][0] + place * v_pages[1][1]
+            values = _elements(entry, v_pages[1][3], key < end, 0, V_DIM, BLOCK_V_DIM).to(DOT)
+        # Here and not at the loop's head, where every load of keys would wait for it.
+        page = _pages(ids, begin + BLOCK_KEYS, end, page_size, BLOCK_KEYS, WHOLE_PAGES)
+        state = _softmax_step(scores * score_scale, key[None, :] < visible[:, None], values, state, DOT)
+    return state
+
+
+@triton.jit
+def _attend(
+    q,
+    k_pages,
+    v_pages,
+    query_indptr,
+    page_indptr,
+    page_ids,
+    kv_lens,
+    out,
+    lse,
+    shape,
+    score_scale,
+    v_scale,
+    CAUSAL: tl.constexpr,
+    LATENT: tl.constexpr,
+    WHOLE_PAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """q and pages are (pointer, strides). shape: width, heads of a KV head, KV heads, page size, elements between two
+    rows of a table, tiles of rows, splits, and rows between two splits. DIM: of a key; of a latent, of its value, and
+    REST what follows.
+    """
+    width, group, num_kv_heads, page_size, table_stride, num_tiles, num_splits, split_stride = shape
+    program, split = tl.program_id(0), tl.program_id(1)
+    tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
+    request = (program // (num_tiles * num_kv_heads)).to(tl.int64)
+    first, num_rows = query_rows(query_indptr, request, width)
+    num_keys = tl.load(kv_lens + request)
+    start, end, _ = part_of(split, num_keys, num_splits, BLOCK_KEYS)
+    if (tile * BLOCK_ROWS >= num_rows * group) | ((num_splits > 1) & (start >= end)):
+        return
+
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
+    visible = tl.minimum(num_keys - (num_rows - 1 - row // group) * CAUSAL, end)
+    q_row = q[0] + token * q[1][0] + head * q[1][1]
+    queries = _elements(q_row, q[1][2], real, 0, DIM, BLOCK_DIM).to(DOT)
+    rest = _elements(q_row, q[1][2], real, DIM, REST, BLOCK_REST).to(DOT)
+    ids = _page_list(page_indptr, page_ids, request, table_stride)
+    given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, score_scale)
+    state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
+    place = token * (num_kv_heads * group) + head + split.to(tl.int64) * split_stride
+    _store(state, out, lse, place, real, v_scale, V_DIM, BLOCK_V_DIM)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`paged_operators.paged_attention` for types up to 32 bits."""
+    num_tokens, num_heads, dim = q.shape
+    page_size, num_kv_heads, v_dim = v_pages.shape[1:]
+    bs, group = kv_lens.shape[0], num_heads // num_kv_heads
+    latent = k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride()
+    sizes = sizes_of(dim, v_dim, latent)
+    dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
+    gpu = gpu_of(q.device)
+    tiles = choose_tiles(max_query * group, sizes, dot, gpu)
+    num_tiles = triton.cdiv(max_query * group, tiles.rows)
+    room = min(partial_lse.numel(), partial_out.numel() // v_dim) // max(num_tokens * num_heads, 1)
+    num_programs = bs * num_kv_heads * num_tiles
+    num_slots = gpu.num_processors * max(1, min(2, gpu.shared // tile_bytes(tiles, sizes, dot, gpu)))
+    num_splits = choose_num_splits(num_programs, num_slots, min(room, triton.cdiv(max_kv_len, tiles.keys)))
+    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    heads = (max_query, group, num_kv_heads)
+    shape = (*heads, page_size, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
+    parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
+    _attend[(num_programs, num_splits)](
+        *((tensor, tensor.stride()) for tensor in (q, k_pages, v_pages)),
+        query_indptr,
+        page_indptr,
+        page_ids,
+        kv_lens,
+        *parts,
+        shape,
+        scale * k_scale * _LOG2_E,
+        v_scale,
+        CAUSAL=causal,
+        WHOLE_PAGES=page_size % tiles.keys == 0,
+        **sizes,
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_KEYS=tiles.keys,
+        DOT=_DOT_TYPES[dot],
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        merge(parts, query_indptr, kv_lens, (out, lse), max_query, num_splits, tiles.keys)
+    return out, lse

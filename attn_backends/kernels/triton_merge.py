@@ -1,0 +1,111 @@
+"""Merging the parts that the keys of a request were divided into, by their log-sum-exps, as one Triton launch.
+
+A program takes a block of values of one row of one head. Parts are added in their order, so the same sizes give the
+same bits; a part without keys was not written and is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_BLOCK = 4096  # elements that a program holds at once, of as many parts as there are up to _MAX_PARTS
+_MAX_PARTS = 32
+
+
+@triton.jit
+def query_rows(indptr, request, width):
+    """First query row of a request, and how many it has. indptr: None where every request has `width`."""
+    if indptr is None:
+        first, num = request * width, width
+    else:
+        first = tl.load(indptr + request).to(tl.int64)
+        num = (tl.load(indptr + request + 1) - first).to(tl.int32)
+    return first, num
+
+
+@triton.jit
+def part_of(split, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
+    """First key of a part and the one past its last, whole blocks of them, and how many parts have keys."""
+    size = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS), 1) * BLOCK_KEYS
+    return split * size, tl.minimum((split + 1) * size, num_keys), tl.cdiv(num_keys, size)
+
+
+@triton.jit
+def _merge(
+    partial_out,
+    partial_lse,
+    query_indptr,
+    kv_lens,
+    out,
+    lse,
+    shape,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """shape: width, query heads, splits, and rows between two splits. MERGED: parts that are read at once."""
+    width, num_heads, num_splits, split_stride = shape
+    program = tl.program_id(0)
+    node, request = program // num_heads % width, (program // num_heads // width).to(tl.int64)
+    first, num_rows = query_rows(query_indptr, request, width)
+    if node >= num_rows:
+        return
+    _, _, num_parts = part_of(0, tl.load(kv_lens + request), num_splits, BLOCK_KEYS)
+    flat = (first + node) * num_heads + program % num_heads
+    split = tl.arange(0, BLOCK_SPLITS)
+    parts = tl.load(partial_lse + flat + split.to(tl.int64) * split_stride, mask=split < num_parts, other=float("-inf"))
+    peak = tl.maximum(tl.max(parts, axis=0), _LOWEST)
+    total = tl.sum(tl.exp(parts - peak), axis=0)
+    tl.store(lse + flat, peak + tl.log(total), mask=tl.program_id(1) == 0)
+
+    dim = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
+    joined = tl.zeros((BLOCK_V_DIM,), dtype=tl.float32)
+    for begin in range(0, num_parts, MERGED):
+        part = begin + tl.arange(0, MERGED)
+        row, live = flat + part.to(tl.int64) * split_stride, part < num_parts
+        weight = tl.exp(tl.load(partial_lse + row, mask=live, other=float("-inf")) - peak)
+        values = tl.load(
+            partial_out + row[:, None] * V_DIM + dim[None, :], mask=live[:, None] & (dim < V_DIM)[None, :], other=0.0
+        )
+        joined += tl.sum(weight[:, None] * values, axis=0)
+    result = joined / tl.maximum(total, _TINIEST)
+    tl.store(out + flat * V_DIM + dim, result.to(out.dtype.element_ty), mask=dim < V_DIM)
+
+
+def merge(
+    parts: tuple[Tensor, Tensor],
+    query_indptr: Tensor | None,
+    kv_lens: Tensor,
+    merged: tuple[Tensor, Tensor],
+    max_query: int,
+    num_splits: int,
+    block_keys: int,
+) -> None:
+    """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them.
+
+    parts: out and lse of each split, one after the other, float32. query_indptr, max_query: as of `triton_decode`.
+    block_keys: keys of a block, which the parts are made of.
+    """
+    num_tokens, num_heads, v_dim = merged[0].shape
+    block_splits = triton.next_power_of_2(num_splits)
+    merged_at_once = min(block_splits, _MAX_PARTS)
+    block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
+    _merge[(kv_lens.shape[0] * max_query * num_heads, triton.cdiv(v_dim, block_dim))](
+        *parts,
+        query_indptr,
+        kv_lens,
+        *merged,
+        (max_query, num_heads, num_splits, num_tokens * num_heads),
+        V_DIM=v_dim,
+        BLOCK_V_DIM=block_dim,
+        BLOCK_SPLITS=block_splits,
+        MERGED=merged_at_once,
+        BLOCK_KEYS=block_keys,
+    )

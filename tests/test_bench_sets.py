@@ -1,0 +1,397 @@
+"""The sets of `bench attention` beside the default one: kernels beside each other, trees beside chains. On a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import weakref
+from dataclasses import asdict, replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from attn_backends.bench import ceilings, compressed, kernels, plot, shapes, trees
+from attn_backends.bench.ceilings import Ceilings, measure_ceilings
+from attn_backends.bench.compressed import COMPRESSION, TOPK, WINDOW, compressed_problems
+from attn_backends.bench.kernels import compare_kernels, measure_kernels, runnable_kernels
+from attn_backends.bench.rows import KernelRow, Missing, Row, Stage
+from attn_backends.bench.shapes import LAYERS, dense_problems, fill_pool, problem
+from attn_backends.bench.trees import NUM_NODES, measure_trees, tree_mask
+from attn_backends.cache import CacheFormat
+from attn_backends.cli import bench, main
+from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.layer import AttentionOutput
+from attn_backends.registry import get_backend
+from tests.test_bench import CPU, Ticks
+
+ONE = Ceilings(1.0, 1.0)  # a terabyte, or 1e12 operations, a second
+
+
+@pytest.fixture
+def stage(monkeypatch):
+    """A CPU on which a replay takes one tick."""
+    monkeypatch.setattr(shapes, "COLD_BYTES", 1)
+    monkeypatch.setattr(compressed, "COLD_BYTES", 1)
+    clock = Ticks()
+
+    class Graph(RecordedGraph):
+        def replay(self):
+            clock.now += 1
+            super().replay()
+
+    return Stage(CPU, Graph, clock, rounds=2)
+
+
+def backend_of(name, **launches):
+    """A backend whose kernels are its torch kernel under other names. launches: a kernel's own launch, or None."""
+    base = get_backend(name)
+    torch_kernel = next(kernel for kernel in base.kernels if kernel.name == "torch")
+    own = tuple(
+        replace(torch_kernel, name=name, launch=launch or torch_kernel.launch) for name, launch in launches.items()
+    )
+    return type(base.__name__, (base,), {"kernels": own})
+
+
+def off_by_one(q, cache, plan, layer):
+    out, lse = next(kernel for kernel in get_backend("fa3").kernels if kernel.name == "torch").launch(
+        q, cache, plan, layer
+    )
+    return AttentionOutput(out + 1, lse)
+
+
+def raising(error):
+    def launch(*_):
+        raise error
+
+    return launch
+
+
+def on_one_problem(stage, backend, width=4, format=CacheFormat.KV):
+    asked = next(dense_problems(format, [width], 2, 70, CPU))
+    return list(compare_kernels(backend, backend.kernels, asked, ONE, stage))
+
+
+def test_ours_are_compared_with_the_first_vendor_kernel_and_that_with_a_copy(stage):
+    rows = on_one_problem(stage, backend_of("fa3", vllm_flash_attn=None, sgl_kernel=None, triton=None, torch=None))
+    assert [(row.kernel, row.peer) for row in rows] == [
+        ("vllm_flash_attn", "copy"),
+        ("sgl_kernel", "copy"),
+        ("triton", "vllm_flash_attn"),
+        ("torch", "vllm_flash_attn"),
+    ]
+    assert {(row.bench, row.backend, row.batch_size, row.context, row.heads, row.width) for row in rows} == {
+        ("kernels", "fa3", 2, 70, 32, 4)
+    }
+    assert [(row.us, row.peer_us) for row in rows[2:]] == [(1.0, 1.0)] * 2
+
+
+def test_without_a_vendor_ours_are_compared_with_a_copy_of_as_many_bytes(stage):
+    (row,) = on_one_problem(stage, backend_of("fa3", triton=None))
+    num_bytes = 2 * (2 * 70 * 2 * 8 * 128 + 2 * 2 * 4 * 32 * 128)  # keys and values, queries and outputs
+    num_operations = 2 * 2 * 2 * (67 + 68 + 69 + 70) * 32 * 128
+    assert (row.peer, row.us, row.peer_us) == ("copy", 1.0, round(num_bytes / 1e6, 2))
+    assert row.tb_per_s == round(num_bytes / 1e6, 3)
+    assert row.tflop_per_s == round(num_operations / 1e6, 1)
+    assert row.ratio == round(1 / (num_bytes / 1e6), 4)
+
+
+def test_a_latent_is_read_once(stage):
+    (row,) = on_one_problem(stage, backend_of("flashinfer_mla", triton=None), 1, CacheFormat.LATENT)
+    assert row.tb_per_s == round(2 * (2 * 70 * 576 + 2 * 16 * (576 + 512)) / 1e6, 3)
+    assert row.tflop_per_s == round(2 * 2 * 70 * 16 * (576 + 512) / 1e6, 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "failed", "reason"),
+    [
+        (RuntimeError("broken"), True, "RuntimeError: broken"),
+        (UnsupportedStepError("triton", ["no"]), False, "triton: no."),
+        (torch.OutOfMemoryError("2 GiB"), False, "it does not fit into the device's memory"),
+    ],
+)
+def test_a_kernel_that_raises_is_listed_and_the_others_are_measured(stage, error, failed, reason):
+    first, second = on_one_problem(stage, backend_of("fa3", triton=raising(error), torch=None))
+    assert (first.kernel, first.failed, first.reason) == ("triton", failed, reason)
+    assert first.case == "batch 2, context 70, 32 heads, width 4"
+    assert second.kernel == "torch"
+
+
+def test_too_little_memory_for_a_graph_is_no_failure(stage):
+    full = CaptureError("no memory to capture")
+    full.__cause__ = torch.OutOfMemoryError("2 GiB")
+    (absent,) = on_one_problem(stage, backend_of("fa3", triton=raising(full)))
+    assert not absent.failed
+
+
+def test_a_kernel_that_computes_something_else_has_no_row(stage):
+    absent, row = on_one_problem(stage, backend_of("fa3", vllm_flash_attn=None, triton=off_by_one))
+    assert (absent.kernel, absent.failed) == ("triton", True)
+    assert "the outputs differ by" in absent.reason
+    assert row.kernel == "vllm_flash_attn"
+
+
+def test_torch_is_measured_on_few_keys(stage, monkeypatch):
+    monkeypatch.setattr(kernels, "TORCH_KEYS", 139)
+    (absent,) = on_one_problem(stage, backend_of("fa3", torch=None))
+    assert (absent.failed, absent.reason) == (False, "torch: 140 keys (it is measured up to 139).")
+
+
+def test_what_a_graph_reads_lives_as_long_as_the_graph(stage):
+    """A recorded graph keeps its tensors itself, a CUDA graph does not."""
+
+    class Attend:
+        def __call__(self, cache):
+            return cache
+
+    made = []
+
+    def call(*_):
+        attend = Attend()
+        made.append(weakref.ref(attend))
+        return attend
+
+    asked = SimpleNamespace(pool=SimpleNamespace(caches=[torch.zeros(1)]), call=call)
+    forgetful = replace(stage, make_graph=lambda: SimpleNamespace(capture=lambda region: region()))
+    captured = kernels.capture(asked, get_backend("fa3"), "torch", forgetful)
+    assert made[0]() is not None
+    del captured
+    assert made[0]() is None
+
+
+def test_a_pool_is_gone_before_the_next_is_made(stage, monkeypatch):
+    pools = []
+
+    def make(batch_size, context, device):
+        assert all(pool() is None for pool in pools)
+        for asked in dense_problems(CacheFormat.KV, [1], batch_size, context, device):
+            pools.append(weakref.ref(asked.pool.caches[0].k))
+            yield asked
+
+    monkeypatch.setattr(kernels, "PROBLEMS", {CacheFormat.KV: make})
+    backend = backend_of("fa3", triton=None)
+    assert len(list(measure_kernels({backend: backend.kernels}, [1, 2, 3], [70], ONE, stage))) == 6
+
+
+def test_long_calls_take_turns_less_often(stage, monkeypatch):
+    turns = []
+    monkeypatch.setattr(kernels, "take_turns", lambda runs, rounds, clock: turns.append(rounds) or [2e4, 3e4])
+    graphs = {"a": SimpleNamespace(replay=None), "b": SimpleNamespace(replay=None)}
+    assert kernels._times(graphs, 2, replace(stage, rounds=20)) == {"a": 1e4, "b": 1.5e4}
+    assert kernels._times(graphs, 2, replace(stage, rounds=2)) == {"a": 1e4, "b": 1.5e4}
+    monkeypatch.setattr(kernels, "TURNS_US", 1.0)
+    kernels._times(graphs, 2, replace(stage, rounds=20))
+    assert turns == [1, 6, 1, 2, 1, 3]
+
+
+def test_a_pool_that_does_not_fit_is_said_and_the_next_is_measured(stage, monkeypatch):
+    def make(batch_size, context, device):
+        if batch_size == 3:
+            raise torch.OutOfMemoryError("2 GiB")
+        return dense_problems(CacheFormat.KV, [1], batch_size, context, device)
+
+    monkeypatch.setattr(kernels, "PROBLEMS", {CacheFormat.KV: make})
+    backend = backend_of("fa3", triton=None)
+    found = list(measure_kernels({backend: backend.kernels}, [3, 1], [70], ONE, stage))
+    assert found[0] == Missing(
+        "fa3", "every kernel", "batch 3, context 70 (kv)", "it does not fit into the device's memory", failed=False
+    )
+    assert [(row.batch_size, row.heads) for row in found[1:]] == [(1, 32), (1, 64)]
+
+
+def test_every_format_is_measured_on_the_backends_that_take_it(stage, monkeypatch):
+    problems = {
+        CacheFormat.LATENT: partial(dense_problems, CacheFormat.LATENT, [1]),
+        CacheFormat.KV: partial(dense_problems, CacheFormat.KV, [1]),
+        CompressedFormat.COMPRESSED: compressed_problems,
+    }
+    assert kernels.PROBLEMS.keys() == problems.keys()
+    monkeypatch.setattr(kernels, "PROBLEMS", problems)
+    found, missing = runnable_kernels([get_backend(name) for name in ("fa3", "trtllm_mla", "dsv4")], CPU)
+    assert {kernel.name for own in found.values() for kernel in own} == {"torch"}
+    assert {absent.kernel for absent in missing} >= {"flashmla", "flashmla_sparse", "vllm_flash_attn"}
+    rows = list(measure_kernels(found, [1], [600], ONE, stage))
+    assert all(isinstance(row, KernelRow) for row in rows), rows
+    assert {(row.backend, row.heads, row.width) for row in rows} == {
+        *(("fa3", heads, 1) for heads in (16, 128, 32, 64)),
+        *(("trtllm_mla", heads, 1) for heads in (16, 128)),
+        *(("dsv4", heads, width) for heads in (64, 16) for width in (1, 4)),
+    }
+
+
+@pytest.mark.parametrize("context", [600, 2400])
+def test_a_compressed_problem_is_its_window_and_the_selected_entries(stage, context):
+    asked = list(compressed_problems(2, context, CPU))[3]
+    assert (asked.layer.num_heads, asked.width) == (16, 4)
+    pool, cache = asked.pool, asked.pool.caches[0]
+    found = asked.call(get_backend("dsv4"), "torch")(cache)
+    for row in (0, 3, 7):
+        pages, position = pool.pages[row // 4], context - 4 + row % 4
+        tokens = torch.arange(position - WINDOW + 1, position + 1)
+        rows = cache.rows.read(pages[tokens // 256] * 256 + tokens % 256)
+        slots = asked.entry_slots[row][asked.entry_slots[row] >= 0]
+        assert len(slots.unique()) == min(TOPK, (position + 1) // COMPRESSION.ratio)
+        assert set((slots // 64).tolist()) <= set(pages[: -(-context // 256)].tolist())
+        keys = torch.cat((rows, cache.compressor.entries.read(slots)))
+        scores = torch.cat((asked.q[row].float() @ keys.T * asked.layer.scale, torch.zeros(16, 1)), dim=1)
+        torch.testing.assert_close(found[row].float(), scores.softmax(1)[:, :-1] @ keys, rtol=0.02, atol=0.02)
+    num_keys = WINDOW + min(TOPK, context // 4)
+    assert asked.num_bytes == 8 * (num_keys * 584 + 2 * 16 * 512 * 2)
+    assert asked.num_operations == 8 * 4 * num_keys * 16 * 512
+
+
+def test_ceilings_are_bytes_and_operations_by_time(stage, monkeypatch):
+    monkeypatch.setattr(ceilings, "COPY_BYTES", 10**6)
+    monkeypatch.setattr(ceilings, "MATMUL_SIZE", 100)
+    found = measure_ceilings(stage)
+    assert found == Ceilings(2.0, 2.0)
+    assert found.copy_us(10**6) == 0.5
+
+
+def test_a_tree_is_compared_with_a_chain_of_as_many_rows(stage):
+    backend = backend_of("fa3", triton=None, torch=None)
+    rows = list(measure_trees({backend: backend.kernels}, [2], [70], stage))
+    assert all(isinstance(row, Row) for row in rows), rows
+    assert [(row.bench, row.kernel, row.heads, row.width, row.peer) for row in rows] == [
+        ("trees", "triton", heads, NUM_NODES, "triton, a chain") for heads in (16, 128, 32)
+    ]
+    assert {(row.us, row.peer_us, row.ratio) for row in rows} == {(1.0, 1.0, 1.0)}
+
+
+def test_the_tree_is_measured_as_a_tree_and_the_chain_as_a_chain(stage, monkeypatch):
+    steps = []
+    nothing = SimpleNamespace(graph=RecordedGraph())
+    monkeypatch.setattr(trees, "capture", lambda asked, *_: steps.append(asked.step) or nothing)
+    pool = fill_pool(CacheFormat.KV, 2, 70, CPU, NUM_NODES)
+    chain = problem(pool, LAYERS[CacheFormat.KV][0], NUM_NODES)
+    tree = replace(chain, tree_mask=tree_mask(CPU).expand(2, -1, -1))
+    with pytest.raises(ZeroDivisionError):  # nothing ran, and the clock stood still
+        trees.compare(get_backend("fa3"), "triton", tree, chain, stage)
+    assert [step.is_tree for step in steps] == [True, False]
+    assert [step.seq_lens.tolist() for step in steps] == [[70 - NUM_NODES] * 2] * 2
+
+
+def test_a_kernel_that_takes_no_trees_is_listed(stage):
+    backend = backend_of("fa3", triton=raising(UnsupportedStepError("triton", ["trees"])))
+    found = list(measure_trees({backend: backend.kernels}, [1], [70], stage))
+    assert [(absent.failed, absent.reason) for absent in found] == [(False, "triton: trees.")] * 3
+
+
+def test_nodes_of_the_tree_see_themselves_and_their_ancestors():
+    mask = tree_mask(CPU)
+    assert mask.sum(1).tolist() == [1, *[2] * 4, *[3] * 11]
+    assert mask[7].nonzero().flatten().tolist() == [0, 1, 7]
+    assert mask[15].nonzero().flatten().tolist() == [0, 3, 15]
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A command that measures nothing: what the sets give is up to the test."""
+    measured = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "runnable_kernels", lambda backends, device: ({"fa3": ["triton"]}, []))
+    monkeypatch.setattr(bench, "measure_ceilings", lambda stage: Ceilings(4.1, 790.0))
+    monkeypatch.setattr(bench, "measure_kernels", lambda *args: iter(measured))
+    monkeypatch.setattr(bench, "measure_trees", lambda *args: iter(measured))
+    monkeypatch.setattr(bench.results, "device_name", lambda device: "NVIDIA H200")
+    return measured
+
+
+ROW = KernelRow("kernels", "fa3", "triton", 8, 4096, 32, 1, 10.2, "vllm_flash_attn", 10.0, 1.02, 3.3, 44.0)
+
+
+def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    fake_gpu += [ROW, *[Missing("fa3", "torch", f"batch {n}", "many keys", False) for n in (1, 2, 3)]]
+    path = tmp_path / "rows.json"
+    assert main(["bench", "attention", "--set", "kernels", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["rows"] == [asdict(ROW)]
+    assert written["ceilings"] == {"copy_tb_per_s": 4.1, "matmul_tflop_per_s": 790.0}
+    assert len(written["missing"]) == 3
+    output = capsys.readouterr().out
+    assert "not measured: fa3/torch batch 1 and 2 more: many keys" in output
+    assert "copies 4.10 TB/s and multiplies 790 TFLOP/s" in output
+    assert all(word in output for word in ("TFLOP/s", "3.30", "1.020"))
+
+
+def test_the_command_measures_trees(fake_gpu, tmp_path):
+    row = Row("trees", "fa3", "triton", 8, 4096, 32, 16, 12.0, "triton, a chain", 10.0, 1.2)
+    fake_gpu += [row]
+    path = tmp_path / "rows.json"
+    assert main(["bench", "attention", "--set", "trees", "--json", str(path)]) == 0
+    written = json.loads(path.read_text())
+    assert written["rows"] == [asdict(row)]
+    assert "ceilings" not in written
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plot", "a.png"], "--plot goes with --set kernels, not with layer"),
+        (["--plot", "a.png", "--set", "trees"], "--plot goes with --set kernels, not with trees"),
+        (["--plot", "a.jpg", "--set", "kernels"], "--plot a.jpg: a picture ends in .png or .svg"),
+        (["--plot", "no/a.png", "--set", "kernels"], "there is no folder no"),
+        (["--plot", "a.png", "--set", "kernels"], "pip install 'attn-backends[bench]'"),
+        (["--set", "kernels", "--context", "16"], "--context must be over 16"),
+        (["--set", "trees", "--context", "16"], "--context must be over 16"),
+    ],
+)
+def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    assert main(["bench", "attention", *arguments]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+class Figure:
+    """Matplotlib's, as far as it is used; keeps what is drawn."""
+
+    drawn: list
+
+    def __init__(self, **_):
+        Figure.drawn = []
+
+    def suptitle(self, text):
+        Figure.drawn.append(text)
+
+    def subplots(self, rows, columns, **_):
+        def axes():
+            return SimpleNamespace(
+                plot=lambda x, y, label, **_: Figure.drawn.append((label, x, y)),
+                scatter=lambda x, y, label, **_: Figure.drawn.append((label, x, y)),
+                set=lambda title, **_: Figure.drawn.append(title),
+                set_xlabel=lambda text: None,
+                legend=lambda **_: None,
+            )
+
+        grid = np.empty((rows, columns), dtype=object)
+        grid[:, 0] = [axes() for _ in range(rows)]
+        return grid
+
+    def savefig(self, path, **_):
+        path.write_text("picture")
+
+
+def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, monkeypatch):
+    module = ModuleType("matplotlib.figure")
+    module.Figure = Figure
+    monkeypatch.setattr(plot, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    slow = replace(ROW, batch_size=1, tb_per_s=2.0, tflop_per_s=10.0)
+    fake_gpu += [replace(ROW, tb_per_s=2.0), slow, replace(ROW, kernel="torch", heads=64), replace(ROW, tb_per_s=0.0)]
+    path = tmp_path / "kernels.svg"
+    assert main(["bench", "attention", "--set", "kernels", "--plot", str(path)]) == 0
+    assert path.read_text() == "picture"
+    roof = [2.5, 790.0 / 4.1, 44.0]
+    roof.sort()
+    title, line, triton, heads, _, torch_, more_heads = Figure.drawn
+    assert "NVIDIA H200: copies 4.1 TB/s, multiplies 790 TFLOP/s" in title
+    assert line == ("copy and matrix product", roof, pytest.approx([2.5 * 4.1, 44.0 * 4.1, 790.0]))
+    assert triton == ("fa3 triton", [22.0, 5.0], [44.0, 10.0])
+    assert (heads, more_heads) == ("32 query heads", "64 query heads")
+    assert torch_ == ("fa3 torch", [44.0 / 3.3], [44.0])

@@ -1,0 +1,348 @@
+"""Attention over divided keys: the Triton kernels, interpreted, against the torch kernel of each metadata format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import paged_kernel, providers
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.backends.trtllm_mla import TrtllmMLABackend
+from attn_backends.base import AttentionBackend
+from attn_backends.conformance.runner import Subject, run_case, selected_cases
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.kernel import Kernel
+from attn_backends.kernels import paged_operators
+from attn_backends.kernels.paged_operators import paged_attention
+from tests.triton_interpreter import interpreted
+
+NAN = float("nan")
+BACKENDS = (FA3Backend, FlashInferMLABackend, TrtllmMLABackend)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A batch. widths: query rows of each request. lens: keys of each. latent: values are the keys' first elements."""
+
+    widths: tuple[int, ...] = (3, 3, 3)
+    lens: tuple[int, ...] = (53, 5, 37)
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    dim: int = 24
+    v_dim: int = 20
+    page_size: int = 4
+    latent: bool = False
+
+
+GROUPED, LATENT = Sizes(), Sizes(num_heads=6, num_kv_heads=1, latent=True)
+SIZES = {
+    "grouped-query": GROUPED,
+    "MLA": LATENT,
+    "decode": replace(LATENT, widths=(1, 1, 1)),
+    "as many heads as KV heads": replace(GROUPED, num_heads=2),
+    "more rows than a tile": replace(LATENT, widths=(5, 5), lens=(40, 6), num_heads=4),
+    "packed": replace(GROUPED, widths=(1, 4, 2)),
+    "packed latents": replace(LATENT, widths=(2, 5, 1)),
+    "pages of one token": replace(GROUPED, page_size=1),
+    "whole pages": replace(LATENT, page_size=64, lens=(130, 64, 63)),
+    "no keys": replace(GROUPED, lens=(0, 9, 0)),
+    "fewer keys than rows": replace(LATENT, lens=(2, 1, 12)),
+}
+FORMS = ("csr", "page table", "block table")
+
+
+def arguments(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype = torch.float32, cache: object = None) -> list:
+    """The arguments of `paged_attention`, strided views; memory that no request owns is NaN, and so is the scratch."""
+    s, bs, page = sizes, len(sizes.lens), sizes.page_size
+    counts = [-(-length // page) for length in s.lens]
+    num_pages, most = sum(counts) + 2, max(counts) + 1
+    order = torch.randperm(num_pages).int()
+    owned = order[2:].split(counts)
+    entry = s.dim if s.latent else s.dim + s.v_dim
+    entries = torch.full((num_pages, page, s.num_kv_heads, 2 * entry), NAN)
+    for pages, length in zip(owned, s.lens, strict=True):
+        for key in range(length):
+            entries[pages[key // page], key % page] = torch.randn(s.num_kv_heads, 2 * entry)
+    entries = entries.to(cache or dtype)[..., ::2]
+    k, v = entries[..., : s.dim], entries[..., : s.v_dim] if s.latent else entries[..., s.dim :]
+    table = order[:1].repeat(bs, most + 1)  # past its pages a request's row holds a page of NaN
+    for row, pages in zip(table, owned, strict=True):
+        row[: len(pages)] = pages
+    starts = torch.tensor([0, *s.widths]).cumsum(0).int()
+    lists = {
+        "csr": (starts, torch.tensor([0, *counts]).cumsum(0).int(), torch.cat((order[2:], order[:1].repeat(9)))),
+        "page table": (starts, None, table[:, :most]),
+        "block table": (None, None, table[:, :most]),
+    }[form]
+    q = torch.randn(s.num_heads, sum(s.widths), 2 * s.dim, dtype=dtype).transpose(0, 1)[..., 1::2]
+    lens = torch.tensor(s.lens, dtype=torch.int32)
+    scratch = (torch.full((2**16,), NAN), torch.full((2**12,), NAN))
+    return [q, k, v, *lists, lens, max(s.widths), most * page, causal, s.dim**-0.5, 1.0, 1.0, *scratch]
+
+
+@pytest.fixture(scope="module")
+def decode():
+    """The module of the Triton kernels, interpreted."""
+    interpreted("triton_merge", "_merge")
+    return interpreted("triton_decode", "_attend")
+
+
+@pytest.fixture
+def triton_tiles(decode):
+    """The module of the rules."""
+    return import_module("attn_backends.kernels.triton_tiles")
+
+
+@pytest.fixture
+def h200(triton_tiles):
+    """What the interpreter stands for."""
+    return triton_tiles.gpu_of(torch.device("cpu"))
+
+
+def check(decode, given: list, tolerance: float = 3e-6) -> None:
+    out, lse = decode.paged_attention(*given)
+    expected_out, expected_lse = paged_attention(*given)
+    assert (out.dtype, lse.dtype) == (given[0].dtype, torch.float32)
+    torch.testing.assert_close(out, expected_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # rows that see nothing
+
+
+def cases() -> Iterator[tuple[Sizes, str, bool]]:
+    """Every batch in every form that holds it, causal and not in turn."""
+    for number, sizes in enumerate(SIZES.values()):
+        for turn, form in enumerate(FORMS):
+            if form != "block table" or len(set(sizes.widths)) == 1:
+                yield sizes, form, (number + turn) % 2 == 0 or "packed" in sizes.widths
+
+
+def name_of(value: object) -> str:
+    names = {sizes: name for name, sizes in SIZES.items()}
+    return names[value] if isinstance(value, Sizes) else {True: "causal", False: "whole"}.get(value, str(value))
+
+
+@pytest.mark.parametrize(("sizes", "form", "causal"), list(cases()), ids=name_of)
+def test_rows_attend_to_the_keys_in_their_pages(decode, sizes, form, causal):
+    check(decode, arguments(sizes, form, causal))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 20])
+@pytest.mark.parametrize("lens", [(53, 3, 20), (2, 37, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
+def test_keys_may_be_divided_into_any_number_of_parts(decode, monkeypatch, num_parts, lens, sizes):
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    check(decode, arguments(replace(sizes, lens=lens), "csr", True))
+
+
+@pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
+@pytest.mark.parametrize("cache", [torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
+def test_queries_and_cache_may_differ_in_type(decode, sizes, cache):
+    given = arguments(sizes, "page table", True, torch.float16, cache)
+    given[11:13] = 0.25, 2.0
+    check(decode, given, tolerance=4e-3)
+
+
+def test_no_part_is_written_past_the_scratch(decode, monkeypatch):
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: most)
+    for room_out, room_lse in ((2, 9), (9, 2)):
+        given = arguments(GROUPED, "csr", True)
+        whole = given[13:]
+        rows = 9 * GROUPED.num_heads
+        given[13:] = whole[0][: room_out * rows * GROUPED.v_dim + 19], whole[1][: room_lse * rows]
+        check(decode, given)
+        assert [int((~partial.isnan()).nonzero().max()) for partial in whole] == [
+            2 * rows * GROUPED.v_dim - 1,
+            2 * rows - 1,
+        ]
+
+
+def test_an_empty_batch(decode):
+    out, lse = decode.paged_attention(*arguments(replace(GROUPED, widths=(0, 0), lens=(0, 0)), "csr", True))
+    assert (out.shape, lse.shape) == ((0, 4, 20), (0, 4))
+
+
+def test_the_same_batch_gives_the_same_bits(decode):
+    given = arguments(GROUPED, "csr", True)
+    first, second = (decode.paged_attention(*given) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "num_slots", "most", "num_parts"),
+    [
+        (1, 264, 500, 238),  # the fewest that use nine tenths of the slots
+        (1, 264, 8, 8),
+        (128, 264, 100, 2),
+        (32, 264, 4096, 8),
+        (264, 264, 100, 1),
+        (300, 264, 0, 1),
+    ],
+)
+def test_keys_are_divided_to_fill_the_last_wave(triton_tiles, num_programs, num_slots, most, num_parts):
+    assert triton_tiles.choose_num_splits(num_programs, num_slots, most) == num_parts
+
+
+@pytest.mark.parametrize(
+    ("shared", "tensor_memory"), [(99 * 1024, False), (163 * 1024, False), (227 * 1024, False), (227 * 1024, True)]
+)
+@pytest.mark.parametrize("dot", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dims", [(576, 512, True), (128, 128, False), (256, 256, False)], ids=str)
+def test_tiles_fit_the_shared_memory(triton_tiles, shared, tensor_memory, dot, dims):
+    gpu = triton_tiles.Gpu(100, shared, tensor_memory)
+    for num_rows in (1, 16, 17, 33, 64, 500):
+        sizes = triton_tiles.sizes_of(*dims)
+        assert triton_tiles.tile_bytes(triton_tiles.choose_tiles(num_rows, sizes, dot, gpu), sizes, dot, gpu) <= shared
+
+
+@pytest.mark.parametrize(
+    ("tiles", "num_bytes"),
+    [((16, 32, 4, 3), 93184), ((32, 32, 4, 3), 112640), ((64, 64, 8, 2), 221184), ((64, 32, 8, 3), 184320)],
+)
+def test_bytes_of_tiles_of_latents(triton_tiles, h200, tiles, num_bytes):
+    """As Triton 3.6 compiles them for SM90."""
+    sizes = triton_tiles.sizes_of(576, 512, True)
+    assert triton_tiles.tile_bytes(triton_tiles.Tiles(*tiles), sizes, torch.bfloat16, h200) == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("tiles", "num_bytes"), [((16, 32, 4, 4), 54272), ((32, 64, 4, 3), 77824), ((64, 64, 4, 3), 114688)]
+)
+def test_bytes_of_tiles_of_keys_and_values(triton_tiles, h200, tiles, num_bytes):
+    """As Triton 3.6 compiles them for SM90."""
+    sizes = triton_tiles.sizes_of(128, 128, False)
+    assert triton_tiles.tile_bytes(triton_tiles.Tiles(*tiles), sizes, torch.bfloat16, h200) == num_bytes
+
+
+def test_latents_are_held_twice_beside_tensor_memory(triton_tiles):
+    """Triton 3.6 compiles the tile of 64 rows for SM100 with 352816 bytes."""
+    sizes, gpu = triton_tiles.sizes_of(576, 512, True), triton_tiles.Gpu(148, 227 * 1024, tensor_memory=True)
+    assert triton_tiles.tile_bytes(triton_tiles.Tiles(64, 64, 8, 2), sizes, torch.bfloat16, gpu) >= 352816
+    assert triton_tiles.choose_tiles(64, sizes, torch.bfloat16, gpu) == triton_tiles.Tiles(32, 32, 4, 3)
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (500, 64)])
+def test_tiles_are_at_least_half_full(triton_tiles, h200, num_rows, rows):
+    for dims in ((576, 512, True), (128, 128, False)):
+        assert triton_tiles.choose_tiles(num_rows, triton_tiles.sizes_of(*dims), torch.bfloat16, h200).rows == rows
+
+
+def test_the_operator_is_one_node_of_a_graph():
+    """A replay reads and writes the memory that it was captured with."""
+    given = arguments(LATENT, "csr", True)
+    graph = RecordedGraph()
+    out, lse = graph.capture(lambda: paged_attention(*given))
+    assert [call.func.__name__ for call in graph._calls] == ["paged_attention.default"]
+    given[0].copy_(torch.randn(given[0].shape))
+    given[6].copy_(torch.tensor([50, 4, 37]))
+    graph.replay()
+    torch.testing.assert_close((out, lse), paged_attention(*given), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck(form):
+    given = arguments(GROUPED, form, True)
+    given = [x.nan_to_num() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given]
+    operator = torch.ops.attn_backends.paged_attention.default
+    assert set(torch.library.opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
+    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    assert written == ["partial_out", "partial_lse"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float64_queries_get_float64(form):
+    given = arguments(GROUPED, form, True, torch.float64)
+    assert {found.dtype for found in paged_operators._paged_attention_cuda(*given)} == {torch.float64}
+
+
+UNFIT = {
+    "dim": ("csr", 0, lambda q: q[..., 1:]),
+    "type of values": ("csr", 2, lambda v: v.half()),
+    "64-bit indptr": ("csr", 3, lambda starts: starts.long()),
+    "short query_indptr": ("csr", 3, lambda starts: starts[1:]),
+    "short page_indptr": ("csr", 4, lambda starts: starts[1:]),
+    "CSR of one stride": ("csr", 3, lambda starts: None),
+    "strided page_ids": ("csr", 5, lambda ids: ids.repeat_interleave(2)[::2]),
+    "flat table": ("page table", 5, lambda table: table.flatten()),
+    "short table": ("page table", 5, lambda table: table[1:]),
+    "rows that are not uniform": ("block table", 0, lambda q: q[1:]),
+    "64-bit lengths": ("csr", 6, lambda lens: lens.long()),
+    "scratch of two dimensions": ("csr", 13, lambda partial: partial.view(2, -1)),
+    "scratch of 16 bits": ("csr", 14, lambda partial: partial.half()),
+}
+
+
+@pytest.mark.parametrize(("form", "position", "wrong"), UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_refused(form, position, wrong):
+    given = arguments(GROUPED, form, True)
+    given[position] = wrong(given[position])
+    with pytest.raises(ValueError, match=r"do not fit together; needed are q \[num_tokens, num_heads, dim\]"):
+        paged_attention(*given)
+
+
+def test_what_runs_by_the_rows_of_a_request(monkeypatch, decode):
+    """The kernel that divides keys, or the one for many rows."""
+    prefill, ran = interpreted("triton_prefill", "_paged_attention"), []
+    monkeypatch.setattr(decode, "paged_attention", lambda *given: ran.append("decode"))
+    monkeypatch.setattr(prefill, "paged_attention", lambda *given: ran.append("prefill"))
+    for width in (paged_operators.MAX_DIVIDED_WIDTH, paged_operators.MAX_DIVIDED_WIDTH + 1):
+        given = arguments(replace(GROUPED, widths=(1, width), lens=(9, 80)), "csr", True)
+        paged_operators._paged_attention_cuda(*given)
+    assert ran == ["decode", "prefill"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_kernel_comes_after_all_others(backend, monkeypatch):
+    """The suite has not passed on it on a GPU yet, so it runs where it is named."""
+    assert [kernel.name for kernel in backend.kernels][-2:] == ["torch", "triton"]
+    kernel = triton_kernel_of(backend)
+    assert kernel.unavailable_reasons(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert kernel.unavailable_reasons(cuda) == ["needs SM80 or newer; this GPU is SM75"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    assert kernel.unavailable_reasons(cuda) == []
+    monkeypatch.setattr(providers, "find_spec", lambda module: None)
+    assert kernel.unavailable_reasons(cuda) == ["triton is not installed (pip install 'attn-backends[triton]')"]
+
+
+def test_8_bits_are_refused_where_triton_does_not_read_them():
+    paged_kernel._refuse_8_bits(torch.float8_e4m3fn, (8, 9))
+    with pytest.raises(UnsupportedStepError, match=r"float8_e4m3fn on SM80 \(Triton reads it"):
+        paged_kernel._refuse_8_bits(torch.float8_e4m3fn, (8, 0))
+
+
+def triton_kernel_of(backend: type[AttentionBackend]) -> Kernel:
+    return next(kernel for kernel in backend.kernels if kernel.name == "triton")
+
+
+@pytest.fixture
+def on_triton(decode) -> Iterator[None]:
+    """The operator's CPU implementation in Triton."""
+
+    library = torch.library.Library("attn_backends", "IMPL")
+    library.impl("paged_attention", paged_operators._paged_attention_cuda, "CPU", allow_override=True)
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("check_id", ["math.draft_decode", "math.draft_extend", "graph.padded", "poison.unowned_nan"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_conformance(backend, check_id):
+    """One case of a check; the whole suite runs on a GPU."""
+    on_cpu = replace(triton_kernel_of(backend), unavailable_reasons=lambda device: [])
+    subject = Subject(type(backend.__name__, (backend,), {"kernels": (on_cpu,)}), "triton")
+    row = run_case(subject, selected_cases(subject, check_id)[-1])
+    assert row.status == "pass", row.reason

@@ -1,0 +1,34 @@
+"""Triton's interpreter, which runs kernels where no GPU is (`conftest.py` asks for it)."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+def interpreted(name: str, kernel: str) -> ModuleType:
+    """A module of Triton kernels, run by the interpreter. kernel: one of them, to make sure of that."""
+    pytest.importorskip("triton", reason="Triton's interpreter is not installed here")
+    from triton.runtime import interpreter
+
+    _mend_loop_bounds(interpreter)
+    module = import_module(f"attn_backends.kernels.{name}")
+    found = getattr(module, kernel)
+    assert isinstance(found, interpreter.InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
+    return module
+
+
+@cache
+def _mend_loop_bounds(interpreter: ModuleType) -> None:
+    """Triton 3.6 makes a loop's bound by `int` of an array of one element, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
