@@ -52,8 +52,11 @@ class Row:
     excused: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, without those that are the default; errors and budgets to three digits."""
-        values = asdict(self) | {"case": self.case.to_dict() if self.case else None, "status": str(self.status)}
+        """Plain values for JSON, without those that are the default; errors and budgets to three digits, and the case
+        without the check and path that the row has.
+        """
+        case = {k: v for k, v in self.case.to_dict().items() if k not in ("check", "path")} if self.case else None
+        values = asdict(self) | {"case": case, "status": str(self.status)}
         rounded = {name: _three_digits(values[name]) for name in ("max_err", "budget")}
         defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name, value in (values | rounded).items() if value != defaults[name]}
@@ -64,8 +67,10 @@ class Row:
         given = dict(values)
         case, status = given.pop("case", None), given.pop("status", None)
         try:
-            return cls(case=Case.from_dict(case) if case else None, status=Outcome(str(status)), **given)  # type: ignore[arg-type]
-        except (TypeError, ValueError) as error:
+            if isinstance(case, Mapping):
+                case = Case.from_dict({"check": given["check"], "path": given["path"], **case})
+            return cls(case=case, status=Outcome(str(status)), **given)  # type: ignore[arg-type]
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"not a row of a conformance report: {error}") from None
 
 
