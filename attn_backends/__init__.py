@@ -12,6 +12,7 @@ from attn_backends.errors import (
     CaptureError,
     CheckpointError,
     ConfigError,
+    PlanError,
     UnsupportedStepError,
 )
 from attn_backends.kernel import Kernel
@@ -38,6 +39,7 @@ __all__ = [
     "Metadata",
     "PagedKV",
     "PagedLatent",
+    "PlanError",
     "UnsupportedStepError",
     "get_backend",
     "list_backends",

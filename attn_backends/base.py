@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
-from attn_backends.capabilities import extras_reasons
-from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.capabilities import extras_reasons, listed
+from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.kernel import Kernel, LayerShape, Schedules
-from attn_backends.kernels.operators import tree_join
+from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
 from attn_backends.selection import Workload, choose_kernels
@@ -103,6 +103,11 @@ class AttentionBackend(ABC, Generic[Plan]):
     @abstractmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
         """The declared buffers of a step kind, one leading row per forward."""
+
+    @classmethod
+    def page_multiple(cls) -> int:
+        """What every page size must be a multiple of, in tokens, whatever the kernel."""
+        return 1
 
     @abstractmethod
     def plan(self, step: Step, forward: int, buffers: Buffers) -> Plan:
@@ -196,6 +201,9 @@ class AttentionBackend(ABC, Generic[Plan]):
             able = [kernel.name for kernel in self.kernels if step.kind in kernel.capabilities]
             return [f"no kernel for {step.kind} was asked for ({', '.join(able) or 'none'} has it)"]
         reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
+        num_keys = step.width * step.num_steps
+        if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
+            reasons.append(f"a draft tree of {num_keys} tokens a request (on a GPU at most {MAX_TREE_KEYS})")
         if step.bs > self.capacity.max_bs:
             reasons.append(f"{step.bs} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
@@ -229,7 +237,8 @@ class AttentionBackend(ABC, Generic[Plan]):
             plans.append(self.plan(step, forward, buffers))
         if self.checking:
             problems = out_of_range(self.buffers(step.kind), buffers)
-            assert not problems, f"{self.name} planned outside its declaration: {problems}"
+            if problems:
+                raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
         return tuple(plans)
 
     def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
@@ -296,10 +305,11 @@ class AttentionBackend(ABC, Generic[Plan]):
         layer: AttentionLayer,
         dtype: torch.dtype,
     ) -> None:
-        """Refuse a cache or layer. dtype: of queries, or of rows to store."""
+        """Refuse metadata, a cache or a layer. dtype: of queries, or of rows to store."""
+        self._check_metadata(meta)
         if cache.format not in self.formats:
             raise UnsupportedStepError(
-                f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {sorted(self.formats)})"]
+                f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]
             )
         check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
@@ -309,3 +319,17 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons += extras_reasons(layer, cache.format, meta.tree is not None)
         if reasons:
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)
+
+    def _check_metadata(self, meta: ForwardMetadata[Plan]) -> None:
+        """Refuse what is not the metadata of one forward, or what another backend planned."""
+        if not isinstance(meta, ForwardMetadata):
+            raise UnsupportedStepError(
+                self.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
+            )
+        chosen = self.choices.get(meta.kind)
+        if meta.kind is not StepKind.IDLE and (chosen is None or chosen.kernel is not meta.schedules.kernel):
+            raise UnsupportedStepError(
+                self.name,
+                [f"metadata of a {meta.kind} step that another backend planned, for its {meta.schedules.kernel.name}"],
+                "plan the step with the backend that attends",
+            )

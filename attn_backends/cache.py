@@ -55,11 +55,27 @@ CacheInputs = KeyValues | Latents
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedKV:
-    """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise."""
+    """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
+    last size of its own. Raises `UnsupportedStepError` for views that don't agree.
+    """
 
     k: Tensor
     v: Tensor
     format: ClassVar[CacheFormat] = CacheFormat.KV
+
+    def __post_init__(self) -> None:
+        k, v = self.k, self.v
+        reasons = [
+            f"{name} is {list(pages.shape)}, not [num_pages, page_size, num_kv_heads, dim]"
+            for name, pages in (("k", k), ("v", v))
+            if pages.ndim != 4
+        ]
+        if not reasons and k.shape[:3] != v.shape[:3]:
+            reasons.append(f"k is {list(k.shape)} and v {list(v.shape)}; they may differ in the last size only")
+        if (k.dtype, k.device) != (v.dtype, v.device):
+            reasons.append(f"k is {k.dtype} on {k.device} and v {v.dtype} on {v.device}")
+        if reasons:
+            raise UnsupportedStepError("cache of keys and values", reasons)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,11 +113,20 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedLatent:
-    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], the first `rank` the values."""
+    """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], the first `rank` the values.
+    Raises `UnsupportedStepError` for a view of another form.
+    """
 
     latent: Tensor
     rank: int
     format: ClassVar[CacheFormat] = CacheFormat.LATENT
+
+    def __post_init__(self) -> None:
+        shape = list(self.latent.shape)
+        if len(shape) != 3:
+            raise UnsupportedStepError("cache of latents", [f"it is {shape}, not [num_pages, page_size, rank + rope]"])
+        if not 1 <= self.rank <= shape[2]:
+            raise UnsupportedStepError("cache of latents", [f"rank {self.rank} of entries of {shape[2]} elements"])
 
     @property
     def dtype(self) -> torch.dtype:

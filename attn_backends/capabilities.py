@@ -88,7 +88,7 @@ class Capabilities:
         """Why a layer is not supported with queries and a cache of these types; empty if it is."""
         reasons = []
         if dtype not in self.dtypes:
-            reasons.append(f"{dtype} (it takes {listed(str(d) for d in self.dtypes)})")
+            reasons.append(f"queries or rows of {dtype} (it takes {listed(str(d) for d in self.dtypes)})")
         elif cache_dtype not in (allowed := self.cache_dtypes | ({dtype} if self.own_cache else set())):
             takes = listed(str(d) for d in allowed)
             reasons.append(f"a cache of {cache_dtype} under queries of {dtype} (it takes {takes})")
@@ -98,11 +98,11 @@ class Capabilities:
         if self.query_heads is not None and layer.num_heads not in self.query_heads:
             reasons.append(f"{layer.num_heads} query heads (it takes {listed(self.query_heads)})")
         if layer.window is not None and not self.window:
-            reasons.append(f"a sliding window of {layer.window} tokens")
+            reasons.append(f"a sliding window of {layer.window} tokens (it takes none)")
         if layer.sinks is not None and not self.sinks:
-            reasons.append("attention sinks")
+            reasons.append("attention sinks (it takes none)")
         if (layer.k_scale, layer.v_scale) != (1.0, 1.0) and not self.kv_scales:
-            reasons.append(f"scaled keys or values (k_scale={layer.k_scale}, v_scale={layer.v_scale})")
+            reasons.append(f"scaled keys or values (k_scale={layer.k_scale}, v_scale={layer.v_scale}; it takes 1)")
         return reasons
 
 
@@ -113,11 +113,11 @@ def extras_reasons(layer: AttentionLayer, format: CacheFormat, is_tree: bool) ->
     """
     reasons = []
     if is_tree and layer.window is not None:
-        reasons.append(f"a sliding window of {layer.window} tokens over a draft tree")
+        reasons.append(f"a sliding window of {layer.window} tokens over a draft tree (trees take none)")
     if is_tree and layer.sinks is not None:
-        reasons.append("attention sinks over a draft tree")
+        reasons.append("attention sinks over a draft tree (trees take none)")
     if format is CacheFormat.LATENT and layer.sinks is not None:
-        reasons.append("attention sinks on latents")
+        reasons.append("attention sinks on latents (they take none)")
     if format is CacheFormat.LATENT and layer.k_scale != layer.v_scale:
         reasons.append(
             f"k_scale={layer.k_scale} and v_scale={layer.v_scale} on latents, which are key and value at once"

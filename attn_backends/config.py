@@ -131,15 +131,16 @@ class RuntimeOptions(Options):
     """How a run is carried out.
 
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
-    capture; larger batches run eagerly. max_context: tokens of a request, prompt and output together. prefill_chunk:
-    prompt tokens of a request in one forward. seed: of the order in which pages are given out. host_lag: 1 to launch a
-    cycle before the tokens of the one before are read. kernel, page_size: None for those of the backend's file.
-    cache_dtype: 8-bit floats, None for those of the weights.
+    capture, None for 1, 2, 4 and 8 as far as max_bs and max_bs itself if it is less than 8; larger batches run eagerly.
+    max_context: tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one
+    forward. seed: of the order in which pages are given out. host_lag: 1 to launch a cycle before the tokens of the one
+    before are read. kernel, page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those
+    of the weights.
     """
 
     path: Literal["graph", "eager"] = "graph"
     max_bs: Count = 8
-    buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = (1, 2, 4, 8)
+    buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
     max_context: Count = 1024
     max_new_tokens: Count = 64
     prefill_chunk: Count = 256
@@ -150,6 +151,13 @@ class RuntimeOptions(Options):
     kernel: str | None = None
     page_size: Count | None = None
     cache_dtype: Literal["float8_e4m3fn"] | None = None
+
+    @field_validator("buckets", mode="before")
+    @classmethod
+    def _as_far_as_a_step(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return tuple(sorted({min(bs, info.data.get("max_bs", bs)) for bs in (1, 2, 4, 8)}))
+        return value
 
     @field_validator("buckets")
     @classmethod
@@ -241,13 +249,13 @@ def load_run_config(
     if runtime and isinstance(raw.setdefault("runtime", {}), dict):
         raw["runtime"] |= runtime
     run = validated(RunOptions, raw, path)
-    options = {name: backend_options(name) for name in run.backend.distinct}
+    backends = {name: get_backend(name) for name in run.backend.distinct}
+    options = {name: backend_options(name) for name in backends}
     page_size = run.runtime.page_size or _page_size(path, options)
     kernel = run.runtime.kernel
     kernels = {name: kernel or (found.kernel if found else "auto") for name, found in options.items()}
-    for name in kernels:
-        asked, device = kernels[name], torch.device(run.runtime.device)
-        choose_kernels(name, get_backend(name).kernels, asked, device, Workload(page_size))
+    for name, found in backends.items():
+        choose_kernels(name, found.kernels, kernels[name], torch.device(run.runtime.device), Workload(page_size))
     _check_formats(path, run.backend)
     return RunConfig(
         source=str(path),

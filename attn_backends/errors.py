@@ -34,6 +34,10 @@ class CaptureError(AttnBackendsError):
     """A region can't be captured into a graph, or a graph can't take a step."""
 
 
+class PlanError(AttnBackendsError):
+    """A backend planned what its own declaration forbids; found in checking mode, before a kernel ran on it."""
+
+
 class ConfigError(AttnBackendsError):
     """A configuration file or value that can't be used; says which file and key."""
 

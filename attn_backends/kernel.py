@@ -112,14 +112,14 @@ class Schedules(Generic[Plan]):
         lens: Sequence[HostLens] | None,
         allocate: Callable[[LayerShape], Buffers],
     ) -> None:
-        self._kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
+        self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         self._made: dict[tuple[int, LayerShape], Schedule] = {}
         self._buffers: dict[LayerShape, Buffers] = {}
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
         """What the kernel is launched on."""
         plan = self._plans[forward]
-        if self._kernel.schedule is None:
+        if self.kernel.schedule is None:
             return plan
         if (forward, shape) not in self._made:
             self._made[forward, shape] = self._make(plan, forward, shape)
@@ -140,17 +140,17 @@ class Schedules(Generic[Plan]):
             schedule.refresh()
 
     def _make(self, plan: Plan, forward: int, shape: LayerShape) -> Schedule:
-        assert self._kernel.schedule is not None
+        assert self.kernel.schedule is not None
         if self._lens is not None and is_capturing():
             raise CaptureError(
-                f"kernel {self._kernel.name} plans on the host, which a graph can't hold: run the region once with "
+                f"kernel {self.kernel.name} plans on the host, which a graph can't hold: run the region once with "
                 "this metadata before it is captured"
             )
         if shape not in self._buffers:
             self._buffers[shape] = self._allocate(shape)
-        scratch = {spec.name for spec in self._kernel.scratch}
+        scratch = {spec.name for spec in self.kernel.scratch}
         own = {name: t if name in scratch else t[forward] for name, t in self._buffers[shape].items()}
-        schedule = self._kernel.schedule(plan, shape, own)
+        schedule = self.kernel.schedule(plan, shape, own)
         if self._lens is not None:
             schedule.plan_host(self._lens[forward])
         schedule.refresh()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ class AttentionLayer:
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
     scale: multiplies query·key; for MLA that of the heads before absorption. group: cache group. window: keys that a
     row sees at most, itself included (None: all). sinks: [num_heads] float32 logits of a key without value. k_scale,
-    v_scale: stored = value / scale.
+    v_scale: stored = value / scale. Raises `UnsupportedStepError` for sizes and scales that can't be.
     """
 
     id: int
@@ -34,10 +35,15 @@ class AttentionLayer:
     v_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedStepError(
-                f"layer {self.id}", [f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly"]
-            )
+        counts = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "head_dim", "v_head_dim")}
+        counts |= {} if self.window is None else {"window": self.window}
+        scales = {name: getattr(self, name) for name in ("scale", "k_scale", "v_scale")}
+        reasons = [f"{name} is {x!r}, not a positive integer" for name, x in counts.items() if not _is_count(x)]
+        reasons += [f"{name} is {x!r}, not a finite number" for name, x in scales.items() if not _is_real(x)]
+        if not reasons and self.num_heads % self.num_kv_heads:
+            reasons.append(f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly")
+        if reasons:
+            raise UnsupportedStepError(f"layer {self.id}", reasons)
 
 
 class AttentionOutput(NamedTuple):
@@ -47,3 +53,11 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_backends.errors import CaptureError
 from attn_backends.kernel import Schedules
-from spec_metadata import Bucket, Buffers, BufferSpec, Step, StepKind, TreePart, tree_part
+from spec_metadata import Bucket, Buffers, BufferSpec, InvalidStepError, Step, StepKind, TreePart, tree_part
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
 
 Plan = TypeVar("Plan")
@@ -47,8 +47,12 @@ class Metadata(Generic[Plan]):
     bucket: Bucket | None = None
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
-        """The metadata of one forward. ancestors: the paths of a draft of topk > 1 (`spec_metadata.tree_part`)."""
+        """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
+        topk > 1 (`spec_metadata.tree_part`).
+        """
         forward = 0 if self.step.kind is StepKind.IDLE else forward
+        if not 0 <= forward < self.step.num_forwards:
+            raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
         return ForwardMetadata(
             schedules=self.schedules,
             forward=forward,

@@ -10,6 +10,7 @@ import inspect
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import ModuleType
 
 from attn_backends.base import AttentionBackend
 from attn_backends.errors import BackendUnavailableError
@@ -47,7 +48,9 @@ def get_backend(name: str) -> type[AttentionBackend]:
         closest = get_close_matches(name, known, n=1)
         guess = f"Did you mean {closest[0]!r}? " if closest else ""
         raise BackendUnavailableError(
-            f"backend {name!r}", [f"unknown name; there are {', '.join(known)}"], f"{guess}Or give module:Class."
+            f"backend {name!r}",
+            [f"unknown name; there are {', '.join(known)}"],
+            f"{guess}A class that has no name yet is given as module:Class.",
         )
     return _load(name, known[name])
 
@@ -59,12 +62,24 @@ def _load(name: str, target: str) -> type[AttentionBackend]:
         module = import_module(module_name)
     except Exception as error:  # another package's module may raise anything
         reason = f"importing {module_name!r} failed: {type(error).__name__}: {error}"
-        raise BackendUnavailableError(what, [reason]) from error
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        hint = "Install its package, or run from the folder that holds it." if absent else ""
+        raise BackendUnavailableError(what, [reason], hint) from error
     found = getattr(module, class_name, None)
     if not (inspect.isclass(found) and issubclass(found, AttentionBackend)):
-        raise BackendUnavailableError(what, [f"{target} names no subclass of attn_backends.AttentionBackend"])
+        raise BackendUnavailableError(
+            what,
+            [f"{target} names no subclass of attn_backends.AttentionBackend"],
+            f"{module_name} has {', '.join(_backends_of(module)) or 'none'}.",
+        )
     missing = sorted(found.__abstractmethods__)
     missing += [attribute for attribute in ("name", "formats", "kernels") if not hasattr(found, attribute)]
     if missing:
         raise BackendUnavailableError(what, [f"{target} does not define {', '.join(missing)}"])
     return found
+
+
+def _backends_of(module: ModuleType) -> list[str]:
+    """The names of the backends in a module."""
+    classes = [found for found in vars(module).values() if inspect.isclass(found)]
+    return [each.__name__ for each in classes if issubclass(each, AttentionBackend) and each is not AttentionBackend]

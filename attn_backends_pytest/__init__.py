@@ -22,9 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME|module:Class",
         help="a backend to test with `--pyargs attn_backends.conformance`; may be repeated",
     )
-    add("--attn-kernel", default="auto", metavar="NAME", help="one of its kernels (default: the first that runs)")
+    add("--attn-kernel", default="auto", metavar="NAME", help="one of its kernels (default: auto, every one that runs)")
     add("--attn-device", default="cpu", metavar="DEVICE", help="such as cpu or cuda (default: cpu)")
-    add("--attn-quick", action="store_true", help="the smallest cases of each check")
+    add("--attn-quick", action="store_true", help="a few cases of each check, spread evenly")
     add("--attn-select", default="*", metavar="PATTERN", help="checks to run, such as 'graph.*'")
     add("--attn-config", type=Path, metavar="FILE", help="a TOML file with [[expected_failures]]")
     add("--attn-require-run", action="store_true", help="what this machine can't run is a failure")

@@ -99,10 +99,15 @@ class Capacity:
             StepKind.TARGET_VERIFY: self.num_draft_tokens,
             StepKind.DRAFT_EXTEND: self.extend_width,
         }
+        if not isinstance(kind, StepKind):
+            raise InvalidStepError(f"kind must be a StepKind, such as StepKind.DECODE; got {kind!r}")
         if kind not in widths:
+            *others, last = widths
             raise InvalidStepError(
-                f"a {kind} step has no uniform width, so it has no bucket; one of {list(widths)} has"
+                f"a {kind} step has no uniform width, so it has no bucket; {', '.join(others)} and {last} have one"
             )
+        if bs < 1:
+            raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs}")
         tree = self.topk > 1 and kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
         num_steps = self.num_steps if kind is StepKind.DRAFT_DECODE else 1
         return Bucket(kind, bs, widths[kind], num_steps, tree)

@@ -394,6 +394,17 @@ def test_query_of_another_shape_or_type(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("setup", MID, ids=str)
+def test_autocast_changes_nothing(setup: Setup) -> None:
+    world, meta, given = ready(replace(setup, dtype=torch.float32))
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            world.backend.store(given.stored, world.cache, meta, world.layer)
+            found.append(world.backend.forward(given.q, world.cache, meta, world.layer))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("setup", MID, ids=str)
 def test_cache_of_another_geometry_or_format(setup: Setup) -> None:
     world, meta, given = ready(setup)
     memory = world.memory

@@ -16,7 +16,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
-from attn_backends.errors import CaptureError
+from attn_backends.errors import CaptureError, PlanError
 from spec_metadata import (
     Arena,
     Bucket,
@@ -175,7 +175,7 @@ def test_a_plan_outside_its_declaration_is_caught(
 
     world.backend.init_forward_metadata(step)
     monkeypatch.setattr(world.backend, "plan", spoiled)
-    with pytest.raises(AssertionError, match=name):
+    with pytest.raises(PlanError, match=f"planned outside its declaration: {name} holds"):
         world.backend.init_forward_metadata(step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -70,6 +71,12 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")
 
 
+def test_info_says_which_pages_a_compressed_cache_takes(capsys):
+    assert run_json(capsys, "info", "trtllm_mla")["page_multiple"] == 1
+    assert main(["info", "dsv4"]) == 0
+    assert "cache: compressed, page sizes: multiples of 128" in capsys.readouterr().out
+
+
 @pytest.fixture
 def fresh_reasons():
     """Forgets, before and after, which vendors' kernels can't run here."""
@@ -91,7 +98,8 @@ def test_info_recognizes_flash_attention_2(capsys, monkeypatch, fresh_reasons):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["info", "fa4"], "Did you mean 'fa3'?"),
+        (["info", "fa4"], "Did you mean 'fa3'? A class that has no name yet is given as module:Class."),
+        (["info", "a:x:b"], "backend 'a:x:b'"),
         (["generate"], "at least one --prompt"),
         (["generate", "--prompt", ""], "none of them empty"),
         (["generate", "--prompt", "a", "--device", "cuda:9x"], "runtime.device: 'cuda:9x' is not a device"),
@@ -114,13 +122,20 @@ def test_misuse_is_an_error_for_people(arguments, message, capsys):
     assert message in error
 
 
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert re.fullmatch(r"attn-backends (\d+\.\d+\.\d+|without package metadata)\n", capsys.readouterr().out)
+
+
 def test_generate_continues_every_prompt(short_run, tmp_path, capsys):
     file = tmp_path / "prompt.txt"
     file.write_text("import sys\n\n\ndef ")
-    arguments = ["generate", "--config", short_run, "--prompt", "class [bold]A[/](", "--prompt-file", str(file)]
+    arguments = ["generate", "--config", short_run, "--prompt", "class [bold]A[:x:/](", "--prompt-file", str(file)]
     assert main([*arguments, "--dtype", "float64"]) == 0
     output = capsys.readouterr().out
-    assert "class [bold]A[/](" in output
+    assert "class [bold]A[:x:/](" in output
     assert "import sys\n\n\ndef " in output
     assert "tokens a cycle" in output
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output

@@ -129,6 +129,12 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE + "[model]\ntarget = 'a'\ndraft = 'a'\nx = 1", "unknown key model.x; there are target, draft"),
         (FA3 + EAGLE + "[egale]\ntopk = 1", r"unknown key egale; .*Did you mean 'eagle'\?"),
         (FA3 + EAGLE + "[runtime]\nbuckets = [1, 9]", r"runtime.buckets: a bucket of 9 requests .* max_bs = 8"),
+        (
+            FA3 + EAGLE + "[runtime]\nmax_bs = 4\nbuckets = [8]",
+            r"runtime.buckets: a bucket of 8 requests .* max_bs = 4",
+        ),
+        (FA3 + EAGLE + "[runtime]\nbuckets = []", r"runtime.buckets: .* at least 1 item"),
+        (FA3 + EAGLE + "[runtime]\nmax_bs = 0", r"runtime.max_bs: [^;]* got 0$"),
         (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: 'gpu0' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndevice = 'meta'", r"runtime.device: 'meta' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndtype = 'float8'", r"runtime.dtype: .* got 'float8'"),
@@ -144,6 +150,21 @@ def test_phases_without_a_common_format_are_refused(load):
 def test_errors_name_file_and_key(load, text, message):
     with pytest.raises(ConfigError, match=f"run.toml.*{message}"):
         load(text)
+
+
+@pytest.mark.parametrize(
+    ("max_bs", "buckets"),
+    [(1, (1,)), (3, (1, 2, 3)), (4, (1, 2, 4)), (6, (1, 2, 4, 6)), (8, (1, 2, 4, 8)), (32, (1, 2, 4, 8))],
+)
+def test_buckets_that_nobody_sets_hold_no_more_than_a_step(load, max_bs, buckets):
+    assert load(FA3 + EAGLE + f"[runtime]\nmax_bs = {max_bs}").runtime.buckets == buckets
+    assert load(FA3 + EAGLE).runtime.buckets == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("line", ['backend = "fa33"\n', per_phase(draft="fa33")])
+def test_an_unknown_backend_is_named_before_anything_that_it_would_bring(load, line):
+    with pytest.raises(BackendUnavailableError, match=r"backend 'fa33' .* Did you mean 'fa3'\?"):
+        load(line + EAGLE)
 
 
 def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load):

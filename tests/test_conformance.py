@@ -318,6 +318,18 @@ def test_an_error_says_where_it_was_raised():
         assert re.search(r"\(test_conformance.py:\d+ in plan\)$", report.rows[0].reason)
 
 
+def test_a_plan_outside_its_declaration_is_not_called_a_refusal():
+    class Outside(FA3Backend):
+        def plan(self, step, forward, buffers):
+            made = super().plan(step, forward, buffers)
+            buffers["page_table"].fill_(10**6)
+            return made
+
+    report = run_conformance(Outside, kernel="torch", quick=True, select="graph.guards")
+    assert {row.status for row in report.rows} == {Outcome.FAIL}
+    assert report.rows[0].reason.startswith("fa3 planned outside its declaration: page_table holds")
+
+
 KNOWN = {"reason": "the plan needs uniform widths", "link": "https://example.org/issues/12"}
 
 

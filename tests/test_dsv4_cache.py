@@ -18,6 +18,7 @@ from attn_backends.compressed_cache import Fp8Pages, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import fp8_pages
+from attn_backends.kernels.torch_compressed import index_scores
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, StepKind, UniformQuery
 from spec_metadata.plans.compressed import Compression
@@ -157,6 +158,40 @@ def test_idle_stores_and_returns_nothing() -> None:
             assert torch.equal(old.view(torch.int32), pool.data.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_types_of_an_idle_step_are_those_of_every_other(dtype: torch.dtype) -> None:
+    engine, step, _ = ready(1)
+    layer = engine.layers[1]
+    cache, found = engine.backend.allocate_cache(layer, dtype), []
+    for each in (step, Step.idle(engine.paging([]))):
+        meta = engine.backend.init_forward_metadata(each)
+        given = random_inputs(layer, each.num_tokens, torch.Generator().manual_seed(1)).map(lambda x: x.to(dtype))
+        engine.backend.store(given.stored, cache, meta.at(), layer)
+        out, lse = engine.backend.forward(given.q, cache, meta.at(), layer, given.index)
+        found.append((out.dtype, lse.dtype, out.shape[1:], lse.shape[1:]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_autocast_changes_nothing(index: int) -> None:
+    engine, step, given = ready(index)
+    layer, found = engine.layers[index], []
+    for enabled in (False, True):
+        cache, at = engine.backend.allocate_cache(layer, torch.float32), engine.backend.init_forward_metadata(step).at()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            engine.backend.store(given.stored, cache, at, layer)
+            found.append(engine.backend.forward(given.q, cache, at, layer, given.index))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_scores_of_entries_are_the_same_under_autocast() -> None:
+    q, weights, keys = torch.randn(2, 3, 4, 16), torch.rand(2, 3, 4), torch.randn(2, 9, 16)
+    num_visible = torch.tensor([[9, 4, 0], [1, 9, 3]])
+    expected = index_scores(q, weights, keys, num_visible)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(index_scores(q, weights, keys, num_visible), expected)
+
+
 def test_lse_is_of_window_and_entries_without_the_sink() -> None:
     engine, step, given = ready(2)
     layer, cache = engine.layers[2], engine.caches[2]
@@ -225,6 +260,14 @@ def refused(engine: Engine, index: int, call: Callable[[], Any], reason: str) ->
         call()
     for old, pool in zip(before, pools_of(engine.caches[index]), strict=True):
         assert torch.equal(old.view(torch.int32), pool.data.view(torch.int32))
+
+
+def test_metadata_of_a_whole_step() -> None:
+    engine, step, given = ready(1)
+    layer, cache = engine.layers[1], engine.caches[1]
+    whole: Any = engine.backend.init_forward_metadata(step)
+    refused(engine, 1, lambda: engine.backend.store(given.stored, cache, whole, layer), r"pass meta\.at\(i\)")
+    refused(engine, 1, lambda: engine.backend.forward(given.q, cache, whole, layer, given.index), r"pass meta\.at\(i\)")
 
 
 def test_caches_and_layers_of_another_kind() -> None:

@@ -225,7 +225,14 @@ BAD: dict[str, Callable[[], object]] = {
     r"in \[2, 9\].*topk=1 and num_steps=8; got 10": lambda: Capacity(1, 8, 4, 1, 8, 10),
     r"in \[2, 11\].*topk=2 and num_steps=3; got 12": lambda: Capacity(1, 8, 4, 2, 3, 12),
     r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),
-    "prefill step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1),
+    "prefill step has no uniform width.*; decode, draft_decode, target_verify and draft_extend have one": lambda: (
+        Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1)
+    ),
+    r"kind must be a StepKind, such as StepKind.DECODE; got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(
+        "draft_decode",  # type: ignore[arg-type]
+        1,
+    ),
+    "a bucket holds at least 1 request, got bs=0": lambda: Capacity(1, 8, 4).bucket(StepKind.DECODE, 0),
     "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
 }
 

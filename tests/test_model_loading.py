@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
@@ -236,3 +237,19 @@ def test_importing_needs_no_transformers() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs transformers" in done.stderr.splitlines()[-1], done.stderr
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_loading_shows_no_bar_and_leaves_others_as_they_were(
+    shown: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    before = logging.is_progress_bar_enabled()
+    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
+    try:
+        capfd.readouterr()
+        load_target(tmp_path, torch.float32)
+        assert "Loading weights" not in capfd.readouterr().err
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        (logging.enable_progress_bar if before else logging.disable_progress_bar)()

@@ -63,7 +63,11 @@ def test_auto_passes_over_a_kernel_that_the_page_size_does_not_suit():
             Workload(16, [LAYER], torch.float32),
             "8 query heads (it takes 16, 128)",
         ),
-        ({"dtypes": frozenset({torch.float16})}, Workload(16, [LAYER], torch.bfloat16), "torch.bfloat16"),
+        (
+            {"dtypes": frozenset({torch.float16})},
+            Workload(16, [LAYER], torch.bfloat16),
+            "queries or rows of torch.bfloat16",
+        ),
         ({}, Workload(16, [LAYER], torch.bfloat16, torch.float8_e4m3fn), "a cache of torch.float8_e4m3fn"),
         ({}, Workload(16, [LAYER, replace(LAYER, window=128)], torch.float32), "a sliding window of 128 tokens"),
     ],

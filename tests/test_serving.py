@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from attn_backends.cli import main
 from attn_backends.config import load_run_config
@@ -79,6 +80,79 @@ def test_the_stream_yields_tokens_as_they_come():
 
 def test_statistics_of_a_request():
     laws.check_statistics()
+
+
+def test_a_stream_that_is_left_goes_on_with_what_was_not_taken():
+    server = Server(eagle_worker("gqa", "fa3", Capacity(3, 64, 16, **CHAIN)))
+    requests = [server.submit(laws.a_prompt(9, file), RequestOptions(limit)) for file, limit in enumerate((12, 1, 9))]
+    came: dict[int, list[int]] = {request.number: [] for request in requests}
+    for _ in range(40):
+        for request, tokens in server.stream():
+            came[request.number] += tokens
+            break
+    assert server.is_idle
+    assert list(came.values()) == [request.output for request in requests]
+
+
+def test_a_cancelled_request_is_left_out_of_a_stream_that_goes_on():
+    server = Server(eagle_worker("gqa", "fa3", Capacity(3, 64, 16, **CHAIN)))
+    requests = [server.submit(laws.a_prompt(9, file), RequestOptions(9)) for file in range(2)]
+    next(server.stream())
+    server.cancel(requests[1])
+    assert {request.number for request, _ in server.stream()} == {0}
+
+
+def test_two_servers_do_not_run_on_one_worker_at_a_time():
+    worker = eagle_worker("gqa", "fa3", Capacity(3, 64, 16, **CHAIN))
+    first, second = Server(worker), Server(worker)
+    mine, unwanted, yours = first.submit([5, 6, 7]), second.submit([1, 2]), second.submit([1, 2, 3], RequestOptions(8))
+    first.round()
+    with pytest.raises(RequestError, match=r"worker holds requests of another server.*a worker of its own"):
+        second.round()
+    second.cancel(unwanted)
+    laws.finish(first)
+    laws.finish(second)
+    assert [mine.finish, yours.finish, len(yours.output)] == ["length", "length", 8]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("text", "a prompt is a str; it must be a sequence of token ids"),
+        (torch.tensor([1, 2]), "a prompt is a Tensor; .* `.tolist\\(\\)` of a tensor"),
+        (None, "a prompt is a NoneType"),
+        (["a"], "a prompt holds 'a'; token ids are whole numbers"),
+        ([1, 2.5], "a prompt holds 2.5"),
+        ([1, None], "a prompt holds None"),
+    ],
+)
+def test_a_prompt_of_anything_but_token_ids_is_refused(prompt, message):
+    server = Server(eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN)))
+    with pytest.raises(RequestError, match=message):
+        server.submit(prompt)
+    assert server.is_idle
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": "8"}, "max_new_tokens must be a whole number, got '8'"),
+        ({"max_new_tokens": 8.0}, "max_new_tokens must be a whole number, got 8.0"),
+        ({"sampling": 0.8}, "sampling must be a Sampling, got 0.8"),
+        ({"stop": None}, "stop must be a tuple of strings, got None"),
+        ({"stop": (1,)}, "stop must be a tuple of strings, got \\(1,\\)"),
+        ({"draft": 3}, "draft must be a DraftShape or None, got 3"),
+    ],
+)
+def test_options_of_another_type_are_refused(values, message):
+    with pytest.raises(RequestError, match=message):
+        RequestOptions(**values)
+
+
+def test_options_that_are_none_are_refused():
+    server = Server(eagle_worker("gqa", "fa3", Capacity(2, 64, 16, **CHAIN)))
+    with pytest.raises(RequestError, match="options are 60; they must be RequestOptions"):
+        server.submit([1], 60)
 
 
 def test_bad_requests_are_refused_and_others_go_on():

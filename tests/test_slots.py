@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 
 import pytest
 import torch
@@ -54,9 +55,18 @@ def test_a_row_that_shares_reads_the_pages_of_the_other():
         ([*PROMPT[:8], 0, 1], 4),
         ([0, *PROMPT[1:]], 0),
         (PROMPT[:4], 0),
+        (PROMPT[4:], 0),
         ([*PROMPT, 7, 8, 9], 28),
     ],
-    ids=["longer by one", "no token after the page", "another after it", "another first", "one page", "longer"],
+    ids=[
+        "longer by one",
+        "no token after the page",
+        "another after it",
+        "another first",
+        "one page",
+        "from the second page",
+        "longer",
+    ],
 )
 def test_a_page_is_shared_with_its_tokens_and_the_one_after(prompt, num_shared):
     slots = allocator()
@@ -74,6 +84,21 @@ def test_a_page_is_shared_with_as_many_tokens_after_it_as_a_draft_took(num_rerun
         num_pages = sum(end + num_rerun + 1 <= length for end in range(4, 30, 4))
         assert slots.num_shared_tokens(PROMPT[:length]) == 4 * num_pages
         assert slots.num_common_tokens(PROMPT, [*PROMPT[:length], 0, 1, 2, 3, 4, 5]) == 4 * num_pages
+
+
+def test_what_is_kept_of_a_shared_page_does_not_grow_with_the_prompt():
+    num_tokens = 4096
+    geometry = CacheGeometry(num_tokens + 10, page_size=1)
+    slots = SlotAllocator(geometry, Capacity(1, num_tokens, page_size=1), torch.device("cpu"))
+    prompt = [token % 200 for token in range(num_tokens)]
+    row = slots.admit(prompt)
+    slots.reserve(row, num_tokens)
+    tracemalloc.start()
+    slots.share(row, prompt, num_tokens)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert slots.num_shared_tokens(prompt) == num_tokens - 1
+    assert num_bytes < 400 * num_tokens
 
 
 @pytest.mark.parametrize(("num_committed", "num_shared"), [(0, 0), (3, 0), (4, 4), (24, 24), (30, 24)])

@@ -379,7 +379,7 @@ def test_auto_passes_over_it_for_other_caches_and_queries() -> None:
     assert chosen(half, FP8) == ("flashmla_sparse", ())
     for given, reason in (
         ((half, None), "a cache of torch.bfloat16 under queries of torch.bfloat16 (it takes torch.float8_e4m3fn)"),
-        ((torch.float32, FP8), "torch.float32 (it takes torch.bfloat16)"),
+        ((torch.float32, FP8), "queries or rows of torch.float32 (it takes torch.bfloat16)"),
     ):
         assert chosen(*given) == ("torch", (f"flashmla_sparse: {reason}",))
     name, reasons = chosen(half, FP8, head_dim=64, v_head_dim=64, sinks=None)

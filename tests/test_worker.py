@@ -57,6 +57,20 @@ def test_a_request_ends_on_the_last_token_of_the_context(draft):
     assert [len(p) + len(c.tokens) for p, c in zip(given, found, strict=True)] == [48, 48, 48]
 
 
+def test_torchs_default_type_changes_nothing():
+    capacity, given = Capacity(2, 64, 16, **CHAIN), prompts(2, 30)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    found, usual = [], torch.get_default_dtype()
+    for dtype in (usual, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            worker = EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(**GRAPH))
+            found.append(serve(worker, given, 12))
+        finally:
+            torch.set_default_dtype(usual)
+    assert found[0] == found[1]
+
+
 def test_an_end_token_inside_an_accepted_run_ends_the_request():
     newline, capacity, given = 10, Capacity(4, 128, 16, **TREE), prompts(4, 40)
     unending, _ = eagle("gqa", "fa3", capacity, given, 40)

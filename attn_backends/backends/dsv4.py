@@ -125,7 +125,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
     ) -> None:
         super().__init__(capacity, geometry, device, **options)
-        whole = lcm(*(compression.ratio for compression in self.compressions))
+        whole = self.page_multiple()
         if geometry.page_size % whole:
             nearest = max(whole, (geometry.page_size + whole // 2) // whole * whole)
             ratios = " and ".join(str(compression.ratio) for compression in self.compressions)
@@ -135,6 +135,11 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
                 f"page size {nearest}",
             )
         self.rings = {compression: self._smallest_ring(compression) for compression in self.compressions}
+
+    @classmethod
+    def page_multiple(cls) -> int:
+        """A page is a whole number of each compression's blocks."""
+        return lcm(*(compression.ratio for compression in cls.compressions))
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
@@ -190,7 +195,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         num_tokens = meta.write_slots.shape[0]
         layer.check_query(q, index, num_tokens)
         if num_tokens == 0:
-            return AttentionOutput(torch.empty_like(q), q.new_empty(0, layer.num_heads))
+            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            return AttentionOutput(torch.empty_like(q), q.new_empty(0, layer.num_heads, dtype=lse_dtype))
         selected = self._planned(meta, q.dtype, cache, layer)
         if layer.compression is not None:
             entries = selected.plan.entries[layer.compression.ratio]
@@ -251,6 +257,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         dtype: torch.dtype,
     ) -> tuple[CompressedCache, CompressedLayer]:
         """The cache and layer as what they are, or a refusal. dtype: of queries, or of rows to store."""
+        self._check_metadata(meta)
         what = f"{self.name} layer {layer.id}"
         if not isinstance(cache, CompressedCache):
             raise UnsupportedStepError(what, [f"a cache of {cache.format} (it takes {', '.join(self.formats)})"])

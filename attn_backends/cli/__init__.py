@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
     sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar for each file that is loaded would break ours
     try:
         return _run(args)
     except (AttnBackendsError, InvalidStepError) as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        console = Console(stderr=True, highlight=False, emoji=False)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         return 2
 
 
@@ -56,6 +57,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="attn-backends", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="backends, their kernels, and what runs here")
     listing.add_argument("--json", action="store_true", help="print JSON")
@@ -106,8 +108,8 @@ def _add_conformance(commands: Any) -> None:
     )
     suite.add_argument("backends", nargs="*", metavar="NAME", help="names, or module:Class (default: all known)")
     suite.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
-    suite.add_argument("--kernel", default="auto", help="a kernel's name, or auto (default: %(default)s)")
-    suite.add_argument("--quick", action="store_true", help="a few cases of each check")
+    suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
+    suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
     suite.add_argument("--select", default="*", metavar="PATTERN", help="ids of checks, such as 'graph.*'")
     suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
     suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")
@@ -138,3 +140,10 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--quick", action="store_true", help="few rounds; the set's two smallest batches, one context")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw kernels against the ceilings, as PNG or SVG")
+
+
+def _version() -> str:
+    try:
+        return version("attn-backends")
+    except PackageNotFoundError:
+        return "without package metadata"

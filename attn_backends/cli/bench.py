@@ -172,7 +172,7 @@ def _write(args: argparse.Namespace, measured: Measured, rounds: int) -> None:
 
 
 def _show(measured: Measured, asked: Set) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(_table(measured.rows, asked))
     if measured.ceilings is not None:
         copy, product = measured.ceilings.copy_tb_per_s, measured.ceilings.matmul_tflop_per_s

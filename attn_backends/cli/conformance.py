@@ -127,7 +127,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[Row], None]]:
 
 def _print(report: Report, code: int, args: argparse.Namespace) -> None:
     """Counts of each backend and group of checks, then every failure."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     for (backend, kernel), rows in groupby(report.rows, key=lambda row: (row.backend, row.kernel)):
         listed = list(rows)
         console.print(f"[bold]{escape(backend)}[/] ({escape(kernel)}) on {escape(report.device)}")

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
             engine = build_engine(config)
             rows.append(run_row(engine, prompts, advance))
             chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     console.print(_table(rows))
     lines = [line for of_backend in chosen for line in of_backend]
     for line in lines:

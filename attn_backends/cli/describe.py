@@ -25,7 +25,7 @@ T = TypeVar("T")
 def show_list(*, as_json: bool) -> int:
     """Print every known backend; one that can't be imported is shown with the reason."""
     backends = [_listed(name, target) for name, target in list_backends().items()]
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if as_json:
         console.print_json(json.dumps({"backends": backends}))
         return 0
@@ -46,12 +46,14 @@ def show_list(*, as_json: bool) -> int:
 def show_info(name: str, *, as_json: bool) -> int:
     """Print all that one backend declares."""
     described = describe(name)
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if as_json:
         console.print_json(json.dumps(described))
         return 0
     console.print(f"[bold]{described['name']}[/]  {described['class']}\n{described['summary']}\n")
-    console.print(f"cache: {', '.join(described['formats'])}\n")
+    multiple = described["page_multiple"]
+    pages = f", page sizes: multiples of {multiple}" if multiple > 1 else ""
+    console.print(f"cache: {', '.join(described['formats'])}{pages}\n")
     console.print(_kernel_table(described["kernels"]))
     for kernel, kinds in described["capabilities"].items():
         console.print(_capability_table(kernel, kinds))
@@ -72,6 +74,7 @@ def describe(name: str) -> dict[str, Any]:
     return {
         **summarize(backend),
         "summary": (backend.__doc__ or "").strip(),
+        "page_multiple": backend.page_multiple(),
         "capabilities": {
             kernel.name: {str(kind): _values(capabilities) for kind, capabilities in kernel.capabilities.items()}
             for kernel in backend.kernels

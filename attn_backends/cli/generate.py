@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     config = load_config(args, args.config, args.backend)
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    engine, console = build_engine(config), Console(highlight=False)
+    engine, console = build_engine(config), Console(highlight=False, emoji=False)
     server = engine.server()
     requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
     view = _InOrder(console, prompts, requests)

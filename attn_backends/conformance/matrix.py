@@ -159,7 +159,8 @@ def _capability_rows() -> Iterator[list[str]]:
         backend = get_backend(name)
         for kernel in backend.kernels:
             for capabilities, kinds in _grouped(kernel.capabilities).items():
-                yield [f"{name}/{kernel.name}", ", ".join(kinds), *_values(capabilities)]
+                pages = _pages(capabilities, backend.page_multiple())
+                yield [f"{name}/{kernel.name}", ", ".join(kinds), pages, *_values(capabilities)]
 
 
 def _grouped(records: Mapping[StepKind, Capabilities]) -> dict[Capabilities, list[str]]:
@@ -169,10 +170,14 @@ def _grouped(records: Mapping[StepKind, Capabilities]) -> dict[Capabilities, lis
     return groups
 
 
+def _pages(record: Capabilities, multiple: int) -> str:
+    """The page sizes of a kernel in a backend that takes multiples only."""
+    return f"multiples of {multiple}" if record.page_sizes is None and multiple > 1 else _limits(record.page_sizes)
+
+
 def _values(record: Capabilities) -> Iterator[str]:
-    """The cells of `_COLUMNS` after the first two."""
+    """The cells of `_COLUMNS` after the first three."""
     extras = ("window", "sinks", "kv_scales")
-    yield _limits(record.page_sizes)
     yield _limits(record.head_sizes)
     yield _limits(record.query_heads)
     yield "any" if record.max_width is None else f"up to {record.max_width}"

@@ -20,7 +20,7 @@ from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measure
 from attn_backends.conformance.exercise import setup_of, world_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, Row
-from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError, PlanError
 from attn_backends.registry import get_backend, list_backends
 from attn_backends.results import head
 from spec_metadata import InvalidStepError
@@ -38,7 +38,7 @@ def run_case(subject: Subject, case: Case) -> Row:
     measured, status, reason = Measured(), Outcome.PASS, ""
     try:
         measured = CATALOGUE[case.check].run(subject, case)
-    except CheckFailure as failure:
+    except (CheckFailure, PlanError) as failure:
         status, reason = Outcome.FAIL, str(failure)
     except AssertionError as failure:
         status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({_place(failure)})"

@@ -157,7 +157,7 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
         return DraftState(
             root=ids[:, 0].clone(),
             tokens=ids,
-            log_probs=torch.zeros(bs, topk, device=draft.model.device),
+            log_probs=torch.zeros(bs, topk, dtype=torch.float32, device=draft.model.device),
             hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
         )
 

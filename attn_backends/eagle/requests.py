@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -51,12 +52,20 @@ class RequestOptions:
     draft: DraftShape | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int):
+            raise RequestError(f"max_new_tokens must be a whole number, got {self.max_new_tokens!r}")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if isinstance(self.stop, str):
             raise RequestError(f"stop must be a tuple of strings, got the string {self.stop!r}; write ({self.stop!r},)")
+        if not isinstance(self.stop, Sequence) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop must be a tuple of strings, got {self.stop!r}")
         if "" in self.stop:
             raise RequestError(f"a stop string is empty, which would end every text at once; got {list(self.stop)}")
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"sampling must be a Sampling, got {self.sampling!r}")
+        if not isinstance(self.draft, DraftShape | None):
+            raise RequestError(f"draft must be a DraftShape or None, got {self.draft!r}")
 
 
 DEFAULT_OPTIONS = RequestOptions()

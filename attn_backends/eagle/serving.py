@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from attn_backends.eagle.launches import Launch
 from attn_backends.eagle.protocol import Chunk, Worker
@@ -55,6 +56,7 @@ class Server:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission; ended ones too, until all their steps are read
         self._unread: deque[list[_Unread]] = deque()  # of each round
+        self._unstreamed: deque[Emitted] = deque()  # of a stream that was left within a round
 
     @property
     def is_idle(self) -> bool:
@@ -103,15 +105,27 @@ class Server:
     def stream(self) -> Iterator[Emitted]:
         """Serve until idle; yields (request, its new tokens), at least one token each, as the host reads them.
 
-        Requests may be submitted and cancelled meanwhile; nothing more of a cancelled one is yielded.
+        Requests may be submitted and cancelled meanwhile; nothing more of a cancelled one is yielded. The next stream
+        goes on where one was left.
         """
-        while not self.is_idle:
-            for request, tokens in self.round():
+        while self._unstreamed or not self.is_idle:
+            while self._unstreamed:
+                request, tokens = self._unstreamed.popleft()
                 if request.finish is not FinishReason.CANCELLED:
                     yield request, tokens
+            if not self.is_idle:
+                self._unstreamed.extend(self.round())
 
     def round(self) -> list[Emitted]:
-        """One scheduling round: admit, launch one cycle and one step of prefill, read what is due."""
+        """One scheduling round: admit, launch one cycle and one step of prefill, read what is due.
+
+        Raises `RequestError` while another server's requests run on the worker, and nothing was changed then.
+        """
+        if not self._running and self.worker.slots.in_use:
+            raise RequestError(
+                "the worker holds requests of another server; let that one finish first, or give each server a worker "
+                "of its own"
+            )
         self._admit()
         self._unread.append([*self._launch_cycle(), *self._launch_prefill()])
         emitted: list[Emitted] = []
@@ -123,6 +137,13 @@ class Server:
 
     def _check(self, prompt: Sequence[int], options: RequestOptions) -> None:
         worker = self.worker
+        if not isinstance(options, RequestOptions):
+            raise RequestError(f"options are {options!r}; they must be RequestOptions")
+        if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"a prompt is a {type(prompt).__name__}; it must be a sequence of token ids: `tokenizer.encode` of a "
+                "text, `.tolist()` of a tensor"
+            )
         if not prompt:
             raise RequestError("a prompt is empty; it needs at least one token")
         if len(prompt) >= worker.max_context:
@@ -130,9 +151,11 @@ class Server:
                 f"a prompt has {len(prompt)} tokens; a context of {worker.max_context} holds at most "
                 f"{worker.max_context - 1} and one new token. Shorten it, or raise max_context"
             )
-        foreign = next((token for token in prompt if not 0 <= token < worker.vocab_size), None)
-        if foreign is not None:
-            raise RequestError(f"a prompt holds token {foreign}; the model knows 0 to {worker.vocab_size - 1}")
+        for token in prompt:
+            if not isinstance(token, Integral):
+                raise RequestError(f"a prompt holds {token!r}; token ids are whole numbers")
+            if not 0 <= token < worker.vocab_size:
+                raise RequestError(f"a prompt holds token {token}; the model knows 0 to {worker.vocab_size - 1}")
         if options.stop and self._decode is None:
             raise RequestError(f"stop strings {list(options.stop)} need text; give the server `decode`")
         if options.draft not in (None, worker.draft_shape):
@@ -227,7 +250,7 @@ class Server:
             self.worker.slots.release(request.row)
             self._running.remove(request)
             request.row = -1
-        assert not self.is_idle or not self.worker.slots.in_use, "a request kept a row or pages"
+            assert self._running or not self.worker.slots.in_use, "a request kept a row or pages"
 
 
 def serve(

@@ -7,8 +7,10 @@ committed, and is read only from then on: every request writes behind its own pr
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -43,8 +45,8 @@ class SlotAllocator:
         self._free_pages = [page for page in range(geometry.num_pages) if page != geometry.reserved_page]
         random.Random(seed).shuffle(self._free_pages)
         self._refcounts: Counter[int] = Counter()
-        self._page_of: dict[tuple[int, ...], int] = {}
-        self._key_of: dict[int, tuple[int, ...]] = {}
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
 
     @property
     def num_free_rows(self) -> int:
@@ -121,7 +123,7 @@ class SlotAllocator:
             self._refcounts[page] -= 1
             if not self._refcounts[page]:
                 del self._refcounts[page]
-                self._page_of.pop(self._key_of.pop(page, ()), None)
+                self._page_of.pop(self._key_of.pop(page, b""), None)
                 self._free_pages.append(page)
         self._free_rows.append(row)
         self.table[row] = self._reserved
@@ -139,14 +141,19 @@ class SlotAllocator:
             pages.append(self._page_of[key])
         return pages
 
-    def _keys(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        """What each whole page of a text is known by: all tokens up to its end and the `lookahead` ones after them.
+    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """What each whole page of a text is known by: a digest of all tokens up to its end and the `lookahead` ones
+        after them, made from the digest of the page before.
 
         So the last tokens of a prompt lie in no page that can be shared, and every request computes them.
         """
-        page_size = self.geometry.page_size
-        ends = range(page_size, len(tokens) - self.lookahead + 1, page_size)
-        return [tuple(tokens[: end + self.lookahead]) for end in ends]
+        page_size, ids = self.geometry.page_size, array("q", tokens)
+        keys, key = [], b""
+        for start in range(0, len(ids) - self.lookahead - page_size + 1, page_size):
+            own = ids[start : start + page_size + self.lookahead]
+            key = blake2b(key + own.tobytes(), digest_size=16).digest()
+            keys.append(key)
+        return keys
 
     def _give(self, row: int, pages: Sequence[int]) -> None:
         """Append pages to a row."""

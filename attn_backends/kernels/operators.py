@@ -21,6 +21,9 @@ from torch import Tensor
 
 from attn_backends.kernels.torch_attention import tree_attention
 
+MAX_TREE_KEYS = 512
+"""Drafted tokens of a request that `tree_join` reads at most on a GPU, where they are one block."""
+
 _library = torch.library.Library("attn_backends", "DEF")
 _library.define(
     "tree_join(Tensor q, Tensor k_pages, Tensor v_pages, Tensor slots, Tensor mask, Tensor prefix_out, "

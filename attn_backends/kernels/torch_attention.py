@@ -1,9 +1,9 @@
 """Torch kernels, one per metadata format; each reads that format's tensors and nothing else.
 
 They are the definition that other kernels are held to, and what runs where no GPU is. Shapes depend on host bounds
-only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries. Keys that no row sees
-are never multiplied: unowned memory may hold NaN. k_scale, v_scale: what entries of the cache, which may be 8-bit
-floats, are multiplied by to give keys and values.
+only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries, under autocast too.
+Keys that no row sees are never multiplied: unowned memory may hold NaN. k_scale, v_scale: what entries of the cache,
+which may be 8-bit floats, are multiplied by to give keys and values.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     grouped = q.to(dtype).reshape(bs, width, num_kv_heads, group, dim).permute(0, 2, 1, 3, 4)
     grouped = grouped.reshape(bs, num_kv_heads, width * group, dim)
     keys, values = k.to(dtype).permute(0, 2, 3, 1), v.to(dtype).transpose(1, 2)
-    scores = ((grouped @ keys) * scale).view(bs, num_kv_heads, width, group, num_keys)
+    scores = (matmul(grouped, keys) * scale).view(bs, num_kv_heads, width, group, num_keys)
     scores = scores.masked_fill(~visible[:, None, :, None, :], float("-inf"))
     peak = scores.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(dtype).min)
     weights = (scores - peak).exp()
     total = weights.sum(dim=-1, keepdim=True)
-    out = weights.view(bs, num_kv_heads, width * group, num_keys) @ values
+    out = matmul(weights.view(bs, num_kv_heads, width * group, num_keys), values)
     out = out.view(bs, num_kv_heads, width, group, v_dim) / total.clamp_min(torch.finfo(dtype).tiny)
     lse = (peak + total.log()).squeeze(-1)
     return out.transpose(1, 2).reshape(bs, width, num_heads, v_dim), lse.transpose(1, 2).reshape(bs, width, num_heads)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the type that they have: autocast, which multiplies in half precision, is off."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def csr_attention(

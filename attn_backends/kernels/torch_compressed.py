@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import fp8_pages
-from attn_backends.kernels.torch_attention import attend
+from attn_backends.kernels.torch_attention import attend, matmul
 
 _SCORED = 64  # query rows of a request that are scored at a time
 _ATTENDED = 256  # query rows whose keys are gathered at a time
@@ -177,7 +177,7 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, num_visible: Tensor) 
     q: [..., width, heads, dim]. weights: [..., width, heads]. keys: [..., num_entries, dim]. num_visible: [..., width].
     """
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    dots = q.to(dtype).flatten(-3, -2) @ keys.to(dtype).transpose(-1, -2)
+    dots = matmul(q.to(dtype).flatten(-3, -2), keys.to(dtype).transpose(-1, -2))
     dots = dots.unflatten(-2, q.shape[-3:-1]).relu()
     scores = (dots * weights.to(dtype).unsqueeze(-1)).sum(dim=-2)
     entry = torch.arange(keys.shape[-2], device=q.device)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_KEYS = 512
+from attn_backends.kernels.operators import MAX_TREE_KEYS
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -121,7 +121,7 @@ def tree_join(
     k_scale: float,
     v_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`operators.tree_join` for float32, bfloat16 and float16 queries and at most MAX_KEYS keys.
+    """`operators.tree_join` for float32, bfloat16 and float16 queries and at most `operators.MAX_TREE_KEYS` keys.
 
     The cache may also be of an 8-bit float type. Products of 16-bit queries with a cache of their type or of 8 bits are
     done in the queries' type, all others in float32.
@@ -130,8 +130,8 @@ def tree_join(
     num_rows, num_heads, dim = q.shape
     page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     group = num_heads // num_kv_heads
-    if num_keys > MAX_KEYS:
-        raise ValueError(f"the tree part reads {num_keys} drafted tokens a request, the kernel at most {MAX_KEYS}")
+    if num_keys > MAX_TREE_KEYS:
+        raise ValueError(f"the tree part reads {num_keys} drafted tokens a request, the kernel at most {MAX_TREE_KEYS}")
     out, lse = q.new_empty(num_rows, num_heads, v_dim), q.new_empty(num_rows, num_heads, dtype=torch.float32)
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     blocks = _blocks(width * group, num_keys, dim, v_dim, dot.itemsize)

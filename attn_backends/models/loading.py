@@ -6,7 +6,8 @@ A folder is checked before anything is computed: architecture, tensors and shape
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,15 +51,16 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
     families = {family.architecture: family for family in _families()}
     architecture, config = folders.read_config(path, families)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            experts_implementation=EXPERTS,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+        with _without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                experts_implementation=EXPERTS,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
     model, report = loaded
@@ -162,6 +164,21 @@ def _require_transformers() -> None:
         raise CheckpointError(
             f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
         ) from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """No bar of transformers' for every folder that is loaded; whether others are shown stays as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _families() -> tuple[Family, ...]:

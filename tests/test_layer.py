@@ -1,0 +1,59 @@
+"""What an attention layer can't be, and what a kernel says of one that it does not take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import AttentionLayer, Capabilities, UnsupportedStepError
+from attn_backends.cache import CacheFormat
+from attn_backends.capabilities import extras_reasons
+
+LAYER = AttentionLayer(0, 4, 2, 16, 16, 0.25)
+FLOAT = torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"window": -1}, "window is -1, not a positive integer"),
+        ({"window": 0}, "window is 0, not a positive integer"),
+        ({"scale": None}, "scale is None, not a finite number"),
+        ({"scale": float("nan")}, "scale is nan, not a finite number"),
+        ({"k_scale": None}, "k_scale is None, not a finite number"),
+        ({"num_kv_heads": 0}, "num_kv_heads is 0, not a positive integer"),
+        ({"v_head_dim": 16.0}, "v_head_dim is 16.0, not a positive integer"),
+        ({"num_kv_heads": 3}, "4 query heads can't share 3 KV heads evenly"),
+    ],
+    ids=str,
+)
+def test_a_layer_that_can_not_be(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedStepError, match=f"^layer 0: {reason}"):
+        replace(LAYER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "reason"),
+    [
+        ({}, torch.int32, "queries or rows of torch.int32 (it takes torch.float32)"),
+        ({"window": 4}, FLOAT, "a sliding window of 4 tokens (it takes none)"),
+        ({"sinks": torch.zeros(4)}, FLOAT, "attention sinks (it takes none)"),
+        ({"v_scale": 2.0}, FLOAT, "scaled keys or values (k_scale=1.0, v_scale=2.0; it takes 1)"),
+    ],
+    ids=str,
+)
+def test_a_reason_reads_as_a_sentence(changes: dict[str, Any], dtype: torch.dtype, reason: str) -> None:
+    capabilities = Capabilities(page_sizes=None, dtypes=frozenset({FLOAT}))
+    assert capabilities.layer_reasons(replace(LAYER, **changes), dtype, dtype) == [reason]
+
+
+def test_reasons_of_trees_and_latents_say_so() -> None:
+    layer = replace(LAYER, window=4, sinks=torch.zeros(4))
+    assert extras_reasons(layer, CacheFormat.LATENT, is_tree=True) == [
+        "a sliding window of 4 tokens over a draft tree (trees take none)",
+        "attention sinks over a draft tree (trees take none)",
+        "attention sinks on latents (they take none)",
+    ]

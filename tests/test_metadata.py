@@ -1,0 +1,99 @@
+"""Metadata as it is handed on: one forward of it, to the backend that planned it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.cache import CacheFormat, PagedLatent
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import Setup, World
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.metadata import Metadata
+from spec_metadata import InvalidStepError, Step, StepKind
+
+FORWARDS = {StepKind.DECODE: 1, StepKind.TARGET_VERIFY: 1, StepKind.DRAFT_DECODE: 2}
+
+
+@pytest.fixture
+def world() -> World:
+    return World(Setup(FA3Backend, CacheFormat.KV, 16))
+
+
+def planned(world: World, kind: StepKind) -> tuple[Metadata, Scene]:
+    """A step of two requests, planned."""
+    scene = Scene(world, Batch(kind, (5, 3)))
+    scene.reset_memory()
+    return world.backend.init_forward_metadata(scene.step()), scene
+
+
+@pytest.mark.parametrize("kind", FORWARDS)
+def test_a_forward_that_the_step_does_not_plan(world: World, kind: StepKind) -> None:
+    meta, _ = planned(world, kind)
+    for forward in (FORWARDS[kind], -1):
+        with pytest.raises(InvalidStepError, match=f"forward {forward} of a {kind} step that plans {FORWARDS[kind]}"):
+            meta.at(forward)
+
+
+def test_an_idle_step_has_any_forward(world: World) -> None:
+    meta = world.backend.init_forward_metadata(Step.idle(world.paging()))
+    assert meta.at(3).write_slots.shape == (0,)
+
+
+def check_refused(world: World, meta: Any, scene: Scene, reason: str) -> None:
+    """Neither is anything written nor attended to."""
+    given, before = scene.inputs()[0], world.memory.clone()
+    calls: list[Callable[[], Any]] = [
+        lambda: world.backend.store(given.stored, world.cache, meta, world.layer),
+        lambda: world.backend.forward(given.q, world.cache, meta, world.layer),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedStepError, match=reason):
+            call()
+    assert torch.equal(world.memory.nan_to_num(), before.nan_to_num())
+
+
+def test_metadata_of_a_whole_step(world: World) -> None:
+    meta, scene = planned(world, StepKind.DECODE)
+    check_refused(world, meta, scene, r"fa3: a Metadata where one forward's metadata belongs\. Instead: pass meta\.at")
+
+
+def test_metadata_of_another_backend(world: World) -> None:
+    other = ReferenceBackend(world.capacity, world.geometry)
+    _, scene = planned(world, StepKind.DECODE)
+    meta = other.init_forward_metadata(scene.step())
+    check_refused(world, meta.at(), scene, "metadata of a decode step that another backend planned, for its torch")
+
+
+def test_metadata_of_a_kind_that_the_backend_was_not_asked_for(world: World) -> None:
+    _, scene = planned(world, StepKind.DECODE)
+    meta = world.backend.init_forward_metadata(scene.step())
+    world.backend = FA3Backend(world.capacity, world.geometry, kernel={StepKind.PREFILL: "torch"})
+    check_refused(world, meta.at(), scene, "a decode step that another backend planned")
+
+
+def test_a_cache_of_another_format_is_refused_by_name(world: World) -> None:
+    narrow = type("KeysAndValues", (FA3Backend,), {"formats": frozenset({CacheFormat.KV})})
+    backend = narrow(world.capacity, world.geometry)
+    _, scene = planned(world, StepKind.DECODE)
+    at, given = backend.init_forward_metadata(scene.step()).at(), scene.inputs()[0]
+    latent = PagedLatent(torch.zeros(world.geometry.num_pages, 16, 32), 16)
+    with pytest.raises(UnsupportedStepError, match=r"a cache of latent \(it takes kv\)"):
+        backend.forward(given.q, latent, at, world.layer)
+
+
+@pytest.mark.parametrize("kind", [StepKind.TARGET_VERIFY, StepKind.DRAFT_DECODE])
+def test_a_tree_of_more_tokens_than_a_gpus_kernel_reads(kind: StepKind) -> None:
+    """Refused with the step, before a token is stored."""
+    small, large = (World(Setup(FA3Backend, CacheFormat.KV, 16, topk)) for topk in (2, 200))
+    for world, reasons in ((small, []), (large, ["a draft tree of 600 tokens a request (on a GPU at most 512)"])):
+        step = Scene(world, Batch(kind, (5, 3))).step()
+        assert not world.backend.unsupported_reasons(step)
+        world.backend.device = torch.device("cuda")
+        found = world.backend.unsupported_reasons(step)
+        assert found == [*reasons, "tensors on cpu (the backend was built for cuda)"]
