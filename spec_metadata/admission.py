@@ -30,7 +30,8 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     num_added = step.num_added_at_least
     longest = max(committed + num_added, step.width)
     if step.seq_lens_cpu is not None and isinstance(step.query, PackedQuery):
-        longest = max(map(sum, zip(step.seq_lens_cpu, step.query.lens_cpu, strict=True)), default=0)
+        real = zip(step.seq_lens_cpu, step.query.lens_cpu, strict=False)  # padding is behind, and has no exact length
+        longest = max(map(sum, real), default=0)
     if longest > capacity.max_kv_len:
         raise InvalidStepError(
             f"a {step.kind} step adds {max(num_added, step.width)} tokens to requests of up to {committed} committed; "

@@ -23,6 +23,7 @@ from attn_backends.vendors import flashmla, flashmla_sparse
 from spec_metadata import PackedQuery, Step, StepKind, UniformQuery
 from tests.dsv4_model import SMALL, Sizes, tiny_model
 from tests.dsv4_scenes import Engine, LayerInputs, Request, chains, random_inputs, run_layers
+from tests.torch_kernels import torch_kernel
 from tests.vendor_stand_ins import install, pretend_hopper, recorder
 
 FP8 = torch.float8_e4m3fn
@@ -150,7 +151,7 @@ class OnCPU(Sizes):
         """The backend for its ratios."""
         kernel = replace(flashmla_sparse.KERNEL, unavailable_reasons=lambda device: [])
         plain = super().backend
-        return type("SparseOnCPU", (plain,), {"kernels": (kernel, plain.kernels[-1])})
+        return type("SparseOnCPU", (plain,), {"kernels": (kernel, torch_kernel(plain))})
 
 
 WIDE: dict[str, Any] = {**SMALL.__dict__, "head_dim": 512, "rope": 64, "num_heads": 3}
