@@ -178,6 +178,27 @@ class UnrolledFlash(torch.autograd.Function):
         return (dq.to(q.dtype), None, *grads)
 
 
+def check_kernel(device: torch.device) -> float:
+    """Largest relative error of ``UnrolledFlash`` (output and gradients) against the reference."""
+    shape, scale = (2, 4, 300, 80), 80**-0.5
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, device=device).bfloat16() for _ in range(7)]
+    grad = torch.randn(shape, device=device).bfloat16()
+
+    def run(dtype: torch.dtype, flash: bool) -> list[Tensor]:
+        q, *flat = (x.to(dtype).requires_grad_() for x in leaves)
+        if flash:
+            out = UnrolledFlash.apply(q, scale, *flat)
+        else:
+            kept = list(zip(flat[::2], flat[1::2], strict=True))
+            out = unrolled_reference(q, kept, scale)
+        return [out, *torch.autograd.grad(out, [q, *flat], grad.to(dtype))]
+
+    fast, exact = run(torch.bfloat16, True), run(torch.float64, False)
+    pairs = zip(fast, exact, strict=True)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,

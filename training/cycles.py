@@ -1,4 +1,4 @@
-"""Cycles of drafting and verifying along recorded files, by an EAGLE draft or by MTP modules."""
+"""Cycles of drafting and verifying along recorded files, by an EAGLE or EAGLE-3 draft or by MTP modules."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import transformers
 from torch import Tensor
 
 from attn_backends.models.draft import EagleDraft
+from attn_backends.models.eagle3 import Eagle3Draft
 from attn_backends.models.mtp import MtpModule
-from training import models
+from training import eagle3, models
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,31 @@ class Window:
             at = torch.where(found, match.int().argmax(1), at)
             accepted = accepted + found
         return accepted
+
+
+class Eagle3Window(Window):
+    """A window whose cycles draft by an EAGLE-3 draft.
+
+    Args:
+        target: a frozen target on the training attention.
+        draft: its draft.
+        ids: ``[B, W]`` tokens.
+    """
+
+    def __init__(self, target: transformers.PreTrainedModel, draft: Eagle3Draft, ids: Tensor) -> None:
+        super().__init__(target, None, ids)
+        self.draft = draft
+        _, features = models.target_features(target, ids, self.positions, eagle3.layers_of(draft))
+        record = models.plans_of(target).Recorder()
+        embeds = target.model.embed_tokens(ids[:, 1:])
+        self.rows = draft(embeds, draft.fc(features[:, :-1]), self.positions[:, :-1], plan=record)
+        self.draft_kv = record.kv
+
+    def log_probs(self, rows: Tensor) -> Tensor:
+        """As ``Window.log_probs``, in the target's vocabulary: -inf for the tokens that the draft lacks."""
+        own = eagle3.score(self.draft, rows).float().log_softmax(-1)
+        whole = own.new_full((*rows.shape[:-1], len(self.draft.t2d)), -torch.inf)
+        return whole.index_copy(-1, self.draft.target_ids, own)
 
 
 class MtpWindow(Window):

@@ -27,9 +27,9 @@ import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
-from training import models
+from training import eagle3, models
 from training.corpus import load_heldout
-from training.cycles import MtpWindow, Shape, Window, walk
+from training.cycles import Eagle3Window, MtpWindow, Shape, Window, walk
 
 WINDOW, STRIDE = 1024, 512
 CHAIN, TREE = Shape(1, 3, 4), Shape(4, 3, 16)
@@ -76,6 +76,9 @@ def drafters(
     found: dict[str, tuple[Shape, Callable[[Tensor], Window]]] = {"chain": (CHAIN, eagle)}
     if not models.is_v4(target):  # which compresses one chain of tokens: it can't hold a tree's branches
         found["tree"] = (TREE, eagle)
+    if (folder / "eagle3").is_dir():
+        start = partial(Eagle3Window, target, eagle3.load_eagle3(folder / "eagle3", dtype, device))
+        found |= {"eagle3_chain": (CHAIN, start), "eagle3_tree": (TREE, start)}
     if (folder / "mtp").is_dir():
         found["mtp_chain"] = (CHAIN, partial(MtpWindow, target, models.load_mtp(folder / "mtp", dtype, device)))
     return found
@@ -93,7 +96,7 @@ def evaluate(
     """Measures one family.
 
     Args:
-        folder: holds ``target``, ``draft`` and perhaps ``mtp``.
+        folder: holds ``target``, ``draft`` and perhaps ``mtp`` or ``eagle3``.
         device: where to run.
         dtype: the arithmetic; the stored weights are bfloat16 in any case.
         batch: windows at a time.

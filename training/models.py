@@ -22,6 +22,7 @@ from transformers import (
 
 from attn_backends.models.deepseek_v4_draft import MtpDraft
 from attn_backends.models.draft import EagleDraft
+from attn_backends.models.eagle3 import Eagle3Draft
 from attn_backends.models.mtp import MtpModule, module_config
 from training import attention, compressed, compressed_plans
 
@@ -126,12 +127,12 @@ def draft_config(name: str) -> PreTrainedConfig:
     return config
 
 
-def is_v4(module: PreTrainedModel | EagleDraft) -> bool:
+def is_v4(module: PreTrainedModel | EagleDraft | Eagle3Draft) -> bool:
     """Whether a target or draft is DeepSeek-V4's, with the plans of ``compressed_plans``, not ``attention``."""
     return module.config.model_type == "deepseek_v4"
 
 
-def plans_of(module: PreTrainedModel | EagleDraft) -> Any:
+def plans_of(module: PreTrainedModel | EagleDraft | Eagle3Draft) -> Any:
     """The module with the ``Recorder``, ``Nodes`` and ``Unrolled`` plans of a target or draft."""
     return compressed_plans if is_v4(module) else attention
 
@@ -248,16 +249,35 @@ def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: 
     Returns:
         ``[B, T, H]``, what the output head reads.
     """
-    base = model.model
-    rows = base.embed_tokens(ids)
     if is_v4(model):
-        plan = plan or compressed_plans.Whole()
+        base, plan = model.model, plan or compressed_plans.Whole()
+        rows = base.embed_tokens(ids)
         angles = {kind: base.rotary_emb(rows, positions, layer_type=kind) for kind in ("main", "compress")}
         rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1)
         for layer in base.layers:
             rows = layer(rows, position_embeddings=angles, plan=plan)
         return base.norm(base.hc_head(rows))
+    return target_features(model, ids, positions, (), plan)[0]
+
+
+def target_features(
+    model: PreTrainedModel, ids: Tensor, positions: Tensor, layers: Sequence[int], plan: Any = None
+) -> tuple[Tensor, Tensor]:
+    """The hidden states of ``target_hidden``, and those behind some layers; not for DeepSeek-V4.
+
+    Args:
+        model, ids, positions, plan: as for ``target_hidden``.
+        layers: of the target, low to high.
+
+    Returns:
+        ``[B, T, H]`` and ``[B, T, len(layers) * H]``, side by side.
+    """
+    base = model.model
+    rows = base.embed_tokens(ids)
     position_embeddings = base.rotary_emb(rows, positions)
-    for layer in base.layers:
+    taken = [rows[..., :0]]
+    for index, layer in enumerate(base.layers):
         rows = layer(rows, position_ids=positions, position_embeddings=position_embeddings, plan=plan)
-    return base.norm(rows)
+        if index in layers:
+            taken.append(rows)
+    return base.norm(rows), torch.cat(taken, -1)

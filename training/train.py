@@ -1,6 +1,6 @@
-"""Trains a byte-level target, its EAGLE draft head and MTP modules on the corpus of ``training.corpus``.
+"""Trains a byte-level target, its EAGLE and EAGLE-3 drafts and MTP modules on the corpus of ``training.corpus``.
 
-The target learns next-byte prediction; the draft then learns the frozen target's distributions
+The target learns next-byte prediction; a draft then learns the frozen target's distributions
 (the stored bfloat16 weights) over three unrolled steps that see what drafting sees when serving, and
 three MTP modules learn them from the file's own tokens, each from the one before.
 Run ``python -m training.train --help`` for the options; ``training/README.md`` has the commands.
@@ -27,14 +27,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_backends.models.draft import EagleDraft
+from attn_backends.models.eagle3 import Eagle3Draft, save_eagle3
 from attn_backends.models.mtp import save_mtp
-from training import attention, compressed, compressed_plans, models
+from training import attention, compressed, compressed_plans, eagle3, models
 from training.corpus import read_corpus
 from training.fitting import Recipe, Row, Windows, autocast, fit
 
 VALID_LENGTH = 1024
-DEFAULTS = {"target": (170, 32, 3e-3), "draft": (80, 16, 2e-3), "mtp": (150, 16, 2e-3)}
+DEFAULTS = {"target": (170, 32, 3e-3), "draft": (80, 16, 2e-3), "mtp": (150, 16, 2e-3), "eagle3": (80, 16, 2e-3)}
 """Of each stage: seconds, windows a step, peak rate."""
+ONLY = {"mtp": "mla", "eagle3": "gqa"}
+"""The stages of one model alone."""
+Teacher = Callable[[transformers.PreTrainedModel, Tensor], tuple[Tensor, Tensor, Tensor]]
 STEPS = 3
 """How many tokens a draft learns to draft in a row."""
 DENSE_SHARE = 0.6
@@ -82,14 +86,16 @@ def train_target(
     return model, rows
 
 
-def unroll(draft: EagleDraft, embeds: Tensor, hidden: Tensor, head: nn.Module, steps: int) -> list[Tensor]:
+def unroll(
+    draft: EagleDraft | Eagle3Draft, embeds: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: int
+) -> list[Tensor]:
     """The draft's logits over unrolled steps.
 
     Args:
         draft: the head, on the training attention function.
         embeds: ``[B, T, H]``, row ``t`` embeds token ``t + 1``.
-        hidden: ``[B, T, H]``, the target's hidden states at ``t``.
-        head: the target's output head.
+        hidden: ``[B, T, H]``, what the draft takes of the target at ``t``.
+        head: maps the draft's outputs to logits.
         steps: how many steps; step ``s`` covers rows ``s..T-1``.
 
     Returns:
@@ -108,7 +114,7 @@ def unroll(draft: EagleDraft, embeds: Tensor, hidden: Tensor, head: nn.Module, s
 
 
 def teacher(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the draft learns from: next-token embeddings, hidden states and target logits.
+    """What the draft learns from: next-token embeddings, hidden states and the target's distributions.
 
     Args:
         model: the frozen target.
@@ -116,11 +122,12 @@ def teacher(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[Tensor, T
 
     Returns:
         ``[B, T, H]`` embeddings of tokens ``1..T``, ``[B, T, H]`` hidden states of positions
-        ``0..T-1``, ``[B, T, V]`` logits of positions ``1..T``.
+        ``0..T-1``, ``[B, T, V]`` distributions at positions ``1..T``.
     """
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     hidden = models.target_hidden(model, ids, positions)
-    return model.model.embed_tokens(ids[:, 1:]), hidden[:, :-1], model.lm_head(hidden[:, 1:])
+    goal = model.lm_head(hidden[:, 1:]).float().softmax(-1)
+    return model.model.embed_tokens(ids[:, 1:]), hidden[:, :-1], goal
 
 
 def predict(modules: nn.ModuleList, embeds: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
@@ -138,7 +145,27 @@ def train_draft(
     with torch.no_grad():
         draft.norm.weight.copy_(model.model.norm.weight)
     logits_of = partial(unroll, draft, head=model.lm_head, steps=STEPS)
-    rows = distil(draft, logits_of, model, train, valid, recipe, fast, f"{name} draft")
+    rows = distil(draft, logits_of, teacher, model, train, valid, recipe, fast, f"{name} draft")
+    return draft.eval(), rows
+
+
+def train_eagle3(
+    name: str, model: transformers.PreTrainedModel, train: bytes, valid: bytes, recipe: Recipe, fast: bool
+) -> tuple[Eagle3Draft, list[Row]]:
+    """Trains the EAGLE-3 draft of a frozen target over three unrolled steps. Returns the draft and the log rows."""
+    torch.manual_seed(0)
+    draft = eagle3.new_eagle3(train).to(model.device)
+    with torch.no_grad():
+        draft.norm.weight.copy_(model.model.norm.weight)
+        draft.lm_head.weight.copy_(model.lm_head.weight[draft.t2d])
+
+    def logits_of(embeds: Tensor, features: Tensor) -> list[Tensor]:
+        return unroll(draft, embeds, draft.fc(features), partial(eagle3.score, draft), STEPS)
+
+    def teach(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return eagle3.teacher3(model, draft, ids)
+
+    rows = distil(draft, logits_of, teach, model, train, valid, recipe, fast, f"{name} eagle3")
     return draft.eval(), rows
 
 
@@ -153,13 +180,14 @@ def train_mtp(
             module.norm.weight.copy_(model.model.norm.weight)
     compiled = torch.compile(predict) if fast else predict
     logits_of = partial(compiled, modules, head=model.lm_head)
-    rows = distil(modules, logits_of, model, train, valid, recipe, fast, f"{name} mtp")
+    rows = distil(modules, logits_of, teacher, model, train, valid, recipe, fast, f"{name} mtp")
     return modules.eval(), rows
 
 
 def distil(
     draft: nn.Module,
     logits_of: Callable[[Tensor, Tensor], list[Tensor]],
+    teach: Teacher,
     model: transformers.PreTrainedModel,
     train: bytes,
     valid: bytes,
@@ -171,8 +199,10 @@ def distil(
 
     Args:
         draft: whose parameters are trained.
-        logits_of: maps embeddings and hidden states as ``teacher`` gives them to the logits of ``STEPS`` steps,
+        logits_of: maps embeddings and hidden states as ``teach`` gives them to the logits of ``STEPS`` steps,
             ``[B, T - s, V]`` of step ``s``; row ``t`` predicts token ``t + s + 2``.
+        teach: gives embeddings, hidden states and the target's distributions (``teacher``); a row of zeros teaches
+            nothing, and no choice agrees with it.
         model: the target.
         train, valid: the streams.
         recipe: the stage's settings.
@@ -183,14 +213,13 @@ def distil(
         The log rows.
     """
     held = Windows(valid, model.device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
-    teach = torch.compile(teacher) if fast and not models.is_v4(model) else teacher
+    compiled = torch.compile(teach) if fast and not models.is_v4(model) else teach
 
     def loss_of(ids: Tensor, _: float) -> tuple[Tensor, Tensor]:
         losses = []
         with autocast(model.device):
             with torch.no_grad():
-                embeds, hidden, target = teach(model, ids)
-                goal = target.float().softmax(-1)
+                embeds, hidden, goal = compiled(model, ids)
             for step, logits in enumerate(logits_of(embeds, hidden)):
                 losses.append(-(goal[:, step:] * logits.float().log_softmax(-1)).sum(-1).mean())
         stacked = torch.stack(losses)
@@ -200,35 +229,14 @@ def distil(
         hits = torch.zeros(STEPS)
         with torch.no_grad(), autocast(model.device), torch.compiler.set_stance("force_eager"):
             for ids in held.split(8):
-                embeds, hidden, target = teacher(model, ids)
-                best = target.argmax(-1)
+                embeds, hidden, goal = teach(model, ids)
+                best = torch.where(goal.any(-1), goal.argmax(-1), -1)
                 for step, logits in enumerate(logits_of(embeds, hidden)):
                     match = logits.argmax(-1) == best[:, step:]
                     hits[step] += match[:, VALID_LENGTH // 2 :].float().mean().cpu()
         return {"agreement": [round(h / len(held.split(8)), 4) for h in hits.tolist()]}
 
     return fit(draft, Windows(train, model.device, seed=2), recipe, loss_of, validate, stage)
-
-
-def check_kernel(device: torch.device) -> float:
-    """Largest relative error of ``UnrolledFlash`` (output and gradients) against the reference."""
-    shape, scale = (2, 4, 300, 80), 80**-0.5
-    torch.manual_seed(0)
-    leaves = [torch.randn(shape, device=device).bfloat16() for _ in range(7)]
-    grad = torch.randn(shape, device=device).bfloat16()
-
-    def run(dtype: torch.dtype, flash: bool) -> list[Tensor]:
-        q, *flat = (x.to(dtype).requires_grad_() for x in leaves)
-        if flash:
-            out = attention.UnrolledFlash.apply(q, scale, *flat)
-        else:
-            kept = list(zip(flat[::2], flat[1::2], strict=True))
-            out = attention.unrolled_reference(q, kept, scale)
-        return [out, *torch.autograd.grad(out, [q, *flat], grad.to(dtype))]
-
-    fast, exact = run(torch.bfloat16, True), run(torch.float64, False)
-    pairs = zip(fast, exact, strict=True)
-    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def save_target(model: transformers.PreTrainedModel, folder: Path) -> None:
@@ -264,7 +272,9 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=models.NAMES, required=True)
-    parser.add_argument("--stages", default="target,draft", help="which of target,draft,mtp to train; mtp is mla's")
+    parser.add_argument(
+        "--stages", default="target,draft", help=f"which of {','.join(DEFAULTS)} to train; mtp is mla's, eagle3 gqa's"
+    )
     parser.add_argument("--corpus", type=Path, default=Path(".corpus/corpus.xz"))
     parser.add_argument("--out", type=Path, default=models.CHECKPOINTS)
     parser.add_argument("--log", type=Path, help="where to write this run's log")
@@ -278,8 +288,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args()
     args.stages = args.stages.split(",")
-    if not set(args.stages) <= DEFAULTS.keys() or ("mtp" in args.stages and args.model != "mla"):
-        parser.error(f"--stages {','.join(args.stages)} of {args.model}: known are {', '.join(DEFAULTS)}, mtp for mla")
+    known = [stage for stage in DEFAULTS if ONLY.get(stage, args.model) == args.model]
+    if not set(args.stages) <= set(known):
+        parser.error(f"--stages {','.join(args.stages)} of {args.model}: known are {', '.join(known)}")
     return args
 
 
@@ -301,7 +312,7 @@ def main() -> None:
     folder = args.out / args.model
     run: dict[str, Any] = {"model": args.model, **environment(device), "rows": []}
     if device.type == "cuda":
-        run["kernel_error"] = check_kernel(device)
+        run["kernel_error"] = attention.check_kernel(device)
         print("kernel error", run["kernel_error"], flush=True)
         if not run["kernel_error"] < 0.02:
             raise RuntimeError(f"the unrolled attention is off by {run['kernel_error']}")
@@ -318,6 +329,9 @@ def main() -> None:
         if stage == "mtp":
             modules, rows = train_mtp(args.model, frozen, train, valid, recipe, fast)
             save_mtp(list(modules), models.mtp_config(), folder / "mtp")
+        if stage == "eagle3":
+            draft3, rows = train_eagle3(args.model, frozen, train, valid, recipe, fast)
+            save_eagle3(draft3, folder / "eagle3")
         run |= {f"{stage}_recipe": asdict(recipe), "rows": run["rows"] + rows}
     run["wall_seconds"] = round(time.perf_counter() - began, 1)
     if args.log:

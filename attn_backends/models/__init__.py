@@ -3,7 +3,7 @@
 Importing this package needs torch only; loading a model imports transformers.
 """
 
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention, ForwardAttention
 from attn_backends.models.decoder import DraftModel, TargetModel
 from attn_backends.models.loading import (
     EMBEDDED_DRAFTS,
@@ -18,6 +18,7 @@ from attn_backends.models.tokenizer import ByteTokenizer, Tokenizer
 __all__ = [
     "EMBEDDED_DRAFTS",
     "EMBEDDED_TARGETS",
+    "Attention",
     "ByteTokenizer",
     "DraftModel",
     "ForwardAttention",

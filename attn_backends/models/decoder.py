@@ -7,7 +7,8 @@ nothing, so it can be recorded into a graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,23 +20,24 @@ from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_l
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.layer import AttentionLayer
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attn_backends.backends.dsv4 import DSV4Backend
     from attn_backends.models.draft import DraftHead, EagleDraft
+    from attn_backends.models.eagle3 import Eagle3Draft
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """An architecture that can be served.
 
-    architecture, draft_architecture, mtp_architecture: as config.json names them; the last is None if its MTP modules
-    can't be loaded. cache_format: what its attention layers store. attach: make transformers' decoder layers of a
-    configuration attend through a `ForwardAttention` passed as `attention=`; returns their attention layers. target,
-    draft: the classes of its models.
+    architecture, draft_architecture, mtp_architecture, eagle3_architecture: as config.json names them; the last two are
+    None if its MTP modules or EAGLE-3 drafts can't be loaded. cache_format: what its attention layers store. attach:
+    make transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`;
+    returns their attention layers. target, draft: the classes of its models.
     """
 
     architecture: str
@@ -45,6 +47,7 @@ class Family:
     target: type[TargetModel]
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
+    eagle3_architecture: str | None = None
 
 
 class PagedModel:
@@ -98,37 +101,67 @@ class PagedModel:
 class TargetModel(PagedModel):
     """A causal language model of a family. Takes over `model`, a transformers model whose attention it replaces."""
 
+    feature_layers: tuple[int, ...] = ()
+
     def __init__(self, family: Family, model: PreTrainedModel) -> None:
         model.eval().requires_grad_(False)
         super().__init__(family, model.config, model.model.layers, model.model.embed_tokens, model.lm_head)
         self._decoder = model.model
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
+    def tapped(self, layers: Sequence[int]) -> TargetModel:
+        """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
+        one behind the final norm.
+        """
+        tapped = copy.copy(self)
+        tapped.feature_layers = tuple(layers)
+        return tapped
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden_size] after the final norm. tokens, positions: [T] int64."""
+        return self.forward_features(tokens, positions, attention)[0]
+
+    def forward_features(self, tokens: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Hidden states as `forward` gives, and features [T, F], what a draft takes of them (see `tapped`)."""
         rows = self._decoder.embed_tokens(tokens.unsqueeze(0))
         rotation = self._decoder.rotary_emb(rows, positions.unsqueeze(0))
-        for block in self._decoder.layers:
+        taken = []
+        for index, block in enumerate(self._decoder.layers):
             rows = block(rows, position_embeddings=rotation, attention=attention)
-        return self._decoder.norm(rows).squeeze(0)
+            if index in self.feature_layers:
+                taken.append(rows)
+        hidden = self._decoder.norm(rows).squeeze(0)
+        return hidden, torch.cat(taken, dim=-1).squeeze(0) if taken else hidden
 
 
 class DraftModel(PagedModel):
     """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
 
-    Takes over `draft`.
+    Takes over `draft`. feature_layers, feature_size: which features of its target it takes (`TargetModel.tapped`), and
+    how many columns they have.
     """
 
-    def __init__(self, draft: DraftHead, target: TargetModel) -> None:
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, draft: DraftHead | Eagle3Draft, target: TargetModel) -> None:
         draft.eval().requires_grad_(False)
         super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
         self._draft = draft
+        self.feature_size = self.hidden_size
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
+    def fuse(self, features: Tensor) -> Tensor:
+        """What `forward` takes as `hidden` of rows that the target ran: [T, hidden_size] of [T, feature_size]."""
+        return features
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """The target's ids of those that `logits` scores, in any shape."""
+        return ids
+
+    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [T, hidden_size], both what `logits` reads and the `hidden` of the next drafted rows.
 
         tokens: [T] int64, the token after each row's position; of MTP module k the one k positions further. hidden:
-        [T, hidden_size], the target's at the row's position, the parent row's own output, or that of the MTP module
-        before at the same row. positions: [T] int64.
+        [T, hidden_size], the target's at the row's position (`fuse`), the parent row's own output, or that of the MTP
+        module before at the same row. positions: [T] int64.
         """
         embeds = self.embedding(tokens.unsqueeze(0))
         rows = self._draft(embeds, hidden.unsqueeze(0), positions.unsqueeze(0), attention=attention)

@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
 from attn_backends.cache import CacheFormat, Latents
 from attn_backends.layer import AttentionLayer
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention
 from attn_backends.models.decoder import Family, TargetModel
 from attn_backends.models.draft import EagleDraft
 
@@ -48,7 +48,7 @@ class AbsorbedAttention(nn.Module):
         self.o_proj = source.o_proj
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention: ForwardAttention, **_: Any
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention: Attention, **_: Any
     ) -> tuple[Tensor, None]:
         """hidden_states: [1, T, hidden]. position_embeddings: cosine and sine, [1, T, rope] each."""
         q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))

@@ -7,16 +7,15 @@ goes to the backend, which makes entries of it, keeps them and selects among the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention
 from attn_backends.models.decoder import Family, TargetModel
 from attn_backends.models.deepseek_v4_draft import MtpDraft
 from spec_metadata.plans.compressed import Compression
@@ -53,7 +52,7 @@ class CompressedAttention(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: dict[str, tuple[Tensor, Tensor]],
-        attention: ForwardAttention,
+        attention: Attention,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """hidden_states: [1, T, hidden]. position_embeddings: by kind, cosine and sine [1, T, rope / 2]."""
@@ -64,17 +63,10 @@ class CompressedAttention(nn.Module):
         q = apply_rotary_pos_emb(q, cos, sin, unsqueeze_dim=2).squeeze(0)
         rows = apply_rotary_pos_emb(source.kv_norm(source.kv_proj(x)).unsqueeze(2), cos, sin, unsqueeze_dim=2)
         inputs = CompressedInputs(rows.flatten(0, 2), _projections(self.compressor, x), _projections(self.indexer, x))
-        out = self._attend(q, inputs, self._index_query(latent, x, cos, sin), attention)
+        out = attention.attend(self.layer.id, q, inputs, self._index_query(latent, x, cos, sin))
         out = apply_rotary_pos_emb(out.unsqueeze(0), cos, -sin, unsqueeze_dim=2)
         grouped = source.o_a_proj(out.reshape(1, x.shape[1], source.config.o_groups, -1))
         return source.o_b_proj(grouped.flatten(2)), None
-
-    def _attend(
-        self, q: Tensor, inputs: CompressedInputs, index: IndexQuery | None, attention: ForwardAttention
-    ) -> Tensor:
-        backend, cache = cast("DSV4Backend", attention.backend), attention.caches[self.layer.id]
-        backend.store(inputs, cache, attention.meta, self.layer)
-        return backend.forward(q, cache, attention.meta, self.layer, index).out
 
     def _index_query(self, latent: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> IndexQuery | None:
         if self.indexer is None:
@@ -109,15 +101,16 @@ class CompressedTarget(TargetModel):
             parameter.data = parameter.data.to(model.lm_head.weight.dtype)
         super().__init__(family, model)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attention: ForwardAttention) -> Tensor:
-        """As `TargetModel.forward`."""
+    def forward_features(self, tokens: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+        """As `TargetModel.forward_features`; no draft takes states behind its layers."""
         decoder = self._decoder
         rows, places = decoder.embed_tokens(tokens.unsqueeze(0)), positions.unsqueeze(0)
         rotation = {kind: decoder.rotary_emb(rows, places, layer_type=kind) for kind in ("main", "compress")}
         streams = rows.unsqueeze(2).expand(-1, -1, decoder.config.hc_mult, -1)
         for block in decoder.layers:
             streams = block(streams, position_embeddings=rotation, attention=attention)
-        return decoder.norm(decoder.hc_head(streams)).squeeze(0)
+        hidden = decoder.norm(decoder.hc_head(streams)).squeeze(0)
+        return hidden, hidden
 
 
 def _attach(blocks: Iterable[Any], config: Any) -> tuple[CompressedLayer, ...]:

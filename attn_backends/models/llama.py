@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from attn_backends.cache import CacheFormat, KeyValues
 from attn_backends.layer import AttentionLayer
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention
 from attn_backends.models.decoder import Family, TargetModel
 from attn_backends.models.draft import EagleDraft
 
@@ -24,7 +24,7 @@ def _attend(
     value: Tensor,
     attention_mask: None,
     *,
-    attention: ForwardAttention,
+    attention: Attention,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function. query: [1, num_heads, T, head_dim], key and value likewise, after RoPE."""
@@ -58,4 +58,5 @@ LLAMA = Family(
     TargetModel,
     EagleDraft,
     mtp_architecture="LlamaForCausalLMMTP",
+    eagle3_architecture="LlamaForCausalLMEagle3",
 )

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_backends.errors import CheckpointError
 from attn_backends.models import folders
@@ -34,6 +34,7 @@ EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {"mla-m
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 EXPERTS = "batched_mm"
 """transformers' implementation of experts whose shapes don't depend on the routing."""
+Draft = TypeVar("Draft", bound=nn.Module)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -74,14 +75,18 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     """The draft in a folder of config.json and model.safetensors, or an embedded one by name (`EMBEDDED_DRAFTS`).
 
     It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
-    every drafted step. Raises `CheckpointError` as `load_target` does, and if the draft does not fit the target.
+    every drafted step; EAGLE-3 drafts are as `attn_backends.models.eagle3` describes them. Raises `CheckpointError` as
+    `load_target` does, and if the draft does not fit the target.
     """
     _require_transformers()
     path = folders.find(folder, EMBEDDED_DRAFTS)
     families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
-    architecture, config = folders.read_config(path, families | with_modules)
+    of_eagle3 = {family.eagle3_architecture: family for family in _families() if family.eagle3_architecture}
+    architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
+    if architecture in of_eagle3:
+        return _load_eagle3(path, of_eagle3[architecture], config, target)
     _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = EXPERTS
     draft = families[architecture].draft(config)
@@ -265,6 +270,13 @@ def _fill(
     shapes = folders.compare_shapes(given, needed | shared)
     unexpected = given.keys() - needed.keys() - shared.keys()
     folders.check_tensors(path, needed.keys() - given.keys(), unexpected, shapes)
+    _check_shared(path, given, shared, target)
+    for name, tensor in needed.items():
+        tensor.copy_(given[name])
+
+
+def _check_shared(path: Path, given: Mapping[str, Tensor], shared: Mapping[str, Tensor], target: TargetModel) -> None:
+    """Refuses tensors that a draft shares with its target, if they are there and other ones."""
     other = [
         name
         for name in given.keys() & shared.keys()
@@ -273,14 +285,35 @@ def _fill(
     if other:
         raise CheckpointError(
             f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
-            f"modules share both with their target; load the target of the same checkpoint"
+            f"modules share both with their target, EAGLE-3 drafts the embedding; load the target of the same "
+            f"checkpoint"
         )
-    for name, tensor in needed.items():
-        tensor.copy_(given[name])
+
+
+def _load_eagle3(path: Path, family: Family, config: PreTrainedConfig, target: TargetModel) -> DraftModel:
+    """An EAGLE-3 draft. Its maps may be absent if it has the target's whole vocabulary, and its embedding always."""
+    from attn_backends.models import eagle3
+
+    _check_fit(path, _sizes(family, config), _sizes_of(target))
+    layers = eagle3.feature_layers(path, config, len(target.layers))
+    draft, shared = eagle3.Eagle3Draft(config), {"embed_tokens.weight": target.embedding.weight}
+    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
+    if eagle3.draft_vocab_size(config) == config.vocab_size:
+        given = {name: needed[name] for name in eagle3.MAPS} | given
+    shapes = folders.compare_shapes(given, needed | shared)
+    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys() - shared.keys(), shapes)
+    _check_shared(path, given, shared, target)
+    eagle3.check_maps(path, given)
+    draft.load_state_dict({name: given[name] for name in needed})
+    return eagle3.Eagle3Model(_cast(draft, target), target, layers)
 
 
 def _serve(draft: DraftHead, target: TargetModel) -> DraftModel:
+    return DraftModel(_cast(draft, target), target)
+
+
+def _cast(draft: Draft, target: TargetModel) -> Draft:
     """The draft in its target's dtype and on its device."""
     for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
         parameter.data = parameter.data.to(target.dtype)
-    return DraftModel(draft.to(target.device), target)
+    return draft.to(target.device)

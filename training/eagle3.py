@@ -1,0 +1,83 @@
+"""The EAGLE-3 draft of the target ``"gqa"``: its configuration, its vocabulary, and what it learns from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+from attn_backends.models.eagle3 import Eagle3Draft
+from training import attention, models
+
+EAGLE3 = {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "draft_vocab_size": 96,
+    # the published choice needs 7 layers: the target has 4, so behind the first, the second and the last
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+}
+
+
+def eagle3_config() -> PreTrainedConfig:
+    """The draft's configuration."""
+    return LlamaConfig(**models.COMMON | EAGLE3)
+
+
+def new_eagle3(stream: bytes) -> Eagle3Draft:
+    """A draft with fresh weights on the training attention, whose vocabulary are the commonest tokens of a stream."""
+    config = eagle3_config()
+    draft = Eagle3Draft(config, attention.NAME)
+    models.initialize(draft, config)
+    commonest = Counter(stream).most_common(config.draft_vocab_size)
+    if len(commonest) < config.draft_vocab_size:
+        raise ValueError(f"the stream has {len(commonest)} different tokens, the draft {config.draft_vocab_size}")
+    ids = torch.tensor(sorted(token for token, _ in commonest))
+    draft.d2t.copy_(ids - torch.arange(len(ids)))
+    draft.t2d.zero_()[ids] = True
+    return draft
+
+
+def load_eagle3(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3Draft:
+    """A stored draft, frozen, on the training attention."""
+    draft = Eagle3Draft(AutoConfig.from_pretrained(folder), attention.NAME)
+    draft.load_state_dict(load_file(folder / "model.safetensors"))
+    for parameter in draft.parameters():  # the rotary frequencies are buffers that must stay float32
+        parameter.data = parameter.data.to(dtype)
+    return draft.eval().requires_grad_(False).to(device)
+
+
+def layers_of(draft: Eagle3Draft) -> tuple[int, ...]:
+    """The layers of the target whose outputs a draft takes."""
+    return tuple(draft.config.eagle_config["eagle_aux_hidden_state_layer_ids"])
+
+
+def score(draft: Eagle3Draft, rows: Tensor) -> Tensor:
+    """The draft's logits ``[..., draft_vocab_size]`` of rows ``[..., H]``."""
+    return draft.lm_head(draft.norm(rows))
+
+
+def teacher3(model: PreTrainedModel, draft: Eagle3Draft, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What a draft learns from: next-token embeddings, the target's states and goals in the draft's vocabulary.
+
+    Args:
+        model: the frozen target.
+        draft: whose vocabulary it is.
+        ids: ``[B, T + 1]``.
+
+    Returns:
+        ``[B, T, H]`` embeddings of tokens ``1..T``, ``[B, T, 3H]`` states of positions ``0..T-1``, ``[B, T, D]`` the
+        target's distributions at ``1..T`` among the draft's tokens: zeros where the draft lacks the likeliest.
+    """
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden, features = models.target_features(model, ids, positions, layers_of(draft))
+    logits = model.lm_head(hidden[:, 1:]).float()
+    goal = logits[..., draft.target_ids].softmax(-1) * draft.t2d[logits.argmax(-1)].unsqueeze(-1)
+    return model.model.embed_tokens(ids[:, 1:]), features[:, :-1], goal
