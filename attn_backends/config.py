@@ -133,9 +133,10 @@ class RuntimeOptions(Options):
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
     capture, None for 1, 2, 4 and 8 as far as max_bs and max_bs itself if it is less than 8; larger batches run eagerly.
     max_context: tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one
-    forward. seed: of the order in which pages are given out. host_lag: 1 to launch a cycle before the tokens of the one
-    before are read. kernel, page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those
-    of the weights.
+    forward. prefill: of path "graph", "eager" all the same or "piecewise", captured between its attention calls.
+    prefill_buckets: numbers of tokens to capture it at; a step of more runs eagerly. seed: of the order in which pages
+    are given out. host_lag: 1 to launch a cycle before the tokens of the one before are read. kernel, page_size: None
+    for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
     """
 
     path: Literal["graph", "eager"] = "graph"
@@ -144,6 +145,8 @@ class RuntimeOptions(Options):
     max_context: Count = 1024
     max_new_tokens: Count = 64
     prefill_chunk: Count = 256
+    prefill: Literal["eager", "piecewise"] = "eager"
+    prefill_buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = (64, 256)
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     device: str = "cpu"
     seed: int = 0

@@ -4,13 +4,16 @@ A recorded graph is a model of a CUDA graph that needs no GPU. It records the op
 tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
 a value kept from capture, it gets wrong too. It does not model memory reuse inside the graph's pool, or streams.
+
+A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from attn_backends.errors import CaptureError
 
 T = TypeVar("T")
+Given = TypeVar("Given")
 _recording: ContextVar[bool] = ContextVar("recording", default=False)
 
 
@@ -34,6 +38,14 @@ class Graph(Protocol):
 
     def capture(self, region: Callable[[], T]) -> T:
         """Capture a region of device work; returns its outputs, whose memory every replay overwrites."""
+
+    def warm_up(self, region: Callable[[], object]) -> None:
+        """Run a region as often as it must have run before it is captured."""
+
+    def recording(self, behind: Self | None = None) -> AbstractContextManager[None]:
+        """What runs inside becomes the graph, as in `capture`, after a warm-up and without gradients. behind: a graph
+        whose replay always comes before this one's, so that the two can share memory.
+        """
 
     def replay(self) -> None:
         """Run the region again on the current contents of the memory that it was captured with."""
@@ -49,15 +61,34 @@ class CudaGraph:
 
     def capture(self, region: Callable[[], T]) -> T:
         """Capture a region of device work; see `Graph`. Out of memory, it leaves nothing behind."""
+        self.warm_up(region)
+        with torch.no_grad(), self.recording():
+            return region()
+
+    def warm_up(self, region: Callable[[], object]) -> None:
+        """Run a region on a stream of its own, `num_warm_ups` times; see `Graph`."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
+        with self._out_of_memory_told(), torch.cuda.stream(stream), torch.no_grad():
+            for _ in range(self.num_warm_ups):
+                region()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    @contextmanager
+    def recording(self, behind: Self | None = None) -> Iterator[None]:
+        """Capture what runs inside, into the memory pool of `behind`; see `Graph`."""
+        pool = None if behind is None else behind._graph.pool()
+        with self._out_of_memory_told(), torch.cuda.graph(self._graph, pool=pool):
+            yield
+
+    def replay(self) -> None:
+        """Replay on the current stream."""
+        self._graph.replay()
+
+    @contextmanager
+    def _out_of_memory_told(self) -> Iterator[None]:
         try:
-            with torch.cuda.stream(stream), torch.no_grad():
-                for _ in range(self.num_warm_ups):
-                    region()
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self._graph), torch.no_grad():
-                return region()
+            yield
         except torch.OutOfMemoryError as error:
             self._graph = torch.cuda.CUDAGraph()
             needed = ". ".join(str(error).split(". ")[:2])  # torch says how much more it tried to get
@@ -65,10 +96,6 @@ class CudaGraph:
                 f"no memory to capture: {needed}. A graph keeps its intermediates for as long as it lives; capture "
                 "smaller or fewer buckets, or run eagerly"
             ) from error
-
-    def replay(self) -> None:
-        """Replay on the current stream."""
-        self._graph.replay()
 
 
 class RecordedGraph:
@@ -79,11 +106,20 @@ class RecordedGraph:
 
     def capture(self, region: Callable[[], T]) -> T:
         """Record a region; see `Graph`."""
+        with torch.no_grad(), self.recording():
+            return region()
+
+    def warm_up(self, region: Callable[[], object]) -> None:
+        """A recording needs none."""
+
+    @contextmanager
+    def recording(self, behind: Self | None = None) -> Iterator[None]:
+        """Record what runs inside; see `Graph`. Every recording has memory of its own."""
         self._calls = []
         token = _recording.set(True)
         try:
-            with torch.no_grad(), _RefuseHostReads(), _Recorder(self._calls):
-                return region()
+            with _RefuseHostReads(), _Recorder(self._calls):
+                yield
         finally:
             _recording.reset(token)
 
@@ -95,6 +131,52 @@ class RecordedGraph:
                     _poison(tensor)
             for call in self._calls:
                 call.run()
+
+
+class PiecewiseGraph(Generic[Given]):
+    """A region captured in pieces, between which calls run eagerly, on what each replay is given.
+
+    make_graph: a graph for each piece.
+    """
+
+    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+        self._make_graph = make_graph
+        self._pieces: list[Graph] = []
+        self._between: list[Callable[[Given], None]] = []
+        self._open = ExitStack()
+
+    def capture(self, region: Callable[[], T]) -> T:
+        """Capture a region that calls `cut`; returns its outputs, whose memory every replay overwrites."""
+        self._pieces, self._between = [], []
+        first = self._make_graph()
+        first.warm_up(region)
+        with torch.no_grad(), self._open:
+            self._begin(first)
+            return region()
+
+    def cut(self, call: Callable[[Given], None]) -> None:
+        """Called by the region: the piece ends here, and a replay runs call(given) before the next one.
+
+        Nothing runs it during the capture, nor while the region is warmed up.
+        """
+        if self._pieces:
+            self._open.close()
+            self._between.append(call)
+            self._begin(self._make_graph())
+
+    def replay(self, given: Given) -> None:
+        """Run the region again: its pieces, and between them the calls."""
+        first, *others = self._pieces
+        first.replay()
+        with torch.no_grad():
+            for call, piece in zip(self._between, others, strict=True):
+                call(given)
+                piece.replay()
+
+    def _begin(self, piece: Graph) -> None:
+        behind = self._pieces[-1] if self._pieces else None
+        self._pieces.append(piece)
+        self._open.enter_context(piece.recording(behind))
 
 
 class _Call:

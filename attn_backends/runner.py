@@ -1,12 +1,14 @@
 """Runs a phase of a worker eagerly or through captured graphs, and hands out results that nobody else owns.
 
-A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs. Every tensor field of
+A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs; its graphs hold it
+whole. A `PackedPhase`, such as a prefill, is captured in pieces between its attention calls. Every tensor field of
 both is classified: one entry a request, one a query row, or independent of the batch. From the class the runner sizes
 static inputs, pads them, and trims results; a field without a class is refused when the runner is built (rule R5).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
@@ -17,9 +19,9 @@ from torch import Tensor
 
 from attn_backends.base import AttentionBackend
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import Graph
-from attn_backends.metadata import Metadata
-from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, padding_step
+from attn_backends.graphs import Graph, PiecewiseGraph
+from attn_backends.metadata import ForwardMetadata, Metadata
+from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, padding_step
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
@@ -40,7 +42,7 @@ PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
 
 @dataclass(frozen=True, slots=True)
 class Phase(Generic[Inputs, Outputs]):
-    """A region that a runner runs.
+    """A region over uniform rows that a runner runs.
 
     region: (metadata, inputs) -> outputs, device work without host reads. safe_inputs: batch size -> inputs of padded
     rows, which are zeros. output: the outputs' dataclass. bucket: batch size -> the bucket that captures it.
@@ -54,11 +56,27 @@ class Phase(Generic[Inputs, Outputs]):
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPhase(Generic[Inputs, Outputs]):
+    """A region over packed rows that a runner runs. All that it takes of a step, beside attention, is in its inputs.
+
+    region: (forward, inputs) -> outputs, device work without host reads; forward is what models make their attention
+    of. safe_inputs: number of tokens -> inputs of padded rows, which are zeros, of as many requests as a bucket has.
+    output: the outputs' dataclass. bucket: number of tokens -> the bucket that captures it.
+    """
+
+    name: str
+    region: Callable[[ForwardMetadata | PiecewiseGraph[ForwardMetadata], Inputs], Outputs]
+    safe_inputs: Callable[[int], Inputs]
+    output: type[Outputs]
+    bucket: Callable[[int], TokenBucket]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult(Generic[Outputs]):
     """What a step produced, in memory of its own, and how. bucket: of the graph that ran, None if it ran eagerly."""
 
     value: Outputs
-    bucket: Bucket | None
+    bucket: Bucket | TokenBucket | None
 
     @property
     def ran_graph(self) -> bool:
@@ -68,58 +86,67 @@ class StepResult(Generic[Outputs]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Captured(Generic[Inputs, Outputs]):
-    graph: Graph
-    meta: Metadata
+    """replay: runs the graph for a step whose inputs are in place."""
+
+    bucket: Bucket | TokenBucket
     inputs: Inputs
     outputs: Outputs
+    replay: Callable[[Step], None]
 
 
-class PhaseRunner(Generic[Inputs, Outputs]):
-    """Runs one phase on one backend.
+class Runner(ABC, Generic[Inputs, Outputs]):
+    """Runs one phase on one backend: the smallest captured bucket that holds a step, or eagerly.
 
-    buckets: batch sizes to capture, none for a runner that is always eager. make_graph: how. paging: the engine's
-    table. A batch larger than the largest bucket runs eagerly.
+    sizes: what to capture, as the phase's `bucket` counts it; none for a runner that is always eager. make_graph: how.
     """
 
     def __init__(
         self,
-        phase: Phase[Inputs, Outputs],
+        phase: Phase[Inputs, Outputs] | PackedPhase[Inputs, Outputs],
         backend: AttentionBackend,
-        paging: Paging,
-        buckets: Sequence[int] = (),
-        make_graph: Callable[[], Graph] | None = None,
+        sizes: Sequence[int],
+        make_graph: Callable[[], Graph] | None,
     ) -> None:
         self.phase, self.backend = phase, backend
         classify(phase.output)  # refuses a field without a class now, not when a result is trimmed
         self._captured: dict[int, _Captured[Inputs, Outputs]] = {}
-        if not buckets:
+        if not sizes:
             return
         if make_graph is None:
-            raise CaptureError(f"phase {phase.name}: buckets {list(buckets)} were given and no graph to capture with")
-        largest = phase.safe_inputs(max(buckets))
-        for bs in sorted(set(buckets), reverse=True):
-            self._captured[bs] = self._capture(bs, largest, paging, make_graph())
+            raise CaptureError(f"phase {phase.name}: buckets {list(sizes)} were given and no graph to capture with")
+        largest = phase.safe_inputs(max(sizes))
+        for size in sorted(set(sizes), reverse=True):
+            bucket = phase.bucket(size)
+            inputs = _trim(largest, bucket.bs, bucket.num_tokens)
+            self._captured[size] = self._capture(bucket, inputs, make_graph)
 
     def run(self, step: Step, inputs: Inputs) -> StepResult[Outputs]:
         """Run a step; the smallest bucket that holds it, or eagerly."""
         self._check_inputs(step, inputs)
-        fitting = [bs for bs in self._captured if bs >= step.bs]
+        fitting = [size for size, c in self._captured.items() if c.bucket.holds(step.bs, step.num_tokens)]
         if not fitting and step.kind is StepKind.IDLE:
             return self._run_idle(step)
         if not fitting:
-            meta = self.backend.init_forward_metadata(step)
-            return StepResult(self._own(self.phase.region(meta, inputs), step), None)
+            return StepResult(self._own(self._run_eagerly(step, inputs), step), None)
         captured = self._captured[min(fitting)]
-        self.backend.replay(captured.meta, step)
         self._copy(captured.inputs, inputs)
-        captured.graph.replay()
-        return StepResult(self._own(captured.outputs, step), captured.meta.bucket)
+        captured.replay(step)
+        return StepResult(self._own(captured.outputs, step), captured.bucket)
+
+    @abstractmethod
+    def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
+        """Run the region on fresh metadata."""
+
+    @abstractmethod
+    def _capture(self, bucket: Any, inputs: Inputs, make_graph: Callable[[], Graph]) -> _Captured[Inputs, Outputs]:
+        """Capture the region on static inputs."""
 
     def _run_idle(self, step: Step) -> StepResult[Outputs]:
         """Eagerly on one row of padding, for models that can't run on no row."""
         padding = padding_step(self.phase.bucket(1), step.paging, self.backend.capacity)
-        meta = self.backend.init_forward_metadata(replace(padding, max_committed=0, seq_lens_cpu=()))
-        return StepResult(self._own(self.phase.region(meta, self.phase.safe_inputs(1)), step), None)
+        padding = replace(padding, max_committed=0, seq_lens_cpu=())
+        inputs = _trim(self.phase.safe_inputs(1), padding.bs, padding.num_tokens)
+        return StepResult(self._own(self._run_eagerly(padding, inputs), step), None)
 
     def _check_inputs(self, step: Step, inputs: Inputs) -> None:
         for name, kind in classify(type(inputs)).items():
@@ -129,13 +156,6 @@ class PhaseRunner(Generic[Inputs, Outputs]):
                 raise InvalidStepError(
                     f"phase {self.phase.name}: input {name} is {kind}; this step needs {needed}, got {list(given)}"
                 )
-
-    def _capture(self, bs: int, largest: Inputs, paging: Paging, graph: Graph) -> _Captured[Inputs, Outputs]:
-        bucket = self.phase.bucket(bs)
-        meta = self.backend.capture(bucket, paging)
-        inputs = _trim(largest, bucket.bs, bucket.bs * bucket.width)
-        outputs = graph.capture(lambda: self.phase.region(meta, inputs))
-        return _Captured(graph, meta, inputs, outputs)
 
     def _copy(self, static: Inputs, given: Inputs) -> None:
         """Fill static inputs: the given entries, then zeros. What is independent of the batch has one size."""
@@ -156,6 +176,69 @@ class PhaseRunner(Generic[Inputs, Outputs]):
     def _own(self, outputs: Outputs, step: Step) -> Outputs:
         trimmed = _trim(outputs, step.bs, step.num_tokens)
         return _map(trimmed, lambda tensor, _: tensor.clone())
+
+
+class PhaseRunner(Runner[Inputs, Outputs]):
+    """Runs a phase of uniform rows. A graph holds all of it.
+
+    buckets: batch sizes to capture. paging: the engine's table, which a graph reads in place.
+    """
+
+    def __init__(
+        self,
+        phase: Phase[Inputs, Outputs],
+        backend: AttentionBackend,
+        paging: Paging,
+        buckets: Sequence[int] = (),
+        make_graph: Callable[[], Graph] | None = None,
+    ) -> None:
+        self._region, self._paging = phase.region, paging
+        super().__init__(phase, backend, buckets, make_graph)
+
+    def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
+        return self._region(self.backend.init_forward_metadata(step), inputs)
+
+    def _capture(self, bucket: Bucket, inputs: Inputs, make_graph: Callable[[], Graph]) -> _Captured[Inputs, Outputs]:
+        graph, meta = make_graph(), self.backend.capture(bucket, self._paging)
+        outputs = graph.capture(lambda: self._region(meta, inputs))
+
+        def replay(step: Step) -> None:
+            self.backend.replay(meta, step)
+            graph.replay()
+
+        return _Captured(bucket, inputs, outputs, replay)
+
+
+class PiecewiseRunner(Runner[Inputs, Outputs]):
+    """Runs a phase of packed rows. Graphs hold the pieces between its attention calls, which run eagerly, on metadata
+    of the step as it is: any backend and kernel will do.
+
+    buckets: numbers of tokens to capture.
+    """
+
+    def __init__(
+        self,
+        phase: PackedPhase[Inputs, Outputs],
+        backend: AttentionBackend,
+        buckets: Sequence[int] = (),
+        make_graph: Callable[[], Graph] | None = None,
+    ) -> None:
+        self._region = phase.region
+        super().__init__(phase, backend, buckets, make_graph)
+
+    def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
+        return self._region(self.backend.init_forward_metadata(step).at(), inputs)
+
+    def _capture(
+        self, bucket: TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph]
+    ) -> _Captured[Inputs, Outputs]:
+        graph = PiecewiseGraph[ForwardMetadata](make_graph)
+        outputs = graph.capture(lambda: self._region(graph, inputs))
+
+        def replay(step: Step) -> None:
+            graph.replay(self.backend.init_forward_metadata(step).at())
+
+        return _Captured(bucket, inputs, outputs, replay)
 
 
 def classify(kind: type) -> Mapping[str, FieldClass]:

@@ -5,7 +5,7 @@ Needs torch only. How attention is computed is `attn_backends`' part.
 
 from spec_metadata.acceptance import Acceptance, accept, compaction_moves
 from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind
+from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import PackedQuery, Step, UniformQuery, next_slots, token_positions
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
@@ -37,6 +37,7 @@ __all__ = [
     "SamplingParams",
     "Step",
     "StepKind",
+    "TokenBucket",
     "TreePart",
     "UniformQuery",
     "accept",

@@ -64,7 +64,7 @@ def check_values(step: Step, capacity: Capacity) -> None:
     lens = step.seq_lens[:num_real].tolist()
     _check_query_values(step)
     if isinstance(step.query, PackedQuery):
-        widths = list(step.query.lens_cpu)
+        widths = list(step.query.lens_cpu[:num_real])
     else:
         widths = [step.width * step.num_steps] * num_real
     most = min(step.paging.row_tokens, capacity.max_kv_len)

@@ -1,7 +1,7 @@
 """How large a step may become: capacities, graph buckets and the extent of a buffer set.
 
-`Capacity` is what an engine configures once, `Bucket` names one captured graph, and `Extent` holds the numbers that
-buffer sizes are expressions of (`spec_metadata.buffers`).
+`Capacity` is what an engine configures once, `Bucket` and `TokenBucket` name one captured graph, and `Extent` holds the
+numbers that buffer sizes are expressions of (`spec_metadata.buffers`).
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ class Capacity:
         num_steps = self.num_steps if kind is StepKind.DRAFT_DECODE else 1
         return Bucket(kind, bs, widths[kind], num_steps, tree)
 
+    def prefill_bucket(self, num_tokens: int) -> TokenBucket:
+        """The bucket in which prefills of at most so many tokens are captured, whatever their number of requests."""
+        return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -127,10 +131,35 @@ class Bucket:
     num_steps: int = 1
     tree: bool = False
 
+    @property
+    def num_tokens(self) -> int:
+        """Query rows."""
+        return self.bs * self.width
+
+    def holds(self, bs: int, num_tokens: int) -> bool:
+        """Whether it is large enough. A graph has one width and refuses another, so requests count alone."""
+        return bs <= self.bs
+
     def __str__(self) -> str:
         tree = " tree" if self.tree else ""
         steps = f" num_steps={self.num_steps}" if self.kind is StepKind.DRAFT_DECODE else ""
         return f"{self.kind}{tree} bs={self.bs} width={self.width}{steps}"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBucket:
+    """The key of a captured region over packed rows: at most `num_tokens` of them, of at most `bs` requests."""
+
+    kind: StepKind
+    bs: int
+    num_tokens: int
+
+    def holds(self, bs: int, num_tokens: int) -> bool:
+        """Whether it is large enough."""
+        return bs <= self.bs and num_tokens <= self.num_tokens
+
+    def __str__(self) -> str:
+        return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +193,9 @@ class Extent:
         return cls(
             bs=bucket.bs,
             width=bucket.width,
-            num_tokens=bucket.bs * bucket.width,
+            num_tokens=bucket.num_tokens,
             num_forwards=bucket.num_steps - 1 if drafts else 1,
-            num_writes=bucket.bs * bucket.width * bucket.num_steps,
+            num_writes=bucket.num_tokens * bucket.num_steps,
             page_size=capacity.page_size,
             max_pages=capacity.max_pages,
             num_pages=num_pages,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_WRITES, ONE, WIDTH, BufferSpec, allocate
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind
+from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.layout import PackedQuery, Step, UniformQuery
 from spec_metadata.paging import BlockTable, Paging, RequestTable
 
@@ -87,10 +87,28 @@ def copy_step(static: Step, step: Step) -> None:
     _fill(static, None if step.kind is StepKind.IDLE else step)
 
 
-def padding_step(bucket: Bucket, paging: Paging, capacity: Capacity) -> Step:
-    """A step of padding only, on fresh tensors. paging: the engine's table."""
+def padding_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+    """A step of padding only, on fresh tensors; of packed rows, one padded request has them all. paging: the engine's
+    table.
+    """
+    if isinstance(bucket, TokenBucket):
+        return _packed_padding(bucket, paging)
     extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
     return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
+
+
+def _packed_padding(bucket: TokenBucket, paging: Paging) -> Step:
+    geometry, given = paging.geometry, paging.static_input()
+    pad = geometry.reserved_row if isinstance(paging, RequestTable) else geometry.reserved_page
+    return Step(
+        kind=bucket.kind,
+        query=PackedQuery.of([bucket.num_tokens], given.device),
+        seq_lens=torch.zeros(1, dtype=torch.int32, device=given.device),
+        paging=paging.on_static(given.new_full((1, *given.shape[1:]), pad)),
+        out_cache_loc=geometry.reserved_slots(bucket.num_tokens, given.device),
+        num_real=torch.zeros(1, dtype=torch.int32, device=given.device),
+        seq_lens_cpu=(),
+    )
 
 
 def pad_step(step: Step, bs: int, capacity: Capacity) -> Step:

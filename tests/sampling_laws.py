@@ -48,6 +48,11 @@ class MarkovTarget:
         """[rows, VOCAB]."""
         return LOGITS[tokens]
 
+    def forward_features(self, tokens: Tensor, positions: Tensor, attention: object) -> tuple[Tensor, Tensor]:
+        """[rows, VOCAB] twice."""
+        hidden = self.forward(tokens, positions, attention)
+        return hidden, hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, VOCAB]."""
         return hidden

@@ -112,9 +112,11 @@ class Engine:
     def _options(self) -> WorkerOptions:
         runtime = self.config.runtime
         buckets = tuple(bs for bs in runtime.buckets if bs <= runtime.max_bs and runtime.path == "graph")
+        captures_prefill = runtime.path == "graph" and runtime.prefill == "piecewise"
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
             buckets=buckets,
+            prefill_buckets=runtime.prefill_buckets if captures_prefill else (),
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
             eos_token=self.tokenizer.eos_token_id,

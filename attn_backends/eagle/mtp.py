@@ -18,9 +18,10 @@ from torch import Tensor
 
 from attn_backends.base import AttentionBackend
 from attn_backends.eagle.launches import Launch, Timings
-from attn_backends.eagle.mtp_phases import WindowInputs, chain, draft_over, module_phase, window_phase
-from attn_backends.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, verify_phase
+from attn_backends.eagle.mtp_phases import Rows, WindowInputs, chain, module_phase, window_phase
+from attn_backends.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, by_name, verify_phase
 from attn_backends.eagle.pool import InputPool
+from attn_backends.eagle.prefill_phases import ModulesPrefillInputs, modules_prefill_phase
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.tables import kept, to_device
@@ -31,14 +32,11 @@ from spec_metadata import (
     CacheGeometry,
     Capacity,
     DraftTree,
-    PackedQuery,
     Step,
     StepKind,
     UniformQuery,
     padding_step,
-    token_positions,
 )
-from spec_metadata.layout import packed_rows
 
 
 class MtpWorker(SpeculativeWorker):
@@ -70,6 +68,7 @@ class MtpWorker(SpeculativeWorker):
         extending = self._models(backends.draft_extend)
         num_first = len(extending) if options.draft_graphs == "one" else 1
         further = [module_phase(extending[k], k, capacity) for k in range(num_first, len(extending))]
+        self._first_chains = self._prefill_runner(modules_prefill_phase(self._models(backends.prefill), capacity))
         self._window = self._runner(window_phase(extending[:num_first], capacity), backends.draft_extend)
         self._further = [self._runner(phase, backends.draft_extend) for phase in further]
         num_nodes = capacity.num_draft_tokens
@@ -117,24 +116,22 @@ class MtpWorker(SpeculativeWorker):
         )
 
     @torch.no_grad()
-    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
         """Run the modules over chunks, each begun earlier by the positions that took tokens not known before.
 
         All of a prompt is known, so there are some only where the chunk before ended within its last K tokens.
         """
-        num_steps, rows = self.capacity.num_steps, self._index([chunk.row for chunk in chunks])
+        num_steps, index = self.capacity.num_steps, self._index([chunk.row for chunk in chunks])
         begun = [replace(chunk, start=max(min(chunk.start, len(chunk.prompt) - num_steps), 0)) for chunk in chunks]
         step = self._prefill_step(begun)
-        assert isinstance(step.query, PackedQuery)
-        request, offset = packed_rows(step.query)
+        given = Rows.of(step)
         if begun != list(chunks):
-            hidden = self._with_kept(chunks, hidden, rows[request], request, token_positions(step))
+            features = self._with_kept(chunks, features, index[given.request], given.request, given.positions)
         tokens, root = self._prompt_tokens(begun, first)
-        ends, offsets = step.seq_lens + step.query.cu_seqlens.diff(), step.query.cu_seqlens[:-1]
-        self.pool.keep(rows, step.seq_lens, ends, hidden, tokens[request, offset], offsets)
-        meta = self.backends.prefill.init_forward_metadata(step)
-        tokens, _ = draft_over(self._models(self.backends.prefill), meta, tokens, hidden, root)
-        self._chains[rows] = chain(tokens, root, num_steps)
+        ends = step.seq_lens + given.last - given.first + 1
+        self.pool.keep(index, step.seq_lens, ends, features, tokens[given.request, given.offset], given.first)
+        inputs = ModulesPrefillInputs(**by_name(given), tokens=tokens, root=root, hidden=features)
+        self._chains[index] = self._run(self._first_chains, step, inputs).tokens
 
     def _with_kept(
         self, chunks: Sequence[Chunk], hidden: Tensor, rows: Tensor, request: Tensor, positions: Tensor
@@ -156,7 +153,10 @@ class MtpWorker(SpeculativeWorker):
         and its drafts go behind everything that is read.
         """
         num_steps = self.capacity.num_steps
-        num_read = max(len(chunk.tokens) for chunk in chunks) + num_steps - 1
+        longest = max(
+            [*(len(chunk.tokens) for chunk in chunks), *self.options.prefill_buckets]
+        )  # a graph has one width
+        num_read = longest + num_steps - 1
         known = [list(chunk.prompt[chunk.start + 1 : chunk.start + 1 + num_read]) for chunk in chunks]
         padded = [token for row in known for token in row + [0] * (num_read + num_steps + 1 - len(row))]
         tokens = to_device(padded, torch.int64, self.device).view(len(chunks), -1)

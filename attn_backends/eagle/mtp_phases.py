@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from attn_backends.eagle.phases import Accepted, Model
-from attn_backends.metadata import Metadata
+from attn_backends.graphs import PiecewiseGraph
+from attn_backends.metadata import ForwardMetadata, Metadata
 from attn_backends.models.decoder import DraftModel
-from attn_backends.runner import PerRequest, Phase
-from spec_metadata import Capacity, StepKind, token_positions
+from attn_backends.runner import PerRequest, PerToken, Phase
+from spec_metadata import Capacity, Step, StepKind, token_positions
 from spec_metadata.visibility import query_starts
 
 Modules = Sequence[Model[DraftModel]]
@@ -48,23 +49,46 @@ class Window:
     root: PerRequest
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which rows a step has. positions, request, offset: [num_tokens] int64, of each row its position, its request and
+    its number in that. first, last: [bs] int64, the first and the last row of each request.
+    """
+
+    positions: PerToken
+    request: PerToken
+    offset: PerToken
+    first: PerRequest
+    last: PerRequest
+
+    @classmethod
+    def of(cls, step: Step) -> Rows:
+        """The rows of a uniform or packed step."""
+        starts = query_starts(step).long()
+        row = torch.arange(step.num_tokens, device=step.device)
+        request = torch.searchsorted(starts[1:], row, right=True)
+        return Rows(token_positions(step), request, row - starts[request], starts[:-1], starts[1:] - 1)
+
+
 def draft_over(
-    modules: Modules, meta: Metadata, tokens: Tensor, hidden: Tensor, root: Tensor, first: int = 0
+    modules: Modules,
+    forward: ForwardMetadata | PiecewiseGraph[ForwardMetadata],
+    rows: Rows,
+    tokens: Tensor,
+    hidden: Tensor,
+    root: Tensor,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Run modules over the rows of a step, each on what the one before made of them; returns tokens and hidden then.
 
-    tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root behind the rows of its request scores nothing that
-    is read. hidden: [num_tokens, H]. first: number of the first module.
+    forward: what their attention is made of. tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root behind
+    the rows of its request scores nothing that is read. hidden: [num_tokens, H]. first: number of the first module.
     """
-    positions, starts = token_positions(meta.step), query_starts(meta.step).long()
-    row = torch.arange(meta.step.num_tokens, device=root.device)
-    request = torch.searchsorted(starts[1:], row, right=True)
-    offset = row - starts[request]
-    last = torch.minimum(starts[:-1] + root, starts[1:] - 1)
+    scored = torch.minimum(rows.first + root, rows.last)
     for k, module in enumerate(modules, first):
-        taken = tokens[request, offset + k]
-        hidden = module.model.forward(taken, hidden, positions, module.attention(meta.at()))
-        draft = module.model.logits(hidden[last]).argmax(-1)
+        taken = tokens[rows.request, rows.offset + k]
+        hidden = module.model.forward(taken, hidden, rows.positions, module.attention(forward))
+        draft = module.model.logits(hidden[scored]).argmax(-1)
         tokens = tokens.scatter(1, (root + 1 + k).unsqueeze(1), draft.unsqueeze(1))
     return tokens, hidden
 
@@ -133,5 +157,6 @@ def _window(given: WindowInputs, num_steps: int) -> Window:
 
 
 def _advance(modules: Modules, meta: Metadata, window: Window, first: int) -> Window:
-    tokens, hidden = draft_over(modules, meta, window.tokens, window.hidden.flatten(0, 1), window.root, first)
+    rows, hidden = Rows.of(meta.step), window.hidden.flatten(0, 1)
+    tokens, hidden = draft_over(modules, meta.at(), rows, window.tokens, hidden, window.root, first)
     return Window(tokens, hidden.view_as(window.hidden), window.root)

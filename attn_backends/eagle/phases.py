@@ -1,22 +1,23 @@
 """The phases of an EAGLE cycle as regions of device work: draft, verify and accept, draft extend; and plain decode.
 
-No region reads the device from the host, so each can be captured whole. H is the target's hidden size and A
-max_accepted.
+No region reads the device from the host, so each can be captured whole. H is the draft's hidden size, F the number of
+columns that it takes of the target (H, or more for EAGLE-3) and A max_accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedCache
+from attn_backends.graphs import PiecewiseGraph
 from attn_backends.metadata import ForwardMetadata, Metadata
-from attn_backends.models.attention import ForwardAttention
+from attn_backends.models.attention import Attention, ForwardAttention, PiecewiseAttention
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends.runner import PerRequest, Phase
 from spec_metadata import (
@@ -83,7 +84,7 @@ class VerifyInputs(Sampled):
     @classmethod
     def of(cls, tree: TreeFields, params: SamplingParams) -> VerifyInputs:
         """What the draft phase made, for requests that sample so."""
-        return cls(**_by_name(params), **_by_name(tree))
+        return cls(**by_name(params), **by_name(tree))
 
     @property
     def tree(self) -> DraftTree:
@@ -100,13 +101,13 @@ class DecodeInputs(Sampled):
     @classmethod
     def of(cls, tokens: Tensor, params: SamplingParams) -> DecodeInputs:
         """The last tokens of requests that sample so."""
-        return cls(**_by_name(params), tokens=tokens)
+        return cls(**by_name(params), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accepted:
-    """An `Acceptance` with the target's hidden states on its path. num_accepted: [bs] int32. tokens: [bs, A] int64.
-    hidden: [bs, A, H]; rows past num_accepted are garbage.
+    """An `Acceptance` with what the draft takes of the target on its path. num_accepted: [bs] int32. tokens: [bs, A]
+    int64. hidden: [bs, A, F], the target's features; rows past num_accepted are garbage.
     """
 
     num_accepted: PerRequest
@@ -129,9 +130,11 @@ class Model(Generic[M]):
     caches: Sequence[PagedCache]
     backend: AttentionBackend
 
-    def attention(self, meta: ForwardMetadata) -> ForwardAttention:
-        """The attention of one forward."""
-        return ForwardAttention(self.backend, self.caches, meta, self.model.layers)
+    def attention(self, forward: ForwardMetadata | PiecewiseGraph[ForwardMetadata]) -> Attention:
+        """The attention of one forward, or that of all replays of a piecewise graph."""
+        if isinstance(forward, PiecewiseGraph):
+            return PiecewiseAttention(self.backend, self.caches, forward, self.model.layers)
+        return ForwardAttention(self.backend, self.caches, forward, self.model.layers)
 
 
 def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftState, TreeFields]:
@@ -146,7 +149,7 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
             rows = hidden.gather(1, of_parent).reshape(-1, hidden_size)
             attention = draft.attention(meta.at(i, beams.ancestors))
             out = draft.model.forward(beams.tokens.reshape(-1), rows, token_positions(meta.step, i), attention)
-            log_probs, tokens = _best(draft.model.logits(out), topk)
+            log_probs, tokens = best_drafts(draft.model, out, topk)
             beams = beams.advance(tokens.view(-1, topk, topk), log_probs.view(-1, topk, topk))
             hidden = out.view(-1, topk, hidden_size)
         tree = beams.tree(state.root, capacity.num_draft_tokens)
@@ -173,16 +176,17 @@ def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[Verify
     def region(meta: Metadata, given: VerifyInputs) -> Accepted:
         tree = given.tree
         positions = meta.step.seq_lens.long().unsqueeze(1) + tree.depths
-        hidden = target.model.forward(tree.tokens.reshape(-1), positions.reshape(-1), target.attention(meta.at()))
+        attention = target.attention(meta.at())
+        hidden, features = target.model.forward_features(tree.tokens.reshape(-1), positions.reshape(-1), attention)
         logits = target.model.logits(hidden).unflatten(0, (-1, num_nodes))
         acceptance = accept(tree, choose(logits, given.params, positions), max_accepted)
         if meta.step.is_tree:
             sources, destinations = compaction_moves(acceptance, meta.step.out_cache_loc)
             for cache in target.caches:
                 cache.move(sources, destinations)
-        on_path = acceptance.path.unsqueeze(2).expand(-1, -1, hidden.shape[-1])
-        accepted_hidden = hidden.view(-1, num_nodes, hidden.shape[-1]).gather(1, on_path)
-        return Accepted(acceptance.num_accepted, acceptance.tokens, accepted_hidden)
+        on_path = acceptance.path.unsqueeze(2).expand(-1, -1, features.shape[-1])
+        accepted_features = features.view(-1, num_nodes, features.shape[-1]).gather(1, on_path)
+        return Accepted(acceptance.num_accepted, acceptance.tokens, accepted_features)
 
     def safe_inputs(bs: int) -> VerifyInputs:
         device = target.model.device
@@ -198,12 +202,12 @@ def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted
     max_accepted, hidden_size = capacity.max_accepted, draft.model.hidden_size
 
     def region(meta: Metadata, accepted: Accepted) -> DraftState:
-        rows = accepted.hidden.reshape(-1, hidden_size)
+        rows = draft.model.fuse(accepted.hidden.flatten(0, 1))
         attention = draft.attention(meta.at())
         out = draft.model.forward(accepted.tokens.reshape(-1), rows, token_positions(meta.step), attention)
         last = (accepted.num_accepted.long() - 1).clamp_min(0).view(-1, 1, 1).expand(-1, -1, hidden_size)
         hidden = out.view(-1, max_accepted, hidden_size).gather(1, last).squeeze(1)
-        log_probs, tokens = _best(draft.model.logits(hidden), capacity.topk)
+        log_probs, tokens = best_drafts(draft.model, hidden, capacity.topk)
         return DraftState(root=accepted.tokens[:, -1], tokens=tokens, log_probs=log_probs, hidden=hidden)
 
     def safe_inputs(bs: int) -> Accepted:
@@ -211,7 +215,7 @@ def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted
         return Accepted(
             num_accepted=torch.zeros(bs, dtype=torch.int32, device=device),
             tokens=torch.zeros(bs, max_accepted, dtype=torch.int64, device=device),
-            hidden=torch.zeros(bs, max_accepted, hidden_size, dtype=draft.model.dtype, device=device),
+            hidden=torch.zeros(bs, max_accepted, draft.model.feature_size, dtype=draft.model.dtype, device=device),
         )
 
     return Phase("draft_extend", region, safe_inputs, DraftState, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
@@ -240,16 +244,12 @@ def next_tokens(logits: Tensor, params: SamplingParams, positions: Tensor) -> Te
     return choose(logits.unsqueeze(1), params, positions.unsqueeze(1)).squeeze(1)
 
 
-def first_drafts(logits: Tensor, root: Tensor, hidden: Tensor, topk: int) -> DraftState:
-    """The state after a draft prefill. logits: [bs, vocab] and hidden: [bs, H] of each prompt's last row."""
-    log_probs, tokens = _best(logits, topk)
-    return DraftState(root=root, tokens=tokens, log_probs=log_probs, hidden=hidden)
+def best_drafts(draft: DraftModel, hidden: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and the target's ids, [rows, topk], of a draft's best tokens. hidden: [rows, H], its rows'."""
+    log_probs, ids = draft.logits(hidden).float().log_softmax(dim=-1).topk(topk, dim=-1)
+    return log_probs, draft.target_ids(ids)
 
 
-def _by_name(value: TreeFields | SamplingParams) -> dict[str, Tensor]:
+def by_name(value: Any) -> dict[str, Tensor]:
+    """The fields of a dataclass of tensors."""
     return {field.name: getattr(value, field.name) for field in fields(value)}
-
-
-def _best(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids [rows, topk] of the best tokens. logits: [rows, vocab]."""
-    return logits.float().log_softmax(dim=-1).topk(topk, dim=-1)

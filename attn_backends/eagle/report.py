@@ -16,6 +16,7 @@ import torch
 
 from attn_backends.config import EagleOptions, RunConfig
 from attn_backends.eagle.engine import Engine, build_engine
+from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
 from attn_backends.eagle.scoring import decode_logits, verify_logits
 from attn_backends.eagle.serving import Completion
 
@@ -149,6 +150,7 @@ def _draft(eagle: EagleOptions) -> str:
 
 
 def _path(engine: Engine) -> str:
-    """How the engine's steps ran, from what they report."""
-    paths = {path for counts in engine.ran.values() for path, number in counts.items() if number}
+    """How the steps of the engine's cycles ran, from what they report."""
+    cycles = (counts for phase, counts in engine.ran.items() if phase not in (PREFILL, DRAFT_PREFILL))
+    paths = {path for counts in cycles for path, number in counts.items() if number}
     return paths.pop() if len(paths) == 1 else "mixed"

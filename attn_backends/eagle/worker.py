@@ -24,12 +24,18 @@ from attn_backends.eagle.phases import (
     DecodeInputs,
     Model,
     VerifyInputs,
+    by_name,
     decode_phase,
     draft_phase,
     extend_phase,
-    first_drafts,
-    next_tokens,
     verify_phase,
+)
+from attn_backends.eagle.prefill_phases import (
+    DraftPrefillInputs,
+    Prefilled,
+    PrefillInputs,
+    draft_prefill_phase,
+    prefill_phase,
 )
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape
@@ -38,7 +44,7 @@ from attn_backends.eagle.tables import keep, kept, to_device
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import Graph
 from attn_backends.models.decoder import DraftModel, TargetModel
-from attn_backends.runner import Phase, PhaseRunner
+from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner
 from spec_metadata import (
     CacheGeometry,
     Capacity,
@@ -72,7 +78,8 @@ class PhaseBackends:
 class WorkerOptions:
     """How a worker runs.
 
-    buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture them with. chunk: prompt tokens of
+    buckets: batch sizes to capture, none to run eagerly. prefill_buckets: numbers of tokens to capture prefill at, in
+    pieces between its attention calls. make_graph: what to capture them with. chunk: prompt tokens of
     a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
     pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
     of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
@@ -87,6 +94,7 @@ class WorkerOptions:
     host_lag: int = 0
     cache_dtype: torch.dtype | None = None
     draft_graphs: DraftGraphs = "one"
+    prefill_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.host_lag not in (0, 1):
@@ -123,34 +131,38 @@ class TargetWorker:
         num_rows = capacity.max_bs + 1
         self._lens = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
         self._sampling = SamplingParams.greedy(num_rows, target.device)
+        phase = prefill_phase(Model(target, self.target_caches, backends.prefill), capacity)
+        self._prefill = self._prefill_runner(phase)
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""
         keep(self._sampling, self._index([row]), SamplingParams.of([sampling]))
 
     @torch.no_grad()
-    def target_prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    def target_prefill(self, chunks: Sequence[Chunk]) -> Prefilled:
         """Run chunks of prompts, and let rows whose prompt ends begin to decode.
 
-        Returns hidden [num_tokens, H] and [bs] int64, the token after each chunk, which means something where the chunk
-        ends its prompt.
+        The token after a chunk means something where the chunk ends its prompt.
         """
-        step = self._prefill_step(chunks)
-        model = Model(self.target, self.target_caches, self.backends.prefill)
-        meta = model.backend.init_forward_metadata(step)
-        tokens = to_device([token for chunk in chunks for token in chunk.tokens], torch.int64, self.device)
-        positions = token_positions(step)
-        hidden = self.target.forward(tokens, positions, model.attention(meta.at()))
-        rows, last = self._index([chunk.row for chunk in chunks]), last_rows(step)
+        step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
         self._lens[rows] = to_device([chunk.end for chunk in chunks], torch.int32, self.device)
-        logits = self.target.logits(hidden[last])
-        return hidden, next_tokens(logits, kept(self._sampling, rows), positions[last])
+        inputs = PrefillInputs(
+            **by_name(kept(self._sampling, rows)),
+            tokens=to_device([token for chunk in chunks for token in chunk.tokens], torch.int64, self.device),
+            positions=token_positions(step),
+            last=last_rows(step),
+        )
+        return self._run(self._prefill, step, inputs)
+
+    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs]) -> PiecewiseRunner[Inputs, Outputs]:
+        options = self.options
+        return PiecewiseRunner(phase, self.backends.prefill, options.prefill_buckets, options.make_graph)
 
     def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
         paging = self.slots.paging(torch.empty(0, dtype=torch.int64, device=self.device))
         return PhaseRunner(phase, backend, paging, self.options.buckets, self.options.make_graph)
 
-    def _run(self, runner: PhaseRunner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
+    def _run(self, runner: Runner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
         result = runner.run(step, inputs)
         counts = self.num_graph_steps if result.ran_graph else self.num_eager_steps
         counts[runner.phase.name] = counts.get(runner.phase.name, 0) + 1
@@ -207,7 +219,7 @@ class PlainWorker(TargetWorker):
     def prefill(self, chunks: Sequence[Chunk]) -> Launch:
         """Commit the next tokens of prompts; a chunk that ends one emits the first new token."""
         timings = Timings(self.device)
-        _, tokens = self.target_prefill(chunks)
+        tokens = self.target_prefill(chunks).tokens
         self._last_tokens[self._index([chunk.row for chunk in chunks])] = tokens
         timings.mark("prefill")
         return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
@@ -243,14 +255,14 @@ class SpeculativeWorker(TargetWorker, ABC):
     def prefill(self, chunks: Sequence[Chunk]) -> Launch:
         """Commit the next tokens of prompts to target and drafts; a chunk that ends one emits the first new token."""
         timings = Timings(self.device)
-        hidden, tokens = self.target_prefill(chunks)
-        self._draft_prefill(chunks, hidden, tokens)
+        prefilled = self.target_prefill(chunks)
+        self._draft_prefill(chunks, prefilled.features, prefilled.tokens)
         timings.mark("prefill")
-        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
+        return Launch(prefilled.tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
 
     @abstractmethod
-    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
-        """Draft over chunks. hidden: [num_tokens, H], the target's. first: [bs] int64, the token behind each prompt."""
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
+        """Draft over chunks. features: [num_tokens, F], the target's. first: [bs] int64, the tokens after prompts."""
 
 
 class EagleWorker(SpeculativeWorker):
@@ -268,6 +280,10 @@ class EagleWorker(SpeculativeWorker):
         if capacity.num_rerun:
             reasons = [f"num_rerun={capacity.num_rerun} (one draft runs no position again)"]
             raise UnsupportedStepError("EAGLE", reasons, "num_rerun=0, or MtpWorker with a module for each step")
+        if capacity.topk > draft.head.out_features:
+            reasons = [f"topk={capacity.topk} (the draft has {draft.head.out_features} tokens to propose)"]
+            raise UnsupportedStepError("EAGLE", reasons, f"topk={draft.head.out_features}, or less")
+        target = target.tapped(draft.feature_layers)
         super().__init__(target, backends, capacity, geometry, options)
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
         self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
@@ -275,6 +291,8 @@ class EagleWorker(SpeculativeWorker):
         drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
         verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
         extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
+        prefilling = draft_prefill_phase(Model(draft, self.draft_caches, backends.prefill), capacity)
+        self._first_drafts = self._prefill_runner(prefilling)
         self._draft = self._runner(drafting, backends.draft)
         self._verify = self._runner(verifying, backends.verify)
         self._extend = self._runner(extending, backends.draft_extend)
@@ -299,16 +317,15 @@ class EagleWorker(SpeculativeWorker):
         return Launch(accepted.tokens, accepted.num_accepted, timings)
 
     @torch.no_grad()
-    def _draft_prefill(self, chunks: Sequence[Chunk], hidden: Tensor, first: Tensor) -> None:
-        """Run the draft over chunks: row p takes the target's hidden p and token p + 1, behind a prompt `first`."""
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
+        """Run the draft over chunks: behind a prompt, it takes `first`."""
         step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
-        model, last = Model(self.draft, self.draft_caches, self.backends.prefill), last_rows(step)
-        meta = model.backend.init_forward_metadata(step)
         tokens = to_device([token for chunk in chunks for token in chunk.following], torch.int64, self.device)
         ends_prompt = to_device([chunk.ends_prompt for chunk in chunks], torch.bool, self.device)
+        last = last_rows(step)
         tokens[last] = torch.where(ends_prompt, first, tokens[last])
-        out = self.draft.forward(tokens, hidden, token_positions(step), model.attention(meta.at()))
-        keep(self._state, rows, first_drafts(self.draft.logits(out[last]), tokens[last], out[last], self.capacity.topk))
+        inputs = DraftPrefillInputs(tokens=tokens, features=features, positions=token_positions(step), last=last)
+        keep(self._state, rows, self._run(self._first_drafts, step, inputs))
 
 
 def last_rows(step: Step) -> Tensor:

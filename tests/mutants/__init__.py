@@ -1,15 +1,30 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
-from tests.mutants import compressed, hosts, mtp, outputs, replays, sampling, serving, visibility, workers, writes
+from tests.mutants import (
+    compressed,
+    eagle3,
+    hosts,
+    mtp,
+    outputs,
+    prefill,
+    replays,
+    sampling,
+    serving,
+    visibility,
+    workers,
+    writes,
+)
 from tests.mutants.mutant import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS",
     "Mutant",
     "compressed",
+    "eagle3",
     "hosts",
     "mtp",
     "outputs",
+    "prefill",
     "replays",
     "sampling",
     "serving",

@@ -16,7 +16,9 @@ from attn_backends.runner import PerToken, Phase, PhaseRunner
 from spec_metadata import StepKind
 from spec_metadata.capacity import Capacity
 from tests import sampling_laws
+from tests.mutants.eagle3_checks import EAGLE3_CHECKS
 from tests.mutants.mtp_checks import MTP_CHECKS
+from tests.mutants.prefill_checks import PREFILL_CHECKS
 from tests.mutants.serving_checks import SERVING_CHECKS
 
 
@@ -149,4 +151,6 @@ LOCAL_CHECKS = (
     }
     | SERVING_CHECKS
     | MTP_CHECKS
+    | PREFILL_CHECKS
+    | EAGLE3_CHECKS
 )

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends.eagle import mtp, mtp_phases
+from attn_backends.eagle import mtp, mtp_phases, prefill_phases
 from attn_backends.eagle.mtp import MtpWorker
 from attn_backends.eagle.pool import InputPool
+from attn_backends.eagle.prefill_phases import ModulesPrefillInputs
 from attn_backends.eagle.slots import SlotAllocator
 from attn_backends.models.decoder import DraftModel
-from spec_metadata import Capacity, StepKind
+from spec_metadata import Capacity
 from tests.mutants.mutant import mutant
 
 
@@ -24,20 +25,20 @@ def keep_again(worker: MtpWorker, index, lens, ends, accepted, hidden) -> None:
 
 def over_modules(patch: pytest.MonkeyPatch, *, tokens=None, hidden=None, row=None, early: int = 0) -> None:
     """Run modules on something else. tokens: (k, tokens) -> what module k reads. hidden: (its own, the target's) -> the
-    state that it takes. row: (step, root) -> the row that is scored. early: entries by which a further draft is.
+    state that it takes. row: (rows, root) -> the row that is scored. early: entries by which a further draft is.
     """
     over = mtp_phases.draft_over
 
-    def one_by_one(modules, meta, known, state, root, first=0):
-        target, scored = state, row(meta.step, root) if row else root
+    def one_by_one(modules, forward, rows, known, state, root, first=0):
+        target, scored = state, row(rows, root) if row else root
         for k, module in enumerate(modules, first):
             given = tokens(k, known) if tokens else known, hidden(state, target) if hidden else state
-            made, state = over([module], meta, *given, scored, k)
+            made, state = over([module], forward, rows, *given, scored, k)
             draft = made.gather(1, (scored + 1 + k).unsqueeze(1))
             known = known.scatter(1, (root + 1 + k - early * min(k, 1)).unsqueeze(1), draft)
         return known, state
 
-    for module in (mtp, mtp_phases):
+    for module in (prefill_phases, mtp_phases):
         patch.setattr(module, "draft_over", one_by_one)
 
 
@@ -116,8 +117,8 @@ def tokens_rotated_by_one_too_few(patch: pytest.MonkeyPatch) -> None:
 def state_at_the_padded_row(patch: pytest.MonkeyPatch) -> None:
     """A cycle scores drafts at the last row of the window, whatever was accepted."""
 
-    def last(step, root):
-        return torch.full_like(root, step.num_tokens // step.bs - 1) if step.kind is StepKind.DRAFT_EXTEND else root
+    def last(rows, root):
+        return root if isinstance(rows, ModulesPrefillInputs) else rows.last - rows.first
 
     over_modules(patch, row=last)
 

@@ -1,0 +1,221 @@
+"""What captured prefill promises, each as a function that raises if it does not hold; for the tests and the mutants.
+
+Prompts go through two workers on the same random models, chunk by chunk: one runs prefill eagerly, the other through
+graphs. Caches hold NaN where nobody has written yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends.eagle.phases import Model, by_name
+from attn_backends.eagle.prefill_phases import (
+    DRAFT_PREFILL,
+    PREFILL,
+    Forward,
+    Prefilled,
+    PrefillInputs,
+    prefill_phase,
+)
+from attn_backends.eagle.protocol import Chunk
+from attn_backends.eagle.worker import EagleWorker, PhaseBackends, SpeculativeWorker, WorkerOptions
+from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
+from attn_backends.models.decoder import DraftModel
+from attn_backends.registry import get_backend
+from attn_backends.runner import PackedPhase, PerToken, PiecewiseRunner, StepResult
+from spec_metadata import CacheGeometry, Capacity, Sampling
+from tests import reference_models as rm
+from tests.mtp_scenes import Place, capacity_of, mtp_worker, oracle_of, poisoned, random_tokens
+
+BUCKETS = (8, 32)
+LENS = (19, 1, 33, 8)
+PLACE = Place("gqa", "fa3", 4)
+
+
+def graph_of(place: Place) -> Callable[[], Graph]:
+    """What captures at a place."""
+    return CudaGraph if place.device == "cuda" else RecordedGraph
+
+
+def eagle_worker(place: Place, **options: Any) -> EagleWorker:
+    """EAGLE with a tree of two branches on tiny random models."""
+    capacity = Capacity(len(LENS), 48, place.page_size, topk=2, num_steps=2, num_draft_tokens=4)
+    target = rm.served_target(place.model, oracle_of(place.model, place.device).target)
+    draft: DraftModel = rm.served_draft(rm.tiny_draft(place.model).to(place.device), target)
+    for model in (target, draft):
+        model.allocate_caches = poisoned(model)
+    geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
+    backend = get_backend(place.backend)(capacity, geometry, place.device, kernel="torch", checking=place.checking)
+    backends = PhaseBackends(backend, backend, backend, backend, backend)
+    return EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(**options))
+
+
+def modules_worker(place: Place, **options: Any) -> SpeculativeWorker:
+    """Multi-layer MTP with three modules."""
+    return mtp_worker(place, capacity_of(3, len(LENS), 48, place.page_size), **options)
+
+
+WORKERS: dict[str, Callable[..., SpeculativeWorker]] = {"eagle": eagle_worker, "mtp": modules_worker}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of prefill: its phase, its numbers of requests and tokens, and what it gave."""
+
+    phase: str
+    bs: int
+    num_tokens: int
+    result: StepResult
+
+
+@contextmanager
+def watched():
+    """Yields the steps of prefill that run while it lasts."""
+    seen, run = list[Ran](), PiecewiseRunner.run
+
+    def noted(runner, step, inputs):
+        result = run(runner, step, inputs)
+        if runner.phase.name in (PREFILL, DRAFT_PREFILL):
+            seen.append(Ran(runner.phase.name, step.bs, step.num_tokens, result))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PiecewiseRunner, "run", noted)
+        yield seen
+
+
+def prefill(worker: SpeculativeWorker, lens: Sequence[int], chunk: int, late: int = 1) -> list[Ran]:
+    """Run prompts of these lengths, `chunk` tokens of each a step, the first of them joining `late` steps later."""
+    prompts = [random_tokens(length, seed=length) for length in lens]
+    rows = [worker.slots.admit() for _ in prompts]
+    for row, prompt in zip(rows, prompts, strict=True):
+        worker.slots.reserve(row, len(prompt) + worker.draft_room)
+        worker.admit(row, Sampling())
+    with watched() as seen:
+        for turn in range(-(-max(lens) // chunk) + late):
+            starts = [(turn - late * (place == 0)) * chunk for place in range(len(lens))]
+            both = zip(rows, prompts, starts, strict=True)
+            chunks = [Chunk(r, p, s, min(s + chunk, len(p))) for r, p, s in both if 0 <= s < len(p)]
+            if chunks:
+                worker.prefill(chunks)
+    return seen
+
+
+def memory(worker: SpeculativeWorker) -> list[Tensor]:
+    """Everything that prefill leaves behind."""
+    caches = [*worker.target_caches, *worker.draft_caches]
+    return [worker._lens, *(pages for cache in caches for pages in cache.pages)]
+
+
+def check_close(what: str, found: Tensor, expected: Tensor) -> None:
+    """The same within float32's rounding, integers exactly."""
+    assert found.shape == expected.shape, f"{what}: {list(found.shape)}, not {list(expected.shape)}"
+    good = torch.allclose(found.float(), expected.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert good, f"{what} differs by {(found.float() - expected.float()).abs().nan_to_num().max():.3g}"
+
+
+def check_results(found: Sequence[Ran], expected: Sequence[Ran], check: Callable[[str, Tensor, Tensor], None]) -> None:
+    """Steps gave the same, field by field."""
+    for one, other in zip(found, expected, strict=True):
+        for field in fields(other.result.value):
+            what = f"{one.phase} of {one.num_tokens} tokens: {field.name}"
+            check(what, getattr(one.result.value, field.name), getattr(other.result.value, field.name))
+
+
+def check_paths(worker: str = "eagle", place: Place = PLACE, chunk: int = 7, lens: Sequence[int] = LENS) -> list[Ran]:
+    """Results and caches are those of eager prefill, whatever the chunks; padded rows are stored nowhere; steps above
+    the largest bucket run eagerly and say so.
+    """
+    make, graph = WORKERS[worker], graph_of(place)
+    eager, captured = make(place), make(place, prefill_buckets=BUCKETS, make_graph=graph)
+    expected, found = prefill(eager, lens, chunk), prefill(captured, lens, chunk)
+    check_results(found, expected, check_close)
+    for ours, theirs in zip(memory(captured), memory(eager), strict=True):
+        check_close("a cache", ours, theirs)
+    for cache in (*captured.target_caches, *captured.draft_caches):
+        for pages in cache.pages:
+            assert not pages[captured.slots.geometry.reserved_page].any(), "padded rows are stored"
+    for size in {ran.result.bucket.num_tokens for ran in found if ran.result.bucket}:
+        features = captured._prefill._captured[size].outputs.features
+        assert features.isfinite().all(), "padded rows hold what is left of other steps"
+    for ran in found:
+        smallest = min((size for size in BUCKETS if size >= ran.num_tokens), default=None)
+        size = ran.result.bucket and ran.result.bucket.num_tokens
+        assert size == smallest, f"{ran.num_tokens} tokens ran in {ran.result.bucket}"
+    for counts, took in ((captured.num_eager_steps, False), (captured.num_graph_steps, True)):
+        for phase in (PREFILL, DRAFT_PREFILL):
+            number = sum(ran.result.ran_graph is took for ran in found if ran.phase == phase)
+            assert counts.get(phase, 0) == number, f"{counts} counts {phase} wrong"
+    return found
+
+
+def check_exact(worker: str = "eagle", place: Place = PLACE) -> None:
+    """A step that fills its bucket, in tokens and requests, gives what it gives eagerly, bit for bit."""
+    make, (size, _) = WORKERS[worker], BUCKETS
+    lens = [size // len(LENS)] * len(LENS)
+    expected = prefill(make(place), lens, size, late=0)
+    found = prefill(make(place, prefill_buckets=(size,), make_graph=graph_of(place)), lens, size, late=0)
+    assert all(ran.result.ran_graph and ran.num_tokens == size for ran in found)
+    check_results(found, expected, check_identical)
+
+
+def check_identical(what: str, found: Tensor, expected: Tensor) -> None:
+    """Bit for bit."""
+    assert torch.equal(found, expected), f"{what} is not the same to the bit"
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs(PrefillInputs):
+    """A user's own inputs. embeds: [num_tokens, H], added to the tokens' own. is_image: [num_tokens] bool."""
+
+    embeds: PerToken
+    is_image: PerToken
+
+
+@dataclass(frozen=True, eq=False)
+class ImageOutputs(Prefilled):
+    """A user's own outputs. embeds: [num_tokens, H], what the draft shall be given, too."""
+
+    embeds: PerToken
+
+
+def check_further_fields(place: Place = PLACE) -> None:
+    """A user's fields reach the graph, and come back of the step's size, without a word to the runner."""
+    worker = eagle_worker(place)
+    model = Model(worker.target, worker.target_caches, worker.backends.prefill)
+    known, width, device = prefill_phase(model, worker.capacity), worker.target.hidden_size, worker.device
+
+    def region(forward: Forward, given: ImageInputs) -> ImageOutputs:
+        embeds = torch.where(given.is_image.unsqueeze(1), given.embeds, worker.target.embedding(given.tokens))
+        made = known.region(forward, given)
+        return ImageOutputs(made.tokens, made.features + embeds, embeds)
+
+    def safe_inputs(num_tokens: int) -> ImageInputs:
+        embeds = torch.zeros(num_tokens, width, device=device)
+        return ImageInputs(**by_name(known.safe_inputs(num_tokens)), embeds=embeds, is_image=embeds[:, 0] > 0)
+
+    phase = PackedPhase("images", region, safe_inputs, ImageOutputs, known.bucket)
+    eager, captured = (PiecewiseRunner(phase, model.backend, sizes, graph_of(place)) for sizes in ((), BUCKETS))
+    row = worker.slots.admit()
+    worker.slots.reserve(row, 40)
+    for length in (6, 30, 3, 33):
+        prompt, embeds = random_tokens(length, seed=length), torch.stack(rm.random_tokens([width] * length)) / rm.VOCAB
+        step, padding = worker._prefill_step([Chunk(row, prompt, 0, length)]), by_name(known.safe_inputs(length))
+        given = {name: tensor[:1] for name, tensor in padding.items()} | {
+            "tokens": torch.tensor(prompt, device=device),
+            "positions": torch.arange(length, device=device),
+            "last": torch.tensor([length - 1], device=device),
+            "embeds": embeds.to(device),
+            "is_image": (embeds[:, 0] < 0.5).to(device),
+        }
+        with torch.no_grad():
+            expected, found = (runner.run(step, ImageInputs(**given)) for runner in (eager, captured))
+        assert found.ran_graph == (length <= BUCKETS[-1])
+        check_results([Ran("images", 1, length, found)], [Ran("images", 1, length, expected)], check_close)

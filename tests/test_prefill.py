@@ -1,0 +1,134 @@
+"""Captured prefill: pieces between eager attention calls, at buckets of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attn_backends.config import load_run_config
+from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.phases import by_name
+from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL, PrefillInputs
+from attn_backends.eagle.protocol import Chunk
+from attn_backends.errors import CaptureError, ConfigError
+from attn_backends.graphs import RecordedGraph
+from spec_metadata import Capacity, InvalidStepError, Step
+from tests import prefill_laws as laws
+from tests.mtp_laws import check_scene
+from tests.mtp_scenes import Place, random_arrivals
+from tests.serving_scenes import CHAIN, GRAPH, eagle, plain, prompts, tokens
+
+PLACES = [
+    Place("gqa", "fa3", 4),
+    Place("gqa", "reference", 1),
+    Place("mla", "flashinfer_mla", 8),
+    Place("mla_experts", "fa3", 16),
+]
+
+
+@pytest.mark.parametrize(("chunk", "sizes"), [(1, {8}), (7, {8, 32}), (16, {8, 32}), (64, {0, 32})])
+@pytest.mark.parametrize("worker", laws.WORKERS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_results_are_those_of_eager_prefill(place: Place, worker: str, chunk: int, sizes: set[int]) -> None:
+    if place.model == "mla_experts" and worker == "mtp":
+        place = Place("mla", "trtllm_mla", 32)
+    found = laws.check_paths(worker, place, chunk)
+    assert {ran.result.bucket.num_tokens if ran.result.bucket else 0 for ran in found} >= sizes
+
+
+@pytest.mark.parametrize("worker", laws.WORKERS)
+@pytest.mark.parametrize("place", PLACES[::2], ids=str)
+def test_a_full_bucket_equals_eager_prefill_to_the_bit(place: Place, worker: str) -> None:
+    laws.check_exact(worker, place)
+
+
+def test_fields_of_a_user_go_in_and_come_out() -> None:
+    laws.check_further_fields()
+
+
+@pytest.mark.parametrize("place", [Place("mla", "flashinfer_mla", 4), Place("gqa", "fa3", 8, (1, 2))], ids=str)
+def test_drafts_after_it_are_those_of_a_full_recompute(place: Place) -> None:
+    """Requests join and leave, and some share pages with others."""
+    scene = random_arrivals(12, 6, 24, 12, seed=2)
+    captured = {"prefill_buckets": (4, 16), "make_graph": RecordedGraph}
+    requests, _ = check_scene(place, 3, scene, max_bs=4, chunk=5, **captured)
+    assert any(request.statistics.num_shared_tokens for request in requests)
+
+
+@pytest.mark.parametrize(("model", "backend"), [("gqa", "fa3"), ("v4", "dsv4")])
+def test_eagle_equals_plain_decoding(model: str, backend: str) -> None:
+    """Whatever a model hands to its attention beside queries, keys and values."""
+    given = [*prompts(3, 60), [0, *prompts(4, 160)[3]]]
+    capacity = Capacity(3, 200, 256 if model == "v4" else 16, **CHAIN)
+    expected, _ = plain(model, backend, capacity, given, 16)
+    captured = {"chunk": 20, "prefill_buckets": (16, 64), **GRAPH}
+    decoded, one = plain(model, backend, capacity, given, 16, **captured)
+    drafted, other = eagle(model, backend, capacity, given, 16, **captured)
+    assert tokens(decoded) == tokens(drafted) == tokens(expected)
+    assert one.num_graph_steps[PREFILL] > 0 < other.num_graph_steps[DRAFT_PREFILL]
+
+
+@pytest.mark.parametrize("sizes", [(), laws.BUCKETS], ids=["eager", "graph"])
+def test_an_idle_rank_prefills_nothing(sizes: tuple[int, ...]) -> None:
+    worker = laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, make_graph=RecordedGraph)
+    idle = Step.idle(worker.slots.paging(torch.empty(0, dtype=torch.int64)))
+    padding = by_name(worker._prefill.phase.safe_inputs(1))
+    given = PrefillInputs(**{name: tensor[:0] for name, tensor in padding.items()})
+    with torch.no_grad():
+        result = worker._prefill.run(idle, given)
+    assert (result.value.tokens.shape, result.value.features.shape) == ((0,), (0, worker.target.hidden_size))
+    for cache in (*worker.target_caches, *worker.draft_caches):
+        for pages in cache.pages:
+            assert pages[torch.arange(len(pages)) != worker.slots.geometry.reserved_page].isnan().all()
+
+
+def test_entries_of_another_size_are_refused() -> None:
+    """They would be spread over the graph's, as if it had been captured on them."""
+    worker = laws.eagle_worker(laws.PLACE, prefill_buckets=laws.BUCKETS, make_graph=RecordedGraph)
+    given = worker._first_drafts.phase.safe_inputs(3)
+    given = replace(given, features=given.features[:, :1], last=given.last[:1])
+    row = worker.slots.admit()
+    worker.slots.reserve(row, 8)
+    step = worker._prefill_step([Chunk(row, [1, 2, 3], 0, 3)])
+    with pytest.raises(InvalidStepError, match=r"input features is \[3, 1\], captured as \[8, 32\]"):
+        worker._first_drafts.run(step, given)
+
+
+def test_buckets_need_a_graph() -> None:
+    with pytest.raises(CaptureError, match=r"phase prefill: buckets \[8, 32\] were given and no graph to capture with"):
+        laws.eagle_worker(laws.PLACE, prefill_buckets=laws.BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "sizes"),
+    [
+        ({}, ()),
+        ({"prefill": "piecewise"}, (64, 256)),
+        ({"prefill": "piecewise", "prefill_buckets": (12, 48)}, (12, 48)),
+        ({"prefill": "piecewise", "path": "eager"}, ()),
+    ],
+    ids=str,
+)
+def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int, ...]) -> None:
+    small = {"max_bs": 2, "buckets": (1,), "max_context": 96, "prefill_chunk": 20}
+    engine, given = build_engine(load_run_config("chain", backend="fa3", runtime=small | runtime)), prompts(3, 40)
+    assert engine.eagle.options.prefill_buckets == sizes
+    assert [c.tokens for c in engine.generate(given, 8)] == [c.tokens for c in engine.generate_plain(given, 8)]
+    for phase in (PREFILL, DRAFT_PREFILL):
+        assert bool(engine.ran[phase]["graph"]) == bool(sizes)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "message"),
+    [
+        ({"prefill": "full"}, r"runtime.prefill: .*'eager' or 'piecewise', got 'full'"),
+        ({"prefill_buckets": (0,)}, r"runtime.prefill_buckets.* got 0"),
+        ({"prefill_buckets": ()}, r"runtime.prefill_buckets"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_key(runtime: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run_config("chain", runtime=runtime)
