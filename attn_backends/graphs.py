@@ -69,16 +69,19 @@ class CudaGraph:
         """Run a region on a stream of its own, `num_warm_ups` times; see `Graph`."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with self._out_of_memory_told(), torch.cuda.stream(stream), torch.no_grad():
-            for _ in range(self.num_warm_ups):
-                region()
-        torch.cuda.current_stream().wait_stream(stream)
+        try:
+            with self._out_of_memory_told(), torch.cuda.stream(stream), torch.no_grad():
+                for _ in range(self.num_warm_ups):
+                    region()
+        finally:  # launches before an error still read what the caller will free or write next
+            torch.cuda.current_stream().wait_stream(stream)
 
     @contextmanager
     def recording(self, behind: Self | None = None) -> Iterator[None]:
         """Capture what runs inside, into the memory pool of `behind`; see `Graph`."""
         pool = None if behind is None else behind._graph.pool()
-        with self._out_of_memory_told(), torch.cuda.graph(self._graph, pool=pool):
+        own_stream = torch.cuda.stream(torch.cuda.current_stream())  # torch stays on its own if it can't end a capture
+        with self._out_of_memory_told(), own_stream, torch.cuda.graph(self._graph, pool=pool):
             yield
 
     def replay(self) -> None:

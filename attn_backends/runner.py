@@ -25,6 +25,8 @@ from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, Toke
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
+Forward = ForwardMetadata | PiecewiseGraph[ForwardMetadata]
+"""What models make their attention of: one forward's metadata, or a graph whose replays each bring theirs."""
 
 
 class FieldClass(StrEnum):
@@ -59,13 +61,13 @@ class Phase(Generic[Inputs, Outputs]):
 class PackedPhase(Generic[Inputs, Outputs]):
     """A region over packed rows that a runner runs. All that it takes of a step, beside attention, is in its inputs.
 
-    region: (forward, inputs) -> outputs, device work without host reads; forward is what models make their attention
-    of. safe_inputs: number of tokens -> inputs of padded rows, which are zeros, of as many requests as a bucket has.
-    output: the outputs' dataclass. bucket: number of tokens -> the bucket that captures it.
+    region: (forward, inputs) -> outputs, device work without host reads. safe_inputs: number of tokens -> inputs of
+    padded rows, which are zeros, of as many requests as a bucket has. output: the outputs' dataclass. bucket: number of
+    tokens -> the bucket that captures it.
     """
 
     name: str
-    region: Callable[[ForwardMetadata | PiecewiseGraph[ForwardMetadata], Inputs], Outputs]
+    region: Callable[[Forward, Inputs], Outputs]
     safe_inputs: Callable[[int], Inputs]
     output: type[Outputs]
     bucket: Callable[[int], TokenBucket]
@@ -114,9 +116,9 @@ class Runner(ABC, Generic[Inputs, Outputs]):
             return
         if make_graph is None:
             raise CaptureError(f"phase {phase.name}: buckets {list(sizes)} were given and no graph to capture with")
+        buckets = {size: phase.bucket(size) for size in sorted(set(sizes), reverse=True)}
         largest = phase.safe_inputs(max(sizes))
-        for size in sorted(set(sizes), reverse=True):
-            bucket = phase.bucket(size)
+        for size, bucket in buckets.items():
             inputs = _trim(largest, bucket.bs, bucket.num_tokens)
             self._captured[size] = self._capture(bucket, inputs, make_graph)
 

@@ -114,6 +114,8 @@ class Capacity:
 
     def prefill_bucket(self, num_tokens: int) -> TokenBucket:
         """The bucket in which prefills of at most so many tokens are captured, whatever their number of requests."""
+        if num_tokens < 1:
+            raise InvalidStepError(f"a bucket of prefill holds at least 1 token, got num_tokens={num_tokens}")
         return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
 
 

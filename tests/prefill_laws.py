@@ -19,7 +19,6 @@ from attn_backends.eagle.phases import Model, by_name
 from attn_backends.eagle.prefill_phases import (
     DRAFT_PREFILL,
     PREFILL,
-    Forward,
     Prefilled,
     PrefillInputs,
     prefill_phase,
@@ -29,7 +28,7 @@ from attn_backends.eagle.worker import EagleWorker, PhaseBackends, SpeculativeWo
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.models.decoder import DraftModel
 from attn_backends.registry import get_backend
-from attn_backends.runner import PackedPhase, PerToken, PiecewiseRunner, StepResult
+from attn_backends.runner import Forward, PackedPhase, PerToken, PiecewiseRunner, StepResult
 from spec_metadata import CacheGeometry, Capacity, Sampling
 from tests import reference_models as rm
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, oracle_of, poisoned, random_tokens

@@ -191,7 +191,7 @@ def test_tensors_that_do_not_match(
         load_draft(folder, target)
 
 
-def of_layers(*layers: int) -> dict[str, Any]:
+def of_layers(*layers: object) -> dict[str, Any]:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
 
 
@@ -199,6 +199,9 @@ def of_layers(*layers: int) -> dict[str, Any]:
     ("changes", "message"),
     [
         (of_layers(0, 2, 4), r"behind the layers \[0, 2, 4\] of a target with 4; it needs 3 different ones"),
+        (of_layers(0, 1, 1.5), r"behind the layers \[0, 1, 1\.5\] of a target with 4; it needs 3 different ones"),
+        (of_layers("a", 1, 2), r"behind the layers \['a', 1, 2\] of a target with 4; it needs 3 different ones"),
+        ({"eagle_config": [1, 2, 3]}, r"eagle_config in .* is \[1, 2, 3\]; it must be a table"),
         (of_layers(-1, 2, 3), r"behind the layers \[-1, 2, 3\]"),
         (of_layers(0, 3), r"behind the layers \[0, 3\]"),
         (of_layers(0, 0, 3), r"behind the layers \[0, 0, 3\]"),

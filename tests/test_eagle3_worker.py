@@ -7,6 +7,7 @@ import torch
 
 from attn_backends.config import load_run_config
 from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.mtp import MtpWorker
 from attn_backends.eagle.phases import VerifyInputs
 from attn_backends.eagle.serving import serve
 from attn_backends.eagle.tables import kept
@@ -88,6 +89,15 @@ def test_an_idle_rank_runs_every_phase(buckets):
 def test_more_branches_than_the_draft_has_tokens_are_refused():
     with pytest.raises(UnsupportedStepError, match=r"topk=41 \(the draft has 40 tokens to propose\).*topk=40, or less"):
         workers(Place(), Capacity(2, 48, 4, 41, 2, 60))
+
+
+def test_multi_layer_mtp_refuses_the_draft():
+    """Its modules take one state of the target, so the first window would fail in a projection."""
+    worker, _ = workers(Place(), Capacity(2, 48, 4))
+    parts = worker.target, [worker.draft], worker.backends, worker.capacity, worker.slots.geometry
+    layers = ", ".join(map(str, LAYERS))
+    with pytest.raises(UnsupportedStepError, match=rf"behind its layers \[{layers}\], as EAGLE-3's.*EagleWorker with"):
+        MtpWorker(*parts)
 
 
 def test_a_target_keeps_its_states_and_another_view_of_it_gives_more():

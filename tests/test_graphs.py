@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import RecordedGraph
+from attn_backends.graphs import CudaGraph, RecordedGraph
 
 HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda t: t[0].item(),
@@ -234,3 +234,25 @@ def test_an_operator_without_results_is_done_again() -> None:
     static.fill_(False)
     with pytest.raises(RuntimeError):
         graph.replay()
+
+
+@pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])
+def test_a_warm_up_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch, error: type[Exception]) -> None:
+    waits = []
+
+    class Stream:
+        def wait_stream(self, other: object) -> None:
+            waits.append((self, other))
+
+    def region() -> None:
+        waits.append("region")
+        raise error("a launch after others")
+
+    current, side = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: side)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    with pytest.raises((ValueError, CaptureError), match="a launch after others"):
+        CudaGraph().warm_up(region)
+    assert waits == [(side, current), "region", (current, side)]

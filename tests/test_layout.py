@@ -233,6 +233,7 @@ BAD: dict[str, Callable[[], object]] = {
         1,
     ),
     "a bucket holds at least 1 request, got bs=0": lambda: Capacity(1, 8, 4).bucket(StepKind.DECODE, 0),
+    "a bucket of prefill holds at least 1 token, got num_tokens=0": lambda: Capacity(1, 8, 4).prefill_bucket(0),
     "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
 }
 

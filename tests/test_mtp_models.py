@@ -213,6 +213,7 @@ def test_embedding_and_head_may_be_absent(experts: Published) -> None:
     ("changes", "message"),
     [
         ({"num_nextn_predict_layers": 3}, r"should hold 3 MTP modules .* \[2, 3, 4\] .* it has tensors of \[2, 3\]"),
+        ({"num_nextn_predict_layers": None}, r"should hold 0 MTP modules .* it has tensors of \[2, 3\]"),
         ({"num_nextn_predict_layers": 0}, r"should hold 0 MTP modules .* it has tensors of \[2, 3\]"),
         ({"vocab_size": 65}, "does not fit the target: .* vocabulary 65, .* vocabulary 64"),
         ({"hidden_size": 64}, "does not fit the target: .* hidden size 64, .* hidden size 32"),

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from attn_backends.config import load_run_config
+from attn_backends.eagle import mtp
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.phases import by_name
 from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL, PrefillInputs
 from attn_backends.eagle.protocol import Chunk
+from attn_backends.eagle.worker import WorkerOptions
 from attn_backends.errors import CaptureError, ConfigError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Step
@@ -99,6 +101,29 @@ def test_entries_of_another_size_are_refused() -> None:
 def test_buckets_need_a_graph() -> None:
     with pytest.raises(CaptureError, match=r"phase prefill: buckets \[8, 32\] were given and no graph to capture with"):
         laws.eagle_worker(laws.PLACE, prefill_buckets=laws.BUCKETS)
+
+
+def test_the_host_lists_the_tokens_of_a_step_not_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 requests and a bucket of 8192 tokens it took 60 ms a step."""
+    worker = laws.modules_worker(laws.PLACE, prefill_buckets=(64,), make_graph=RecordedGraph)
+    chunks, listed = [Chunk(row, [1, 2, 3, 4, 5], 1, 3) for row in (1, 2)], list[int]()
+    made = mtp.to_device
+    monkeypatch.setattr(mtp, "to_device", lambda values, *where: listed.append(len(values)) or made(values, *where))
+    tokens, _ = worker._prompt_tokens(chunks, torch.tensor([6, 7]))
+    assert tokens.shape == (2, 64 + 2 * 3)
+    assert max(listed) == 2 * (2 + 2 * 3)
+
+
+@pytest.mark.parametrize("sizes", [(0,), (-3, 0)])
+def test_buckets_hold_a_token(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidStepError, match=r"a bucket of prefill holds at least 1 token, got num_tokens=0"):
+        laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, make_graph=RecordedGraph)
+
+
+@pytest.mark.parametrize("chunk", [0, -1])
+def test_a_chunk_holds_a_token(chunk: int) -> None:
+    with pytest.raises(InvalidStepError, match=rf"chunk must be at least 1 prompt token, got {chunk}"):
+        WorkerOptions(chunk=chunk)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import PiecewiseGraph, RecordedGraph, is_capturing
+from attn_backends.graphs import CudaGraph, PiecewiseGraph, RecordedGraph, is_capturing
 
 
 def squares(given: Tensor, graph: PiecewiseGraph[float], seen: list[object]) -> Tensor:
@@ -65,6 +65,32 @@ def test_a_piece_replays_with_its_intermediates_poisoned() -> None:
     out = graph.capture(region)
     graph.replay(None)
     assert out.tolist() == [6.0], "the call's change of what the next piece makes is lost"
+
+
+def test_a_cuda_capture_that_cannot_end_leaves_no_stream_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch goes back to the stream before only behind an end that succeeds."""
+    current = ["engine's"]
+
+    @contextmanager
+    def on_stream(stream: str):
+        before, current[0] = current[0], stream
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextmanager
+    def capturing(graph: object, pool: object):
+        current[0] = "capture's"
+        yield
+        raise RuntimeError("the capture is invalid")
+
+    for name, stand_in in {"CUDAGraph": object, "stream": on_stream, "graph": capturing}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    with pytest.raises(RuntimeError, match="invalid"), CudaGraph().recording():
+        assert current == ["capture's"]
+    assert current == ["engine's"]
 
 
 class Noted(RecordedGraph):

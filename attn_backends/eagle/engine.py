@@ -111,12 +111,11 @@ class Engine:
     @property
     def _options(self) -> WorkerOptions:
         runtime = self.config.runtime
-        buckets = tuple(bs for bs in runtime.buckets if bs <= runtime.max_bs and runtime.path == "graph")
-        captures_prefill = runtime.path == "graph" and runtime.prefill == "piecewise"
+        captures = runtime.path == "graph"
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
-            buckets=buckets,
-            prefill_buckets=runtime.prefill_buckets if captures_prefill else (),
+            buckets=runtime.buckets if captures else (),
+            prefill_buckets=runtime.prefill_buckets if captures and runtime.prefill == "piecewise" else (),
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
             eos_token=self.tokenizer.eos_token_id,

@@ -153,14 +153,14 @@ class MtpWorker(SpeculativeWorker):
         and its drafts go behind everything that is read.
         """
         num_steps = self.capacity.num_steps
-        longest = max(
-            [*(len(chunk.tokens) for chunk in chunks), *self.options.prefill_buckets]
-        )  # a graph has one width
+        longest = max(len(chunk.tokens) for chunk in chunks)
         num_read = longest + num_steps - 1
         known = [list(chunk.prompt[chunk.start + 1 : chunk.start + 1 + num_read]) for chunk in chunks]
         padded = [token for row in known for token in row + [0] * (num_read + num_steps + 1 - len(row))]
         tokens = to_device(padded, torch.int64, self.device).view(len(chunks), -1)
         root = self._index([len(chunk.tokens) - 1 if chunk.ends_prompt else num_read for chunk in chunks])
+        width_of_graphs = max(self.options.prefill_buckets, default=0)
+        tokens = torch.nn.functional.pad(tokens, (0, max(width_of_graphs - longest, 0)))
         return tokens.scatter(1, root.unsqueeze(1), first.unsqueeze(1)), root
 
     def _trees(self, index: Tensor) -> TreeFields:
@@ -190,6 +190,12 @@ def _check(target: TargetModel, modules: Sequence[DraftModel], capacity: Capacit
         reasons.append(f"topk={capacity.topk} (a module proposes one token: topk=1)")
     if num_steps > len(modules):
         reasons.append(f"num_steps={num_steps} (each step takes a module, and there are {len(modules)})")
+    tapping = next((module for module in modules[:num_steps] if module.feature_layers), None)
+    if tapping is not None:
+        reasons.append(
+            f"a draft of the target's states behind its layers {list(tapping.feature_layers)}, as EAGLE-3's (an MTP "
+            "module takes the one behind the final norm)"
+        )
     if capacity.num_draft_tokens != num_steps + 1:
         reasons.append(f"num_draft_tokens={capacity.num_draft_tokens} (a chain of {num_steps} has {num_steps + 1})")
     if capacity.num_rerun < num_steps - 1:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from attn_backends.eagle.phases import Accepted, Model
-from attn_backends.graphs import PiecewiseGraph
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.metadata import Metadata
 from attn_backends.models.decoder import DraftModel
-from attn_backends.runner import PerRequest, PerToken, Phase
+from attn_backends.runner import Forward, PerRequest, PerToken, Phase
 from spec_metadata import Capacity, Step, StepKind, token_positions
 from spec_metadata.visibility import query_starts
 
@@ -72,7 +71,7 @@ class Rows:
 
 def draft_over(
     modules: Modules,
-    forward: ForwardMetadata | PiecewiseGraph[ForwardMetadata],
+    forward: Forward,
     rows: Rows,
     tokens: Tensor,
     hidden: Tensor,

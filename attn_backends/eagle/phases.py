@@ -16,10 +16,10 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedCache
 from attn_backends.graphs import PiecewiseGraph
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.metadata import Metadata
 from attn_backends.models.attention import Attention, ForwardAttention, PiecewiseAttention
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
-from attn_backends.runner import PerRequest, Phase
+from attn_backends.runner import Forward, PerRequest, Phase
 from spec_metadata import (
     Capacity,
     DraftBeams,
@@ -130,7 +130,7 @@ class Model(Generic[M]):
     caches: Sequence[PagedCache]
     backend: AttentionBackend
 
-    def attention(self, forward: ForwardMetadata | PiecewiseGraph[ForwardMetadata]) -> Attention:
+    def attention(self, forward: Forward) -> Attention:
         """The attention of one forward, or that of all replays of a piecewise graph."""
         if isinstance(forward, PiecewiseGraph):
             return PiecewiseAttention(self.backend, self.caches, forward, self.model.layers)

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from attn_backends.eagle.mtp_phases import Modules, Rows, chain, draft_over
 from attn_backends.eagle.phases import DraftState, Model, NextTokens, Sampled, best_drafts, by_name, next_tokens
-from attn_backends.graphs import PiecewiseGraph
-from attn_backends.metadata import ForwardMetadata
 from attn_backends.models.decoder import DraftModel, TargetModel
-from attn_backends.runner import PackedPhase, PerRequest, PerToken
+from attn_backends.runner import Forward, PackedPhase, PerRequest, PerToken
 from spec_metadata import Capacity, SamplingParams
 
-Forward = ForwardMetadata | PiecewiseGraph[ForwardMetadata]
 PREFILL, DRAFT_PREFILL = "prefill", "draft_prefill"
 
 

@@ -78,12 +78,11 @@ class PhaseBackends:
 class WorkerOptions:
     """How a worker runs.
 
-    buckets: batch sizes to capture, none to run eagerly. prefill_buckets: numbers of tokens to capture prefill at, in
-    pieces between its attention calls. make_graph: what to capture them with. chunk: prompt tokens of
-    a request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
+    buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
+    request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
     pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
     of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
-    each has its own.
+    each has its own. prefill_buckets: numbers of tokens to capture prefill at, in pieces between its attention calls.
     """
 
     buckets: tuple[int, ...] = ()
@@ -99,6 +98,8 @@ class WorkerOptions:
     def __post_init__(self) -> None:
         if self.host_lag not in (0, 1):
             raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
+        if self.chunk < 1:
+            raise InvalidStepError(f"chunk must be at least 1 prompt token, got {self.chunk}")
         if self.draft_graphs not in get_args(DraftGraphs):
             raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
 

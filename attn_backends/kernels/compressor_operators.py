@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import fp8_pages, torch_compressed
+from attn_backends.kernels.devices import on_its_device
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
@@ -96,6 +97,7 @@ def _write_rows_torch(pages: Tensor, num_rows: int, slots: Tensor, rows: Tensor,
     torch_compressed.write_rows(pages, num_rows, slots, rows, reserved_page)
 
 
+@on_its_device
 def _write_rows_cuda(pages: Tensor, num_rows: int, slots: Tensor, rows: Tensor, reserved_page: int) -> None:
     if torch.float64 in (pages.dtype, rows.dtype):
         _write_rows_torch(pages, num_rows, slots, rows, reserved_page)
@@ -112,6 +114,7 @@ def _write_entries_torch(pages: Tensor, num_rows: int, slots: Tensor, *rest: Any
     torch_compressed.write_rows(pages, num_rows, slots, torch_compressed.make_entries(*made_of), reserved_page)
 
 
+@on_its_device
 def _write_entries_cuda(pages: Tensor, num_rows: int, slots: Tensor, *rest: Any) -> None:
     if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in (pages, *rest)):
         _write_entries_torch(pages, num_rows, slots, *rest)
@@ -128,6 +131,7 @@ def _write_states_torch(states: Tensor, slots: Tensor, values: Tensor, gates: Te
     torch_compressed.write_rows(states, states.shape[1], slots, rows, reserved_page)
 
 
+@on_its_device
 def _write_states_cuda(states: Tensor, slots: Tensor, values: Tensor, gates: Tensor, reserved_page: int) -> None:
     if torch.float64 in (states.dtype, values.dtype):
         _write_states_torch(states, slots, values, gates, reserved_page)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.torch_attention import tree_attention
 
 MAX_TREE_KEYS = 512
@@ -134,6 +135,7 @@ def _tree_join_torch(
     return out.contiguous(), lse.contiguous()
 
 
+@on_its_device
 def _tree_join_cuda(
     q: Tensor,
     k_pages: Tensor,
@@ -171,6 +173,7 @@ def _store_kv_torch(
     _store_rows_torch(v_pages, v, slots, v_scale)
 
 
+@on_its_device
 def _store_kv_cuda(
     k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: float, v_scale: float
 ) -> None:
@@ -193,6 +196,7 @@ def _store_rows_torch(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) 
     pages[_place(slots, pages)] = rows
 
 
+@on_its_device
 def _store_rows_cuda(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) -> None:
     if torch.float64 in (pages.dtype, rows.dtype):
         _store_rows_torch(pages, rows, slots, scale)
@@ -225,6 +229,7 @@ def _store_ring_torch(
     token_rings[place] = torch.where(is_given, tokens[source], token_rings[place])
 
 
+@on_its_device
 def _store_ring_cuda(
     hidden_rings: Tensor,
     token_rings: Tensor,

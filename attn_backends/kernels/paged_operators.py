@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
 
 MAX_DIVIDED_WIDTH = 64  # query rows of a request up to which its keys are divided
@@ -103,6 +104,7 @@ def _paged_attention_torch(
     return csr_attention(q, k_pages, v_pages, *lists, max_query=max_query, max_kv_len=max_kv_len, **options)
 
 
+@on_its_device
 def _paged_attention_cuda(
     q: Tensor,
     k_pages: Tensor,

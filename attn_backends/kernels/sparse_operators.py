@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attn_backends.kernels import torch_compressed
 from attn_backends.kernels.compressor_operators import check_pool
+from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.torch_compressed import Keys
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
@@ -75,13 +76,14 @@ def _select_torch(*arguments: Any) -> Tensor:
     return torch_compressed.select_entries(*arguments)
 
 
-def _select_cuda(*arguments: Any) -> Tensor:
-    if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in arguments):
-        return _select_torch(*arguments)
+@on_its_device
+def _select_cuda(q: Tensor, *arguments: Any) -> Tensor:
+    if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in (q, *arguments)):
+        return _select_torch(q, *arguments)
     from attn_backends.kernels import triton_indexer
 
-    _check_select(*arguments)
-    return triton_indexer.select_entries(*arguments)
+    _check_select(q, *arguments)
+    return triton_indexer.select_entries(q, *arguments)
 
 
 def _select_fake(q: Tensor, *rest: Any) -> Tensor:
@@ -94,6 +96,7 @@ def _attention_torch(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     return out.contiguous(), lse.contiguous()
 
 
+@on_its_device
 def _attention_cuda(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     sources, scale, sinks = _sources(q, *arguments)
     if torch.float64 in (q.dtype, *(source.pages.dtype for source in sources)):

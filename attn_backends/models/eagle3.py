@@ -151,17 +151,20 @@ def feature_layers(path: Path, config: PreTrainedConfig, num_layers: int) -> tup
     if config.num_hidden_layers != 1:
         forms.append(f"num_hidden_layers={config.num_hidden_layers}")
     given = getattr(config, "eagle_config", None) or {}
+    if not isinstance(given, dict):
+        raise CheckpointError(f"eagle_config in {path} is {given!r}; it must be a table")
     if not given.get("use_aux_hidden_state", True):
         forms.append("eagle_config.use_aux_hidden_state=False")
     if forms:
         raise CheckpointError(
             f"{path} asks for {', '.join(forms)}; supported are EAGLE-3 drafts of one layer as SafeAILab publishes them"
         )
-    layers = given.get("eagle_aux_hidden_state_layer_ids") or (1, num_layers // 2 - 1, num_layers - 4)
-    rising = list(layers) == sorted(set(layers))
-    if len(layers) != NUM_STATES or not rising or not 0 <= layers[0] <= layers[-1] < num_layers:
+    layers = given.get("eagle_aux_hidden_state_layer_ids") or [1, num_layers // 2 - 1, num_layers - 4]
+    whole = isinstance(layers, list) and all(isinstance(layer, int) for layer in layers)
+    rising = whole and len(layers) == NUM_STATES and layers == sorted(set(layers))
+    if not rising or not 0 <= layers[0] <= layers[-1] < num_layers:
         raise CheckpointError(
-            f"the draft in {path} takes the states behind the layers {list(layers)} of a target with {num_layers}; it "
+            f"the draft in {path} takes the states behind the layers {layers} of a target with {num_layers}; it "
             f"needs {NUM_STATES} different ones, from low to high. Targets of fewer than 7 layers need them named: "
             f"eagle_config.eagle_aux_hidden_state_layer_ids"
         )

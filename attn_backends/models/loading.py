@@ -229,14 +229,14 @@ def _layer_of(name: str) -> int:
 def _without_mtp(names: Collection[str], config: PreTrainedConfig) -> list[str]:
     """Without the tensors of the MTP modules that a target's folder keeps behind its layers."""
     first = config.num_hidden_layers
-    behind = range(first, first + getattr(config, "num_nextn_predict_layers", 0))
+    behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
     modules = {layer for layer in behind if f"model.layers.{layer}.eh_proj.weight" in names}
     return [name for name in names if _layer_of(name) not in modules]
 
 
 def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str]) -> int:
     """How many MTP modules a folder has, which its tensors and its configuration must agree on."""
-    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0)
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
     expected = list(range(first, first + count))
     found = sorted({layer for name in names if (layer := _layer_of(name)) >= first})
     if found != expected:
