@@ -1,4 +1,4 @@
-"""Operators that write the pools of compressed layers: a CPU implementation in torch, a CUDA one in Triton.
+"""Operators that write the pools of compressed layers: an implementation in torch, and one in Triton for CUDA.
 
     write_rows      rows to slots, as they are or in the 8-bit page format
     write_entries   entries that close in a forward, pooled, normed, rotated and written at once
@@ -217,11 +217,12 @@ def _check_entries(
         )
 
 
-_library.impl("write_rows", _write_rows_torch, "CPU")
-_library.impl("write_rows", _write_rows_cuda, "CUDA")
-_library.impl("write_entries", _write_entries_torch, "CPU")
-_library.impl("write_entries", _write_entries_cuda, "CUDA")
-_library.impl("write_states", _write_states_torch, "CPU")
-_library.impl("write_states", _write_states_cuda, "CUDA")
-for _name in ("write_rows", "write_entries", "write_states"):
+_DEFINITIONS = {
+    "write_rows": _write_rows_torch,
+    "write_entries": _write_entries_torch,
+    "write_states": _write_states_torch,
+}
+for _name, _definition in _DEFINITIONS.items():
+    _library.impl(_name, _definition, "CPU")
+    _library.impl(_name, _definition, "CUDA")  # not `_..._cuda` until the suite has passed on them on a GPU
     torch.library.register_fake(f"attn_backends::{_name}", _nothing_fake, lib=_library)

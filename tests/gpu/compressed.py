@@ -53,7 +53,7 @@ def rows_are_written() -> Iterator[tuple[str, bool]]:
         slots[5:9] = -1
         pages = [poisoned(10, 240, 512, bytes) for _ in range(2)]
         (found,) = on_gpu(pages[:1])
-        compressor_operators.write_rows(found, 240, *on_gpu([slots, rows]), 0)
+        compressor_operators._write_rows_cuda(found, 240, *on_gpu([slots, rows]), 0)
         torch_compressed.write_rows(pages[1], 240, slots, rows, 9)
         yield f"rows of {dtype} in {'bytes' if bytes else 'float32'}", close(found, pages[1], 0)
 
@@ -62,7 +62,7 @@ def states_are_written() -> Iterator[tuple[str, bool]]:
     values, gates = torch.randn(700, 1024).bfloat16(), torch.randn(1024, 700).T
     slots, pages = torch.randperm(720)[:700].int(), [poisoned(3, 240, 2048, False) for _ in range(2)]
     (found,) = on_gpu(pages[:1])
-    compressor_operators.write_states(found, *on_gpu([slots, values, gates]), 0)
+    compressor_operators._write_states_cuda(found, *on_gpu([slots, values, gates]), 0)
     torch_compressed.write_rows(pages[1], 240, slots, torch.cat((values, gates), dim=1), 0)
     yield "states", close(found, pages[1], 0)
 
@@ -78,7 +78,7 @@ def entries_are_written() -> Iterator[tuple[str, bool]]:
             arguments = entry_scene(ratio, dim, overlap=overlap, position=position)
             pages = [poisoned(3, 4, dim, bytes) for _ in range(2)]
             (found,) = on_gpu(pages[:1])
-            compressor_operators.write_entries(found, 4, *on_gpu(arguments), 0)
+            compressor_operators._write_entries_cuda(found, 4, *on_gpu(arguments), 0)
             entries = torch_compressed.make_entries(*arguments[1:])
             torch_compressed.write_rows(pages[1], 4, arguments[0], entries, 2)
             if bytes:
@@ -95,12 +95,12 @@ def entries_are_selected() -> Iterator[tuple[str, bool]]:
         for topk in (1, 5, 16):
             arguments = index_scene([5, 1, 3, 2], [30, 32, 4, 17], 5, ties=ties)
             arguments[0], arguments[2] = arguments[0].to(dtype), arguments[2].to(dtype)
-            found = sparse_operators.select_entries(*on_gpu(arguments), 5, topk).cpu()
+            found = sparse_operators._select_cuda(*on_gpu(arguments), 5, topk).cpu()
             expected = torch_compressed.select_entries(*arguments, 5, topk)
             same = torch.equal(found.sort().values, expected.sort().values)
             yield f"selection of {topk}, {dtype}{', ties' if ties else ''}", same
     arguments = long_selection(4, 9000, ties=True)
-    found = sparse_operators.select_entries(*arguments, 2, 512).cpu()
+    found = sparse_operators._select_cuda(*arguments, 2, 512).cpu()
     expected = torch_compressed.select_entries(*(x.cpu() for x in arguments), 2, 512)
     yield "selection of 512 of 9000, ties", torch.equal(found.sort().values, expected.sort().values)
 
@@ -148,17 +148,19 @@ def timings() -> Iterator[dict]:
     runs: dict[str, Callable[[], object]] = {}
     for rows in (1, 4):
         arguments = long_selection(32, 8192, rows=rows)
-        runs[f"select 512 of 8192, 32 requests of {rows}"] = lambda a=arguments, n=rows: (
-            sparse_operators.select_entries(*a, n, 512)
+        runs[f"select 512 of 8192, 32 requests of {rows}"] = lambda a=arguments, n=rows: sparse_operators._select_cuda(
+            *a, n, 512
         )
     for ratio, dim, overlap in ((4, 512, True), (4, 128, True), (128, 512, False)):
         runs[f"entries of ratio {ratio}, {dim} elements, 128 rows"] = closing(ratio, dim, overlap)
     values, slots = torch.randn(128, 1024, device=DEVICE).bfloat16(), torch.arange(128, device=DEVICE).int()
     states, pages = torch.zeros(64, 10, 2048, device=DEVICE), poisoned(4, 64, 512, True).to(DEVICE)
-    runs["states of 1024 channels, 128 rows"] = lambda: compressor_operators.write_states(
+    runs["states of 1024 channels, 128 rows"] = lambda: compressor_operators._write_states_cuda(
         states, slots, values, values, 0
     )
-    runs["rows in bytes, 128 rows"] = lambda: compressor_operators.write_rows(pages, 64, slots, values[:, :512], 0)
+    runs["rows in bytes, 128 rows"] = lambda: compressor_operators._write_rows_cuda(
+        pages, 64, slots, values[:, :512], 0
+    )
     graphs = [many(run) for run in runs.values()]
     for name, time in zip(runs, take_turns(graphs, 10, CudaClock()), strict=True):
         yield {"launch": name, "us": round(time / REPEATS, 1)}
@@ -179,7 +181,7 @@ def closing(ratio: int, dim: int, overlap: bool) -> Callable[[], object]:
     arguments = on_gpu([slots.int(), values, values, states, *integers, *made_of])
     bytes = dim == fp8_pages.ROW_DIM
     pages = poisoned(4, 64, dim, bytes).to(DEVICE)
-    return lambda: compressor_operators.write_entries(pages, 64, *arguments, 0)
+    return lambda: compressor_operators._write_entries_cuda(pages, 64, *arguments, 0)
 
 
 def main() -> int:
