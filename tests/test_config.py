@@ -54,6 +54,11 @@ def test_every_preset_runs_on_every_backend(preset, backend):
     assert isinstance(run.capacity, Capacity)
 
 
+def test_a_run_of_modules_has_no_phase_of_drafting():
+    assert load_run_config("chain").phases == PHASES
+    assert load_run_config("mtp").phases.keys() == PHASES.keys() - {"draft"}
+
+
 def test_the_presets_are_a_chain_a_tree_and_modules():
     drafting = {name: load_run_config(name).eagle for name in preset_names()}
     assert {name: (eagle.worker, eagle.topk) for name, eagle in drafting.items()} == {

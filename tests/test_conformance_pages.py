@@ -38,6 +38,15 @@ def row(outcome: Outcome, **changes: object) -> Row:
     return Row(**(plain | {"status": outcome, "reason": f"why <{outcome}> & so on"} | changes))
 
 
+def test_a_row_says_its_check_and_path_once_and_is_read_back():
+    case = Case("graph.padded", "target_verify", path="graph", topk=3, lens=(17, 15), captured_lens=(16, 2), bs=5)
+    written = row(Outcome.PASS, check=case.check, case=case, path="graph", reason="", max_err=0.0, budget=0.25)
+    values = written.to_dict()
+    assert not {"check", "path"} & values["case"].keys()
+    assert not {"reason", "ms", "excused"} & values.keys()
+    assert Row.from_dict(values) == written
+
+
 REPORT = Report("1", "cpu", {"torch": "2"}, tuple(row(outcome) for outcome in Outcome))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from pathlib import Path
 
 import pytest
 
 from attn_backends.conformance import Outcome
-from tests.mutants import MUTANTS, Mutant
+from tests.mutants import MUTANTS, Mutant, gpu
 from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills, run_planted
 
 KILLS = read_kills()
@@ -58,3 +59,16 @@ def test_a_mutant_is_small_and_says_where_it_comes_from(mutant: Mutant) -> None:
     assert sum(bool(line.strip()) for line in lines) <= MAX_LINES
     assert mutant.about
     assert mutant.origin
+
+
+@pytest.mark.parametrize(
+    ("cpu", "cuda", "code"),
+    [("fail", "fail", 0), ("not_run", "fail", 0), ("fail", "not_run", 0), ("fail", "pass", 1), ("pass", "fail", 1),
+     ("fail", "error", 1)],
+)  # fmt: skip
+def test_a_mutant_that_survives_in_a_graph_of_some_sort_fails_the_run(
+    cpu: str, cuda: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu, "rows", lambda: [{"mutant": "m", "check": "graph.padded", "cpu": cpu, "cuda": cuda}])
+    monkeypatch.setattr("sys.argv", ["gpu", "--json", str(tmp_path / "mutants.json")])
+    assert gpu.main() == code

@@ -11,6 +11,7 @@ This module imports torch and transformers; nothing else in the package needs to
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ ARCHITECTURES = {
 }
 
 
-class DraftHead(nn.Module):
+class DraftHead(nn.Module, ABC):
     """A projection of an embedding and a hidden state, the target's decoder layer and a final norm.
 
     Args:
@@ -61,9 +62,9 @@ class DraftHead(nn.Module):
         self.norm = norm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = rotary(config)
 
+    @abstractmethod
     def project(self, inputs_embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``[B, T, H]``, the layer's input, of two such tensors."""
-        raise NotImplementedError
 
     def forward(
         self,
