@@ -163,7 +163,7 @@ def test_a_backend_runs_the_kernels_that_were_chosen_and_refuses_kinds_that_were
     backend.init_forward_metadata(step)
     verify = Step.target_verify(2, step.seq_lens, step.paging)
     with pytest.raises(
-        UnsupportedStepError, match=r"no kernel for target_verify was asked for \(.*torch, triton has it\)"
+        UnsupportedStepError, match=r"no kernel for target_verify was asked for \(.*triton, torch has it\)"
     ):
         backend.init_forward_metadata(verify)
 

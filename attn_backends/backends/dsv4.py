@@ -108,8 +108,6 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     formats: ClassVar[frozenset[Any]] = frozenset({CompressedFormat.COMPRESSED})
     kernels = (
         flashmla_sparse.KERNEL,
-        Kernel("torch", _launch_torch, dict.fromkeys(_KINDS, _TORCH), runs_anywhere),
-        # behind torch until the suite has passed on it on a GPU
         Kernel(
             "triton",
             _launch_triton,
@@ -117,6 +115,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
             runs_on_triton,
             architectures=frozenset({8, 9, 10, 11, 12}),
         ),
+        Kernel("torch", _launch_torch, dict.fromkeys(_KINDS, _TORCH), runs_anywhere),
     )
     window: ClassVar[int] = 128
     compressions: ClassVar[tuple[Compression, ...]] = (Compression(4, overlap=True, indexed=True), Compression(128))

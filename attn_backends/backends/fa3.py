@@ -65,8 +65,8 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),
+        triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
-        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

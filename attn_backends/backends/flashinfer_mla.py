@@ -68,8 +68,8 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
     kernels = (
         mla_kernel("fa3", architectures=frozenset({9})),
         mla_kernel("fa2", architectures=frozenset({8, 9, 10, 11, 12})),
+        triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
-        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

@@ -85,8 +85,8 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
         trtllm_gen.KERNEL,
         flashmla.KERNEL,
         *flash_attention.kernels(_FLASH_ATTENTION),
+        triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
-        triton_kernel(_TORCH),  # behind torch until the suite has passed on it on a GPU
     )
 
     @classmethod

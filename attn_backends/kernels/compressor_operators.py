@@ -217,12 +217,12 @@ def _check_entries(
         )
 
 
-_DEFINITIONS = {
-    "write_rows": _write_rows_torch,
-    "write_entries": _write_entries_torch,
-    "write_states": _write_states_torch,
+_IMPLEMENTATIONS = {
+    "write_rows": (_write_rows_torch, _write_rows_cuda),
+    "write_entries": (_write_entries_torch, _write_entries_cuda),
+    "write_states": (_write_states_torch, _write_states_cuda),
 }
-for _name, _definition in _DEFINITIONS.items():
+for _name, (_definition, _launch) in _IMPLEMENTATIONS.items():
     _library.impl(_name, _definition, "CPU")
-    _library.impl(_name, _definition, "CUDA")  # not `_..._cuda` until the suite has passed on them on a GPU
+    _library.impl(_name, _launch, "CUDA")
     torch.library.register_fake(f"attn_backends::{_name}", _nothing_fake, lib=_library)

@@ -180,7 +180,7 @@ def _kind(pages: Tensor) -> tuple[torch.dtype, int]:
 
 
 _library.impl("select_entries", _select_torch, "CPU")
-_library.impl("select_entries", _select_torch, "CUDA")  # not `_select_cuda` until the suite has passed on it on a GPU
+_library.impl("select_entries", _select_cuda, "CUDA")
 _library.impl("sparse_attention", _attention_torch, "CPU")
 _library.impl("sparse_attention", _attention_cuda, "CUDA")
 torch.library.register_fake("attn_backends::select_entries", _select_fake, lib=_library)
