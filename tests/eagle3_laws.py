@@ -12,6 +12,7 @@ from attn_backends.eagle.requests import Request
 from attn_backends.eagle.serving import Server, serve
 from spec_metadata import Capacity, Sampling
 from tests.eagle3_models import tiny_oracle
+from tests.eagle3_oracle import Oracle
 from tests.eagle3_scenes import Place, Watched, accept_any_length, watch, workers
 from tests.mtp_scenes import random_arrivals, steady
 from tests.serving_scenes import Arrival, check_nothing_kept, play, tokens
@@ -46,16 +47,16 @@ def check_scene(
     for request, text in zip(requests, texts, strict=True):
         assert request.output == list(text[: len(request.output)]), f"request {request.number} emits something else"
     for watched in seen:
-        check_drafts(watched, shape)
+        check_drafts(tiny_oracle(), watched, shape)
     return requests, seen
 
 
 @torch.no_grad()
-def check_drafts(request: Watched, shape: tuple[int, int, int]) -> None:
+def check_drafts(oracle: Oracle, request: Watched, shape: tuple[int, int, int]) -> None:
     """The trees of a request hold the best paths of a full recompute, and score there as those do."""
     if not request.cycles:
         return
-    oracle, (topk, num_steps, num_nodes) = tiny_oracle(), shape
+    topk, num_steps, num_nodes = shape
     features = oracle.features(request.text)
     for cycle in request.cycles:
         known = request.text[: cycle.committed + 1]

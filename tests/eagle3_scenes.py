@@ -84,7 +84,7 @@ Chooser = Callable[[Watched, list[int], list[int]], list[int]]
 
 
 @contextmanager
-def watch(worker: EagleWorker, choose: Chooser) -> Iterator[list[Watched]]:
+def watch(worker: EagleWorker, choose: Chooser = lambda request, tokens, parents: tokens) -> Iterator[list[Watched]]:
     """Yields the requests that a worker serves while it lasts. choose: what is verified in place of drafts."""
     seen, by_row, run, prefill = list[Watched](), dict[int, Watched](), PhaseRunner.run, worker.prefill
 

@@ -147,23 +147,30 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
 
     def fake_row(engine, prompts, on_progress):
         config = engine.config
-        shape = config.eagle.worker, config.eagle.topk
-        runs.append((config.backends.distinct, shape, config.runtime.path, config.model.target))
+        runs.append((config.backends.distinct, config.model.draft, config.eagle.topk, config.runtime.path))
         return ROW
 
     monkeypatch.setattr(demo, "run_row", fake_row)
     file = tmp_path / "rows.json"
     assert main(["demo", "--json", str(file)]) == 0
-    models = {("flashinfer_mla",): "mla", ("trtllm_mla",): "mla", ("fa3",): "gqa"}
-    shapes, paths = (("eagle", 1), ("eagle", 4)), ("eager", "graph")
-    made = [(backend, shape, path, model) for backend, model in models.items() for shape in shapes for path in paths]
-    made += [(("flashinfer_mla",), ("mtp", 1), path, "mla") for path in paths]
-    assert runs == [*made, *((("dsv4",), ("eagle", 1), path, "v4") for path in paths)]
+    made = [
+        ("flashinfer_mla", "mla", 1),
+        ("flashinfer_mla", "mla", 4),
+        ("trtllm_mla", "mla", 1),
+        ("trtllm_mla", "mla", 4),
+        ("fa3", "gqa", 1),
+        ("fa3", "gqa", 4),
+        ("fa3", "gqa-eagle3", 1),
+        ("fa3", "gqa-eagle3", 4),
+        ("flashinfer_mla", "mla-mtp", 1),
+        ("dsv4", "v4", 1),
+    ]
+    assert runs == [((backend,), draft, topk, path) for backend, draft, topk in made for path in ("eager", "graph")]
     written = json.loads(file.read_text())
     assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
-    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 16
+    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 20
     output = capsys.readouterr().out
-    assert output.count("identical") == 16
+    assert output.count("identical") == 20
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
     assert output.count("passed over vllm_flash_attn: runs on CUDA devices, not on cpu") == 2, (
         "by fa3 and by trtllm_mla"
@@ -193,7 +200,7 @@ def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(mo
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    rows = iter([*[ROW] * 15, row])
+    rows = iter([*[ROW] * 19, row])
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo"]) == code
     output = capsys.readouterr().out

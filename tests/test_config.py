@@ -50,7 +50,8 @@ def test_every_backend_has_its_file():
 @pytest.mark.parametrize("backend", [None, *list_backends()])
 def test_every_preset_runs_on_every_backend(preset, backend):
     run = load_run_config(preset, backend=backend)
-    assert run.backends.distinct == (backend or "flashinfer_mla",)
+    own = "fa3" if preset.startswith("eagle3") else "flashinfer_mla"
+    assert run.backends.distinct == (backend or own,)
     assert isinstance(run.capacity, Capacity)
 
 
@@ -59,12 +60,14 @@ def test_a_run_of_modules_has_no_phase_of_drafting():
     assert load_run_config("mtp").phases.keys() == PHASES.keys() - {"draft"}
 
 
-def test_the_presets_are_a_chain_a_tree_and_modules():
-    drafting = {name: load_run_config(name).eagle for name in preset_names()}
-    assert {name: (eagle.worker, eagle.topk) for name, eagle in drafting.items()} == {
-        "chain": ("eagle", 1),
-        "mtp": ("mtp", 1),
-        "tree": ("eagle", 4),
+def test_the_presets_are_chains_trees_and_modules():
+    runs = {name: load_run_config(name) for name in preset_names()}
+    assert {name: (run.eagle.worker, run.eagle.topk, run.model.draft) for name, run in runs.items()} == {
+        "chain": ("eagle", 1, "mla"),
+        "eagle3": ("eagle", 1, "gqa-eagle3"),
+        "eagle3-tree": ("eagle", 4, "gqa-eagle3"),
+        "mtp": ("mtp", 1, "mla-mtp"),
+        "tree": ("eagle", 4, "mla"),
     }
 
 
@@ -180,7 +183,8 @@ def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load
 
 
 def test_an_unknown_preset_lists_the_known():
-    with pytest.raises(ConfigError, match=r"neither a file nor a preset \(chain, mtp, tree\). Did you mean 'tree'\?"):
+    known = "chain, eagle3, eagle3-tree, mtp, tree"
+    with pytest.raises(ConfigError, match=rf"neither a file nor a preset \({known}\). Did you mean 'tree'\?"):
         load_run_config("tre")
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from attn_backends import results
 from attn_backends.cli.options import DENSE_BACKENDS, choices_in_words, load_config, token_progress
@@ -16,7 +16,14 @@ from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.report import Row, demo_prompts, run_row
 from attn_backends.errors import ConfigError
 
-RUNS = (*product(DENSE_BACKENDS, ("chain", "tree")), ("flashinfer_mla", "mtp"), ("dsv4", "chain"))  # backend and preset
+RUNS = (
+    *product(DENSE_BACKENDS, ("chain", "tree")),
+    ("fa3", "eagle3"),
+    ("fa3", "eagle3-tree"),
+    ("flashinfer_mla", "mtp"),
+    ("dsv4", "chain"),
+)
+"""Backends and presets."""
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
 
@@ -50,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table("backend", "kernel", "model", "mode", "tokens a cycle", "verdict")
+    table = Table("backend", "kernel", "model", Column("mode", no_wrap=True), "tokens a cycle", "verdict")
     for row in rows:
         mode = f"{row.draft}, {row.path}"
         table.add_row(row.backend, row.kernel, row.model, mode, f"{row.tokens_per_cycle:.2f}", _verdict(row))

@@ -14,7 +14,7 @@ from importlib import resources
 
 import torch
 
-from attn_backends.config import EagleOptions, RunConfig
+from attn_backends.config import RunConfig
 from attn_backends.eagle.engine import Engine, build_engine
 from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
 from attn_backends.eagle.scoring import decode_logits, verify_logits
@@ -36,9 +36,10 @@ class Text:
 class Row:
     """One run, compared.
 
-    draft: "chain", "tree" or "mtp". path: "graph", "eager", or "mixed" if some steps ran each way. tokens_per_cycle:
-    emitted by a cycle on average. divergences: requests whose tokens differ from plain decoding. max_gap: largest
-    difference of the two best scores where a request first differs, in float32; 0 if none does.
+    draft: "chain", "tree", "eagle3 chain", "eagle3 tree" or "mtp". path: "graph", "eager", or "mixed" if some steps ran
+    each way. tokens_per_cycle: emitted by a cycle on average. divergences: requests whose tokens differ from plain
+    decoding. max_gap: largest difference of the two best scores where a request first differs, in float32; 0 if none
+    does.
     """
 
     backend: str
@@ -83,7 +84,7 @@ def run_row(engine: Engine, prompts: Sequence[str], on_progress: Callable[[int],
         backend=" + ".join(config.backends.distinct),
         kernel=" + ".join(dict.fromkeys(engine.kernels.values())),
         model=config.model.target,
-        draft=_draft(config.eagle),
+        draft=_draft(engine),
         path=_path(engine),
         device=str(config.device),
         dtype=config.runtime.dtype,
@@ -142,11 +143,13 @@ def _in_float32(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"runtime": runtime, "kernels": dict.fromkeys(config.kernels, "auto")})
 
 
-def _draft(eagle: EagleOptions) -> str:
-    """The form of what was drafted."""
+def _draft(engine: Engine) -> str:
+    """The form of what was drafted, and by whom unless by EAGLE."""
+    eagle = engine.config.eagle
     if eagle.worker == "mtp":
         return "mtp"
-    return "chain" if eagle.topk == 1 else "tree"
+    shape = "chain" if eagle.topk == 1 else "tree"
+    return f"eagle3 {shape}" if engine.drafts[0].feature_layers else shape
 
 
 def _path(engine: Engine) -> str:

@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
 """The targets that ship with the package, by name, and their folders."""
-EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {"mla-mtp": "mla/mtp"}
-"""Their drafts; one of the target's name for each, and the MTP modules of ``mla``."""
+EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
+    "gqa-eagle3": "gqa/eagle3",
+    "mla-mtp": "mla/mtp",
+}
+"""Their drafts; one of the target's name for each, the EAGLE-3 draft of ``gqa`` and the MTP modules of ``mla``."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 EXPERTS = "batched_mm"
