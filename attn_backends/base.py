@@ -43,6 +43,7 @@ from spec_metadata import (
     Paging,
     Step,
     StepKind,
+    TokenBucket,
     copy_step,
     input_specs,
     misfit,
@@ -124,7 +125,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         lens = self._host_lens(step, step.bs)
         return Metadata(step, buffers, plans, self._schedules(step.kind, plans, lens, extent))
 
-    def capture(self, bucket: Bucket, paging: Paging) -> Metadata[Plan]:
+    def capture(self, bucket: Bucket | TokenBucket, paging: Paging) -> Metadata[Plan]:
         """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place."""
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
@@ -132,13 +133,11 @@ class AttentionBackend(ABC, Generic[Plan]):
         specs = (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
         buffers = self._static_buffers(specs, bucket, type(paging))
         step = static_step(bucket, paging, buffers)
-        reasons = self.unsupported_reasons(step)
-        if not reasons and not self.kernel_of(bucket.kind).capabilities[bucket.kind].graph:
-            reasons = [f"kernel {self.kernel_of(bucket.kind).name} can't be captured"]
+        reasons = self.unsupported_reasons(step) or self.capture_reasons(bucket)
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         plans = self._plan_all(step, buffers)
-        lens = self._host_lens(replace(step, seq_lens_cpu=()), bucket.bs)
+        lens = self._host_lens(replace(step, seq_lens_cpu=()), step.bs)
         schedules = self._schedules(bucket.kind, plans, lens, buffers.extent, (bucket, type(paging)))
         return Metadata(step, buffers, plans, schedules, bucket)
 
@@ -155,7 +154,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         if reasons:
             raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
         self._admit(step)
-        lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.bucket.bs)
+        lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.step.bs)
         copy_step(meta.step, step)
         if lens is not None:
             meta.schedules.plan_host(lens)
@@ -204,13 +203,19 @@ class AttentionBackend(ABC, Generic[Plan]):
         num_keys = step.width * step.num_steps
         if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
             reasons.append(f"a draft tree of {num_keys} tokens a request (on a GPU at most {MAX_TREE_KEYS})")
-        if step.bs > self.capacity.max_bs:
-            reasons.append(f"{step.bs} requests (the capacity says max_bs={self.capacity.max_bs})")
+        if step.max_real > self.capacity.max_bs:
+            reasons.append(f"{step.max_real} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
             reasons.append(f"a table over {step.paging.geometry} (the backend was built for {self.geometry})")
         if step.device.type != self.device.type:
             reasons.append(f"tensors on {step.device} (the backend was built for {self.device})")
         return reasons
+
+    def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
+        """Why the kernel of a bucket's kind can't be captured in it; empty if it can."""
+        kernel = self.kernel_of(bucket.kind)
+        reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
+        return [f"kernel {kernel.name} {reason}" for reason in reasons]
 
     def check_buffers(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
@@ -264,7 +269,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         plans: tuple[Plan, ...],
         lens: tuple[HostLens, ...] | None,
         extent: Extent,
-        captured: tuple[Bucket, type] | None = None,
+        captured: tuple[Bucket | TokenBucket, type] | None = None,
     ) -> Schedules[Plan]:
         """The schedules of a metadata. captured: of which bucket and paging, None for an eager one."""
         kernel = self.kernel_of(kind)
@@ -281,9 +286,15 @@ class AttentionBackend(ABC, Generic[Plan]):
         return Schedules(kernel, plans, lens, allocate)
 
     def _static_buffers(
-        self, specs: tuple[BufferSpec, ...], bucket: Bucket, paging: type, shape: LayerShape | None = None
+        self,
+        specs: tuple[BufferSpec, ...],
+        bucket: Bucket | TokenBucket,
+        paging: type,
+        shape: LayerShape | None = None,
     ) -> Buffers:
-        """A bucket's view of the arena that all buckets of its kind share."""
+        """A bucket's view of the arena that it shares: all of a uniform kind one, each number of packed rows its own,
+        because of these there is no largest.
+        """
         largest = replace(bucket, bs=self.capacity.max_bs)
         key = (largest, paging, shape)
         if key not in self._arenas:

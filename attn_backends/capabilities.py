@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
-from spec_metadata import PackedQuery, Step
+from spec_metadata import Bucket, PackedQuery, Step, TokenBucket, UniformQuery
 
 FLOAT_TYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 FP8_TYPES = frozenset({torch.float8_e4m3fn})
@@ -32,10 +32,12 @@ class Capabilities:
     show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
     value) sizes. query_heads: numbers of local query heads. dtypes: of queries and cache. cache_dtypes: of the cache
     beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. own_cache: it takes a cache
-    of the query's own type. graph: can be captured at a uniform width. needs_host_lens: its planning needs exact
-    lengths on the host. over_read: may read keys of a visible page that the request does not see (it multiplies them by
-    zero, so they must be finite). rounded_lse: its log-sum-exp counts softmax weights that were rounded to the query's
-    type. window, sinks, kv_scales: what of a layer's extras it implements.
+    of the query's own type. graph: can be captured at a uniform width. packed_graph: can be captured over packed rows:
+    of their lengths its launch takes bounds alone from the host, and requests may have no row.
+    needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
+    request does not see (it multiplies them by zero, so they must be finite). rounded_lse: its log-sum-exp counts
+    softmax weights that were rounded to the query's type. window, sinks, kv_scales: what of a layer's extras it
+    implements.
     """
 
     page_sizes: frozenset[int] | None
@@ -47,6 +49,7 @@ class Capabilities:
     non_causal: bool = False
     lse: LseBase | None = None
     graph: bool = True
+    packed_graph: bool = False
     needs_host_lens: bool = False
     over_read: bool = False
     window: bool = False
@@ -61,11 +64,17 @@ class Capabilities:
         """Trees need the prefix seen by every row, and a log-sum-exp to join the drafted tokens to it."""
         return self.non_causal and self.lse is not None
 
+    @property
+    def captures_packed(self) -> bool:
+        """A graph of packed rows can't hold what is planned on the host from their exact lengths."""
+        return self.packed and self.packed_graph and not self.needs_host_lens
+
     def step_reasons(self, step: Step) -> list[str]:
         """Why a step is not supported; empty if it is."""
         reasons = []
-        if isinstance(step.query, PackedQuery) and not self.packed:
-            reasons.append(f"packed query lengths {step.query.lens_cpu} (it takes one uniform width)")
+        if not isinstance(step.query, UniformQuery) and not self.packed:
+            lens = f"lengths {step.query.lens_cpu}" if isinstance(step.query, PackedQuery) else "rows"
+            reasons.append(f"packed query {lens} (it takes one uniform width)")
         reasons += self.width_reasons(step.width, step.is_tree)
         return reasons + self.page_reasons(step.paging.geometry.page_size)
 
@@ -83,6 +92,13 @@ class Capabilities:
         if self.page_sizes is not None and page_size not in self.page_sizes:
             return [f"page size {page_size} (it takes {listed(self.page_sizes)})"]
         return []
+
+    def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
+        """Why no graph can hold steps of a bucket; empty if one can."""
+        if isinstance(bucket, Bucket):
+            return [] if self.graph else ["can't be captured"]
+        why = ": it plans on the host from their exact lengths" if self.needs_host_lens else ""
+        return [] if self.captures_packed else [f"can't be captured over packed rows{why}"]
 
     def layer_reasons(self, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[str]:
         """Why a layer is not supported with queries and a cache of these types; empty if it is."""

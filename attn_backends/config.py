@@ -121,10 +121,13 @@ class EagleOptions(Options):
 
 
 class ModelOptions(Options):
-    """Names of embedded models, or folders."""
+    """Names of embedded models, or folders. placeholder_token: what stands in prompts for embeddings that come with
+    them, None if prompts are text.
+    """
 
     target: str
     draft: str
+    placeholder_token: Annotated[int, Field(ge=0)] | None = None
 
 
 class RuntimeOptions(Options):
@@ -133,10 +136,11 @@ class RuntimeOptions(Options):
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
     capture, None for 1, 2, 4 and 8 as far as max_bs and max_bs itself if it is less than 8; larger batches run eagerly.
     max_context: tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one
-    forward. prefill: of path "graph", "eager" all the same or "piecewise", captured between its attention calls.
-    prefill_buckets: numbers of tokens to capture it at; a step of more runs eagerly. seed: of the order in which pages
-    are given out. host_lag: 1 to launch a cycle before the tokens of the one before are read. kernel, page_size: None
-    for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
+    forward. prefill: of path "graph", "eager" all the same, "piecewise", captured between its attention calls, or
+    "full", captured with them. prefill_buckets: numbers of tokens to capture it at; a step of more runs eagerly. None
+    for 64, four times as many, and so on as far as max_bs prompts of prefill_chunk, and that itself. seed: of the order
+    in which pages are given out. host_lag: 1 to launch a cycle before the tokens of the one before are read. kernel,
+    page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
     """
 
     path: Literal["graph", "eager"] = "graph"
@@ -145,8 +149,8 @@ class RuntimeOptions(Options):
     max_context: Count = 1024
     max_new_tokens: Count = 64
     prefill_chunk: Count = 256
-    prefill: Literal["eager", "piecewise"] = "eager"
-    prefill_buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False)] = (64, 256)
+    prefill: Literal["eager", "piecewise", "full"] = "eager"
+    prefill_buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     device: str = "cpu"
     seed: int = 0
@@ -161,6 +165,14 @@ class RuntimeOptions(Options):
         if value is None:
             return tuple(sorted({min(bs, info.data.get("max_bs", bs)) for bs in (1, 2, 4, 8)}))
         return value
+
+    @field_validator("prefill_buckets", mode="before")
+    @classmethod
+    def _as_far_as_all_prompts(cls, value: object, info: ValidationInfo) -> object:
+        if value is not None:
+            return value
+        most = info.data.get("max_bs", 1) * info.data.get("prefill_chunk", 1)
+        return (*(size for size in (64 * 4**power for power in range(16)) if size < most), most)
 
     @field_validator("buckets")
     @classmethod

@@ -36,15 +36,17 @@ def is_capturing() -> bool:
 class Graph(Protocol):
     """A region that was captured once and can be replayed."""
 
-    def capture(self, region: Callable[[], T]) -> T:
-        """Capture a region of device work; returns its outputs, whose memory every replay overwrites."""
+    def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
+        """Capture a region of device work; returns its outputs, whose memory every replay overwrites. sharing: as in
+        `recording`.
+        """
 
     def warm_up(self, region: Callable[[], object]) -> None:
         """Run a region as often as it must have run before it is captured."""
 
-    def recording(self, behind: Self | None = None) -> AbstractContextManager[None]:
-        """What runs inside becomes the graph, as in `capture`, after a warm-up and without gradients. behind: a graph
-        whose replay always comes before this one's, so that the two can share memory.
+    def recording(self, sharing: Self | None = None) -> AbstractContextManager[None]:
+        """What runs inside becomes the graph, as in `capture`, after a warm-up and without gradients. sharing: another
+        graph, of whose memory this one may take what nobody refers to any more. The two never run at once.
         """
 
     def replay(self) -> None:
@@ -59,10 +61,10 @@ class CudaGraph:
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, region: Callable[[], T]) -> T:
+    def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
         """Capture a region of device work; see `Graph`. Out of memory, it leaves nothing behind."""
         self.warm_up(region)
-        with torch.no_grad(), self.recording():
+        with torch.no_grad(), self.recording(sharing):
             return region()
 
     def warm_up(self, region: Callable[[], object]) -> None:
@@ -77,9 +79,9 @@ class CudaGraph:
             torch.cuda.current_stream().wait_stream(stream)
 
     @contextmanager
-    def recording(self, behind: Self | None = None) -> Iterator[None]:
-        """Capture what runs inside, into the memory pool of `behind`; see `Graph`."""
-        pool = None if behind is None else behind._graph.pool()
+    def recording(self, sharing: Self | None = None) -> Iterator[None]:
+        """Capture what runs inside, into the memory pool of `sharing`; see `Graph`."""
+        pool = None if sharing is None else sharing._graph.pool()
         own_stream = torch.cuda.stream(torch.cuda.current_stream())  # torch stays on its own if it can't end a capture
         with self._out_of_memory_told(), own_stream, torch.cuda.graph(self._graph, pool=pool):
             yield
@@ -107,16 +109,16 @@ class RecordedGraph:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
 
-    def capture(self, region: Callable[[], T]) -> T:
+    def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
         """Record a region; see `Graph`."""
-        with torch.no_grad(), self.recording():
+        with torch.no_grad(), self.recording(sharing):
             return region()
 
     def warm_up(self, region: Callable[[], object]) -> None:
         """A recording needs none."""
 
     @contextmanager
-    def recording(self, behind: Self | None = None) -> Iterator[None]:
+    def recording(self, sharing: Self | None = None) -> Iterator[None]:
         """Record what runs inside; see `Graph`. Every recording has memory of its own."""
         self._calls = []
         token = _recording.set(True)
@@ -148,13 +150,15 @@ class PiecewiseGraph(Generic[Given]):
         self._between: list[Callable[[Given], None]] = []
         self._open = ExitStack()
 
-    def capture(self, region: Callable[[], T]) -> T:
-        """Capture a region that calls `cut`; returns its outputs, whose memory every replay overwrites."""
+    def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
+        """Capture a region that calls `cut`; returns its outputs, whose memory every replay overwrites. sharing: as of
+        `Graph`; a piece shares with the one before it.
+        """
         self._pieces, self._between = [], []
         first = self._make_graph()
         first.warm_up(region)
         with torch.no_grad(), self._open:
-            self._begin(first)
+            self._begin(first, None if sharing is None else sharing._pieces[-1])
             return region()
 
     def cut(self, call: Callable[[Given], None]) -> None:
@@ -165,7 +169,7 @@ class PiecewiseGraph(Generic[Given]):
         if self._pieces:
             self._open.close()
             self._between.append(call)
-            self._begin(self._make_graph())
+            self._begin(self._make_graph(), self._pieces[-1])
 
     def replay(self, given: Given) -> None:
         """Run the region again: its pieces, and between them the calls."""
@@ -176,10 +180,9 @@ class PiecewiseGraph(Generic[Given]):
                 call(given)
                 piece.replay()
 
-    def _begin(self, piece: Graph) -> None:
-        behind = self._pieces[-1] if self._pieces else None
+    def _begin(self, piece: Graph, sharing: Graph | None) -> None:
         self._pieces.append(piece)
-        self._open.enter_context(piece.recording(behind))
+        self._open.enter_context(piece.recording(sharing))
 
 
 class _Call:

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from attn_backends.errors import CaptureError
 from attn_backends.kernel import Schedules
-from spec_metadata import Bucket, Buffers, BufferSpec, InvalidStepError, Step, StepKind, TreePart, tree_part
+from spec_metadata import (
+    Bucket,
+    Buffers,
+    BufferSpec,
+    InvalidStepError,
+    Step,
+    StepKind,
+    TokenBucket,
+    TreePart,
+    tree_part,
+)
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
 
 Plan = TypeVar("Plan")
@@ -44,7 +54,7 @@ class Metadata(Generic[Plan]):
     buffers: Buffers
     plans: tuple[Plan, ...]
     schedules: Schedules[Plan]
-    bucket: Bucket | None = None
+    bucket: Bucket | TokenBucket | None = None
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of

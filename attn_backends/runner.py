@@ -1,16 +1,17 @@
 """Runs a phase of a worker eagerly or through captured graphs, and hands out results that nobody else owns.
 
 A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs; its graphs hold it
-whole. A `PackedPhase`, such as a prefill, is captured in pieces between its attention calls. Every tensor field of
-both is classified: one entry a request, one a query row, or independent of the batch. From the class the runner sizes
-static inputs, pads them, and trims results; a field without a class is refused when the runner is built (rule R5).
+whole. A `PackedPhase`, such as a prefill, is captured whole too, or in pieces between its attention calls. Every tensor
+field of both is classified: one entry a request, one a query row, or independent of the batch. From the class the
+runner sizes static inputs, pads them, and trims results; a field without a class is refused when the runner is built
+(rule R5).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Generic, TypeVar, get_type_hints
@@ -21,8 +22,9 @@ from attn_backends.base import AttentionBackend
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph, PiecewiseGraph
 from attn_backends.metadata import ForwardMetadata, Metadata
-from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, padding_step
+from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
+Given = TypeVar("Given")
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
 Forward = ForwardMetadata | PiecewiseGraph[ForwardMetadata]
@@ -42,35 +44,28 @@ PerToken = Annotated[Tensor, FieldClass.PER_TOKEN]
 PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
 
 
-@dataclass(frozen=True, slots=True)
-class Phase(Generic[Inputs, Outputs]):
-    """A region over uniform rows that a runner runs.
+@dataclass(frozen=True)
+class AnyPhase(Generic[Given, Inputs, Outputs]):
+    """A region that a runner runs.
 
-    region: (metadata, inputs) -> outputs, device work without host reads. safe_inputs: batch size -> inputs of padded
-    rows, which are zeros. output: the outputs' dataclass. bucket: batch size -> the bucket that captures it.
+    region: (given, inputs) -> outputs, device work without host reads. safe_inputs: size -> inputs of padded rows,
+    which are zeros. output: the outputs' dataclass. bucket: size -> the bucket that captures it. A size counts requests
+    of uniform rows, and packed rows.
     """
 
     name: str
-    region: Callable[[Metadata, Inputs], Outputs]
+    region: Callable[[Given, Inputs], Outputs]
     safe_inputs: Callable[[int], Inputs]
     output: type[Outputs]
-    bucket: Callable[[int], Bucket]
+    bucket: Callable[[int], Bucket | TokenBucket]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPhase(Generic[Inputs, Outputs]):
-    """A region over packed rows that a runner runs. All that it takes of a step, beside attention, is in its inputs.
-
-    region: (forward, inputs) -> outputs, device work without host reads. safe_inputs: number of tokens -> inputs of
-    padded rows, which are zeros, of as many requests as a bucket has. output: the outputs' dataclass. bucket: number of
-    tokens -> the bucket that captures it.
-    """
-
-    name: str
-    region: Callable[[Forward, Inputs], Outputs]
-    safe_inputs: Callable[[int], Inputs]
-    output: type[Outputs]
-    bucket: Callable[[int], TokenBucket]
+Phase = AnyPhase[Metadata, Inputs, Outputs]
+"""Over uniform rows: from a step's metadata, because a draft loop plans several forwards."""
+PackedPhase = AnyPhase[Forward, Inputs, Outputs]
+"""Over packed rows, such as a prefill: one forward, which may be captured in pieces. All that it takes of a step beside
+attention is in its inputs, which hold as many requests as a bucket does.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +88,7 @@ class _Captured(Generic[Inputs, Outputs]):
     bucket: Bucket | TokenBucket
     inputs: Inputs
     outputs: Outputs
+    graph: Graph | PiecewiseGraph
     replay: Callable[[Step], None]
 
 
@@ -104,7 +100,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
 
     def __init__(
         self,
-        phase: Phase[Inputs, Outputs] | PackedPhase[Inputs, Outputs],
+        phase: AnyPhase[Any, Inputs, Outputs],
         backend: AttentionBackend,
         sizes: Sequence[int],
         make_graph: Callable[[], Graph] | None,
@@ -118,9 +114,11 @@ class Runner(ABC, Generic[Inputs, Outputs]):
             raise CaptureError(f"phase {phase.name}: buckets {list(sizes)} were given and no graph to capture with")
         buckets = {size: phase.bucket(size) for size in sorted(set(sizes), reverse=True)}
         largest = phase.safe_inputs(max(sizes))
-        for size, bucket in buckets.items():
+        before: Any = None
+        for size, bucket in buckets.items():  # largest first: the others share its memory, for results are copied
             inputs = _trim(largest, bucket.bs, bucket.num_tokens)
-            self._captured[size] = self._capture(bucket, inputs, make_graph)
+            self._captured[size] = self._capture(bucket, inputs, make_graph, before)
+            before = self._captured[size].graph
 
     def run(self, step: Step, inputs: Inputs) -> StepResult[Outputs]:
         """Run a step; the smallest bucket that holds it, or eagerly."""
@@ -140,13 +138,14 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         """Run the region on fresh metadata."""
 
     @abstractmethod
-    def _capture(self, bucket: Any, inputs: Inputs, make_graph: Callable[[], Graph]) -> _Captured[Inputs, Outputs]:
-        """Capture the region on static inputs."""
+    def _capture(
+        self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
+    ) -> _Captured[Inputs, Outputs]:
+        """Capture the region on static inputs. before: the graph of the next larger bucket, None of the largest."""
 
     def _run_idle(self, step: Step) -> StepResult[Outputs]:
         """Eagerly on one row of padding, for models that can't run on no row."""
-        padding = padding_step(self.phase.bucket(1), step.paging, self.backend.capacity)
-        padding = replace(padding, max_committed=0, seq_lens_cpu=())
+        padding = idle_step(self.phase.bucket(1), step.paging, self.backend.capacity)
         inputs = _trim(self.phase.safe_inputs(1), padding.bs, padding.num_tokens)
         return StepResult(self._own(self._run_eagerly(padding, inputs), step), None)
 
@@ -181,9 +180,10 @@ class Runner(ABC, Generic[Inputs, Outputs]):
 
 
 class PhaseRunner(Runner[Inputs, Outputs]):
-    """Runs a phase of uniform rows. A graph holds all of it.
+    """Runs a phase of which a graph holds all, attention too: of uniform rows, or one that `whole` made.
 
-    buckets: batch sizes to capture. paging: the engine's table, which a graph reads in place.
+    buckets: sizes to capture. paging: the engine's table, which a graph reads in place. Raises `UnsupportedStepError`
+    if the kernel can't be captured.
     """
 
     def __init__(
@@ -200,15 +200,25 @@ class PhaseRunner(Runner[Inputs, Outputs]):
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
         return self._region(self.backend.init_forward_metadata(step), inputs)
 
-    def _capture(self, bucket: Bucket, inputs: Inputs, make_graph: Callable[[], Graph]) -> _Captured[Inputs, Outputs]:
+    def _capture(
+        self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
+    ) -> _Captured[Inputs, Outputs]:
         graph, meta = make_graph(), self.backend.capture(bucket, self._paging)
-        outputs = graph.capture(lambda: self._region(meta, inputs))
+        outputs = graph.capture(lambda: self._region(meta, inputs), before)
 
         def replay(step: Step) -> None:
             self.backend.replay(meta, step)
             graph.replay()
 
-        return _Captured(bucket, inputs, outputs, replay)
+        return _Captured(bucket, inputs, outputs, graph, replay)
+
+
+def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:
+    """A packed phase on its step's metadata, for one graph of all of it."""
+    region = phase.region
+    return Phase(
+        phase.name, lambda meta, inputs: region(meta.at(), inputs), phase.safe_inputs, phase.output, phase.bucket
+    )
 
 
 class PiecewiseRunner(Runner[Inputs, Outputs]):
@@ -232,15 +242,15 @@ class PiecewiseRunner(Runner[Inputs, Outputs]):
         return self._region(self.backend.init_forward_metadata(step).at(), inputs)
 
     def _capture(
-        self, bucket: TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph]
+        self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
     ) -> _Captured[Inputs, Outputs]:
         graph = PiecewiseGraph[ForwardMetadata](make_graph)
-        outputs = graph.capture(lambda: self._region(graph, inputs))
+        outputs = graph.capture(lambda: self._region(graph, inputs), before)
 
         def replay(step: Step) -> None:
             graph.replay(self.backend.init_forward_metadata(step).at())
 
-        return _Captured(bucket, inputs, outputs, replay)
+        return _Captured(bucket, inputs, outputs, graph, replay)
 
 
 def classify(kind: type) -> Mapping[str, FieldClass]:

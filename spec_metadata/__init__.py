@@ -7,10 +7,11 @@ from spec_metadata.acceptance import Acceptance, accept, compaction_moves
 from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import PackedQuery, Step, UniformQuery, next_slots, token_positions
+from spec_metadata.layout import Step, next_slots, token_positions
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
+from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 from spec_metadata.sampling import Sampling, SamplingParams, choose
-from spec_metadata.static_inputs import copy_step, input_specs, misfit, pad_step, padding_step, static_step
+from spec_metadata.static_inputs import copy_step, idle_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
 from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
 
@@ -18,6 +19,7 @@ __all__ = [
     "Acceptance",
     "Arena",
     "BlockTable",
+    "BoundedQuery",
     "Bucket",
     "BufferSpec",
     "Buffers",
@@ -46,6 +48,7 @@ __all__ = [
     "compaction_moves",
     "copy_step",
     "dense_part",
+    "idle_step",
     "input_specs",
     "misfit",
     "next_slots",

@@ -13,8 +13,9 @@ import torch
 
 from spec_metadata.capacity import Capacity, StepKind
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import PackedQuery, Step
+from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
+from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
@@ -26,7 +27,7 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     elif step.max_committed is not None:
         committed = step.max_committed
     else:
-        committed = 0 if isinstance(step.query, PackedQuery) else capacity.max_context
+        committed = capacity.max_context if isinstance(step.query, UniformQuery) else 0
     num_added = step.num_added_at_least
     longest = max(committed + num_added, step.width)
     if step.seq_lens_cpu is not None and isinstance(step.query, PackedQuery):
@@ -63,10 +64,10 @@ def check_values(step: Step, capacity: Capacity) -> None:
     num_real = int(step.num_real)
     lens = step.seq_lens[:num_real].tolist()
     _check_query_values(step)
-    if isinstance(step.query, PackedQuery):
-        widths = list(step.query.lens_cpu[:num_real])
-    else:
+    if isinstance(step.query, UniformQuery):
         widths = [step.width * step.num_steps] * num_real
+    else:
+        widths = step.query.cu_seqlens.diff()[:num_real].tolist()
     most = min(step.paging.row_tokens, capacity.max_kv_len)
     for request, (length, width) in enumerate(zip(lens, widths, strict=True)):
         if length < 0 or length + width > most:
@@ -106,6 +107,10 @@ def _check_query_values(step: Step) -> None:
         lens, given = step.query.lens_cpu, step.query.cu_seqlens.tolist()
         if given != [0, *accumulate(lens)]:
             raise InvalidStepError(f"cu_seqlens {given} are not the sums of the lengths {lens}")
+    elif isinstance(step.query, BoundedQuery):
+        given = step.query.cu_seqlens.tolist()
+        if sorted(given) != given or given[0] != 0 or given[-1] != step.num_tokens:
+            raise InvalidStepError(f"cu_seqlens {given} don't rise from 0 to {step.num_tokens}, the query rows")
     if isinstance(step.paging, RequestTable):
         num_rows, rows = step.paging.table.shape[0], step.paging.rows.tolist()
         if any(not 0 <= row < num_rows for row in rows):

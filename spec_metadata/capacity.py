@@ -160,6 +160,16 @@ class TokenBucket:
         """Whether it is large enough."""
         return bs <= self.bs and num_tokens <= self.num_tokens
 
+    def max_query(self, capacity: Capacity) -> int:
+        """Bound on the rows of one request."""
+        return min(self.num_tokens, capacity.max_kv_len)
+
+    def padded_bs(self, capacity: Capacity) -> int:
+        """Requests of a graph of the whole step: the real ones, and behind them those that padded rows belong to. One
+        does for that, unless there can be more such rows than a table row holds.
+        """
+        return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))
+
     def __str__(self) -> str:
         return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
 
@@ -186,18 +196,21 @@ class Extent:
         return self.max_pages * self.page_size
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
-        """Extent of a captured step: everything at the bucket's batch size and the whole capacity of context.
+    def of_bucket(cls, bucket: Bucket | TokenBucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
+        """Extent of a captured step: everything at the bucket's size and the whole capacity of context.
 
         num_pages: of the cache; int32's own range where it is not known.
         """
-        drafts = bucket.kind is StepKind.DRAFT_DECODE
+        if isinstance(bucket, TokenBucket):
+            bs, width, num_steps = bucket.padded_bs(capacity), bucket.max_query(capacity), 1
+        else:
+            bs, width, num_steps = bucket.bs, bucket.width, bucket.num_steps
         return cls(
-            bs=bucket.bs,
-            width=bucket.width,
+            bs=bs,
+            width=width,
             num_tokens=bucket.num_tokens,
-            num_forwards=bucket.num_steps - 1 if drafts else 1,
-            num_writes=bucket.num_tokens * bucket.num_steps,
+            num_forwards=num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
+            num_writes=bucket.num_tokens * num_steps,
             page_size=capacity.page_size,
             max_pages=capacity.max_pages,
             num_pages=num_pages,

@@ -2,7 +2,7 @@
 
 A step is homogeneous: a batch that mixes prefill and decode is two steps. `seq_lens` counts the tokens whose KV is
 committed before the step, per model (target and draft differ); what each row sees and where it writes follows from it
-in `spec_metadata.visibility`. A uniform and a packed query layout are different types (rule R2).
+in `spec_metadata.visibility`. The query layouts are types of their own (`spec_metadata.query`, rule R2).
 """
 
 from __future__ import annotations
@@ -17,42 +17,15 @@ from torch import Tensor
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.paging import Paging
-
-
-@dataclass(frozen=True, slots=True)
-class UniformQuery:
-    """Every request has `width` query rows."""
-
-    width: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedQuery:
-    """Request i has `lens_cpu[i]` query rows, packed one after the other.
-
-    cu_seqlens: [bs + 1] int32, exclusive prefix sums of the lengths, on the step's device.
-    """
-
-    cu_seqlens: Tensor
-    lens_cpu: tuple[int, ...]
-
-    @classmethod
-    def of(cls, lens: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """The layout of host lengths."""
-        sums = [0]
-        for length in lens:
-            sums.append(sums[-1] + length)
-        return cls(torch.tensor(sums, dtype=torch.int32, device=device), tuple(lens))
-
-    @property
-    def num_tokens(self) -> int:
-        """Query rows of all requests."""
-        return sum(self.lens_cpu)
-
-    @property
-    def width(self) -> int:
-        """Query rows of the longest request."""
-        return max(self.lens_cpu, default=0)
+from spec_metadata.query import (
+    AnyQuery,
+    BoundedQuery,
+    PackedQuery,
+    UniformQuery,
+    check_query,
+    min_added,
+    packed_rows,
+)
 
 
 class HostBounds(TypedDict, total=False):
@@ -79,7 +52,7 @@ class Step:
     """
 
     kind: StepKind
-    query: UniformQuery | PackedQuery
+    query: AnyQuery
     seq_lens: Tensor
     paging: Paging
     out_cache_loc: Tensor
@@ -119,7 +92,12 @@ class Step:
     @property
     def num_tokens(self) -> int:
         """Query rows of one forward."""
-        return self.query.num_tokens if isinstance(self.query, PackedQuery) else self.bs * self.width
+        return self.bs * self.width if isinstance(self.query, UniformQuery) else self.query.num_tokens
+
+    @property
+    def max_real(self) -> int:
+        """Requests that can be real: all but those that a bounded query keeps for padded rows."""
+        return self.bs - self.query.num_padding if isinstance(self.query, BoundedQuery) else self.bs
 
     @property
     def num_forwards(self) -> int:
@@ -259,19 +237,14 @@ class Step:
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
 
 
-def min_added(query: UniformQuery | PackedQuery, num_steps: int) -> int:
-    """Tokens that every request of a layout writes, at the least."""
-    return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else query.width * num_steps
-
-
-def _check_requests(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
+def _check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
     """Layout, lengths and table agree on the requests; asked before slots are looked up."""
-    _check_query(query, num_steps)
     if seq_lens.dtype not in (torch.int32, torch.int64) or seq_lens.ndim != 1:
         raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(seq_lens)}")
     bs = seq_lens.shape[0]
     if paging.bs != bs:
         raise InvalidStepError(f"seq_lens holds {bs} requests but the paging {paging.bs}")
+    check_query(query, num_steps, bs)
     if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
         raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
 
@@ -291,39 +264,17 @@ def _exact_lens(
     return tuple(seq_lens_cpu)
 
 
-def _check_query(query: UniformQuery | PackedQuery, num_steps: int) -> None:
-    if isinstance(query, UniformQuery):
-        if num_steps < 1 or query.width < 1:
-            raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
-        return
-    if min(query.lens_cpu, default=1) < 1:
-        raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")
-    if query.cu_seqlens.shape != (len(query.lens_cpu) + 1,) or query.cu_seqlens.dtype is not torch.int32:
-        raise InvalidStepError(
-            f"cu_seqlens of {len(query.lens_cpu)} requests must be [{len(query.lens_cpu) + 1}] int32, got "
-            f"{_describe(query.cu_seqlens)}"
-        )
-
-
-def next_slots(query: UniformQuery | PackedQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
+def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
     """The slots right after the committed tokens, in out_cache_loc order.
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """
-    if isinstance(query, PackedQuery):
-        request, offsets = packed_rows(query)
-        per_row = repeat_requests(paging, request)
-        return per_row.slots((seq_lens.long()[request] + offsets).unsqueeze(1)).squeeze(1)
-    offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
-    return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
-
-
-def packed_rows(query: PackedQuery) -> tuple[Tensor, Tensor]:
-    """The request of each query row and the row's number in it, both [num_tokens] int64."""
-    row = torch.arange(query.num_tokens, device=query.cu_seqlens.device)
-    starts = query.cu_seqlens.long()
-    request = torch.searchsorted(starts[1:], row, right=True)
-    return request, row - starts[request]
+    if isinstance(query, UniformQuery):
+        offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
+        return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
+    request, offsets = packed_rows(query)
+    per_row = repeat_requests(paging, request)
+    return per_row.slots((seq_lens.long()[request] + offsets).unsqueeze(1)).squeeze(1)
 
 
 def repeat_requests(paging: Paging, request: Tensor) -> Paging:
@@ -337,7 +288,7 @@ def token_positions(step: Step, forward: int = 0) -> Tensor:
     For draft decode, forward i stands at depth i for every branch. A tree verify adds the tree's own depths instead.
     """
     start = step.seq_lens.long()
-    if isinstance(step.query, PackedQuery):
+    if not isinstance(step.query, UniformQuery):
         request, offsets = packed_rows(step.query)
         return start[request] + offsets
     if step.kind is StepKind.DRAFT_DECODE:

@@ -1,5 +1,9 @@
 """The raw inputs of a captured step: static copies of a step's tensors, with one padding policy (rule R6).
 
+Real requests come first. Padded ones have no committed tokens, read the reserved page and write to it. Behind uniform
+rows they have as many rows as the others; behind packed rows they have none, but for the last, which the rows that are
+left over belong to.
+
 A graph reads a step from static buffers. `static_step` builds a step over them with safe contents (all rows padding),
 `copy_step` fills it from a real step before a replay, and `pad_step` makes the same padded layout from fresh tensors,
 for an eager step that must equal a replay bit for bit.
@@ -7,19 +11,18 @@ for an eager step that must equal a replay bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_WRITES, ONE, WIDTH, BufferSpec, allocate
+from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
-from spec_metadata.layout import PackedQuery, Step, UniformQuery
+from spec_metadata.layout import Step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
+from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery
 
 
-def input_specs(bucket: Bucket, paging: Paging) -> tuple[BufferSpec, ...]:
+def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
     """The declared static inputs of a captured step."""
     geometry = paging.geometry
     specs = [
@@ -33,24 +36,32 @@ def input_specs(bucket: Bucket, paging: Paging) -> tuple[BufferSpec, ...]:
     else:
         pad = geometry.reserved_page
         specs.append(BufferSpec("paging", torch.int64, (BS, MAX_PAGES), "pages of each request", pad=pad))
-    if bucket.tree and bucket.kind is StepKind.TARGET_VERIFY:
+    if isinstance(bucket, TokenBucket):
+        doc = "first query row of each request, and the end"
+        specs.append(BufferSpec("cu_seqlens", torch.int32, (BS + 1,), doc, high=NUM_TOKENS + 1))
+    elif bucket.tree and bucket.kind is StepKind.TARGET_VERIFY:
         specs.append(BufferSpec("tree_mask", torch.bool, (BS, WIDTH, WIDTH), "tree node that a node sees"))
     return tuple(specs)
 
 
-def static_step(bucket: Bucket, paging: Paging, buffers: Mapping[str, Tensor]) -> Step:
+def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) -> Step:
     """A step over static buffers, every row of it padding; what a graph is captured on.
 
     paging: the engine's table. A request-to-token table is read in place, at the address that it has now.
     """
+    query: AnyQuery
+    if isinstance(bucket, TokenBucket):
+        query, num_steps = BoundedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width), 1
+    else:
+        query, num_steps = UniformQuery(bucket.width), bucket.num_steps
     static = Step(
         kind=bucket.kind,
-        query=UniformQuery(bucket.width),
+        query=query,
         seq_lens=buffers["seq_lens"],
         paging=paging.on_static(buffers["paging"]),
         out_cache_loc=buffers["out_cache_loc"],
         num_real=buffers["num_real"],
-        num_steps=bucket.num_steps,
+        num_steps=num_steps,
         tree_mask=buffers.get("tree_mask"),
     )
     _fill(static, None)
@@ -61,14 +72,7 @@ def misfit(static: Step, step: Step) -> list[str]:
     """Why a captured step can't take this one; empty if it can. Reads shapes and addresses only."""
     if step.kind is StepKind.IDLE:
         return []
-    if isinstance(step.query, PackedQuery):
-        return [f"a packed query (lengths {step.query.lens_cpu}) fits no captured graph, which has one uniform width"]
-    captured, given = static.bucket(), step.bucket()
-    reasons = []
-    if step.bucket(static.bs) != captured:
-        reasons.append(f"captured for ({captured}), the step is ({given})")
-    if step.bs > static.bs:
-        reasons.append(f"captured for {static.bs} requests, the step has {step.bs}")
+    reasons = _query_misfit(static, step)
     if type(step.paging) is not type(static.paging):
         reasons.append(f"captured on a {type(static.paging).__name__}, the step has a {type(step.paging).__name__}")
     elif isinstance(static.paging, RequestTable) and isinstance(step.paging, RequestTable):
@@ -81,6 +85,32 @@ def misfit(static: Step, step: Step) -> list[str]:
     return reasons
 
 
+def _query_misfit(static: Step, step: Step) -> list[str]:
+    """What of kind, layout and size does not fit."""
+    captured: Bucket | TokenBucket
+    given: Bucket | TokenBucket
+    if not isinstance(static.query, BoundedQuery):
+        if not isinstance(step.query, UniformQuery):
+            return [f"{_packed(step)} fits no graph of one uniform width"]
+        captured, given = static.bucket(), step.bucket()
+        wrong = step.bucket(static.bs) != captured
+    else:
+        if isinstance(step.query, UniformQuery):
+            return [f"a uniform width of {step.width} fits no graph of packed rows"]
+        captured = TokenBucket(static.kind, static.max_real, static.num_tokens)
+        given = TokenBucket(step.kind, step.bs, step.num_tokens)
+        wrong = step.kind is not static.kind or step.num_tokens > static.num_tokens
+    reasons = [f"captured for ({captured}), the step is ({given})"] if wrong else []
+    if step.bs > static.max_real:
+        reasons.append(f"captured for {static.max_real} requests, the step has {step.bs}")
+    return reasons
+
+
+def _packed(step: Step) -> str:
+    lens = f" (lengths {step.query.lens_cpu})" if isinstance(step.query, PackedQuery) else ""
+    return f"a packed query{lens}"
+
+
 def copy_step(static: Step, step: Step) -> None:
     """Fill a static step from a real one: real rows first, then padding. Copies on the device, reads nothing back."""
     assert not misfit(static, step), misfit(static, step)
@@ -88,16 +118,15 @@ def copy_step(static: Step, step: Step) -> None:
 
 
 def padding_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
-    """A step of padding only, on fresh tensors; of packed rows, one padded request has them all. paging: the engine's
-    table.
-    """
-    if isinstance(bucket, TokenBucket):
-        return _packed_padding(bucket, paging)
+    """A step of padding only, on fresh tensors. paging: the engine's table."""
     extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
     return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
 
 
-def _packed_padding(bucket: TokenBucket, paging: Paging) -> Step:
+def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+    """A step of padding only that the host knows in full, of packed rows one request, to run eagerly."""
+    if isinstance(bucket, Bucket):
+        return replace(padding_step(bucket, paging, capacity), max_committed=0, seq_lens_cpu=())
     geometry, given = paging.geometry, paging.static_input()
     pad = geometry.reserved_row if isinstance(paging, RequestTable) else geometry.reserved_page
     return Step(
@@ -107,19 +136,22 @@ def _packed_padding(bucket: TokenBucket, paging: Paging) -> Step:
         paging=paging.on_static(given.new_full((1, *given.shape[1:]), pad)),
         out_cache_loc=geometry.reserved_slots(bucket.num_tokens, given.device),
         num_real=torch.zeros(1, dtype=torch.int32, device=given.device),
+        max_committed=0,
         seq_lens_cpu=(),
     )
 
 
-def pad_step(step: Step, bs: int, capacity: Capacity) -> Step:
-    """The step at batch size `bs`, padded as a replay pads it, on fresh tensors."""
-    padded = padding_step(step.bucket(bs), step.paging, capacity)
+def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> Step:
+    """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no lengths
+    any more.
+    """
+    padded = padding_step(bucket, step.paging, capacity)
     copy_step(padded, step)
-    return replace(padded, seq_lens_cpu=step.seq_lens_cpu)
+    return replace(padded, seq_lens_cpu=step.seq_lens_cpu) if isinstance(bucket, Bucket) else padded
 
 
 def _fill(static: Step, step: Step | None) -> None:
-    """Write real rows, then padding: no committed tokens, the reserved row or page, writes to the reserved page."""
+    """Write real requests, then padded ones."""
     bs, num_writes = (step.bs, step.num_writes) if step is not None else (0, 0)
     geometry = static.paging.geometry
     table = static.paging.static_input()
@@ -140,7 +172,23 @@ def _fill(static: Step, step: Step | None) -> None:
     static.out_cache_loc[num_writes:].copy_(geometry.reserved_slots(static.num_writes - num_writes, static.device))
     is_table = isinstance(static.paging, BlockTable)
     table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
+    if isinstance(static.query, BoundedQuery):
+        _fill_starts(static.query, None if step is None else step.query)
     if static.tree_mask is not None:
         if step is not None and step.tree_mask is not None:
             static.tree_mask[:bs].copy_(step.tree_mask)
         static.tree_mask[bs:] = torch.eye(static.width, dtype=torch.bool, device=static.device)
+
+
+def _fill_starts(query: BoundedQuery, given: AnyQuery | None) -> None:
+    """Write where requests start: the given ones, then requests without a row, then those that have what is left."""
+    starts, bs = query.cu_seqlens, 0
+    if given is None:
+        starts[:1].zero_()
+    else:
+        assert isinstance(given, PackedQuery), "a misfit was refused"
+        bs = len(given.lens_cpu)
+        starts[: bs + 1].copy_(given.cu_seqlens)
+    place = torch.arange(bs + 1, starts.shape[0], dtype=torch.int32, device=starts.device)
+    left_over = (place - (starts.shape[0] - 1 - query.num_padding)).clamp_min(0) * query.width
+    starts[bs + 1 :].copy_((starts[bs] + left_over).clamp(max=query.num_tokens))

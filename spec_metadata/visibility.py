@@ -13,7 +13,8 @@ from torch import Tensor
 
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import PackedQuery, Step
+from spec_metadata.layout import Step
+from spec_metadata.query import PackedQuery, UniformQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,7 +59,7 @@ def dense_part(step: Step, forward: int = 0) -> DensePart:
     row sees all committed tokens and no more. A padded row reads as many keys of the reserved page as it has query
     rows, whatever the forward: it is never advanced.
     """
-    query_lens = step.query.cu_seqlens.diff() if isinstance(step.query, PackedQuery) else None
+    query_lens = None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens.diff()
     return _dense_part(step, step.seq_lens.int(), query_lens, real_rows(step), forward)
 
 
@@ -67,7 +68,8 @@ def host_lens(step: Step, bs: int, forward: int = 0) -> HostLens:
     lens = step.seq_lens_cpu
     assert lens is not None, "the caller refuses steps without seq_lens_cpu"
     packed = isinstance(step.query, PackedQuery)
-    assert not packed or bs == step.bs, "a packed step is never padded"
+    assert packed == (not isinstance(step.query, UniformQuery)), "the host knows no lengths of a bounded query"
+    assert not packed or bs == step.bs, "packed rows that were padded are bounded"
     query_lens = torch.tensor(step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.width] * bs)
     committed = torch.tensor([*lens, *[0] * (bs - len(lens))], dtype=torch.int32)
     dense = _dense_part(step, committed, query_lens if packed else None, torch.arange(bs) < len(lens), forward)
@@ -133,7 +135,7 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
 
 def query_starts(step: Step) -> Tensor:
     """[bs + 1] int32: first query row of each request, and the end."""
-    if isinstance(step.query, PackedQuery):
+    if not isinstance(step.query, UniformQuery):
         return step.query.cu_seqlens
     return torch.arange(step.bs + 1, dtype=torch.int32, device=step.device) * step.width
 

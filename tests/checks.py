@@ -110,7 +110,7 @@ def check_identical(what: str, one: Tensor, two: Tensor) -> None:
 
 def _padded(world: World, scene: Scene, meta: Metadata, bs: int) -> Step:
     if scene.batch.kind is not StepKind.IDLE:
-        return pad_step(scene.step(), bs, world.capacity)
+        return pad_step(scene.step(), scene.step().bucket(bs), world.capacity)
     assert meta.bucket is not None
     specs, paging = input_specs(meta.bucket, world.paging()), world.paging()
     extent = Extent.of_bucket(meta.bucket, world.capacity)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.runner import PhaseRunner

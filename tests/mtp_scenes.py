@@ -21,8 +21,8 @@ import torch
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedCache
 from attn_backends.eagle.mtp import MtpWorker
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends.eagle.requests import RequestOptions
-from attn_backends.eagle.worker import PhaseBackends, WorkerOptions
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends.models.loading import EXPERTS

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attn_backends.eagle.mtp import MtpWorker
-from attn_backends.eagle.worker import WorkerOptions
+from attn_backends.eagle.options import WorkerOptions
 from attn_backends.models import DraftModel, TargetModel, load_draft, load_mtp
 from spec_metadata import Capacity
 from tests.mtp_oracle import Oracle

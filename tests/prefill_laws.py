@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.eagle.options import PhaseBackends, PrefillGraphs, WorkerOptions
 from attn_backends.eagle.phases import Model, by_name
 from attn_backends.eagle.prefill_phases import (
     DRAFT_PREFILL,
@@ -24,12 +25,12 @@ from attn_backends.eagle.prefill_phases import (
     prefill_phase,
 )
 from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, SpeculativeWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker, SpeculativeWorker
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.models.decoder import DraftModel
 from attn_backends.registry import get_backend
-from attn_backends.runner import Forward, PackedPhase, PerToken, PiecewiseRunner, StepResult
-from spec_metadata import CacheGeometry, Capacity, Sampling
+from attn_backends.runner import Forward, PackedPhase, PerToken, PhaseRunner, PiecewiseRunner, Runner, StepResult, whole
+from spec_metadata import CacheGeometry, Capacity, Sampling, pad_step
 from tests import reference_models as rm
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, oracle_of, poisoned, random_tokens
 
@@ -77,7 +78,7 @@ class Ran:
 @contextmanager
 def watched():
     """Yields the steps of prefill that run while it lasts."""
-    seen, run = list[Ran](), PiecewiseRunner.run
+    seen, run = list[Ran](), Runner.run
 
     def noted(runner, step, inputs):
         result = run(runner, step, inputs)
@@ -86,7 +87,7 @@ def watched():
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PiecewiseRunner, "run", noted)
+        patch.setattr(Runner, "run", noted)
         yield seen
 
 
@@ -128,19 +129,28 @@ def check_results(found: Sequence[Ran], expected: Sequence[Ran], check: Callable
             check(what, getattr(one.result.value, field.name), getattr(other.result.value, field.name))
 
 
-def check_paths(worker: str = "eagle", place: Place = PLACE, chunk: int = 7, lens: Sequence[int] = LENS) -> list[Ran]:
-    """Results and caches are those of eager prefill, whatever the chunks; padded rows are stored nowhere; steps above
-    the largest bucket run eagerly and say so.
+def check_paths(
+    worker: str = "eagle",
+    place: Place = PLACE,
+    chunk: int = 7,
+    lens: Sequence[int] = LENS,
+    graphs: PrefillGraphs = "piecewise",
+) -> list[Ran]:
+    """Results and caches are those of eager prefill, whatever the chunks; padded rows are stored nowhere, or in the
+    reserved page; steps above the largest bucket run eagerly and say so.
     """
     make, graph = WORKERS[worker], graph_of(place)
-    eager, captured = make(place), make(place, prefill_buckets=BUCKETS, make_graph=graph)
+    eager, captured = make(place), make(place, prefill_buckets=BUCKETS, prefill_graphs=graphs, make_graph=graph)
     expected, found = prefill(eager, lens, chunk), prefill(captured, lens, chunk)
     check_results(found, expected, check_close)
-    for ours, theirs in zip(memory(captured), memory(eager), strict=True):
-        check_close("a cache", ours, theirs)
     for cache in (*captured.target_caches, *captured.draft_caches):
         for pages in cache.pages:
-            assert not pages[captured.slots.geometry.reserved_page].any(), "padded rows are stored"
+            reserved = pages[captured.slots.geometry.reserved_page]
+            assert graphs == "full" or not reserved.any(), "padded rows are stored"
+            assert reserved.isfinite().all()
+            reserved.zero_()
+    for ours, theirs in zip(memory(captured), memory(eager), strict=True):
+        check_close("a cache", ours, theirs)
     for size in {ran.result.bucket.num_tokens for ran in found if ran.result.bucket}:
         features = captured._prefill._captured[size].outputs.features
         assert features.isfinite().all(), "padded rows hold what is left of other steps"
@@ -153,6 +163,40 @@ def check_paths(worker: str = "eagle", place: Place = PLACE, chunk: int = 7, len
             number = sum(ran.result.ran_graph is took for ran in found if ran.phase == phase)
             assert counts.get(phase, 0) == number, f"{counts} counts {phase} wrong"
     return found
+
+
+def check_full(place: Place = PLACE) -> None:
+    """`check_paths` of one graph of all."""
+    check_paths(place=place, graphs="full")
+
+
+def check_full_exact(worker: str = "eagle", place: Place = PLACE, chunk: int = 7) -> None:
+    """A replay of a full graph equals the eager step on the same padded layout bit for bit, padded rows included."""
+    options = {"prefill_buckets": BUCKETS, "prefill_graphs": "full", "make_graph": graph_of(place)}
+    captured, run, compared = WORKERS[worker](place, **options), PhaseRunner.run, list[str]()
+
+    def both(runner, step, inputs):
+        before = [tensor.clone() for tensor in memory(captured)]
+        result = run(runner, step, inputs)
+        if result.bucket is None or runner.phase.name not in (PREFILL, DRAFT_PREFILL):
+            return result
+        after, graph = [tensor.clone() for tensor in memory(captured)], runner._captured[result.bucket.num_tokens]
+        replayed = {field.name: getattr(graph.outputs, field.name).clone() for field in fields(graph.outputs)}
+        for tensor, old in zip(memory(captured), before, strict=True):
+            tensor.copy_(old)
+        padded = runner.backend.init_forward_metadata(pad_step(step, result.bucket, runner.backend.capacity))
+        eager = runner.phase.region(padded, graph.inputs)
+        for name, value in replayed.items():
+            check_identical(f"{runner.phase.name}: {name}", value, getattr(eager, name))
+        for mine, theirs in zip(memory(captured), after, strict=True):
+            check_identical("a cache", mine.nan_to_num(7), theirs.nan_to_num(7))
+        compared.append(runner.phase.name)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PhaseRunner, "run", both)
+        prefill(captured, LENS, chunk)
+    assert {PREFILL, DRAFT_PREFILL} <= set(compared)
 
 
 def check_exact(worker: str = "eagle", place: Place = PLACE) -> None:
@@ -201,7 +245,8 @@ def check_further_fields(place: Place = PLACE) -> None:
         return ImageInputs(**by_name(known.safe_inputs(num_tokens)), embeds=embeds, is_image=embeds[:, 0] > 0)
 
     phase = PackedPhase("images", region, safe_inputs, ImageOutputs, known.bucket)
-    eager, captured = (PiecewiseRunner(phase, model.backend, sizes, graph_of(place)) for sizes in ((), BUCKETS))
+    eager, pieces = (PiecewiseRunner(phase, model.backend, sizes, graph_of(place)) for sizes in ((), BUCKETS))
+    full = PhaseRunner(whole(phase), model.backend, worker._paging(), BUCKETS, graph_of(place))
     row = worker.slots.admit()
     worker.slots.reserve(row, 40)
     for length in (6, 30, 3, 33):
@@ -215,6 +260,8 @@ def check_further_fields(place: Place = PLACE) -> None:
             "is_image": (embeds[:, 0] < 0.5).to(device),
         }
         with torch.no_grad():
-            expected, found = (runner.run(step, ImageInputs(**given)) for runner in (eager, captured))
-        assert found.ran_graph == (length <= BUCKETS[-1])
-        check_results([Ran("images", 1, length, found)], [Ran("images", 1, length, expected)], check_close)
+            expected = eager.run(step, ImageInputs(**given))
+            for runner in (pieces, full):
+                found = runner.run(step, ImageInputs(**given))
+                assert found.ran_graph == (length <= BUCKETS[-1])
+                check_results([Ran("images", 1, length, found)], [Ran("images", 1, length, expected)], check_close)

@@ -48,7 +48,9 @@ class MarkovTarget:
         """[rows, VOCAB]."""
         return LOGITS[tokens]
 
-    def forward_features(self, tokens: Tensor, positions: Tensor, attention: object) -> tuple[Tensor, Tensor]:
+    def forward_features(
+        self, tokens: Tensor, positions: Tensor, attention: object, multimodal: None = None
+    ) -> tuple[Tensor, Tensor]:
         """[rows, VOCAB] twice."""
         hidden = self.forward(tokens, positions, attention)
         return hidden, hidden
@@ -241,8 +243,9 @@ def check_filters(width: int = 24) -> None:
 
 def check_lossless(draft: dict[str, int], path: dict[str, object], num_tokens: int = 24) -> None:
     """Sampled EAGLE emits the tokens of sampled plain decoding with the same seeds, on a trained model."""
+    from attn_backends.eagle.options import WorkerOptions
     from attn_backends.eagle.serving import serve  # needs the models' packages
-    from attn_backends.eagle.worker import EagleWorker, PlainWorker, WorkerOptions
+    from attn_backends.eagle.worker import EagleWorker, PlainWorker
     from tests.serving_scenes import engine_parts, prompts, tokens
 
     capacity, given = Capacity(3, 96, 16, **draft), prompts(6, 60)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from attn_backends.base import AttentionBackend
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends.eagle.requests import Request, RequestOptions
 from attn_backends.eagle.serving import Completion, Server, serve
 from attn_backends.eagle.slots import SlotAllocator
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
 from attn_backends.registry import get_backend

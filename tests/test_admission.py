@@ -116,7 +116,7 @@ def test_checking_mode_refuses_bad_values(world: World, scene: Scene, message: s
 
 def test_values_of_padding_are_not_checked(world: World, scene: Scene) -> None:
     """Padded rows write the reserved page, each slot many times."""
-    check_values(pad_step(scene.step(), 5, world.capacity), world.capacity)
+    check_values(pad_step(scene.step(), scene.step().bucket(5), world.capacity), world.capacity)
     check_values(Scene(world, Batch(StepKind.IDLE, ())).step(), world.capacity)
 
 

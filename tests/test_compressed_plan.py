@@ -208,14 +208,14 @@ def test_a_recorded_plan_equals_the_eager_one_of_the_same_layout(kind: StepKind,
         batch.place(seed)
         backend.copy_inputs(meta, batch.step())
         graph.replay()
-        eager = backend.init_forward_metadata(pad_step(batch.step(), bs, backend.capacity))
+        eager = backend.init_forward_metadata(pad_step(batch.step(), batch.step().bucket(bs), backend.capacity))
         for name in ("write_slots", *(spec.name for spec in backend.buffers(kind))):
             assert torch.equal(meta.buffers[name], eager.buffers[name]), name
 
 
 def test_padded_rows_name_the_reserved_page_only() -> None:
     batch = Batch(SMALL, StepKind.TARGET_VERIFY, (5, 18))
-    meta = batch.backend.init_forward_metadata(pad_step(batch.step(), 4, batch.backend.capacity))
+    meta = batch.backend.init_forward_metadata(pad_step(batch.step(), batch.step().bucket(4), batch.backend.capacity))
     per_page = {"window_slots": 16, "write_slots": 16, "state_writes_4": 10, "state_writes_8": 10}
     for name, rows in per_page.items():
         padding = meta.buffers[name][0][8:]

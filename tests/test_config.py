@@ -125,6 +125,10 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE.replace("topk = 1", "topk = 0"), r"eagle.topk: .* greater than or equal to 1, got 0"),
         (FA3 + EAGLE.replace("num_steps = 3", "num_steps = 0"), r"eagle.num_steps: .* got 0"),
         (FA3 + EAGLE.replace("= 4", "= 5"), r"eagle.num_draft_tokens: .* must be in \[2, 4\].* got 5"),
+        (
+            FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\nplaceholder_token = -1',
+            r"model.placeholder_token: .* greater than or equal to 0, got -1",
+        ),
         (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: .*'eagle' or 'mtp', got 'eagel'"),
         (FA3 + EAGLE + "worker = 'mtp'\ndraft_graphs = 'two'", r"eagle.draft_graphs: .* got 'two'"),
         (

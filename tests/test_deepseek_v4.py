@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.eagle.engine import serve
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends.eagle.phases import VerifyInputs
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions, kept
+from attn_backends.eagle.worker import EagleWorker, PlainWorker, kept
 from attn_backends.graphs import RecordedGraph
 from attn_backends.models import load_draft, load_target
 from attn_backends.models.attention import ForwardAttention

@@ -83,7 +83,7 @@ def check_replays(kind: StepKind, *, block_table: bool, record_refresh: bool, de
         graph.replay()
         replayed, after = [AttentionOutput(*map(torch.clone, output)) for output in outputs], memory(engine)
         restore(engine, before)
-        eager = backend.init_forward_metadata(pad_step(step, BS, backend.capacity))
+        eager = backend.init_forward_metadata(pad_step(step, step.bucket(BS), backend.capacity))
         expected = run_layers(engine, eager, static)
         check_rows(replayed, expected, step.num_tokens)
         for one, two in zip(after, memory(engine), strict=True):
@@ -123,7 +123,7 @@ def test_padding_changes_no_real_row_and_writes_only_the_reserved_page(kind: Ste
     engine.prefill(requests, (17, 31))
     step = step_of(engine, kind, requests)
     before, runs = memory(engine), []
-    padded = pad_step(step, BS, engine.backend.capacity)
+    padded = pad_step(step, step.bucket(BS), engine.backend.capacity)
     inputs = inputs_of(engine, padded, 1)
     trimmed = [[given.map(lambda x: x[: step.num_tokens]) for given in of_layers] for of_layers in inputs]
     for given_step, given in ((step, trimmed), (padded, inputs)):

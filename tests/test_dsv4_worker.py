@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attn_backends.cli import main
+from attn_backends.eagle.options import WorkerOptions
 from attn_backends.eagle.serving import serve
-from attn_backends.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity
 from tests.mutants.compressed import states_of_the_last_rows_only
@@ -68,7 +69,7 @@ def test_a_shared_beginning_brings_its_states_along():
     worker = eagle_worker("v4", "dsv4", Capacity(3, 360, 256, **CHAIN))
     shared: list[int] = []
     admit = worker.slots.admit
-    worker.slots.admit = lambda prompt=(): (shared.append(worker.slots.num_shared_tokens(prompt)), admit(prompt))[1]
+    worker.slots.admit = lambda keys=(): (shared.append(worker.slots.num_shared_tokens(keys)), admit(keys))[1]
     assert tokens(serve(worker, given, 16)) == tokens(found)
     assert 256 in shared
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attn_backends.eagle.options import WorkerOptions
 from attn_backends.eagle.serving import serve
-from attn_backends.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker
 from attn_backends.models import load_draft
 from attn_backends.models.eagle3 import Eagle3Draft, save_eagle3
 from spec_metadata import Capacity

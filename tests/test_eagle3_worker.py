@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from attn_backends.config import load_run_config
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.mtp import MtpWorker
+from attn_backends.eagle.options import PrefillGraphs, WorkerOptions
 from attn_backends.eagle.phases import VerifyInputs
 from attn_backends.eagle.serving import serve
 from attn_backends.eagle.tables import kept
-from attn_backends.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.models.eagle3 import Eagle3Model, save_eagle3
 from spec_metadata import Capacity, SamplingParams, Step
@@ -33,10 +36,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("place", "shape", "chunk"), CASES, ids=str)
-def test_drafts_are_those_of_a_full_recompute(place, shape, chunk):
-    prefill_buckets = (6, 16) if place.buckets else ()
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_drafts_are_those_of_a_full_recompute(place, shape, chunk, graphs):
+    captured = {"prefill_buckets": (6, 16) if place.buckets else (), "prefill_graphs": graphs}
     scene = random_arrivals(8, 5, 16, 10, seed=2)
-    laws.check_scene(place, shape, scene, 3, chunk=chunk, prefill_buckets=prefill_buckets)
+    laws.check_scene(place, shape, scene, 3, chunk=chunk, **captured)
 
 
 def test_chains():

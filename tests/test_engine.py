@@ -10,7 +10,8 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.config import RunConfig, load_run_config
 from attn_backends.eagle.engine import Engine
 from attn_backends.eagle.mtp import MtpWorker
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, WorkerOptions
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.models import load_target, load_tokenizer
 from attn_backends.selection import Workload

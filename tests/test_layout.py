@@ -270,7 +270,7 @@ PADDABLE = [name for name in MAKERS if name in NEW_TOKENS]
 @pytest.mark.parametrize("bs", [3, 5])
 def test_padding_has_one_policy(name: str, form: type, bs: int) -> None:
     step = MAKERS[name](SEQ_LENS, paging_of(form))
-    padded = pad_step(step, bs, CAPACITY)
+    padded = pad_step(step, step.bucket(bs), CAPACITY)
     extra = bs - 3
     assert (padded.kind, padded.query, padded.num_steps, padded.bs) == (step.kind, step.query, step.num_steps, bs)
     assert padded.seq_lens.tolist() == LENS + [0] * extra
@@ -292,7 +292,8 @@ def test_padding_has_one_policy(name: str, form: type, bs: int) -> None:
 
 def test_padding_a_tree_mask() -> None:
     mask = torch.rand(3, 4, 4) < 0.5
-    padded = pad_step(Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=mask), 5, CAPACITY)
+    step = Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=mask)
+    padded = pad_step(step, step.bucket(5), CAPACITY)
     assert padded.tree_mask is not None
     assert torch.equal(padded.tree_mask[:3], mask)
     assert torch.equal(padded.tree_mask[3:], torch.eye(4, dtype=torch.bool).expand(2, -1, -1))
@@ -304,12 +305,12 @@ def test_a_larger_batch_leaves_nothing_behind(form: type) -> None:
     paging, mask = paging_of(form), torch.rand(3, 4, 4) < 0.5
     large = Step.target_verify(4, SEQ_LENS, paging, tree_mask=mask)
     small = Step.target_verify(4, SEQ_LENS[:1], paging.on_static(paging.static_input()[:1]), tree_mask=mask[:1])
-    static = pad_step(large, 3, CAPACITY)
+    static = pad_step(large, large.bucket(3), CAPACITY)
     empty = static_tensors(static_step(large.bucket(), paging, static_buffers(large, paging)))
     copy_step(static, small)
     assert all(
         torch.equal(*pair)
-        for pair in zip(static_tensors(static), static_tensors(pad_step(small, 3, CAPACITY)), strict=True)
+        for pair in zip(static_tensors(static), static_tensors(pad_step(small, small.bucket(3), CAPACITY)), strict=True)
     )
     copy_step(static, Step.idle(paging.on_static(paging.static_input()[:0])))
     assert all(torch.equal(*pair) for pair in zip(static_tensors(static), empty, strict=True))
@@ -330,7 +331,7 @@ def static_tensors(step: Step) -> list[Tensor]:
 def test_padding_leaves_the_step_alone() -> None:
     step = Step.target_verify(4, SEQ_LENS.clone(), PAGING)
     before = [step.seq_lens.clone(), step.out_cache_loc.clone(), PAGING.static_input().clone()]
-    padded = pad_step(step, 5, CAPACITY)
+    padded = pad_step(step, step.bucket(5), CAPACITY)
     padded.seq_lens.zero_()
     padded.out_cache_loc.zero_()
     padded.paging.static_input().zero_()
@@ -339,7 +340,8 @@ def test_padding_leaves_the_step_alone() -> None:
 
 
 def test_misfit_gives_every_reason() -> None:
-    static = pad_step(Step.target_verify(4, SEQ_LENS, PAGING), 3, CAPACITY)
+    step = Step.target_verify(4, SEQ_LENS, PAGING)
+    static = pad_step(step, step.bucket(3), CAPACITY)
     assert misfit(static, Step.target_verify(4, SEQ_LENS, PAGING)) == []
     assert misfit(static, Step.idle(PAGING.on_static(torch.empty(0, dtype=torch.int64)))) == []
     four = BlockTable(torch.zeros(4, 8, dtype=torch.int32), GEOMETRY)
@@ -360,6 +362,7 @@ def test_misfit_sees_another_view_of_the_same_memory() -> None:
         RequestTable(memory[::2], torch.tensor([0]), GEOMETRY),
     )
     lens, slots = torch.tensor([3]), torch.tensor([40])
-    static = pad_step(Step.decode(lens, one, slots), 2, CAPACITY)
+    step = Step.decode(lens, one, slots)
+    static = pad_step(step, step.bucket(2), CAPACITY)
     assert misfit(static, Step.decode(lens, replace(one, rows=torch.tensor([4])), slots)) == []
     assert misfit(static, Step.decode(lens, two, slots)) != []

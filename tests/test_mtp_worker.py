@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_backends import graphs
 from attn_backends.eagle.phases import VerifyInputs
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape, RequestError, RequestOptions
@@ -19,6 +17,7 @@ from attn_backends.errors import UnsupportedStepError
 from spec_metadata import Sampling, SamplingParams, Step, StepKind
 from tests import mtp_laws as laws
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, random_arrivals, steady
+from tests.no_host_reads import NoHostReads
 
 # Every backend, page size, number of steps, chunk, path and lag, most pairs of them at least once.
 CASES = [
@@ -150,20 +149,11 @@ def test_one_step_needs_no_pool():
     assert (worker.pool.hidden.numel(), worker.pool.tokens.numel()) == (0, 0)
 
 
-class NoHostReads(TorchDispatchMode):
-    """Refuses what reads the device from the host, as capture does; what goes the other way is no read."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        reason = graphs._refusal(func, args, kwargs or {})
-        assert not reason or "from Python values" in reason, f"{func}: {reason}"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("buckets", [(), (2,)])
 def test_nothing_is_read_from_the_device(buckets):
     place = Place("gqa", "fa3", 4, buckets, "per_module", host_lag=1, checking=False)
     worker, prompts = mtp_worker(place, capacity_of(3, 2, 48, 4)), ([1, 2, 3, 4, 5, 6, 7], [8, 9])
-    rows = [worker.slots.admit(prompt) for prompt in prompts]
+    rows = [worker.slots.admit() for _ in prompts]
     for row in rows:
         worker.slots.reserve(row, 32)
         worker.admit(row, Sampling())

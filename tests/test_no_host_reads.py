@@ -49,7 +49,7 @@ def test_planning_an_eager_step_reads_nothing(name, what):
 def test_a_replay_reads_nothing(name, what):
     backend, step = backend_of(name), STEPS[what]
     meta = backend.capture(step.bucket(3), PAGING)
-    padded = pad_step(step, 3, CAPACITY)
+    padded = pad_step(step, step.bucket(3), CAPACITY)
     RecordedGraph().capture(lambda: backend.replay(meta, step))
     RecordedGraph().capture(lambda: backend.replay(meta, padded))
 

@@ -58,7 +58,7 @@ class Case:
         self.paging = self._paging(form, rng)
         self.step = self._step()
         if pad:
-            self.step = pad_step(self.step, self.bs + pad, self.capacity)
+            self.step = pad_step(self.step, self.step.bucket(self.bs + pad), self.capacity)
 
     def _paging(self, form: type, rng: random.Random) -> Paging:
         if form is BlockTable:

@@ -1,26 +1,30 @@
-"""Captured prefill: pieces between eager attention calls, at buckets of tokens."""
+"""Captured prefill at buckets of tokens: pieces between eager attention calls, and graphs of all of it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
+from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.config import load_run_config
 from attn_backends.eagle import mtp
 from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.options import PrefillGraphs, WorkerOptions
 from attn_backends.eagle.phases import by_name
 from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL, PrefillInputs
 from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.worker import WorkerOptions
-from attn_backends.errors import CaptureError, ConfigError
+from attn_backends.errors import CaptureError, ConfigError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Capacity, InvalidStepError, Step
+from spec_metadata import Capacity, InvalidStepError, Step, StepKind
 from tests import prefill_laws as laws
 from tests.mtp_laws import check_scene
 from tests.mtp_scenes import Place, random_arrivals
 from tests.serving_scenes import CHAIN, GRAPH, eagle, plain, prompts, tokens
+from tests.test_prefill_graphs import Noted
+from tests.torch_kernels import torch_kernel
 
 PLACES = [
     Place("gqa", "fa3", 4),
@@ -33,10 +37,13 @@ PLACES = [
 @pytest.mark.parametrize(("chunk", "sizes"), [(1, {8}), (7, {8, 32}), (16, {8, 32}), (64, {0, 32})])
 @pytest.mark.parametrize("worker", laws.WORKERS)
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_results_are_those_of_eager_prefill(place: Place, worker: str, chunk: int, sizes: set[int]) -> None:
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_results_are_those_of_eager_prefill(
+    graphs: PrefillGraphs, place: Place, worker: str, chunk: int, sizes: set[int]
+) -> None:
     if place.model == "mla_experts" and worker == "mtp":
         place = Place("mla", "trtllm_mla", 32)
-    found = laws.check_paths(worker, place, chunk)
+    found = laws.check_paths(worker, place, chunk, graphs=graphs)
     assert {ran.result.bucket.num_tokens if ran.result.bucket else 0 for ran in found} >= sizes
 
 
@@ -46,26 +53,34 @@ def test_a_full_bucket_equals_eager_prefill_to_the_bit(place: Place, worker: str
     laws.check_exact(worker, place)
 
 
+@pytest.mark.parametrize("worker", laws.WORKERS)
+@pytest.mark.parametrize("place", [*PLACES[:3], Place("mla", "trtllm_mla", 32)], ids=str)
+def test_a_replay_of_all_equals_the_padded_step_to_the_bit(place: Place, worker: str) -> None:
+    laws.check_full_exact(worker, place)
+
+
 def test_fields_of_a_user_go_in_and_come_out() -> None:
     laws.check_further_fields()
 
 
 @pytest.mark.parametrize("place", [Place("mla", "flashinfer_mla", 4), Place("gqa", "fa3", 8, (1, 2))], ids=str)
-def test_drafts_after_it_are_those_of_a_full_recompute(place: Place) -> None:
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_drafts_after_it_are_those_of_a_full_recompute(place: Place, graphs: PrefillGraphs) -> None:
     """Requests join and leave, and some share pages with others."""
     scene = random_arrivals(12, 6, 24, 12, seed=2)
-    captured = {"prefill_buckets": (4, 16), "make_graph": RecordedGraph}
+    captured = {"prefill_buckets": (4, 16), "prefill_graphs": graphs, "make_graph": RecordedGraph}
     requests, _ = check_scene(place, 3, scene, max_bs=4, chunk=5, **captured)
     assert any(request.statistics.num_shared_tokens for request in requests)
 
 
 @pytest.mark.parametrize(("model", "backend"), [("gqa", "fa3"), ("v4", "dsv4")])
-def test_eagle_equals_plain_decoding(model: str, backend: str) -> None:
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_eagle_equals_plain_decoding(model: str, backend: str, graphs: PrefillGraphs) -> None:
     """Whatever a model hands to its attention beside queries, keys and values."""
     given = [*prompts(3, 60), [0, *prompts(4, 160)[3]]]
     capacity = Capacity(3, 200, 256 if model == "v4" else 16, **CHAIN)
     expected, _ = plain(model, backend, capacity, given, 16)
-    captured = {"chunk": 20, "prefill_buckets": (16, 64), **GRAPH}
+    captured = {"chunk": 20, "prefill_buckets": (16, 64), "prefill_graphs": graphs, **GRAPH}
     decoded, one = plain(model, backend, capacity, given, 16, **captured)
     drafted, other = eagle(model, backend, capacity, given, 16, **captured)
     assert tokens(decoded) == tokens(drafted) == tokens(expected)
@@ -73,8 +88,9 @@ def test_eagle_equals_plain_decoding(model: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(), laws.BUCKETS], ids=["eager", "graph"])
-def test_an_idle_rank_prefills_nothing(sizes: tuple[int, ...]) -> None:
-    worker = laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, make_graph=RecordedGraph)
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_an_idle_rank_prefills_nothing(sizes: tuple[int, ...], graphs: PrefillGraphs) -> None:
+    worker = laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, prefill_graphs=graphs, make_graph=RecordedGraph)
     idle = Step.idle(worker.slots.paging(torch.empty(0, dtype=torch.int64)))
     padding = by_name(worker._prefill.phase.safe_inputs(1))
     given = PrefillInputs(**{name: tensor[:0] for name, tensor in padding.items()})
@@ -98,9 +114,36 @@ def test_entries_of_another_size_are_refused() -> None:
         worker._first_drafts.run(step, given)
 
 
-def test_buckets_need_a_graph() -> None:
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_buckets_need_a_graph(graphs: PrefillGraphs) -> None:
     with pytest.raises(CaptureError, match=r"phase prefill: buckets \[8, 32\] were given and no graph to capture with"):
-        laws.eagle_worker(laws.PLACE, prefill_buckets=laws.BUCKETS)
+        laws.eagle_worker(laws.PLACE, prefill_buckets=laws.BUCKETS, prefill_graphs=graphs)
+
+
+def test_a_kernel_that_no_graph_can_hold_prefills_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = torch_kernel(FA3Backend)
+    lacking = replace(kernel.capabilities[StepKind.PREFILL], packed_graph=False)
+    monkeypatch.setitem(kernel.capabilities, StepKind.PREFILL, lacking)
+    options = {"prefill_buckets": laws.BUCKETS, "make_graph": RecordedGraph}
+    with pytest.raises(UnsupportedStepError, match=r"over packed rows.*prefill in pieces"):
+        laws.eagle_worker(laws.PLACE, prefill_graphs="full", **options)
+    assert all(ran.result.ran_graph for ran in laws.prefill(laws.eagle_worker(laws.PLACE, **options), (5, 3), 8))
+
+
+def test_prefill_graphs_are_of_two_sorts() -> None:
+    with pytest.raises(InvalidStepError, match="prefill_graphs must be 'piecewise' or 'full', got 'whole'"):
+        WorkerOptions(prefill_graphs="whole")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_smaller_buckets_share_the_memory_of_larger_ones(graphs: PrefillGraphs) -> None:
+    """The largest is captured first, so the others fit into what it has freed; target and draft share nothing."""
+    made = list[Noted]()
+    options = {"prefill_graphs": graphs, "make_graph": lambda: made.append(Noted()) or made[-1]}
+    laws.eagle_worker(laws.PLACE, prefill_buckets=(4, 16, 8), **options)
+    alone = [place for place, graph in enumerate(made) if graph.sharing is None]
+    assert len(alone) == 2
+    assert all(graph.sharing is made[place] for place, graph in enumerate(made[1:]) if place + 1 not in alone)
 
 
 def test_the_host_lists_the_tokens_of_a_step_not_of_its_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +173,10 @@ def test_a_chunk_holds_a_token(chunk: int) -> None:
     ("runtime", "sizes"),
     [
         ({}, ()),
-        ({"prefill": "piecewise"}, (64, 256)),
+        ({"prefill": "piecewise"}, (40,)),
         ({"prefill": "piecewise", "prefill_buckets": (12, 48)}, (12, 48)),
         ({"prefill": "piecewise", "path": "eager"}, ()),
+        ({"prefill": "full", "prefill_buckets": (48,)}, (48,)),
     ],
     ids=str,
 )
@@ -140,6 +184,7 @@ def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int
     small = {"max_bs": 2, "buckets": (1,), "max_context": 96, "prefill_chunk": 20}
     engine, given = build_engine(load_run_config("chain", backend="fa3", runtime=small | runtime)), prompts(3, 40)
     assert engine.eagle.options.prefill_buckets == sizes
+    assert engine.eagle.options.prefill_graphs == ("full" if runtime.get("prefill") == "full" else "piecewise")
     assert [c.tokens for c in engine.generate(given, 8)] == [c.tokens for c in engine.generate_plain(given, 8)]
     for phase in (PREFILL, DRAFT_PREFILL):
         assert bool(engine.ran[phase]["graph"]) == bool(sizes)
@@ -148,7 +193,7 @@ def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
-        ({"prefill": "full"}, r"runtime.prefill: .*'eager' or 'piecewise', got 'full'"),
+        ({"prefill": "whole"}, r"runtime.prefill: .*'eager', 'piecewise' or 'full', got 'whole'"),
         ({"prefill_buckets": (0,)}, r"runtime.prefill_buckets.* got 0"),
         ({"prefill_buckets": ()}, r"runtime.prefill_buckets"),
     ],

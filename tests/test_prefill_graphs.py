@@ -94,21 +94,21 @@ def test_a_cuda_capture_that_cannot_end_leaves_no_stream_behind(monkeypatch: pyt
 
 
 class Noted(RecordedGraph):
-    """Counts how often it was warmed up, and notes what it is behind."""
+    """Counts how often it was warmed up, and notes what it shares memory with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.warm_ups, self.behind = 0, None
+        self.warm_ups, self.sharing = 0, None
 
     def warm_up(self, region) -> None:
         self.warm_ups += 1
         region()
 
     @contextmanager
-    def recording(self, behind=None):
+    def recording(self, sharing=None):
         assert not is_capturing(), "the piece before has not ended"
-        self.behind = behind
-        with super().recording(behind):
+        self.sharing = sharing
+        with super().recording(sharing):
             yield
 
 
@@ -122,6 +122,6 @@ def test_pieces_follow_one_another_and_are_warmed_up_as_a_whole() -> None:
             graph.cut(lambda _: None)
 
     graph.capture(region)
-    assert [piece.behind for piece in made] == [None, *made[:-1]]
+    assert [piece.sharing for piece in made] == [None, *made[:-1]]
     assert [piece.warm_ups for piece in made] == [1, 0, 0, 0]
     assert len(runs) == 2, "the warm-up and the capture"

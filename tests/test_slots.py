@@ -21,9 +21,9 @@ def allocator(num_pages=20, page_size=4, max_bs=4, num_rerun=0):
 
 def committed(slots, prompt, num_committed=None):
     """A row whose prompt is committed."""
-    row = slots.admit(prompt)
+    row = slots.admit(slots.prefix_keys(prompt))
     slots.reserve(row, len(prompt))
-    slots.share(row, prompt, len(prompt) if num_committed is None else num_committed)
+    slots.share(row, slots.prefix_keys(prompt), len(prompt) if num_committed is None else num_committed)
     return row
 
 
@@ -39,8 +39,8 @@ def expected_table(slots, row, num_tokens):
 def test_a_row_that_shares_reads_the_pages_of_the_other():
     slots = allocator()
     first = committed(slots, PROMPT)
-    second = slots.admit(PROMPT)
-    assert slots.num_held_tokens(second) == slots.num_shared_tokens(PROMPT) == 28
+    second = slots.admit(slots.prefix_keys(PROMPT))
+    assert slots.num_held_tokens(second) == slots.num_shared_tokens(slots.prefix_keys(PROMPT)) == 28
     assert table(slots, second, 28) == table(slots, first, 28)
     slots.reserve(second, 35)
     assert table(slots, second, 35) == expected_table(slots, second, 35)
@@ -71,8 +71,8 @@ def test_a_row_that_shares_reads_the_pages_of_the_other():
 def test_a_page_is_shared_with_its_tokens_and_the_one_after(prompt, num_shared):
     slots = allocator()
     committed(slots, PROMPT)
-    assert slots.num_shared_tokens(prompt) == num_shared
-    assert slots.num_common_tokens(prompt, PROMPT) == num_shared
+    assert slots.num_shared_tokens(slots.prefix_keys(prompt)) == num_shared
+    assert slots.num_common_tokens(slots.prefix_keys(prompt), slots.prefix_keys(PROMPT)) == num_shared
 
 
 @pytest.mark.parametrize("num_rerun", [0, 1, 2, 3, 5])
@@ -82,8 +82,9 @@ def test_a_page_is_shared_with_as_many_tokens_after_it_as_a_draft_took(num_rerun
     committed(slots, PROMPT)
     for length in range(len(PROMPT) + 1):
         num_pages = sum(end + num_rerun + 1 <= length for end in range(4, 30, 4))
-        assert slots.num_shared_tokens(PROMPT[:length]) == 4 * num_pages
-        assert slots.num_common_tokens(PROMPT, [*PROMPT[:length], 0, 1, 2, 3, 4, 5]) == 4 * num_pages
+        assert slots.num_shared_tokens(slots.prefix_keys(PROMPT[:length])) == 4 * num_pages
+        longer = slots.prefix_keys([*PROMPT[:length], 0, 1, 2, 3, 4, 5])
+        assert slots.num_common_tokens(slots.prefix_keys(PROMPT), longer) == 4 * num_pages
 
 
 def test_what_is_kept_of_a_shared_page_does_not_grow_with_the_prompt():
@@ -91,13 +92,13 @@ def test_what_is_kept_of_a_shared_page_does_not_grow_with_the_prompt():
     geometry = CacheGeometry(num_tokens + 10, page_size=1)
     slots = SlotAllocator(geometry, Capacity(1, num_tokens, page_size=1), torch.device("cpu"))
     prompt = [token % 200 for token in range(num_tokens)]
-    row = slots.admit(prompt)
+    row = slots.admit(slots.prefix_keys(prompt))
     slots.reserve(row, num_tokens)
     tracemalloc.start()
-    slots.share(row, prompt, num_tokens)
+    slots.share(row, slots.prefix_keys(prompt), num_tokens)
     num_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert slots.num_shared_tokens(prompt) == num_tokens - 1
+    assert slots.num_shared_tokens(slots.prefix_keys(prompt)) == num_tokens - 1
     assert num_bytes < 400 * num_tokens
 
 
@@ -105,14 +106,14 @@ def test_what_is_kept_of_a_shared_page_does_not_grow_with_the_prompt():
 def test_a_page_whose_end_is_near_the_end_of_a_prompt_is_not_shared(num_committed, num_shared):
     slots = allocator(num_rerun=2)
     committed(slots, PROMPT, num_committed)
-    assert slots.num_shared_tokens(PROMPT) == num_shared
+    assert slots.num_shared_tokens(slots.prefix_keys(PROMPT)) == num_shared
 
 
 @pytest.mark.parametrize(("num_committed", "num_shared"), [(0, 0), (3, 0), (4, 4), (11, 8), (12, 12)])
 def test_only_committed_pages_are_shared(num_committed, num_shared):
     slots = allocator()
     committed(slots, PROMPT, num_committed)
-    assert slots.num_shared_tokens(PROMPT) == num_shared
+    assert slots.num_shared_tokens(slots.prefix_keys(PROMPT)) == num_shared
 
 
 def test_a_shared_page_lives_as_long_as_somebody_holds_it():
@@ -123,10 +124,10 @@ def test_a_shared_page_lives_as_long_as_somebody_holds_it():
     slots.release(first)
     assert slots.pages(second)[:7] == pages[:7]
     assert slots.num_free_pages == 19 - 8
-    assert slots.num_shared_tokens(PROMPT) == 28
+    assert slots.num_shared_tokens(slots.prefix_keys(PROMPT)) == 28
     slots.release(second)
     assert slots.num_free_pages == 19
-    assert slots.num_shared_tokens(PROMPT) == 0, "a free page is found by nobody"
+    assert slots.num_shared_tokens(slots.prefix_keys(PROMPT)) == 0, "a free page is found by nobody"
     assert not slots.in_use
 
 
@@ -134,10 +135,10 @@ def test_shared_pages_count_when_room_is_sought():
     slots = allocator(num_pages=11)
     committed(slots, PROMPT)
     assert slots.num_free_pages == 2
-    assert not slots.can_admit(33, [1] * 30)
-    assert slots.can_admit(36, PROMPT)
-    assert not slots.can_admit(37, PROMPT)
-    row = slots.admit(PROMPT)
+    assert not slots.can_admit(33, slots.prefix_keys([1] * 30))
+    assert slots.can_admit(36, slots.prefix_keys(PROMPT))
+    assert not slots.can_admit(37, slots.prefix_keys(PROMPT))
+    row = slots.admit(slots.prefix_keys(PROMPT))
     with pytest.raises(OutOfSlotsError, match="needs 3 more pages of 4 tokens, 2 are free"):
         slots.reserve(row, 40)
 
@@ -163,10 +164,10 @@ def test_no_page_is_lost_or_given_twice(seed):
             row = rng.choice(list(held))
             del held[row]
             slots.release(row)
-        elif slots.can_admit(len(prompt) + 2, prompt):
-            row = slots.admit(prompt)
+        elif slots.can_admit(len(prompt) + 2, slots.prefix_keys(prompt)):
+            row = slots.admit(slots.prefix_keys(prompt))
             slots.reserve(row, len(prompt) + 2)
-            slots.share(row, prompt, rng.randint(0, len(prompt)))
+            slots.share(row, slots.prefix_keys(prompt), rng.randint(0, len(prompt)))
             held[row] = prompt
         pages = [page for row in held for page in slots.pages(row)]
         assert slots.num_free_pages + len(set(pages)) == 39

@@ -337,7 +337,16 @@ def on_triton(decode) -> Iterator[None]:
 
 @pytest.mark.usefixtures("on_triton")
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-@pytest.mark.parametrize("check_id", ["math.draft_decode", "math.draft_extend", "graph.padded", "poison.unowned_nan"])
+@pytest.mark.parametrize(
+    "check_id",
+    [
+        "math.draft_decode",
+        "math.draft_extend",
+        "graph.padded",
+        "graph.shrinking",
+        "poison.unowned_nan",
+    ],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_conformance(backend, check_id):
     """One case of a check; the whole suite runs on a GPU."""

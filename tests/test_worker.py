@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_backends.eagle.options import WorkerOptions
 from attn_backends.eagle.phases import VerifyInputs
 from attn_backends.eagle.requests import RequestError
 from attn_backends.eagle.serving import serve
-from attn_backends.eagle.worker import EagleWorker, WorkerOptions, kept
+from attn_backends.eagle.worker import EagleWorker, kept
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, SamplingParams, Step
 from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens

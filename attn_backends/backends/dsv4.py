@@ -41,7 +41,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.metadata import ForwardMetadata
 from attn_backends.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
-from spec_metadata import Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
+from spec_metadata import BoundedQuery, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed
 from spec_metadata.plans.compressed import CompressedPlan, Compression, EntryPlan
 
@@ -49,6 +49,7 @@ _TORCH = Capabilities(
     page_sizes=None,
     dtypes=FLOAT_TYPES,
     packed=True,
+    packed_graph=True,
     lse=LseBase.NATURAL,
     window=True,
     sinks=True,
@@ -327,6 +328,8 @@ def _select(index: IndexQuery, cache: CompressedCache, plan: CompressedPlan, lay
 def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:
     """Why a ring of states can't take a step back after it; empty if it can."""
     page_size, window = step.paging.geometry.page_size, compression.read_window
+    if isinstance(step.query, BoundedQuery):
+        return []  # a graph's: what it is replayed on has lengths, and is asked then
     if step.kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
         most, asked, unit = compressed.max_rows(window, ring, page_size), step.width, "query rows a request"
     elif step.kind is StepKind.DRAFT_DECODE:

@@ -32,7 +32,7 @@ _UNIFORM = Capabilities(
     lse=LseBase.NATURAL,
     kv_scales=True,
 )
-_PACKED = replace(_UNIFORM, packed=True)
+_PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
 _TORCH = {
     StepKind.PREFILL: _PACKED,
     StepKind.DECODE: _UNIFORM,

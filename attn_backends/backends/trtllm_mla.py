@@ -36,7 +36,7 @@ _UNIFORM = Capabilities(
     kv_scales=True,
 )
 _TORCH = {
-    StepKind.PREFILL: replace(_UNIFORM, packed=True, non_causal=False, graph=False),
+    StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),
     StepKind.DECODE: _UNIFORM,
     StepKind.DRAFT_DECODE: _UNIFORM,
     StepKind.TARGET_VERIFY: _UNIFORM,

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from attn_backends.base import AttentionBackend
 from attn_backends.config import RunConfig, load_run_config
-from attn_backends.eagle.worker import PhaseBackends
+from attn_backends.eagle.options import PhaseBackends
 from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")

@@ -37,8 +37,9 @@ class Case:
 
     kind: of the step. path: eager, or captured and replayed. format, page_size: of the cache. topk: above 1, drafts
     are trees. table: request-to-token table or block table. dtype: of queries and cache. lens: committed tokens of
-    each request, none for idle. widths: query rows of each request of a packed step. captured_lens: of the batch that
-    a graph is captured on. bs: the graph's batch size; rows past the requests are padding. poison, reserved: what
+    each request, none for idle. widths: query rows of each request of a packed step. captured_lens, captured_widths: of
+    the batch that a graph is captured on. bs: the graph's batch size; rows past the requests are padding. num_tokens:
+    query rows of a graph of packed ones, 0 for a uniform width. poison, reserved: what
     unowned memory and the reserved page hold. index: type of lengths, rows and pages. bounded: the step promises its
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
@@ -67,6 +68,8 @@ class Case:
     far: bool = False
     cache_dtype: str = ""
     layer: str = ""
+    captured_widths: tuple[int, ...] = ()
+    num_tokens: int = 0
 
     @property
     def name(self) -> str:
@@ -90,7 +93,10 @@ class Case:
             words.append(f"{', '.join(map(str, self.widths))} query rows")
         if self.path == "graph":
             captured = ", ".join(map(str, self.captured_lens))
-            words.append(f"replayed by a graph of {self.bs} requests that was captured on lengths {captured}")
+            size = f"{self.bs} requests" + (f" and {self.num_tokens} packed rows" if self.num_tokens else "")
+            words.append(f"replayed by a graph of {size} that was captured on lengths {captured}")
+            if self.captured_widths:
+                words.append(f"with {', '.join(map(str, self.captured_widths))} query rows there")
         layer = f" of {_LAYERS[self.layer]}" if self.layer else ""
         words.append(f"pages of {self.page_size} tokens ({self.format}{layer}, {self.table} table, {self.index})")
         words += [

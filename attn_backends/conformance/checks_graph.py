@@ -28,18 +28,22 @@ from attn_backends.conformance.exercise import (
 )
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    any_graph,
     around_pages,
     graph,
     graphable,
     growing,
     idle,
+    joined,
     one_page_size,
+    packed_graph,
     padded,
     shrinking,
     situations,
+    spacious,
 )
 from attn_backends.errors import UnsupportedStepError
-from spec_metadata import StepKind
+from spec_metadata import PackedQuery, StepKind
 
 
 def _measure(ran: Ran) -> Measured:
@@ -60,54 +64,59 @@ def _replay_another(subject: Subject, case: Case) -> Measured:
     return _measure(captured.run(scene, case))
 
 
-@check("graph.shrinking", graph(shrinking))
+@check("graph.shrinking", any_graph(shrinking))
 def shrinking_batch(subject: Subject, case: Case) -> Measured:
     """A graph captured on a large batch computes and writes for a smaller one of shorter requests."""
     return _replay_another(subject, case)
 
 
-@check("graph.padded", graph(padded))
+def _spacious(subject: Subject) -> list[Case]:
+    return [spacious(case) for case in one_page_size(packed_graph(padded))(subject)]
+
+
+@check("graph.padded", joined(any_graph(padded), _spacious))
 def padded_batch(subject: Subject, case: Case) -> Measured:
     """Rows past the real requests change no output, and write in the reserved page alone."""
     return _replay_another(subject, case)
 
 
-@check("graph.idle", graph(idle))
+@check("graph.idle", any_graph(idle))
 def idle_batch(subject: Subject, case: Case) -> Measured:
     """A replay without any request writes in the reserved page alone."""
     return _replay_another(subject, case)
 
 
-@check("graph.refresh_recorded", graph(growing, refresh=True))
+@check("graph.refresh_recorded", any_graph(growing, refresh=True))
 def refresh_recorded(subject: Subject, case: Case) -> Measured:
     """`refresh` may be the graph's first node, with `copy_inputs` alone between replays."""
     return _replay_another(subject, case)
 
 
-@check("graph.captured_batch", one_page_size(graph(growing)))
+@check("graph.captured_batch", one_page_size(any_graph(growing)))
 def captured_batch(subject: Subject, case: Case) -> Measured:
     """The graph is right on the very batch that it was captured on."""
-    captured, _ = _captured(subject, replace(case, lens=case.captured_lens))
+    captured, _ = _captured(subject, replace(case, lens=case.captured_lens, widths=case.captured_widths))
     before = prepare_memory(captured.scene, case)
     return _measure(captured.replay(captured.scene, before))
 
 
-@check("graph.sequence", one_page_size(graph(growing)))
+@check("graph.sequence", one_page_size(any_graph(growing)))
 def sequence(subject: Subject, case: Case) -> Measured:
     """One graph, replayed on long, short, idle and long batches in turn, keeps nothing of the one before."""
     captured, _ = _captured(subject, case)
     found = []
-    for turn, lens in enumerate((case.lens, case.captured_lens, (), case.lens[::-1])):
-        scene = scene_of(captured.world, batch_of(replace(case, lens=lens)), case.seed + 10 + turn)
+    batches = (case.lens, case.widths), (case.captured_lens, case.captured_widths), ((), ())
+    for turn, (lens, widths) in enumerate((*batches, (case.lens[::-1], case.widths[::-1]))):
+        scene = scene_of(captured.world, batch_of(replace(case, lens=lens, widths=widths)), case.seed + 10 + turn)
         found.append(_measure(captured.run(scene, case)))
     return nearest(found)
 
 
-@check("graph.two_buckets", one_page_size(graph(growing)))
+@check("graph.two_buckets", one_page_size(any_graph(growing)))
 def two_buckets(subject: Subject, case: Case) -> Measured:
     """Graphs of two batch sizes of one backend, replayed in turn, don't disturb each other."""
     large, _ = _captured(subject, case)
-    few = replace(case, bs=2, lens=case.lens[:2])
+    few = replace(case, bs=2, lens=case.lens[:2], widths=case.widths[:2], num_tokens=max(case.num_tokens - 1, 0))
     small = Captured(large.world, few)
     found = []
     for turn, (captured, its) in enumerate(((large, case), (small, few), (large, case))):
@@ -135,7 +144,7 @@ def two_kinds(subject: Subject, case: Case) -> Measured:
     return _measure(verify.replay(scene, before))
 
 
-@check("graph.equals_eager", graph(growing))
+@check("graph.equals_eager", any_graph(growing))
 def equals_eager(subject: Subject, case: Case) -> Measured:
     """A replay equals the eager step on the same padded layout bit for bit: metadata, outputs and cache."""
     captured, scene = _captured(subject, case)
@@ -154,7 +163,7 @@ def equals_eager(subject: Subject, case: Case) -> Measured:
     return Measured()
 
 
-@check("graph.stable_addresses", graph(growing))
+@check("graph.stable_addresses", any_graph(growing))
 def stable_addresses(subject: Subject, case: Case) -> Measured:
     """A replay writes into the tensors that the graph was captured with, and replaces none of them."""
     captured, scene = _captured(subject, case)
@@ -164,7 +173,7 @@ def stable_addresses(subject: Subject, case: Case) -> Measured:
     return Measured()
 
 
-@check("graph.keeps_no_memory", graph(growing))
+@check("graph.keeps_no_memory", any_graph(growing))
 def keeps_no_memory(subject: Subject, case: Case) -> Measured:
     """What `replay` allocates is gone when it returns: a graph can't read it."""
     captured, scene = _captured(subject, case)
@@ -202,7 +211,7 @@ def _kept_by(call: Callable[[], None]) -> int:
     return sum(not reference.expired() for reference in allocations.made.values())
 
 
-@check("graph.owns_its_inputs", graph(growing))
+@check("graph.owns_its_inputs", any_graph(growing))
 def owns_its_inputs(subject: Subject, case: Case) -> Measured:
     """After `replay` the caller may overwrite the step's tensors: the graph has copies."""
     captured, scene = _captured(subject, case)
@@ -211,10 +220,12 @@ def owns_its_inputs(subject: Subject, case: Case) -> Measured:
     for tensor in (step.seq_lens, step.out_cache_loc, step.num_real, step.paging.static_input(), step.tree_mask):
         if tensor is not None:
             tensor.zero_()
+    if isinstance(step.query, PackedQuery):
+        step.query.cu_seqlens.zero_()
     return _measure(captured.replay(scene, before))
 
 
-@check("graph.guards", graph(growing))
+@check("graph.guards", any_graph(growing))
 def guards(subject: Subject, case: Case) -> Measured:
     """In checking mode, nobody writes next to a declared buffer, or a value outside its declared range."""
     world = world_of(replace(setup_of(subject, case), checking=True))
@@ -233,10 +244,15 @@ def _too_large(subject: Subject) -> list[Case]:
         for case in situations(subject, kind) if graphable(subject, kind) else ():
             edge, less, more, _ = around_pages(case)
             cases.append(replace(case, path="graph", captured_lens=(edge, less), lens=(more, 1, less), bs=2))
-    return cases
+    packed = packed_graph(shrinking)(subject)
+    return [*cases, *(replace(case, bs=1, captured_lens=case.lens[:1], captured_widths=(1,)) for case in packed)]
 
 
-@check("graph.larger_than_bucket", one_page_size(_too_large))
+def _too_many_rows(subject: Subject) -> list[Case]:
+    return [replace(case, num_tokens=sum(case.widths) - 1, captured_widths=(1, 1)) for case in packed_graph()(subject)]
+
+
+@check("graph.larger_than_bucket", one_page_size(joined(_too_large, _too_many_rows)))
 def larger_than_bucket(subject: Subject, case: Case) -> Measured:
     """A graph refuses a batch larger than its own, unwritten; the same step then runs eagerly."""
     captured, scene = _captured(subject, case)
@@ -248,7 +264,7 @@ def larger_than_bucket(subject: Subject, case: Case) -> Measured:
     except UnsupportedStepError:
         pass
     else:
-        raise CheckFailure("replay", f"took {len(case.lens)} requests into a graph of {case.bs}")
+        raise CheckFailure("replay", f"took what is too large: {case.in_words()}")
     for name, old in buffers.items():
         compare_identical(f"captured {name}", captured.meta.buffers[name], old)
     meta = captured.world.backend.init_forward_metadata(step)
@@ -269,9 +285,25 @@ def _packed(subject: Subject) -> list[Case]:
 @check("graph.packed_is_not_uniform", _packed)
 def packed_is_not_uniform(subject: Subject, case: Case) -> Measured:
     """A graph of a uniform width refuses packed accept lengths, even those that divide evenly."""
+    return _refused_layout(subject, case)
+
+
+def _uniform(subject: Subject) -> list[Case]:
+    cases = [case for case in packed_graph(shrinking)(subject) if case.kind == StepKind.DRAFT_EXTEND]
+    return [replace(case, widths=(), num_tokens=3 * case.num_tokens) for case in cases]
+
+
+@check("graph.uniform_is_not_packed", _uniform)
+def uniform_is_not_packed(subject: Subject, case: Case) -> Measured:
+    """A graph of packed rows refuses a uniform width, even one that it has room for."""
+    return _refused_layout(subject, case)
+
+
+def _refused_layout(subject: Subject, case: Case) -> Measured:
     captured, scene = _captured(subject, case)
+    step = scene.step()
     try:
-        captured.world.backend.replay(captured.meta, scene.step())
+        captured.world.backend.replay(captured.meta, step)
     except UnsupportedStepError as refusal:
         return Measured(refusal="; ".join(refusal.reasons))
-    raise CheckFailure("replay", f"took packed query lengths {case.widths} into a graph of one width")
+    raise CheckFailure("replay", f"took {step.query} into a graph of {captured.meta.bucket}")

@@ -21,6 +21,7 @@ from attn_backends.conformance.situations import (
     in_every_dtype,
     joined,
     one_page_size,
+    packed_graph,
     situations,
 )
 from attn_backends.conformance.worlds import with_extra
@@ -44,7 +45,7 @@ def _prefill(subject: Subject) -> list[Case]:
         cases.append(replace(case, lens=(0, 0), widths=(edge, 1)))
         cases.append(replace(case, lens=(less, 0, more, context), widths=(3, context, 1, 2)))
         cases.append(replace(case, lens=(less, 0, more), widths=(2, edge, 1), bounded=True))
-    return cases + in_every_dtype(lambda _: cases[:1])(subject)
+    return cases + in_every_dtype(lambda _: cases[:1])(subject) + _captured_rows(StepKind.PREFILL)(subject)
 
 
 def _packed_extend(subject: Subject) -> list[Case]:
@@ -53,7 +54,17 @@ def _packed_extend(subject: Subject) -> list[Case]:
     if declared is None or not declared.packed:
         return []
     cases = situations(subject, StepKind.DRAFT_EXTEND, topks=(1,))
-    return [replace(case, widths=widths) for case in cases for widths in ((2, 4, 1, 3), (1, 1, 4, 1))]
+    eagerly = [replace(case, widths=widths) for case in cases for widths in ((2, 4, 1, 3), (1, 1, 4, 1))]
+    return eagerly + _captured_rows(StepKind.DRAFT_EXTEND)(subject)
+
+
+def _captured_rows(kind: StepKind) -> Cases:
+    """A packed kind through graphs, everywhere in the finest type and at one page size in the others."""
+
+    def of_kind(subject: Subject) -> list[Case]:
+        return [case for case in packed_graph()(subject) if case.kind == kind]
+
+    return joined(of_kind, in_every_dtype(one_page_size(of_kind)))
 
 
 def _measure(subject: Subject, case: Case) -> Measured:

@@ -14,9 +14,10 @@ from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
-from attn_backends.conformance.exercise import batch_of, prepare_memory, scene_of, setup_of, world_of
+from attn_backends.conformance.exercise import batch_of, bucket_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    PACKED_KINDS,
     PAGE_SIZES,
     TREE_KINDS,
     TREE_TOPK,
@@ -81,9 +82,8 @@ def _refused_step(subject: Subject, case: Case) -> Measured:
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(case), case.seed)
     prepare_memory(scene, case)
-    kind = StepKind(case.kind)
     if case.path == "graph":
-        bucket = world.capacity.bucket(kind, 2)
+        bucket = bucket_of(world, case)
         return refused(case.feature, scene, lambda: world.backend.capture(bucket, world.paging()))
     return refused(case.feature, scene, lambda: world.backend.init_forward_metadata(scene.step()))
 
@@ -183,6 +183,21 @@ def step_kind(subject: Subject, case: Case) -> Measured:
 )
 def graph(subject: Subject, case: Case) -> Measured:
     """Capturing a kind that can't be."""
+    return _refused_step(subject, case)
+
+
+@check(
+    "refusals.packed_graph",
+    _undeclared(
+        lambda subject, kind, declared: (
+            _asks(subject, kind, path="graph", widths=(2, 1), bs=2, num_tokens=8, feature="a graph of packed rows")
+            for _ in range(1)
+            if kind in PACKED_KINDS and not declared.captures_packed
+        )
+    ),
+)
+def packed_graph(subject: Subject, case: Case) -> Measured:
+    """Capturing packed rows of a kind that can't be."""
     return _refused_step(subject, case)
 
 

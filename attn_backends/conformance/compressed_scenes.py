@@ -160,9 +160,8 @@ class CompressedScene(Scene):
         where = f"slot {row} (page {row // per_page}, offset {row % per_page}) of the {pool} must not hold this"
         return f"{where}: {self.owner(row)}" if pool == "rows" else where
 
-    def _inputs(self, forward: int, bs: int) -> CompressedForwardInputs:
+    def _inputs(self, forward: int, bs: int, num_rows: int) -> CompressedForwardInputs:
         rows, rng = self.rows[forward], torch.Generator().manual_seed(10_000 + forward)  # not the tokens' numbers
-        num_rows = len(rows) if self.batch.widths else bs * self.width
         layer, setup = self.world.layer, self.world.setup
 
         def draw(*shape: int) -> Tensor:

@@ -20,7 +20,7 @@ from attn_backends.conformance.worlds import Setup, World
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.metadata import Metadata
-from spec_metadata import Step, StepKind, pad_step, padding_step
+from spec_metadata import Bucket, Step, StepKind, TokenBucket, pad_step, padding_step
 
 CONTENTS = {"nan": float("nan"), "finite": 77.0}
 
@@ -110,19 +110,24 @@ def run_case_through_graph(subject: Subject, case: Case) -> Ran:
     return captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
 
 
+def bucket_of(world: World, case: Case) -> Bucket | TokenBucket:
+    """What a case's graph is captured in."""
+    kind = StepKind(case.kind)
+    return TokenBucket(kind, case.bs, case.num_tokens) if case.num_tokens else world.capacity.bucket(kind, case.bs)
+
+
 class Captured:
     """The forwards of a case's captured batch as a graph. scene: that batch; its inputs are the graph's static ones."""
 
     def __init__(self, world: World, case: Case) -> None:
         self.world, self.case = world, case
-        self.scene = scene_of(world, Batch(StepKind(case.kind), case.captured_lens), case.seed)
+        self.scene = scene_of(world, Batch(StepKind(case.kind), case.captured_lens, case.captured_widths), case.seed)
         prepare_memory(self.scene, case)
         backend = world.backend
-        bucket = world.capacity.bucket(self.scene.batch.kind, case.bs)
-        self.meta = backend.capture(bucket, world.paging())
+        self.meta = backend.capture(bucket_of(world, case), world.paging())
         self.addresses = addresses(self.meta)
         backend.replay(self.meta, self.scene.step())
-        self.static = self.scene.inputs(case.bs)
+        self.static = self.scene.inputs(case.bs, case.num_tokens)
         if backend.kernel_of(self.scene.batch.kind).schedule is not None:
             self._region()  # a vendor's schedules are made by the first forward, which a graph may not hold
         self.graph = new_graph(world.device)
@@ -136,7 +141,7 @@ class Captured:
     def load(self, scene: Scene) -> Step:
         """Make inputs and metadata those of a scene. Returns the step."""
         if scene.batch.kind is not StepKind.IDLE:
-            fill(self.static, scene.inputs(self.case.bs))
+            fill(self.static, scene.inputs(self.case.bs, self.case.num_tokens))
         step, backend = scene.step(), self.world.backend
         (backend.copy_inputs if self.case.refresh else backend.replay)(self.meta, step)
         return step
@@ -157,9 +162,9 @@ class Captured:
 
     def padded(self, scene: Scene) -> Step:
         """The scene's step in the layout of this graph, from fresh tensors."""
-        if scene.batch.kind is not StepKind.IDLE:
-            return pad_step(scene.step(), self.case.bs, self.world.capacity)
         assert self.meta.bucket is not None
+        if scene.batch.kind is not StepKind.IDLE:
+            return pad_step(scene.step(), self.meta.bucket, self.world.capacity)
         return padding_step(self.meta.bucket, self.world.paging(), self.world.capacity)
 
 

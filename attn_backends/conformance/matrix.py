@@ -28,7 +28,7 @@ PAGE, RESULTS = Path("docs/matrix.md"), Path("docs/results")
 SHOWN = ("conformance", "demo", "bench")  # how the names of files begin
 _COLUMNS = (
     "kernel", "steps", "pages", "head sizes", "query heads", "rows a request", "packed", "trees", "LSE", "graphs",
-    "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
+    "packed graphs", "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
 )  # fmt: skip
 # A column that only these rows have; title; what it means; columns.
 _NUMBERS = (
@@ -185,6 +185,7 @@ def _values(record: Capabilities) -> Iterator[str]:
     yield _yes(record.tree)
     yield "none" if record.lse is None else f"base {record.lse}"
     yield _yes(record.graph)
+    yield _yes(record.captures_packed)
     yield _types(record.dtypes)
     yield _types(record.cache_dtypes) or "none but these"
     yield ", ".join(extra for extra in extras if getattr(record, extra)) or "none"

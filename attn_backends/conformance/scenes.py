@@ -202,14 +202,14 @@ class Scene:
                 mask[index, node, path] = True
         return mask.to(self.world.device)
 
-    def inputs(self, bs: int | None = None) -> list[ForwardInputs]:
-        """What a model hands to each forward, padded with random rows to `bs` requests."""
+    def inputs(self, bs: int | None = None, num_tokens: int = 0) -> list[ForwardInputs]:
+        """What a model hands to each forward, padded with random rows to `bs` requests or `num_tokens` packed rows."""
         bs = len(self.requests) if bs is None else bs
-        return [self._inputs(forward, bs) for forward in range(self.num_forwards)]
+        num_rows = max(num_tokens, sum(self.widths)) if self.batch.widths else bs * self.width
+        return [self._inputs(forward, bs, num_rows) for forward in range(self.num_forwards)]
 
-    def _inputs(self, forward: int, bs: int) -> ForwardInputs:
+    def _inputs(self, forward: int, bs: int, num_rows: int) -> ForwardInputs:
         rows, rng = self.rows[forward], torch.Generator().manual_seed(10_000 + forward)  # not the tokens' numbers
-        num_rows = len(rows) if self.batch.widths else bs * self.width
         vectors = torch.randn(num_rows, *self.world.token_shape, generator=rng, dtype=torch.float64)
         vectors = vectors.to(self.world.setup.dtype)
         for i, row in enumerate(rows):

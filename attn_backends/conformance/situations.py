@@ -19,6 +19,7 @@ Cases = Callable[[Subject], list[Case]]
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 3
 UNIFORM_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
 TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
@@ -125,6 +126,40 @@ def idle(case: Case) -> Case:
 def graphable(subject: Subject, kind: StepKind) -> bool:
     """Whether a kind can be captured."""
     return kind in subject.capabilities and kind in UNIFORM_KINDS and subject.capabilities[kind].graph
+
+
+def in_rows(case: Case) -> Case:
+    """A transition of packed steps: the requests have one to four rows, the first prompt of a prefill many. The graph
+    has as many rows as either batch needs.
+    """
+    lens, widths = case.lens, (3, 1, 4)[: len(case.lens)]
+    if case.kind == StepKind.PREFILL and lens:
+        lens, widths = (0, *lens[1:]), (max(lens[0], 5), *widths[1:])
+    captured = (2, 4, 1)[: len(case.captured_lens)]
+    num_tokens = max(sum(widths), sum(captured))
+    return replace(case, lens=lens, widths=widths, captured_widths=captured, num_tokens=num_tokens)
+
+
+def spacious(case: Case) -> Case:
+    """The same in a graph of more rows than a request may have tokens."""
+    most = capacity_of(case.page_size, case.topk).max_kv_len
+    return replace(case, num_tokens=case.num_tokens + most + 1)
+
+
+def packed_graph(transition: Callable[[Case], Case] = growing, **changes: object) -> Cases:
+    """Every situation of the kinds whose packed rows can be captured, on one batch, and replayed on another."""
+    return lambda subject: [
+        replace(in_rows(transition(case)), **changes)  # type: ignore[arg-type]
+        for kind in PACKED_KINDS
+        if kind in subject.capabilities and subject.capabilities[kind].captures_packed
+        for case in situations(subject, kind, topks=(1,))
+    ]
+
+
+def any_graph(transition: Callable[[Case], Case] = growing, **changes: object) -> Cases:
+    """Every situation through graphs of uniform widths, and at one page size through graphs of packed rows."""
+    packed = packed_graph(transition, **changes)
+    return joined(graph(transition, **changes), one_page_size(packed))  # type: ignore[arg-type]
 
 
 def eager(kinds: Iterable[StepKind] = UNIFORM_KINDS, **changes: object) -> Cases:

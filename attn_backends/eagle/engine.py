@@ -8,8 +8,9 @@ from functools import cached_property
 from attn_backends.base import AttentionBackend
 from attn_backends.config import PHASES, RunConfig
 from attn_backends.eagle.mtp import MtpWorker
+from attn_backends.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends.eagle.serving import Completion, Server, serve
-from attn_backends.eagle.worker import EagleWorker, PhaseBackends, PlainWorker, WorkerOptions
+from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.errors import ConfigError
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, Tokenizer, load_draft, load_mtp, load_target, load_tokenizer
@@ -115,7 +116,8 @@ class Engine:
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
             buckets=runtime.buckets if captures else (),
-            prefill_buckets=runtime.prefill_buckets if captures and runtime.prefill == "piecewise" else (),
+            prefill_buckets=runtime.prefill_buckets if captures and runtime.prefill != "eager" else (),
+            prefill_graphs="full" if runtime.prefill == "full" else "piecewise",
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
             eos_token=self.tokenizer.eos_token_id,
@@ -123,6 +125,7 @@ class Engine:
             host_lag=runtime.host_lag,
             draft_graphs=self.config.eagle.draft_graphs or "one",
             cache_dtype=self.config.cache_dtype,
+            placeholder_token=self.config.model.placeholder_token,
         )
 
 

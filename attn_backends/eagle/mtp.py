@@ -12,31 +12,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
+from attn_backends.eagle.kept_embeddings import KeptEmbeddings
 from attn_backends.eagle.launches import Launch, Timings
-from attn_backends.eagle.mtp_phases import Rows, WindowInputs, chain, module_phase, window_phase
+from attn_backends.eagle.mtp_phases import Rows, Window, WindowInputs, chain, module_phase, window_phase
+from attn_backends.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, by_name, verify_phase
 from attn_backends.eagle.pool import InputPool
 from attn_backends.eagle.prefill_phases import ModulesPrefillInputs, modules_prefill_phase
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.tables import kept, to_device
-from attn_backends.eagle.worker import DEFAULTS, PhaseBackends, SpeculativeWorker, WorkerOptions
+from attn_backends.eagle.worker import SpeculativeWorker
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.models.decoder import DraftModel, TargetModel
+from attn_backends.runner import Phase, PhaseRunner
 from spec_metadata import (
     CacheGeometry,
     Capacity,
     DraftTree,
+    Sampling,
     Step,
     StepKind,
     UniformQuery,
     padding_step,
 )
+
+Inputs = TypeVar("Inputs")
 
 
 class MtpWorker(SpeculativeWorker):
@@ -69,12 +76,19 @@ class MtpWorker(SpeculativeWorker):
         num_first = len(extending) if options.draft_graphs == "one" else 1
         further = [module_phase(extending[k], k, capacity) for k in range(num_first, len(extending))]
         self._first_chains = self._prefill_runner(modules_prefill_phase(self._models(backends.prefill), capacity))
-        self._window = self._runner(window_phase(extending[:num_first], capacity), backends.draft_extend)
-        self._further = [self._runner(phase, backends.draft_extend) for phase in further]
+        self._kept = None if self.embedding_form is None else KeptEmbeddings(self.embedding_form, capacity)
+        self._window = self._window_runner(window_phase(extending[:num_first], capacity))
+        self._further = [self._window_runner(phase) for phase in further]
         num_nodes = capacity.num_draft_tokens
         self._chains = torch.zeros(capacity.max_bs + 1, num_nodes, dtype=torch.int64, device=self.device)
         parents = (torch.arange(num_nodes, device=self.device) - 1).clamp_min(0).expand_as(self._chains)
         self._shape = DraftTree.from_parents(self._chains, parents, capacity.num_steps)
+
+    def admit(self, row: int, sampling: Sampling) -> None:
+        """A request begins in a table row."""
+        super().admit(row, sampling)
+        if self._kept is not None:
+            self._kept.forget(row)
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
@@ -106,7 +120,7 @@ class MtpWorker(SpeculativeWorker):
         kept_hidden, kept_tokens = self.pool.read(index.unsqueeze(1), before)
         ends, offsets = lens + accepted.num_accepted, torch.arange(len(index), device=self.device) * self.max_accepted
         self.pool.keep(index, lens, ends, accepted.hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
-        return WindowInputs(
+        inputs = WindowInputs(
             num_accepted=accepted.num_accepted,
             tokens=accepted.tokens,
             hidden=accepted.hidden,
@@ -114,6 +128,7 @@ class MtpWorker(SpeculativeWorker):
             kept_hidden=kept_hidden,
             kept_tokens=kept_tokens,
         )
+        return inputs if self._kept is None else self._kept.inputs(inputs, index)
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
@@ -130,8 +145,10 @@ class MtpWorker(SpeculativeWorker):
         tokens, root = self._prompt_tokens(begun, first)
         ends = step.seq_lens + given.last - given.first + 1
         self.pool.keep(index, step.seq_lens, ends, features, tokens[given.request, given.offset], given.first)
+        if self._kept is not None:
+            self._kept.keep(chunks)
         inputs = ModulesPrefillInputs(**by_name(given), tokens=tokens, root=root, hidden=features)
-        self._chains[index] = self._run(self._first_chains, step, inputs).tokens
+        self._chains[index] = self._run(self._first_chains, step, self._with_embeddings(inputs, begun)).tokens
 
     def _with_kept(
         self, chunks: Sequence[Chunk], hidden: Tensor, rows: Tensor, request: Tensor, positions: Tensor
@@ -167,6 +184,11 @@ class MtpWorker(SpeculativeWorker):
         """The chains of some rows, as trees."""
         bs, shape = len(index), self._shape
         return TreeFields(self._chains[index], shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
+
+    def _window_runner(self, phase: Phase[Inputs, Window]) -> PhaseRunner[Inputs, Window]:
+        if self._kept is not None:
+            phase = self._kept.phase(phase)
+        return self._runner(phase, self.backends.draft_extend)
 
     def _models(self, backend: AttentionBackend) -> list[Model[DraftModel]]:
         """The modules on the backend of a phase."""

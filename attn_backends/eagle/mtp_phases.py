@@ -8,15 +8,15 @@ number scores a draft, which is written behind the root and the drafts so far: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attn_backends.eagle.phases import Accepted, Model
 from attn_backends.metadata import Metadata
-from attn_backends.models.decoder import DraftModel
+from attn_backends.models.decoder import DraftModel, MultimodalRows
 from attn_backends.runner import Forward, PerRequest, PerToken, Phase
 from spec_metadata import Capacity, Step, StepKind, token_positions
 from spec_metadata.visibility import query_starts
@@ -36,6 +36,21 @@ class WindowInputs(Accepted):
     kept_hidden: PerRequest
     kept_tokens: PerRequest
 
+    def window(self, num_steps: int) -> Window:
+        """The window from its parts, which together hold positions L - R to L + A - 1."""
+        hidden = torch.cat((self.kept_hidden, self.hidden), dim=1)
+        tokens = torch.cat((self.kept_tokens, self.tokens), dim=1)
+        num_rerun, width = self.kept_tokens.shape[1], tokens.shape[1]
+        lens = self.lens.long()
+        before_start = (num_rerun - lens).clamp_min(0).unsqueeze(1)  # entries at negative positions
+        index = (torch.arange(width, device=lens.device) + before_start).clamp_max(width - 1)
+        root = lens.clamp_max(num_rerun) + self.num_accepted - 1
+        return Window(
+            tokens=torch.nn.functional.pad(tokens.gather(1, index), (0, num_steps)),
+            hidden=hidden.gather(1, index.unsqueeze(2).expand_as(hidden)),
+            root=root.clamp_min(0),  # nothing is accepted in a padded row
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Window:
@@ -46,6 +61,10 @@ class Window:
     tokens: PerRequest
     hidden: PerRequest
     root: PerRequest
+
+    def multimodal(self, k: int) -> MultimodalRows | None:
+        """What takes the place of the embeddings of module k's tokens: nothing, where prompts are text."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,16 +96,18 @@ def draft_over(
     hidden: Tensor,
     root: Tensor,
     first: int = 0,
+    multimodal: Callable[[int], MultimodalRows | None] = lambda k: None,
 ) -> tuple[Tensor, Tensor]:
     """Run modules over the rows of a step, each on what the one before made of them; returns tokens and hidden then.
 
     forward: what their attention is made of. tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root behind
     the rows of its request scores nothing that is read. hidden: [num_tokens, H]. first: number of the first module.
+    multimodal: what takes the place of the embeddings of module k's tokens.
     """
     scored = torch.minimum(rows.first + root, rows.last)
     for k, module in enumerate(modules, first):
         taken = tokens[rows.request, rows.offset + k]
-        hidden = module.model.forward(taken, hidden, rows.positions, module.attention(forward))
+        hidden = module.model.forward(taken, hidden, rows.positions, module.attention(forward), multimodal(k))
         draft = module.model.logits(hidden[scored]).argmax(-1)
         tokens = tokens.scatter(1, (root + 1 + k).unsqueeze(1), draft.unsqueeze(1))
     return tokens, hidden
@@ -103,7 +124,7 @@ def window_phase(modules: Modules, capacity: Capacity) -> Phase[WindowInputs, Wi
     hidden_size, device = modules[0].model.hidden_size, modules[0].model.device
 
     def region(meta: Metadata, given: WindowInputs) -> Window:
-        return _advance(modules, meta, _window(given, capacity.num_steps), 0)
+        return _advance(modules, meta, given.window(capacity.num_steps), 0)
 
     def safe_inputs(bs: int) -> WindowInputs:
         accepted, kept = (bs, capacity.max_accepted), (bs, capacity.num_rerun)
@@ -139,23 +160,9 @@ def module_phase(module: Model[DraftModel], k: int, capacity: Capacity) -> Phase
     return Phase(name, region, safe_inputs, Window, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
 
 
-def _window(given: WindowInputs, num_steps: int) -> Window:
-    """The window from its parts, which together hold positions L - R to L + A - 1."""
-    hidden = torch.cat((given.kept_hidden, given.hidden), dim=1)
-    tokens = torch.cat((given.kept_tokens, given.tokens), dim=1)
-    num_rerun, width = given.kept_tokens.shape[1], tokens.shape[1]
-    lens = given.lens.long()
-    before_start = (num_rerun - lens).clamp_min(0).unsqueeze(1)  # entries at negative positions
-    index = (torch.arange(width, device=lens.device) + before_start).clamp_max(width - 1)
-    root = lens.clamp_max(num_rerun) + given.num_accepted - 1
-    return Window(
-        tokens=torch.nn.functional.pad(tokens.gather(1, index), (0, num_steps)),
-        hidden=hidden.gather(1, index.unsqueeze(2).expand_as(hidden)),
-        root=root.clamp_min(0),  # nothing is accepted in a padded row
-    )
-
-
 def _advance(modules: Modules, meta: Metadata, window: Window, first: int) -> Window:
     rows, hidden = Rows.of(meta.step), window.hidden.flatten(0, 1)
-    tokens, hidden = draft_over(modules, meta.at(), rows, window.tokens, hidden, window.root, first)
-    return Window(tokens, hidden.view_as(window.hidden), window.root)
+    tokens, hidden = draft_over(
+        modules, meta.at(), rows, window.tokens, hidden, window.root, first, multimodal=window.multimodal
+    )
+    return replace(window, tokens=tokens, hidden=hidden.view_as(window.hidden))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attn_backends.eagle.mtp_phases import Modules, Rows, chain, draft_over
 from attn_backends.eagle.phases import DraftState, Model, NextTokens, Sampled, best_drafts, by_name, next_tokens
-from attn_backends.models.decoder import DraftModel, TargetModel
+from attn_backends.models.decoder import DraftModel, MultimodalRows, TargetModel
 from attn_backends.runner import Forward, PackedPhase, PerRequest, PerToken
 from spec_metadata import Capacity, SamplingParams
 
@@ -29,6 +29,11 @@ class PrefillInputs(Sampled):
     tokens: PerToken
     positions: PerToken
     last: PerRequest
+
+    @property
+    def multimodal(self) -> MultimodalRows | None:
+        """What takes the place of the tokens' embeddings: nothing, where prompts are text."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +54,11 @@ class DraftPrefillInputs:
     positions: PerToken
     last: PerRequest
 
+    @property
+    def multimodal(self) -> MultimodalRows | None:
+        """As of `PrefillInputs`."""
+        return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulesPrefillInputs(Rows):
@@ -59,6 +69,10 @@ class ModulesPrefillInputs(Rows):
     tokens: PerRequest
     root: PerRequest
     hidden: PerToken
+
+    def multimodal(self, k: int) -> MultimodalRows | None:
+        """As of `PrefillInputs`, of the tokens that module k takes."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +88,7 @@ def prefill_phase(target: Model[TargetModel], capacity: Capacity) -> PackedPhase
 
     def region(forward: Forward, given: PrefillInputs) -> Prefilled:
         attention = target.attention(forward)
-        hidden, features = target.model.forward_features(given.tokens, given.positions, attention)
+        hidden, features = target.model.forward_features(given.tokens, given.positions, attention, given.multimodal)
         logits = target.model.logits(hidden[given.last])
         return Prefilled(next_tokens(logits, given.params, given.positions[given.last]), features)
 
@@ -93,7 +107,8 @@ def draft_prefill_phase(draft: Model[DraftModel], capacity: Capacity) -> PackedP
 
     def region(forward: Forward, given: DraftPrefillInputs) -> DraftState:
         attention = draft.attention(forward)
-        out = model.forward(given.tokens, model.fuse(given.features), given.positions, attention)
+        rows = model.fuse(given.features)
+        out = model.forward(given.tokens, rows, given.positions, attention, given.multimodal)
         hidden = out[given.last]
         log_probs, tokens = best_drafts(model, hidden, capacity.topk)
         return DraftState(root=given.tokens[given.last], tokens=tokens, log_probs=log_probs, hidden=hidden)
@@ -111,7 +126,9 @@ def modules_prefill_phase(modules: Modules, capacity: Capacity) -> PackedPhase[M
     model, num_steps, bs = modules[0].model, capacity.num_steps, capacity.max_bs
 
     def region(forward: Forward, given: ModulesPrefillInputs) -> Chains:
-        tokens, _ = draft_over(modules, forward, given, given.tokens, given.hidden, given.root)
+        tokens, _ = draft_over(
+            modules, forward, given, given.tokens, given.hidden, given.root, multimodal=given.multimodal
+        )
         return Chains(chain(tokens, given.root, num_steps))
 
     def safe_inputs(num_tokens: int) -> ModulesPrefillInputs:

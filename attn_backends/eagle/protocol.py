@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from attn_backends.eagle.embeddings import EmbeddingForm, PromptEmbeddings
 from attn_backends.eagle.launches import Launch
 from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.slots import SlotAllocator
@@ -14,12 +15,15 @@ from spec_metadata import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prompt tokens [start, end) of the request in a table row, for one prefill forward."""
+    """Prompt tokens [start, end) of the request in a table row, for one prefill forward. embeddings: of the whole
+    prompt's placeholders, None if it has none.
+    """
 
     row: int
     prompt: Sequence[int]
     start: int
     end: int
+    embeddings: PromptEmbeddings | None = None
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -42,7 +46,8 @@ class Worker(Protocol):
 
     max_context: tokens of a request, prompt and output. draft_room: tokens past the committed ones that a step may
     write. max_accepted: tokens that a cycle commits at most. chunk: prompt tokens of a request in one step. host_lag:
-    rounds that the host is behind. draft_shape: how it drafts, None if it does not.
+    rounds that the host is behind. draft_shape: how it drafts, None if it does not. embedding_form: what embeddings it
+    takes with prompts, None if they are text.
     """
 
     slots: SlotAllocator
@@ -54,6 +59,7 @@ class Worker(Protocol):
     vocab_size: int
     eos_token: int | None
     draft_shape: DraftShape | None
+    embedding_form: EmbeddingForm | None
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""

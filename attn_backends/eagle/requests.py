@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from attn_backends.eagle.text import GrowingText
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import Capacity, Sampling
+
+if TYPE_CHECKING:
+    from attn_backends.eagle.embeddings import PromptEmbeddings
 
 
 class RequestError(AttnBackendsError):
@@ -106,10 +110,12 @@ class Request:
     """A request in a server's hands.
 
     number: of its submission. limit: tokens that it may emit, from max_new_tokens and the context. growing: its text,
-    None if nobody decodes. output: tokens emitted so far. finish: None until its end is known.
+    None if nobody decodes. embeddings: of the prompt's placeholders, None without and once the prompt is through.
+    output: tokens emitted so far. finish: None until its end is known.
 
-    Of the server: row: in the request-to-token table, -1 without one. num_prefilled: prompt tokens launched or shared.
-    num_prefills_unread, num_cycles_unread: steps launched that the host has not read yet.
+    Of the server: prefix_keys: what the prompt's pages are known by. row: in the request-to-token table, -1 without
+    one. num_prefilled: prompt tokens launched or shared. num_prefills_unread, num_cycles_unread: steps launched that
+    the host has not read yet.
     """
 
     number: int
@@ -117,9 +123,11 @@ class Request:
     options: RequestOptions
     limit: int
     growing: GrowingText | None = None
+    embeddings: PromptEmbeddings | None = None
     output: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    prefix_keys: Sequence[bytes] = ()
     row: int = -1
     num_prefilled: int = 0
     num_prefills_unread: int = 0

@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
+from torch import Tensor
+
+from attn_backends.eagle.embeddings import PromptEmbeddings
 from attn_backends.eagle.launches import Launch
 from attn_backends.eagle.protocol import Chunk, Worker
 from attn_backends.eagle.requests import DEFAULT_OPTIONS, FinishReason, Request, RequestError, RequestOptions
+from attn_backends.eagle.slots import NO_DIGESTS
 from attn_backends.eagle.text import Decode, GrowingText
 from spec_metadata import Sampling
 from spec_metadata.capacity import ceil_div
@@ -73,19 +77,30 @@ class Server:
         """Requests that hold a table row."""
         return len(self._running)
 
-    def submit(self, prompt: Sequence[int], options: RequestOptions = DEFAULT_OPTIONS) -> Request:
-        """Queue a prompt of token ids. Raises `RequestError` for what can't be served, and nothing was changed then."""
+    def submit(
+        self,
+        prompt: Sequence[int],
+        options: RequestOptions = DEFAULT_OPTIONS,
+        multimodal_embeddings: Tensor | None = None,
+    ) -> Request:
+        """Queue a prompt of token ids. Raises `RequestError` for what can't be served, and nothing was changed then.
+
+        multimodal_embeddings: [num_placeholders, hidden_size], what the target begins the rows of the prompt's
+        placeholder tokens with, in their order (`EmbeddingForm`); copied, and read by the host.
+        """
         self._check(prompt, options)
+        embeddings = self._embeddings(prompt, multimodal_embeddings)
         limit = min(options.max_new_tokens, self.worker.max_context - len(prompt))
         growing = None if self._decode is None else GrowingText(self._decode, options.stop)
-        request = Request(self._num_submitted, list(prompt), options, limit, growing)
-        geometry = self.worker.slots.geometry
+        request = Request(self._num_submitted, list(prompt), options, limit, growing, embeddings)
+        slots, geometry = self.worker.slots, self.worker.slots.geometry
         num_pages = ceil_div(self._reach(request), geometry.page_size)
         if num_pages >= geometry.num_pages:
             raise RequestError(
                 f"a prompt of {len(prompt)} tokens and {limit} new ones can come to need {num_pages} pages of "
                 f"{geometry.page_size} tokens; the cache has {geometry.num_pages - 1}. Ask for fewer, or make it larger"
             )
+        request.prefix_keys = slots.prefix_keys(prompt, embeddings.digests if embeddings else NO_DIGESTS)
         self._num_submitted += 1
         self._waiting.append(request)
         return request
@@ -165,6 +180,17 @@ class Server:
                 "it to a worker of its own shape, or leave `draft` out"
             )
 
+    def _embeddings(self, prompt: Sequence[int], given: Tensor | None) -> PromptEmbeddings | None:
+        form = self.worker.embedding_form
+        if form is not None:
+            return form.take(prompt, given)
+        if given is not None:
+            raise RequestError(
+                "a prompt comes with embeddings; this worker takes token ids alone. Build it with "
+                "WorkerOptions(placeholder_token=…), the token that stands for an embedding"
+            )
+        return None
+
     def _reach(self, request: Request) -> int:
         """Positions that a request can come to write.
 
@@ -183,10 +209,10 @@ class Server:
         for request in list(self._waiting):
             if self._can_share_soon(request):
                 continue
-            if not slots.can_admit(self._reach(request), request.prompt):
+            if not slots.can_admit(self._reach(request), request.prefix_keys):
                 break
             self._waiting.remove(request)
-            request.row = slots.admit(request.prompt)
+            request.row = slots.admit(request.prefix_keys)
             request.num_prefilled = request.statistics.num_shared_tokens = slots.num_held_tokens(request.row)
             slots.reserve(request.row, self._reach(request))
             self.worker.admit(request.row, request.options.sampling)
@@ -195,9 +221,9 @@ class Server:
     def _can_share_soon(self, request: Request) -> bool:
         """Whether a request in prefill is about to commit more pages of this one's prompt than can be shared now."""
         slots = self.worker.slots
-        now = slots.num_shared_tokens(request.prompt)
+        now = slots.num_shared_tokens(request.prefix_keys)
         in_prefill = [other for other in self._running if other.finish is None and other.in_prefill]
-        return any(slots.num_common_tokens(request.prompt, other.prompt) > now for other in in_prefill)
+        return any(slots.num_common_tokens(request.prefix_keys, other.prefix_keys) > now for other in in_prefill)
 
     def _launch_cycle(self) -> Iterator[_Unread]:
         """A request whose unread cycles may have filled its context sits out until the host has read them."""
@@ -221,11 +247,14 @@ class Server:
         if requests:
             ends = [min(request.num_prefilled + self.worker.chunk, len(request.prompt)) for request in requests]
             both = zip(requests, ends, strict=True)
-            launch = self.worker.prefill([Chunk(r.row, r.prompt, r.num_prefilled, end) for r, end in both])
+            chunks = [Chunk(r.row, r.prompt, r.num_prefilled, end, r.embeddings) for r, end in both]
+            launch = self.worker.prefill(chunks)
             for request, end in zip(requests, ends, strict=True):
                 request.num_prefilled = end
                 request.num_prefills_unread += 1
-                self.worker.slots.share(request.row, request.prompt, end)
+                self.worker.slots.share(request.row, request.prefix_keys, end)
+                if not request.in_prefill:
+                    request.embeddings = None
             yield _Unread(requests, launch, is_cycle=False)
 
     def _read(self, step: _Unread) -> Iterator[Emitted]:

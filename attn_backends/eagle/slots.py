@@ -9,8 +9,10 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import takewhile
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ from attn_backends.eagle.tables import upload
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import CacheGeometry, Capacity, RequestTable
 from spec_metadata.capacity import ceil_div
+
+NO_DIGESTS: Mapping[int, bytes] = MappingProxyType({})
 
 
 class OutOfSlotsError(AttnBackendsError):
@@ -71,32 +75,50 @@ class SlotAllocator:
         """How many rows hold a page."""
         return self._refcounts[page]
 
-    def can_admit(self, num_tokens: int, prompt: Sequence[int] = ()) -> bool:
-        """Whether a row and the pages for num_tokens positions are free, those counted that the prompt shares."""
-        num_missing = ceil_div(num_tokens, self.geometry.page_size) - len(self._shared_pages(prompt))
+    def prefix_keys(self, prompt: Sequence[int], digests: Mapping[int, bytes] = NO_DIGESTS) -> list[bytes]:
+        """What each whole page of a prompt is known by: a digest of all tokens up to its end and the `lookahead` ones
+        after them, made from the digest of the page before.
+
+        digests: by position, of tokens that stand for something else, such as an embedding; of one length. The last
+        tokens of a prompt lie in no page that can be shared, so every request computes them.
+        """
+        page_size, ids = self.geometry.page_size, array("q", prompt)
+        keys, key = list[bytes](), b""
+        for start in range(0, len(ids) - self.lookahead - page_size + 1, page_size):
+            end = start + page_size + self.lookahead
+            further = b"".join(digests[place] for place in range(start, end) if place in digests)
+            key = blake2b(key + ids[start:end].tobytes() + further, digest_size=16).digest()
+            keys.append(key)
+        return keys
+
+    def can_admit(self, num_tokens: int, keys: Sequence[bytes] = ()) -> bool:
+        """Whether a row and the pages for num_tokens positions are free, those counted that can be shared.
+
+        keys: of the prompt, `prefix_keys`, here and below.
+        """
+        num_missing = ceil_div(num_tokens, self.geometry.page_size) - len(self._shared_pages(keys))
         return bool(self._free_rows) and num_missing <= self.num_free_pages
 
-    def admit(self, prompt: Sequence[int] = ()) -> int:
+    def admit(self, keys: Sequence[bytes] = ()) -> int:
         """A row for a new request, which holds the pages of its prompt's beginning that others have committed."""
         if not self._free_rows:
             raise OutOfSlotsError(f"all {len(self._pages)} rows of the table are taken")
         row = self._free_rows.pop()
         self._pages[row] = []
-        self._give(row, self._shared_pages(prompt))
+        self._give(row, self._shared_pages(keys))
         return row
 
     def num_held_tokens(self, row: int) -> int:
         """Positions that a row has pages for; of a row that was just admitted, those that it shares."""
         return len(self._pages[row]) * self.geometry.page_size
 
-    def num_shared_tokens(self, prompt: Sequence[int]) -> int:
+    def num_shared_tokens(self, keys: Sequence[bytes]) -> int:
         """Tokens of a prompt's beginning that somebody has committed in pages which can be shared."""
-        return len(self._shared_pages(prompt)) * self.geometry.page_size
+        return len(self._shared_pages(keys)) * self.geometry.page_size
 
-    def num_common_tokens(self, prompt: Sequence[int], other: Sequence[int]) -> int:
+    def num_common_tokens(self, keys: Sequence[bytes], other: Sequence[bytes]) -> int:
         """Tokens of the pages that two prompts can share."""
-        pairs = zip(self._keys(prompt), self._keys(other), strict=False)
-        return sum(a == b for a, b in pairs) * self.geometry.page_size
+        return sum(a == b for a, b in zip(keys, other, strict=False)) * self.geometry.page_size
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Give a row pages for its first num_tokens positions, if it lacks any."""
@@ -110,10 +132,9 @@ class SlotAllocator:
             )
         self._give(row, [self._free_pages.pop() for _ in range(num_missing)])
 
-    def share(self, row: int, prompt: Sequence[int], num_committed: int) -> None:
+    def share(self, row: int, keys: Sequence[bytes], num_committed: int) -> None:
         """Let others share the pages of a row's prompt that lie wholly within its first num_committed tokens."""
-        for index, key in enumerate(self._keys(prompt[: num_committed + self.lookahead])):
-            page = self._pages[row][index]
+        for page, key in zip(self._pages[row], keys[: num_committed // self.geometry.page_size], strict=False):
             if key not in self._page_of:
                 self._page_of[key], self._key_of[page] = page, key
 
@@ -132,28 +153,9 @@ class SlotAllocator:
         """The table for a batch. rows: [bs] int64."""
         return RequestTable(self.table, rows, self.geometry)
 
-    def _shared_pages(self, prompt: Sequence[int]) -> list[int]:
+    def _shared_pages(self, keys: Sequence[bytes]) -> list[int]:
         """The pages that hold the prompt's beginning, as far as somebody has committed them."""
-        pages = []
-        for key in self._keys(prompt):
-            if key not in self._page_of:
-                break
-            pages.append(self._page_of[key])
-        return pages
-
-    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """What each whole page of a text is known by: a digest of all tokens up to its end and the `lookahead` ones
-        after them, made from the digest of the page before.
-
-        So the last tokens of a prompt lie in no page that can be shared, and every request computes them.
-        """
-        page_size, ids = self.geometry.page_size, array("q", tokens)
-        keys, key = [], b""
-        for start in range(0, len(ids) - self.lookahead - page_size + 1, page_size):
-            own = ids[start : start + page_size + self.lookahead]
-            key = blake2b(key + own.tobytes(), digest_size=16).digest()
-            keys.append(key)
-        return keys
+        return [self._page_of[key] for key in takewhile(self._page_of.__contains__, keys)]
 
     def _give(self, row: int, pages: Sequence[int]) -> None:
         """Append pages to a row."""

@@ -10,16 +10,18 @@ keep KV in the same slots, each in its cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.base import AttentionBackend
+from attn_backends.eagle.embeddings import EmbeddingForm
 from attn_backends.eagle.launches import Launch, Timings
+from attn_backends.eagle.multimodal import MultimodalPrefill
+from attn_backends.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends.eagle.phases import (
     DecodeInputs,
     Model,
@@ -42,14 +44,13 @@ from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.slots import SlotAllocator
 from attn_backends.eagle.tables import keep, kept, to_device
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.graphs import Graph
 from attn_backends.models.decoder import DraftModel, TargetModel
-from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner
+from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner, whole
 from spec_metadata import (
     CacheGeometry,
     Capacity,
-    InvalidStepError,
     PackedQuery,
+    Paging,
     Sampling,
     SamplingParams,
     Step,
@@ -60,51 +61,6 @@ from spec_metadata import (
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
-DraftGraphs = Literal["one", "per_module"]
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseBackends:
-    """The backend of each phase; they share one cache geometry and format."""
-
-    prefill: AttentionBackend
-    decode: AttentionBackend
-    draft: AttentionBackend
-    verify: AttentionBackend
-    draft_extend: AttentionBackend
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """How a worker runs.
-
-    buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
-    request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
-    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
-    of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
-    each has its own. prefill_buckets: numbers of tokens to capture prefill at, in pieces between its attention calls.
-    """
-
-    buckets: tuple[int, ...] = ()
-    make_graph: Callable[[], Graph] | None = None
-    chunk: int = 512
-    eos_token: int | None = None
-    seed: int = 0
-    host_lag: int = 0
-    cache_dtype: torch.dtype | None = None
-    draft_graphs: DraftGraphs = "one"
-    prefill_buckets: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.host_lag not in (0, 1):
-            raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
-        if self.chunk < 1:
-            raise InvalidStepError(f"chunk must be at least 1 prompt token, got {self.chunk}")
-        if self.draft_graphs not in get_args(DraftGraphs):
-            raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
-
-
-DEFAULTS = WorkerOptions()
 
 
 class TargetWorker:
@@ -125,6 +81,9 @@ class TargetWorker:
         self.max_context, self.eos_token, self.vocab_size = capacity.max_context, options.eos_token, target.vocab_size
         self.chunk, self.host_lag = options.chunk, options.host_lag
         self.device = target.device
+        placeholder = options.placeholder_token
+        self.embedding_form = form = None if placeholder is None else EmbeddingForm.of(target, placeholder)
+        self._multimodal = None if form is None else MultimodalPrefill(form, capacity.num_steps)
         self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
         self.target_caches = target.allocate_caches(backends.prefill, options.cache_dtype)
         self.num_graph_steps: dict[str, int] = {}
@@ -153,15 +112,31 @@ class TargetWorker:
             positions=token_positions(step),
             last=last_rows(step),
         )
-        return self._run(self._prefill, step, inputs)
+        return self._run(self._prefill, step, self._with_embeddings(inputs, chunks))
 
-    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs]) -> PiecewiseRunner[Inputs, Outputs]:
-        options = self.options
-        return PiecewiseRunner(phase, self.backends.prefill, options.prefill_buckets, options.make_graph)
+    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs]) -> Runner[Inputs, Outputs]:
+        options, backend = self.options, self.backends.prefill
+        if self._multimodal is not None:
+            phase = self._multimodal.phase(phase)
+        if options.prefill_graphs == "piecewise":
+            return PiecewiseRunner(phase, backend, options.prefill_buckets, options.make_graph)
+        for size in options.prefill_buckets:
+            reasons = backend.capture_reasons(self.capacity.prefill_bucket(size))
+            if reasons:
+                instead = "prefill in pieces ('piecewise'), which any kernel can"
+                raise UnsupportedStepError(f"{backend.name} can't capture prefill in full", reasons, instead)
+        return PhaseRunner(whole(phase), backend, self._paging(), options.prefill_buckets, options.make_graph)
+
+    def _with_embeddings(self, inputs: Inputs, chunks: Sequence[Chunk]) -> Inputs:
+        """The inputs of a phase of prefill, with what came with the prompts if this worker takes embeddings."""
+        return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
 
     def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
-        paging = self.slots.paging(torch.empty(0, dtype=torch.int64, device=self.device))
-        return PhaseRunner(phase, backend, paging, self.options.buckets, self.options.make_graph)
+        return PhaseRunner(phase, backend, self._paging(), self.options.buckets, self.options.make_graph)
+
+    def _paging(self) -> Paging:
+        """The table, of no request."""
+        return self.slots.paging(self._index([]))
 
     def _run(self, runner: Runner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
         result = runner.run(step, inputs)
@@ -326,7 +301,7 @@ class EagleWorker(SpeculativeWorker):
         last = last_rows(step)
         tokens[last] = torch.where(ends_prompt, first, tokens[last])
         inputs = DraftPrefillInputs(tokens=tokens, features=features, positions=token_positions(step), last=last)
-        keep(self._state, rows, self._run(self._first_drafts, step, inputs))
+        keep(self._state, rows, self._run(self._first_drafts, step, self._with_embeddings(inputs, chunks)))
 
 
 def last_rows(step: Step) -> Tensor:

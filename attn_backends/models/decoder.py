@@ -50,6 +50,16 @@ class Family:
     eagle3_architecture: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MultimodalRows:
+    """Embeddings that came with a prompt, such as those of an image. multimodal_embeddings: [T, hidden_size] in the
+    model's dtype. is_multimodal: [T] bool, the rows that take them; of the others they mean nothing.
+    """
+
+    multimodal_embeddings: Tensor
+    is_multimodal: Tensor
+
+
 class PagedModel:
     """What a target and a draft share: attention layers over a paged cache, an embedding and an output head."""
 
@@ -82,6 +92,16 @@ class PagedModel:
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
         """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's."""
         return [self._allocate_cache(layer, backend, dtype or self.dtype) for layer in self.layers]
+
+    def embed(self, tokens: Tensor, multimodal: MultimodalRows | None) -> Tensor:
+        """[T, hidden_size], what rows begin with: the embeddings of their tokens, or those given in place of them.
+
+        tokens: [T] int64.
+        """
+        own = self.embedding(tokens)
+        if multimodal is None:
+            return own
+        return torch.where(multimodal.is_multimodal.unsqueeze(1), multimodal.multimodal_embeddings, own)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
@@ -120,9 +140,14 @@ class TargetModel(PagedModel):
         """Hidden states [T, hidden_size] after the final norm. tokens, positions: [T] int64."""
         return self.forward_features(tokens, positions, attention)[0]
 
-    def forward_features(self, tokens: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-        """Hidden states as `forward` gives, and features [T, F], what a draft takes of them (see `tapped`)."""
-        rows = self._decoder.embed_tokens(tokens.unsqueeze(0))
+    def forward_features(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, multimodal: MultimodalRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states as `forward` gives, and features [T, F], what a draft takes of them (see `tapped`).
+
+        multimodal: what takes the place of the embeddings of some tokens.
+        """
+        rows = self.embed(tokens, multimodal).unsqueeze(0)
         rotation = self._decoder.rotary_emb(rows, positions.unsqueeze(0))
         taken = []
         for index, block in enumerate(self._decoder.layers):
@@ -156,13 +181,21 @@ class DraftModel(PagedModel):
         """The target's ids of those that `logits` scores, in any shape."""
         return ids
 
-    def forward(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        multimodal: MultimodalRows | None = None,
+    ) -> Tensor:
         """Hidden states [T, hidden_size], both what `logits` reads and the `hidden` of the next drafted rows.
 
         tokens: [T] int64, the token after each row's position; of MTP module k the one k positions further. hidden:
         [T, hidden_size], the target's at the row's position (`fuse`), the parent row's own output, or that of the MTP
-        module before at the same row. positions: [T] int64.
+        module before at the same row. positions: [T] int64. multimodal: what takes the place of the embeddings of some
+        tokens, the target's own input there.
         """
-        embeds = self.embedding(tokens.unsqueeze(0))
+        embeds = self.embed(tokens, multimodal).unsqueeze(0)
         rows = self._draft(embeds, hidden.unsqueeze(0), positions.unsqueeze(0), attention=attention)
         return rows.squeeze(0)

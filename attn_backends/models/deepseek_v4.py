@@ -16,7 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.models.attention import Attention
-from attn_backends.models.decoder import Family, TargetModel
+from attn_backends.models.decoder import Family, MultimodalRows, TargetModel
 from attn_backends.models.deepseek_v4_draft import MtpDraft
 from spec_metadata.plans.compressed import Compression
 
@@ -101,10 +101,12 @@ class CompressedTarget(TargetModel):
             parameter.data = parameter.data.to(model.lm_head.weight.dtype)
         super().__init__(family, model)
 
-    def forward_features(self, tokens: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+    def forward_features(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, multimodal: MultimodalRows | None = None
+    ) -> tuple[Tensor, Tensor]:
         """As `TargetModel.forward_features`; no draft takes states behind its layers."""
         decoder = self._decoder
-        rows, places = decoder.embed_tokens(tokens.unsqueeze(0)), positions.unsqueeze(0)
+        rows, places = self.embed(tokens, multimodal).unsqueeze(0), positions.unsqueeze(0)
         rotation = {kind: decoder.rotary_emb(rows, places, layer_type=kind) for kind in ("main", "compress")}
         streams = rows.unsqueeze(2).expand(-1, -1, decoder.config.hc_mult, -1)
         for block in decoder.layers:

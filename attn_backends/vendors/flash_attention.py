@@ -13,7 +13,8 @@ us make it (`get_scheduler_metadata`), it is made once per forward and shape of 
 saves each layer 1 µs on an H200; else the kernel prepares it before every launch, on the device too. Both are right
 under capture: the host sees only promises, the width of the step and the extent of the page table. From these it takes
 the largest number of splits, by the same heuristic for the metadata and the launch (num_splits=0), and the device
-shares splits out by the true lengths.
+shares splits out by the true lengths. So a graph can hold packed rows, too: max_seqlen_q is then a bound, and a request
+without rows has no tile (vLLM captures mixed batches of it in the same way). No GPU has run that here yet.
 
 Where a page is a whole number of its tiles of keys and a request has more rows than one tile (MLA at pages of 64), it
 reads to the end of the last visible page. What it has and we do not declare:
@@ -54,7 +55,7 @@ _UNIFORM = Capabilities(
     over_read=True,
     window=True,
 )
-_PACKED = replace(_UNIFORM, packed=True)
+_PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
 CAPABILITIES = {
     StepKind.PREFILL: _PACKED,
     StepKind.DECODE: _UNIFORM,

@@ -44,6 +44,7 @@ _SPARSE = Capabilities(
     head_sizes=frozenset({(ROW_DIM, ROW_DIM)}),
     query_heads=frozenset(range(1, 2 * _HEAD_GROUP + 1)),
     packed=True,
+    packed_graph=True,
     lse=LseBase.NATURAL,
     window=True,
     sinks=True,

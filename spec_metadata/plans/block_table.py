@@ -14,7 +14,8 @@ from torch import Tensor
 from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_PAGES, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import Step, UniformQuery
+from spec_metadata.layout import Step
+from spec_metadata.query import UniformQuery
 from spec_metadata.visibility import dense_part, visible_pages
 
 

@@ -192,7 +192,7 @@ def run_graph(name: str, scene: Scene, kind: StepKind) -> dict:
     graph.replay()
     found = [AttentionOutput(out.clone(), lse.clone()) for out, lse in outputs]
     worst = errors(scene, second, queries, paths, found)
-    padded = backend.init_forward_metadata(pad_step(second, BUCKET, scene.capacity))
+    padded = backend.init_forward_metadata(pad_step(second, second.bucket(BUCKET), scene.capacity))
     eager = attend(backend, padded, scene, queries, paths)
     real = second.num_tokens
     same = all(

@@ -36,6 +36,7 @@ PARTS = {
     "bench_attention": f"{CLI} bench attention --json {{file}}",
     "serving": "tests.gpu.serving --json {file}",
     "mtp": "tests.gpu.mtp --json {file}",
+    "prefill": "tests.gpu.prefill --json {file}",
     "graphs": "tests.gpu.graphs --json {file}",
     "sparse": "tests.gpu.sparse --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",

@@ -18,6 +18,7 @@ from spec_metadata.capacity import Capacity
 from tests import sampling_laws
 from tests.mutants.eagle3_checks import EAGLE3_CHECKS
 from tests.mutants.mtp_checks import MTP_CHECKS
+from tests.mutants.multimodal_checks import MULTIMODAL_CHECKS
 from tests.mutants.prefill_checks import PREFILL_CHECKS
 from tests.mutants.serving_checks import SERVING_CHECKS
 
@@ -153,4 +154,5 @@ LOCAL_CHECKS = (
     | MTP_CHECKS
     | PREFILL_CHECKS
     | EAGLE3_CHECKS
+    | MULTIMODAL_CHECKS
 )

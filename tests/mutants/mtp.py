@@ -29,11 +29,11 @@ def over_modules(patch: pytest.MonkeyPatch, *, tokens=None, hidden=None, row=Non
     """
     over = mtp_phases.draft_over
 
-    def one_by_one(modules, forward, rows, known, state, root, first=0):
+    def one_by_one(modules, forward, rows, known, state, root, first=0, **further):
         target, scored = state, row(rows, root) if row else root
         for k, module in enumerate(modules, first):
             given = tokens(k, known) if tokens else known, hidden(state, target) if hidden else state
-            made, state = over([module], forward, rows, *given, scored, k)
+            made, state = over([module], forward, rows, *given, scored, k, **further)
             draft = made.gather(1, (scored + 1 + k).unsqueeze(1))
             known = known.scatter(1, (root + 1 + k - early * min(k, 1)).unsqueeze(1), draft)
         return known, state

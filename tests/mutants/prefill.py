@@ -9,14 +9,16 @@ import torch
 
 from attn_backends.graphs import PiecewiseGraph
 from attn_backends.models.attention import PiecewiseAttention
-from attn_backends.runner import FieldClass, PiecewiseRunner, Runner, classify
+from attn_backends.runner import FieldClass, Runner, classify
 from tests.mutants.mutant import mutant
 
 
-@mutant("SGLang #23613: a replay rebuilt its output by hand and lost a field", "prefill.paths", graph=True)
+@mutant(
+    "SGLang #23613: a replay rebuilt its output by hand and lost a field", "prefill.paths", "prefill.full", graph=True
+)
 def field_lost_by_a_replay(patch: pytest.MonkeyPatch) -> None:
     """Of a replay, hidden states are those of the capture; the token alone is handed on."""
-    run, first = PiecewiseRunner.run, {}
+    run, first = Runner.run, {}
 
     def lossy(self, step, inputs):
         result = run(self, step, inputs)
@@ -25,7 +27,7 @@ def field_lost_by_a_replay(patch: pytest.MonkeyPatch) -> None:
         kept = first.setdefault((self, result.bucket), result.value.features.new_zeros(1)).expand_as
         return replace(result, value=replace(result.value, features=kept(result.value.features)))
 
-    patch.setattr(PiecewiseRunner, "run", lossy)
+    patch.setattr(Runner, "run", lossy)
 
 
 @mutant("an engine's own field never reaches the graph", "prefill.further_fields", graph=True)
@@ -40,7 +42,7 @@ def unknown_inputs_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Runner, "_copy", known)
 
 
-@mutant("results of the bucket's size", "prefill.paths", "prefill.further_fields", graph=True)
+@mutant("results of the bucket's size", "prefill.paths", "prefill.full", "prefill.further_fields", graph=True)
 def tokens_not_trimmed(patch: pytest.MonkeyPatch) -> None:
     """Fields with an entry a token come back padded to the bucket."""
     own = Runner._own
@@ -50,7 +52,7 @@ def tokens_not_trimmed(patch: pytest.MonkeyPatch) -> None:
         per_token = [n for n, kind in classify(type(outputs)).items() if kind is FieldClass.PER_TOKEN]
         return replace(made, **{name: getattr(outputs, name).clone() for name in per_token})
 
-    patch.setattr(PiecewiseRunner, "_own", padded)
+    patch.setattr(Runner, "_own", padded)
 
 
 @mutant("a static input that only the first piece's replay refreshed", "prefill.paths", graph=True)
@@ -67,7 +69,10 @@ def positions_of_the_first_replay(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(
-    "a padded token counted as real: the last row of the bucket scores the prompt's end", "prefill.paths", graph=True
+    "a padded token counted as real: the last row of the bucket scores the prompt's end",
+    "prefill.paths",
+    "prefill.full",
+    graph=True,
 )
 def last_row_of_the_bucket(patch: pytest.MonkeyPatch) -> None:
     """The last request's last row is that of the bucket."""

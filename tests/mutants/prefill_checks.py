@@ -10,6 +10,8 @@ from spec_metadata import StepKind
 LAWS = {
     "prefill.paths": "check_paths",
     "prefill.exact": "check_exact",
+    "prefill.full": "check_full",
+    "prefill.full_exact": "check_full_exact",
     "prefill.further_fields": "check_further_fields",
 }
 

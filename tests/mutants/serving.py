@@ -8,6 +8,7 @@ import pytest
 
 from attn_backends.eagle import worker
 from attn_backends.eagle.launches import Timings
+from attn_backends.eagle.options import PhaseBackends
 from attn_backends.eagle.phases import DraftState
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import Request, RequestOptions, Statistics
@@ -128,14 +129,14 @@ def nobody_sits_out(patch: pytest.MonkeyPatch) -> None:
 @mutant("prefix caches keyed by the page's own tokens: the draft's last entry is another's", "serving.sharing")
 def page_keyed_without_the_next_token(patch: pytest.MonkeyPatch) -> None:
     """A page is shared whatever token follows it, on which the draft's last entry depends."""
-    keys = SlotAllocator._keys
+    keys = SlotAllocator.prefix_keys
 
-    def of_its_own(self, tokens):
+    def of_its_own(self, prompt, digests):
         lookahead, self.lookahead = self.lookahead, 0
-        found, self.lookahead = keys(self, tokens[: len(tokens) - lookahead]), lookahead
+        found, self.lookahead = keys(self, prompt[: len(prompt) - lookahead], digests), lookahead
         return found
 
-    patch.setattr(SlotAllocator, "_keys", of_its_own)
+    patch.setattr(SlotAllocator, "prefix_keys", of_its_own)
 
 
 @mutant("a shared prompt is computed again, into the pages that others read", "serving.sharing")
@@ -225,7 +226,7 @@ def one_backend_for_all_phases(patch: pytest.MonkeyPatch) -> None:
     init = worker.EagleWorker.__init__
 
     def on_prefill(self, target, draft, backends, *args):
-        init(self, target, draft, worker.PhaseBackends(*[backends.prefill] * 5), *args)
+        init(self, target, draft, PhaseBackends(*[backends.prefill] * 5), *args)
 
     patch.setattr(worker.EagleWorker, "__init__", on_prefill)
 

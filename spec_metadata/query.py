@@ -1,0 +1,105 @@
+"""The query layouts of a step, which are types: a uniform width, packed lengths, and packed rows within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from spec_metadata.capacity import ceil_div
+from spec_metadata.errors import InvalidStepError
+
+
+@dataclass(frozen=True, slots=True)
+class UniformQuery:
+    """Every request has `width` query rows."""
+
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedQuery:
+    """Request i has `lens_cpu[i]` query rows, packed one after the other.
+
+    cu_seqlens: [bs + 1] int32, exclusive prefix sums of the lengths, on the step's device.
+    """
+
+    cu_seqlens: Tensor
+    lens_cpu: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lens: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> Self:
+        """The layout of host lengths."""
+        sums = [0]
+        for length in lens:
+            sums.append(sums[-1] + length)
+        return cls(torch.tensor(sums, dtype=torch.int32, device=device), tuple(lens))
+
+    @property
+    def num_tokens(self) -> int:
+        """Query rows of all requests."""
+        return sum(self.lens_cpu)
+
+    @property
+    def width(self) -> int:
+        """Query rows of the longest request."""
+        return max(self.lens_cpu, default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundedQuery:
+    """Packed rows whose lengths the device alone knows: those of a graph, or of a step padded like one.
+
+    cu_seqlens: [bs + 1] int32, as in `PackedQuery`; a request may have no row. num_tokens: query rows of all requests.
+    width: bound on those of one. The last requests are there for rows that no real request has, `num_padding` of them.
+    """
+
+    cu_seqlens: Tensor
+    num_tokens: int
+    width: int
+
+    @property
+    def num_padding(self) -> int:
+        """Requests at the end that padded rows belong to: as many as it takes to own all rows."""
+        return ceil_div(self.num_tokens, self.width)
+
+
+AnyPacked = PackedQuery | BoundedQuery
+AnyQuery = UniformQuery | AnyPacked
+
+
+def min_added(query: AnyQuery, num_steps: int) -> int:
+    """Tokens that every request of a layout writes, at the least."""
+    if isinstance(query, UniformQuery):
+        return query.width * num_steps
+    return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else 0
+
+
+def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
+    """The request of each query row and the row's number in it, both [num_tokens] int64."""
+    row = torch.arange(query.num_tokens, device=query.cu_seqlens.device)
+    starts = query.cu_seqlens.long()
+    request = torch.searchsorted(starts[1:], row, right=True)
+    return request, row - starts[request]
+
+
+def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
+    """Refuse a layout that is none, or not one of `bs` requests."""
+    if isinstance(query, UniformQuery):
+        if num_steps < 1 or query.width < 1:
+            raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
+        return
+    starts = query.cu_seqlens
+    if isinstance(query, BoundedQuery):
+        num_requests = bs
+    else:
+        num_requests = len(query.lens_cpu)
+        if min(query.lens_cpu, default=1) < 1:
+            raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")
+    if starts.shape != (num_requests + 1,) or starts.dtype is not torch.int32:
+        raise InvalidStepError(
+            f"cu_seqlens of {num_requests} requests must be [{num_requests + 1}] int32, got "
+            f"{list(starts.shape)} {starts.dtype}"
+        )
