@@ -19,6 +19,7 @@ from attn_backends.cache import PagedCache
 from attn_backends.capabilities import FP8_TYPES, Capabilities
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.paged_operators import paged_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import BufferSpec, StepKind
@@ -65,8 +66,9 @@ class Scratch(Schedule):
         self.keys = paged_keys(plan)
         self.partial = (buffers[PARTIAL_OUT.name], buffers[PARTIAL_LSE.name])
         device = self.partial[0].device
-        if shape.cache_dtype in FP8_TYPES and device.type == "cuda":
+        if device.type == "cuda":
             _refuse_8_bits(shape.cache_dtype, torch.cuda.get_device_capability(device))
+            _refuse_sizes(shape, device)
 
 
 def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
@@ -92,7 +94,19 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: 
 
 def _refuse_8_bits(cache_dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Triton reads e4m3 from SM89 on."""
-    if capability < (8, 9):
+    if cache_dtype in FP8_TYPES and capability < (8, 9):
         major, minor = capability
         reason = f"a cache of {cache_dtype} on SM{major}{minor} (Triton reads it from SM89 on)"
         raise UnsupportedStepError(f"kernel {NAME}", [reason], "use a cache of the queries' type")
+
+
+def _refuse_sizes(shape: LayerShape, device: torch.device) -> None:
+    """Even the least of a program's tiles must fit into shared memory."""
+    from attn_backends.kernels.triton_tiles import largest_head, least_bytes, sizes_of
+
+    gpu, is_latent = gpu_of(device), shape.num_kv_heads == 1 and shape.head_dim > shape.v_head_dim
+    needed = least_bytes(sizes_of(shape.head_dim, shape.v_head_dim, is_latent), shape.dtype, gpu)
+    if needed > gpu.shared:
+        sizes = f"head sizes {(shape.head_dim, shape.v_head_dim)} in {shape.dtype}"
+        reason = f"{sizes} ({needed} bytes of shared memory, of which this GPU has {gpu.shared})"
+        raise UnsupportedStepError(f"kernel {NAME}", [reason], f"head sizes up to {largest_head(shape.dtype, gpu)}")

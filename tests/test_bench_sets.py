@@ -23,10 +23,11 @@ from attn_backends.bench.trees import NUM_NODES, measure_trees, tree_mask
 from attn_backends.cache import CacheFormat
 from attn_backends.cli import bench, main
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
+from spec_metadata import StepKind
 from tests.test_bench import CPU, Ticks
 
 ONE = Ceilings(1.0, 1.0)  # a terabyte, or 1e12 operations, a second
@@ -55,6 +56,10 @@ def backend_of(name, **launches):
         replace(torch_kernel, name=name, launch=launch or torch_kernel.launch) for name, launch in launches.items()
     )
     return type(base.__name__, (base,), {"kernels": own})
+
+
+def all_backends():
+    return [backend_of(name, triton=None) for name in ("fa3", "trtllm_mla", "dsv4")]
 
 
 def off_by_one(q, cache, plan, layer):
@@ -111,6 +116,7 @@ def test_a_latent_is_read_once(stage):
     [
         (RuntimeError("broken"), True, "RuntimeError: broken"),
         (UnsupportedStepError("triton", ["no"]), False, "triton: no."),
+        (BackendUnavailableError("triton", ["no"]), False, "triton can't run here: no."),
         (torch.OutOfMemoryError("2 GiB"), False, "it does not fit into the device's memory"),
     ],
 )
@@ -135,12 +141,6 @@ def test_a_kernel_that_computes_something_else_has_no_row(stage):
     assert row.kernel == "vllm_flash_attn"
 
 
-def test_torch_is_measured_on_few_keys(stage, monkeypatch):
-    monkeypatch.setattr(kernels, "TORCH_KEYS", 139)
-    (absent,) = on_one_problem(stage, backend_of("fa3", torch=None))
-    assert (absent.failed, absent.reason) == (False, "torch: 140 keys (it is measured up to 139).")
-
-
 def test_what_a_graph_reads_lives_as_long_as_the_graph(stage):
     """A recorded graph keeps its tensors itself, a CUDA graph does not."""
 
@@ -163,7 +163,7 @@ def test_what_a_graph_reads_lives_as_long_as_the_graph(stage):
     assert made[0]() is None
 
 
-def test_a_pool_is_gone_before_the_next_is_made(stage, monkeypatch):
+def test_a_pool_is_gone_before_the_next_is_made(stage):
     pools = []
 
     def make(batch_size, context, device):
@@ -172,13 +172,15 @@ def test_a_pool_is_gone_before_the_next_is_made(stage, monkeypatch):
             pools.append(weakref.ref(asked.pool.caches[0].k))
             yield asked
 
-    monkeypatch.setattr(kernels, "PROBLEMS", {CacheFormat.KV: make})
     backend = backend_of("fa3", triton=None)
-    assert len(list(measure_kernels({backend: backend.kernels}, [1, 2, 3], [70], ONE, stage))) == 6
+    assert (
+        len(list(measure_kernels({CacheFormat.KV: make}, {backend: backend.kernels}, [1, 2, 3], [70], ONE, stage))) == 6
+    )
 
 
 def test_long_calls_take_turns_less_often(stage, monkeypatch):
     turns = []
+    monkeypatch.setattr(kernels, "TURNS_US", 3e5)
     monkeypatch.setattr(kernels, "take_turns", lambda runs, rounds, clock: turns.append(rounds) or [2e4, 3e4])
     graphs = {"a": SimpleNamespace(replay=None), "b": SimpleNamespace(replay=None)}
     assert kernels._times(graphs, 2, replace(stage, rounds=20)) == {"a": 1e4, "b": 1.5e4}
@@ -188,33 +190,39 @@ def test_long_calls_take_turns_less_often(stage, monkeypatch):
     assert turns == [1, 6, 1, 2, 1, 3]
 
 
-def test_a_pool_that_does_not_fit_is_said_and_the_next_is_measured(stage, monkeypatch):
+def test_only_a_prefill_finds_its_keys_where_the_last_call_left_them(monkeypatch):
+    monkeypatch.setattr(shapes, "COLD_BYTES", 2**21)
+    monkeypatch.setattr(compressed, "COLD_BYTES", 4 * 640 * 584)
+    pools = [fill_pool(CacheFormat.LATENT, 2, 70, CPU, widths) for widths in ([1, 16], [16, 17])]
+    assert [len(pool.caches) for pool in pools] == [6, 1]
+    assert [pool.capacity.num_draft_tokens for pool in pools] == [16, 2]
+    problems = [next(compressed_problems(widths, 2, 70, CPU)) for widths in ([1, 4], [4])]
+    assert [len(asked.pool.caches) for asked in problems] == [2, 1]
+
+
+def test_a_pool_that_does_not_fit_is_said_and_the_next_is_measured(stage):
     def make(batch_size, context, device):
         if batch_size == 3:
             raise torch.OutOfMemoryError("2 GiB")
         return dense_problems(CacheFormat.KV, [1], batch_size, context, device)
 
-    monkeypatch.setattr(kernels, "PROBLEMS", {CacheFormat.KV: make})
     backend = backend_of("fa3", triton=None)
-    found = list(measure_kernels({backend: backend.kernels}, [3, 1], [70], ONE, stage))
+    found = list(measure_kernels({CacheFormat.KV: make}, {backend: backend.kernels}, [3, 1], [70], ONE, stage))
     assert found[0] == Missing(
         "fa3", "every kernel", "batch 3, context 70 (kv)", "it does not fit into the device's memory", failed=False
     )
     assert [(row.batch_size, row.heads) for row in found[1:]] == [(1, 32), (1, 64)]
 
 
-def test_every_format_is_measured_on_the_backends_that_take_it(stage, monkeypatch):
+def test_every_format_is_measured_on_the_backends_that_take_it(stage):
     problems = {
         CacheFormat.LATENT: partial(dense_problems, CacheFormat.LATENT, [1]),
         CacheFormat.KV: partial(dense_problems, CacheFormat.KV, [1]),
-        CompressedFormat.COMPRESSED: compressed_problems,
+        CompressedFormat.COMPRESSED: partial(compressed_problems, [1, 4]),
     }
-    assert kernels.PROBLEMS.keys() == problems.keys()
-    monkeypatch.setattr(kernels, "PROBLEMS", problems)
-    found, missing = runnable_kernels([get_backend(name) for name in ("fa3", "trtllm_mla", "dsv4")], CPU)
-    assert {kernel.name for own in found.values() for kernel in own} == {"torch"}
-    assert {absent.kernel for absent in missing} >= {"flashmla", "flashmla_sparse", "vllm_flash_attn"}
-    rows = list(measure_kernels(found, [1], [600], ONE, stage))
+    assert kernels.DECODES.keys() == kernels.PREFILLS.keys() == problems.keys()
+    found = {backend: backend.kernels for backend in all_backends()}
+    rows = list(measure_kernels(problems, found, [1], [600], ONE, stage))
     assert all(isinstance(row, KernelRow) for row in rows), rows
     assert {(row.backend, row.heads, row.width) for row in rows} == {
         *(("fa3", heads, 1) for heads in (16, 128, 32, 64)),
@@ -223,9 +231,17 @@ def test_every_format_is_measured_on_the_backends_that_take_it(stage, monkeypatc
     }
 
 
+def test_every_kernel_but_torch_is_asked_whether_it_runs():
+    backend = backend_of("fa3", vllm_flash_attn=None, torch=None)
+    assert runnable_kernels([backend], CPU) == ({backend: [backend.kernels[0]]}, [])
+    found, missing = runnable_kernels([get_backend(name) for name in ("fa3", "trtllm_mla", "dsv4")], CPU)
+    assert not found
+    assert {absent.kernel for absent in missing} >= {"flashmla", "flashmla_sparse", "vllm_flash_attn", "triton"}
+
+
 @pytest.mark.parametrize("context", [600, 2400])
 def test_a_compressed_problem_is_its_window_and_the_selected_entries(stage, context):
-    asked = list(compressed_problems(2, context, CPU))[3]
+    asked = list(compressed_problems([1, 4], 2, context, CPU))[3]
     assert (asked.layer.num_heads, asked.width) == (16, 4)
     pool, cache = asked.pool, asked.pool.caches[0]
     found = asked.call(get_backend("dsv4"), "torch")(cache)
@@ -253,7 +269,7 @@ def test_ceilings_are_bytes_and_operations_by_time(stage, monkeypatch):
 
 
 def test_a_tree_is_compared_with_a_chain_of_as_many_rows(stage):
-    backend = backend_of("fa3", triton=None, torch=None)
+    backend = backend_of("fa3", triton=None)
     rows = list(measure_trees({backend: backend.kernels}, [2], [70], stage))
     assert all(isinstance(row, Row) for row in rows), rows
     assert [(row.bench, row.kernel, row.heads, row.width, row.peer) for row in rows] == [
@@ -266,7 +282,7 @@ def test_the_tree_is_measured_as_a_tree_and_the_chain_as_a_chain(stage, monkeypa
     steps = []
     nothing = SimpleNamespace(graph=RecordedGraph())
     monkeypatch.setattr(trees, "capture", lambda asked, *_: steps.append(asked.step) or nothing)
-    pool = fill_pool(CacheFormat.KV, 2, 70, CPU, NUM_NODES)
+    pool = fill_pool(CacheFormat.KV, 2, 70, CPU, [NUM_NODES])
     chain = problem(pool, LAYERS[CacheFormat.KV][0], NUM_NODES)
     tree = replace(chain, tree_mask=tree_mask(CPU).expand(2, -1, -1))
     with pytest.raises(ZeroDivisionError):  # nothing ran, and the clock stood still
@@ -312,9 +328,12 @@ def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys, monke
     written = json.loads(path.read_text())
     assert written["rows"] == [asdict(ROW)]
     assert written["ceilings"] == {"copy_tb_per_s": 4.1, "matmul_tflop_per_s": 790.0}
-    assert len(written["missing"]) == 3
+    cases = ["batch 1", "batch 2", "batch 3"]
+    assert written["missing"] == [
+        {"backend": "fa3", "kernel": "torch", "reason": "many keys", "failed": False, "cases": cases}
+    ]
     output = capsys.readouterr().out
-    assert "not measured: fa3/torch batch 1 and 2 more: many keys" in output
+    assert "not measured: fa3/torch batch 1; batch 2 and 1 more: many keys" in output
     assert "copies 4.10 TB/s and multiplies 790 TFLOP/s" in output
     assert all(word in output for word in ("TFLOP/s", "3.30", "1.020"))
 
@@ -332,8 +351,8 @@ def test_the_command_measures_trees(fake_gpu, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plot", "a.png"], "--plot goes with --set kernels, not with layer"),
-        (["--plot", "a.png", "--set", "trees"], "--plot goes with --set kernels, not with trees"),
+        (["--plot", "a.png"], "--plot goes with --set kernels or prefill, not with layer"),
+        (["--plot", "a.png", "--set", "trees"], "--plot goes with --set kernels or prefill, not with trees"),
         (["--plot", "a.jpg", "--set", "kernels"], "--plot a.jpg: a picture ends in .png or .svg"),
         (["--plot", "no/a.png", "--set", "kernels"], "there is no folder no"),
         (["--plot", "a.png", "--set", "kernels"], "pip install 'attn-backends[bench]'"),
@@ -395,3 +414,31 @@ def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, mo
     assert triton == ("fa3 triton", [22.0, 5.0], [44.0, 10.0])
     assert (heads, more_heads) == ("32 query heads", "64 query heads")
     assert torch_ == ("fa3 torch", [44.0 / 3.3], [44.0])
+
+
+def test_a_prefill_is_the_last_chunk_of_a_prompt_and_all_of_it(stage, monkeypatch):
+    monkeypatch.setattr(shapes, "PREFILL_CHUNK", 17)
+    monkeypatch.setattr(shapes, "MAX_PREFILLED", 60)
+    found = {backend: backend.kernels for backend in all_backends()}
+    rows = list(measure_kernels(kernels.PREFILLS, found, [2], [24, 48], ONE, stage))
+    assert all(isinstance(row, KernelRow) for row in rows), rows
+    assert {(row.backend, row.heads, row.context, row.width) for row in rows} == {
+        (backend, heads, *sizes)
+        for backend, heads in (
+            *(("fa3", heads) for heads in (16, 128, 32, 64)),
+            *(("trtllm_mla", heads) for heads in (16, 128)),
+            *(("dsv4", heads) for heads in (64, 16)),
+        )
+        for sizes in ((24, 17), (24, 24), (48, 17))
+    }
+    assert not list(measure_kernels(kernels.PREFILLS, found, [31], [20], ONE, stage))
+
+
+def test_a_prefill_is_a_packed_step_on_eager_metadata():
+    pool = fill_pool(CacheFormat.KV, 2, 70, CPU)
+    asked = problem(pool, LAYERS[CacheFormat.KV][0], 20)
+    assert (asked.step.kind, asked.step.query.lens_cpu) == (StepKind.PREFILL, (20, 20))
+    made, meta = shapes.planned(pool, asked.step, get_backend("fa3"), "torch")
+    assert meta.bucket is None
+    expected = made.forward(asked.q, pool.caches[0], meta.at(), asked.layer).out
+    torch.testing.assert_close(asked.call(get_backend("fa3"), "torch")(pool.caches[0]), expected)

@@ -6,11 +6,12 @@ import json
 import re
 import subprocess
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from attn_backends import results
+from attn_backends import cli, results
 from attn_backends.conformance import CATALOGUE, Report
 from attn_backends.conformance.matrix import COMMAND, page, shown
 from attn_backends.errors import ConfigError
@@ -157,6 +158,17 @@ def parts(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "device_name", lambda device: "NVIDIA H200")
     monkeypatch.setenv(results.COMMIT_VARIABLE, HEAD.commit)
     return tmp_path / "out", ran
+
+
+@pytest.mark.parametrize("name", gpu_results.PARTS)
+def test_every_part_of_the_gpu_results_is_understood(name, tmp_path):
+    module, *words = gpu_results.words(name, tmp_path / "of two words.json")
+    assert find_spec(module) is not None
+    assert str(tmp_path / "of two words.json") in words
+    if module == gpu_results.CLI:
+        cli._parser().parse_args(words)
+    if "--plot" in words:
+        assert words[words.index("--plot") + 1] == str(tmp_path / "of two words.png")
 
 
 def test_gpu_results_go_on_where_they_were(parts, monkeypatch):

@@ -84,6 +84,14 @@ def test_selection(triton, monkeypatch, ties: bool, topk: int, scratch: int) -> 
     assert bool((padding.diff(dim=1) >= 0).all()), "what is selected comes first"
 
 
+def test_selection_among_more_entries_than_a_block(triton, monkeypatch) -> None:
+    monkeypatch.setattr(triton.indexer, "MAX_BLOCK", 16)
+    arguments = index_scene([2, 1], [32, 18], 5, ties=True)
+    found = triton.indexer.select_entries(*arguments, 2, 9)
+    expected = torch_compressed.select_entries(*arguments, 2, 9)
+    assert torch.equal(found.sort().values, expected.sort().values)
+
+
 def test_of_equal_scores_the_lowest_entries_are_taken(triton) -> None:
     arguments = index_scene([1], [9], 2)
     arguments[1].copy_(torch.tensor([[-1.0, -1.0]]))  # all scores are 0 times a negative weight
@@ -222,6 +230,13 @@ def test_rows_of_more_elements_than_the_kernel_takes_are_refused(triton) -> None
     q, sources = attention_scene(1, 1032, bytes=False)
     with pytest.raises(ValueError, match="rows of 1032 elements, the kernel takes at most 1024"):
         triton.sparse.sparse_attention(q, sources, 0.1, None)
+
+
+def test_index_keys_of_more_elements_than_the_kernel_takes_are_refused(triton) -> None:
+    arguments = index_scene([1], [4], 2, ties=False)
+    arguments[0], arguments[2] = torch.randn(1, 2, 264), torch.randn(4, 2, 264)
+    with pytest.raises(ValueError, match="index keys of 264 elements, the kernel takes at most 256"):
+        triton.indexer.select_entries(*arguments, 1, 2)
 
 
 def test_splits_fill_the_gpu_and_none_is_without_keys(triton) -> None:

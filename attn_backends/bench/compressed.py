@@ -5,14 +5,14 @@ Each row has 512 entries of its own, at random among those that it sees, as an i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attn_backends.backends.dsv4 import DSV4Backend, Selected
-from attn_backends.bench.shapes import COLD_BYTES, DTYPE, one_step
+from attn_backends.bench.shapes import DTYPE, MAX_VERIFIED, one_step, planned
 from attn_backends.compressed_cache import CompressedCache, EntryPools, FloatPages, Fp8Pages, pool_shapes
 from attn_backends.compressed_layer import CompressedLayer, Compressor
 from attn_backends.kernel import LayerShape
@@ -22,12 +22,12 @@ from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.compressed import Compression
 
 HEADS = (64, 16)
-WIDTHS = (1, 4)
 PAGE_SIZE = 256
 TOPK = 512
 WINDOW = DSV4Backend.window
 COMPRESSION = Compression(4, overlap=True, indexed=True)
 _INDEX_DIM = 128
+COLD_BYTES = 128 * 2**20  # twice the L2 of an H200; one row reads so little that more would be many caches
 _DISTINCT_PAGES = 64  # pages of random rows, of which all others are copies
 
 
@@ -76,25 +76,24 @@ class CompressedProblem:
         return 4 * self.q.numel() * self.num_keys
 
     def call(self, backend: type[DSV4Backend], kernel: str) -> Callable[..., Tensor]:
-        """Attention on captured metadata that holds the step, from selected entries on; cache -> output."""
-        pool = self.pool
-        step = one_step(pool, self.width)
-        made = backend(pool.capacity, pool.geometry, pool.pages.device, kernel={step.kind: kernel})
-        meta = made.capture(step.bucket(), step.paging)
-        made.replay(meta, step)
-        shape = LayerShape.of(self.layer, DTYPE, pool.caches[0].dtype)._replace(variant=(COMPRESSION, TOPK))
+        """Attention on metadata that holds the step, from selected entries on; cache -> output."""
+        made, meta = planned(self.pool, one_step(self.pool, self.width), backend, kernel)
+        shape = LayerShape.of(self.layer, DTYPE, self.pool.caches[0].dtype)._replace(variant=(COMPRESSION, TOPK))
         selected = Selected(meta.schedules.planned(0, shape), self.entry_slots)
-        return lambda cache: made.kernel_of(step.kind).launch(self.q, cache, selected, self.layer).out
+        launch = made.kernel_of(meta.step.kind).launch
+        return lambda cache: launch(self.q, cache, selected, self.layer).out
 
     def __str__(self) -> str:
         pool = self.pool
         return f"batch {pool.batch_size}, context {pool.context}, {self.layer.num_heads} heads, width {self.width}"
 
 
-def compressed_problems(batch_size: int, context: int, device: torch.device) -> Iterator[CompressedProblem]:
+def compressed_problems(
+    widths: Sequence[int], batch_size: int, context: int, device: torch.device
+) -> Iterator[CompressedProblem]:
     """The problems of a size, which share a pool."""
-    pool = _fill_pool(batch_size, context, device)
-    for num_heads, width in ((num_heads, width) for num_heads in HEADS for width in WIDTHS):
+    pool = _fill_pool(batch_size, context, device, batch_size * min(widths))
+    for num_heads, width in ((num_heads, width) for num_heads in HEADS for width in widths):
         generator = torch.Generator(device).manual_seed(num_heads + width)
         shape = (batch_size * width, num_heads, fp8_pages.ROW_DIM)
         q = torch.randn(shape, dtype=DTYPE, device=device, generator=generator)
@@ -125,9 +124,11 @@ def _compressor(dim: int, device: torch.device) -> Compressor:
     return Compressor(torch.zeros(COMPRESSION.ratio, 2 * dim, device=device), ones, 1e-6, ones[: fp8_pages.ROPE // 2])
 
 
-def _fill_pool(batch_size: int, context: int, device: torch.device) -> CompressedPool:
-    """A pool of random rows, the same for the same arguments on the same device."""
-    capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=max(WIDTHS) - 1, num_draft_tokens=max(WIDTHS))
+def _fill_pool(batch_size: int, context: int, device: torch.device, num_rows: int) -> CompressedPool:
+    """A pool of random rows, the same for the same arguments on the same device. num_rows: query rows of a step, at
+    the least.
+    """
+    capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=MAX_VERIFIED - 1, num_draft_tokens=MAX_VERIFIED)
     geometry = CacheGeometry(1 + batch_size * capacity.max_pages, PAGE_SIZE)
     generator = torch.Generator(device).manual_seed(batch_size + context)
     order = 1 + torch.randperm(geometry.num_pages - 1, generator=generator, device=device)
@@ -135,10 +136,10 @@ def _fill_pool(batch_size: int, context: int, device: torch.device) -> Compresse
     shapes = pool_shapes(geometry, layer, DSV4Backend(capacity, geometry, device).ring(layer))
 
     def some_pages(name: str) -> Fp8Pages:
-        _, num_rows, dim = shapes[name]
-        rows = torch.randn(_DISTINCT_PAGES * num_rows, dim, device=device, generator=generator)
-        size = (_DISTINCT_PAGES, fp8_pages.page_bytes(num_rows))
-        pages = Fp8Pages(torch.zeros(size, dtype=torch.uint8, device=device), num_rows)
+        _, per_page, dim = shapes[name]
+        rows = torch.randn(_DISTINCT_PAGES * per_page, dim, device=device, generator=generator)
+        size = (_DISTINCT_PAGES, fp8_pages.page_bytes(per_page))
+        pages = Fp8Pages(torch.zeros(size, dtype=torch.uint8, device=device), per_page)
         pages.write(torch.arange(rows.shape[0], device=device), rows, 0)
         return pages
 
@@ -155,7 +156,7 @@ def _fill_pool(batch_size: int, context: int, device: torch.device) -> Compresse
     read_by_a_row = (WINDOW + TOPK) * fp8_pages.ROW_BYTES
     caches = tuple(
         CompressedCache(random(rows), EntryPools(random(entries), states), index)
-        for _ in range(ceil_div(COLD_BYTES, batch_size * read_by_a_row))
+        for _ in range(ceil_div(COLD_BYTES, num_rows * read_by_a_row))
     )
     return CompressedPool(batch_size, context, capacity, geometry, order.view(batch_size, -1), caches)
 

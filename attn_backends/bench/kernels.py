@@ -19,22 +19,24 @@ from attn_backends.bench.attention import check_same
 from attn_backends.bench.ceilings import Ceilings
 from attn_backends.bench.compressed import compressed_problems
 from attn_backends.bench.rows import KernelRow, Missing, Stage, missing
-from attn_backends.bench.shapes import dense_problems
+from attn_backends.bench.shapes import dense_problems, prefill_widths
 from attn_backends.bench.timing import take_turns
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.errors import AttnBackendsError, UnsupportedStepError
+from attn_backends.errors import AttnBackendsError
 from attn_backends.graphs import Graph
 from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer
 from attn_backends.providers import VENDOR_KERNELS
 
-BATCH_SIZES = (1, 8, 32, 128, 256)
-CONTEXTS = (1024, 8192, 32768, 131072)
+BATCH_SIZES = (1, 8, 32, 64, 128, 256)
+CONTEXTS = (1024, 4096, 8192, 32768, 131072)
 WIDTHS = (1, 4, 8, 16)
-TURNS_US = 3e5  # of all kernels on a problem together, if that leaves MIN_ROUNDS
+PREFILL_BATCH_SIZES = (1, 8)
+PREFILL_CONTEXTS = (1024, 8192, 32768)
+TURNS_US = 1e5  # of all kernels on a problem together, if that leaves MIN_ROUNDS
 MIN_ROUNDS = 3
-TORCH_KEYS = 2**15  # of a batch; the torch kernels widen all keys to float32
+TORCH = "torch"  # no engine runs it on a GPU
 
 
 class Problem(Protocol):
@@ -64,11 +66,21 @@ class Problem(Protocol):
         """The attention of a kernel: cache -> output."""
 
 
-PROBLEMS: Mapping[Any, Callable[[int, int, torch.device], Iterator[Any]]] = {
-    CacheFormat.LATENT: partial(dense_problems, CacheFormat.LATENT, WIDTHS),
-    CacheFormat.KV: partial(dense_problems, CacheFormat.KV, WIDTHS),
+Problems = Mapping[Any, Callable[[int, int, torch.device], Iterator[Any]]]  # of a format, a batch size and a context
+
+
+def _prefills(make: Callable[..., Iterator[Any]], batch_size: int, context: int, device: torch.device) -> Iterator[Any]:
+    widths = prefill_widths(batch_size, context)
+    return make(widths, batch_size, context, device) if widths else iter(())
+
+
+_MAKE: Mapping[Any, Callable[..., Iterator[Any]]] = {
+    CacheFormat.LATENT: partial(dense_problems, CacheFormat.LATENT),
+    CacheFormat.KV: partial(dense_problems, CacheFormat.KV),
     CompressedFormat.COMPRESSED: compressed_problems,
 }
+DECODES: Problems = {format: partial(make, WIDTHS) for format, make in _MAKE.items()}
+PREFILLS: Problems = {format: partial(_prefills, make) for format, make in _MAKE.items()}
 
 Runnable = Mapping[type[AttentionBackend], Sequence[Kernel]]
 
@@ -76,11 +88,11 @@ Runnable = Mapping[type[AttentionBackend], Sequence[Kernel]]
 def runnable_kernels(
     backends: Iterable[type[AttentionBackend]], device: torch.device
 ) -> tuple[Runnable, list[Missing]]:
-    """The kernels of each backend that run here, and those that don't."""
+    """The kernels of each backend but torch that run here, and those that don't."""
     found: dict[type[AttentionBackend], list[Kernel]] = {}
     absent = []
     for backend in backends:
-        for kernel in backend.kernels:
+        for kernel in (kernel for kernel in backend.kernels if kernel.name != TORCH):
             reasons = kernel.unavailable_reasons(device)
             if reasons:
                 absent.append(Missing(backend.name, kernel.name, "", "; ".join(reasons), failed=False))
@@ -90,10 +102,15 @@ def runnable_kernels(
 
 
 def measure_kernels(
-    kernels: Runnable, batch_sizes: Sequence[int], contexts: Sequence[int], ceilings: Ceilings, stage: Stage
+    problems: Problems,
+    kernels: Runnable,
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    ceilings: Ceilings,
+    stage: Stage,
 ) -> Iterator[KernelRow | Missing]:
     """Every kernel on every problem of the formats that its backend takes."""
-    for format, make in PROBLEMS.items():
+    for format, make in problems.items():
         takers = {backend: own for backend, own in kernels.items() if format in backend.formats}
         for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes if takers):
             try:
@@ -119,7 +136,6 @@ def compare_kernels(
     captured: dict[str, Captured] = {}
     for kernel in kernels:
         try:
-            _check_size(kernel, problem)
             captured[kernel.name] = capture(problem, backend, kernel.name, stage)
         except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
             yield missing(backend, kernel.name, str(problem), error)
@@ -154,12 +170,6 @@ def capture(problem: Problem, backend: type[AttentionBackend], kernel: str, stag
     """Capture a kernel on a problem."""
     graph, call = stage.make_graph(), problem.call(backend, kernel)
     return Captured(graph, graph.capture(lambda: [call(cache) for cache in problem.pool.caches][-1]), call)
-
-
-def _check_size(kernel: Kernel, problem: Problem) -> None:
-    num_keys = problem.pool.batch_size * problem.pool.context
-    if kernel.name == "torch" and num_keys > TORCH_KEYS:
-        raise UnsupportedStepError("torch", [f"{num_keys} keys (it is measured up to {TORCH_KEYS})"])
 
 
 def _times(graphs: Mapping[str, Graph], num_calls: int, stage: Stage) -> dict[str, float]:

@@ -33,7 +33,7 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
     rows = [row for row in rows if row.tb_per_s > 0 and row.tflop_per_s > 0]
     all_heads, kernels = sorted({row.heads for row in rows}), sorted({(row.backend, row.kernel) for row in rows})
     copy, product = ceilings.copy_tb_per_s, ceilings.matmul_tflop_per_s
-    figure = import_module("matplotlib.figure").Figure(figsize=(12, 4 * len(all_heads) + 1), layout="constrained")
+    figure = import_module("matplotlib.figure").Figure(figsize=(8, 2.2 * len(all_heads) + 1), layout="constrained")
     figure.suptitle(f"attention on {device}: copies {copy:.3g} TB/s, multiplies {product:.3g} TFLOP/s")
     intensities = [row.tflop_per_s / row.tb_per_s for row in rows] or [1.0]
     roof = sorted({min(intensities) / 2, product / copy, max(intensities) * 2})
@@ -49,4 +49,4 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
         axes.set(xscale="log", yscale="log", ylabel="TFLOP/s", title=f"{heads} query heads")
         axes.legend(fontsize="small")
     panels[-1].set_xlabel("operations a byte")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=72)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from attn_backends.base import AttentionBackend
 from attn_backends.bench.timing import Clock
-from attn_backends.errors import AttnBackendsError, UnsupportedStepError
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError, UnsupportedStepError
 from attn_backends.graphs import Graph
 from attn_backends.kernel import Kernel
 from attn_backends.results import without_folders
@@ -57,6 +57,26 @@ class Missing:
     failed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """All cases of a kernel that have no row for one reason; none where the whole kernel is missing."""
+
+    backend: str
+    kernel: str
+    reason: str
+    failed: bool
+    cases: tuple[str, ...]
+
+
+def by_reason(missing: Iterable[Missing]) -> list[Absent]:
+    """What has no row, in the order of the first of each kernel and reason."""
+    found: dict[tuple[str, str, str, bool], list[str]] = {}
+    for each in missing:
+        cases = found.setdefault((each.backend, each.kernel, each.reason, each.failed), [])
+        cases += [each.case] if each.case else []
+    return [Absent(*same, tuple(cases)) for same, cases in found.items()]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """Where to measure. rounds: timed replays of each graph."""
@@ -71,10 +91,10 @@ Contender = tuple[type[AttentionBackend], Kernel]
 
 
 def missing(backend: type[AttentionBackend], kernel: str, case: str, error: Exception) -> Missing:
-    """What an error says. A refusal, and too little memory, are no failures."""
+    """What an error says. A refusal, a kernel that has no such step, and too little memory are no failures."""
     reason = str(error) if isinstance(error, AttnBackendsError) else f"{type(error).__name__}: {error}"
     is_full = any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__cause__))
     if is_full:
         reason = "it does not fit into the device's memory"
-    failed = not is_full and not isinstance(error, UnsupportedStepError)
+    failed = not is_full and not isinstance(error, UnsupportedStepError | BackendUnavailableError)
     return Missing(backend.name, kernel, case, without_folders(reason), failed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ from torch import Tensor
 from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.layer import AttentionLayer
-from spec_metadata import BlockTable, CacheGeometry, Capacity, Step
+from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step, StepKind
 from spec_metadata.capacity import ceil_div
 
 BATCH_SIZES = (1, 32, 128)
 CONTEXTS = (4096, 32768)
 WIDTHS = (1, 4)  # decode, and the verify of a chain of three drafted tokens
+MAX_VERIFIED = 16  # query rows of a verify; more are a prefill
+PREFILL_CHUNK = 1024
+MAX_PREFILLED = 2**15  # tokens of a batch together
 PAGE_SIZE = 64
 DTYPE = torch.bfloat16
 COLD_BYTES = 256 * 2**20  # several times the L2 of an H200
@@ -65,7 +68,7 @@ class Problem:
 
     @property
     def step(self) -> Step:
-        """The step: a decode, or a verify, whose last row sees the whole context."""
+        """The step, whose last row sees the whole context."""
         return one_step(self.pool, self.width, self.tree_mask)
 
     @property
@@ -85,11 +88,8 @@ class Problem:
         return 2 * self.pool.batch_size * num_seen * layer.num_heads * (layer.head_dim + layer.v_head_dim)
 
     def call(self, backend: type[AttentionBackend], kernel: str) -> Callable[..., Tensor]:
-        """What an engine does in a layer: `forward` on captured metadata that holds the step; cache -> output."""
-        pool, step = self.pool, self.step
-        made = backend(pool.capacity, pool.geometry, pool.pages.device, kernel={step.kind: kernel})
-        meta = made.capture(step.bucket(), step.paging)
-        made.replay(meta, step)
+        """What an engine does in a layer: `forward` on metadata that holds the step; cache -> output."""
+        made, meta = planned(self.pool, self.step, backend, kernel)
         return lambda cache: made.forward(self.q, cache, meta.at(), self.layer).out
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Problem:
 
 
 class Requests(Protocol):
-    """Full requests of one context."""
+    """Full requests of one context, with room in their pages."""
 
     @property
     def batch_size(self) -> int:
@@ -112,23 +112,43 @@ class Requests(Protocol):
     def table(self) -> BlockTable:
         """Their pages."""
 
+    @property
+    def capacity(self) -> Capacity:
+        """What a backend must have room for."""
+
+
+def planned(requests: Requests, step: Step, backend: Callable[..., Any], kernel: str) -> tuple[Any, Any]:
+    """A backend and its metadata of a step, as engines have it: captured, of a prefill eager."""
+    table = requests.table
+    made = backend(requests.capacity, table.geometry, table.table.device, kernel={step.kind: kernel})
+    if step.kind is StepKind.PREFILL:
+        return made, made.init_forward_metadata(step)
+    meta = made.capture(step.bucket(), step.paging)
+    made.replay(meta, step)
+    return made, meta
+
 
 def one_step(requests: Requests, width: int, tree_mask: Tensor | None = None) -> Step:
-    """A decode, or for more rows than one a verify, at the end of every request."""
+    """The last tokens of every request: a decode of one, a verify, or of more than `MAX_VERIFIED` a prefill."""
     committed, paging = requests.context - width, requests.table
     lens = torch.full((requests.batch_size,), committed, dtype=torch.int32, device=paging.table.device)
     host = {"max_committed": committed, "seq_lens_cpu": [committed] * requests.batch_size}
     if width == 1:
         return Step.decode(lens, paging, **host)  # type: ignore[arg-type]
+    if width > MAX_VERIFIED:
+        query = PackedQuery.of([width] * requests.batch_size, lens.device)
+        return Step.prefill(query, lens, paging, **host)  # type: ignore[arg-type]
     return Step.target_verify(width, lens, paging, tree_mask=tree_mask, **host)  # type: ignore[arg-type]
 
 
 def fill_pool(
-    format: CacheFormat, batch_size: int, context: int, device: torch.device, num_drafted: int = max(WIDTHS)
+    format: CacheFormat, batch_size: int, context: int, device: torch.device, widths: Sequence[int] = WIDTHS
 ) -> Pool:
-    """A pool of random tokens, the same for the same arguments on the same device. num_drafted: rows of the widest
-    verify that shall have room, at least 2.
+    """A pool of random tokens, the same for the same arguments on the same device. widths: of the steps; a prefill's
+    keys are read for so many rows that one cache will do.
     """
+    is_prefill = max(widths) > MAX_VERIFIED
+    num_drafted, cold_bytes = (2, 0) if is_prefill else (max(2, *widths), COLD_BYTES)
     generator = torch.Generator(device).manual_seed(batch_size + context)
     capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=num_drafted - 1, num_draft_tokens=num_drafted)
     geometry = CacheGeometry(1 + batch_size * capacity.max_pages, PAGE_SIZE)
@@ -144,7 +164,7 @@ def fill_pool(
 
     num_tensors = 1 if format is CacheFormat.LATENT else 2
     num_bytes = num_tensors * geometry.num_slots * math.prod(entry) * DTYPE.itemsize
-    caches = tuple(cache() for _ in range(max(1, ceil_div(COLD_BYTES, num_bytes))))
+    caches = tuple(cache() for _ in range(max(1, ceil_div(cold_bytes, num_bytes))))
     return Pool(batch_size, context, capacity, geometry, order.view(batch_size, -1), caches)
 
 
@@ -160,6 +180,12 @@ def dense_problems(
     format: CacheFormat, widths: Sequence[int], batch_size: int, context: int, device: torch.device
 ) -> Iterator[Problem]:
     """The problems of a size, which share a pool."""
-    pool = fill_pool(format, batch_size, context, device, max(2, *widths))
+    pool = fill_pool(format, batch_size, context, device, widths)
     layers = (*LAYERS[format], *MORE_LAYERS.get(format, ()))
     return (problem(pool, layer, width) for layer in layers for width in widths)
+
+
+def prefill_widths(batch_size: int, context: int) -> list[int]:
+    """New tokens of each prompt: the last chunk of it, and all of it, where they are not too many."""
+    widths = {min(PREFILL_CHUNK, context), context}
+    return sorted(width for width in widths if batch_size * width <= MAX_PREFILLED)

@@ -19,17 +19,16 @@ from spec_metadata import StepKind
 
 TOPK, NUM_NODES = 4, 16
 BUDGET = 1.25  # of the chain's time
-TORCH = "torch"  # no engine runs trees on it on a GPU
 
 
 def measure_trees(
     kernels: Runnable, batch_sizes: Sequence[int], contexts: Sequence[int], stage: Stage
 ) -> Iterator[Row | Missing]:
-    """Every kernel but torch on every dense layer that its backend takes."""
+    """Every kernel on every dense layer that its backend takes."""
     for format, layers in LAYERS.items():
         takers = _takers(kernels, format)
         for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes if takers):
-            pool = fill_pool(format, batch_size, context, stage.device, NUM_NODES)
+            pool = fill_pool(format, batch_size, context, stage.device, [NUM_NODES])
             mask = tree_mask(stage.device).expand(batch_size, -1, -1)
             for chain in (problem(pool, layer, NUM_NODES) for layer in layers):
                 tree = replace(chain, tree_mask=mask)
@@ -75,5 +74,5 @@ def _takers(kernels: Runnable, format: CacheFormat) -> list[tuple[type[Attention
         (backend, kernel)
         for backend, own in kernels.items()
         for kernel in own
-        if format in backend.formats and kernel.name != TORCH and StepKind.TARGET_VERIFY in kernel.capabilities
+        if format in backend.formats and StepKind.TARGET_VERIFY in kernel.capabilities
     ]

@@ -127,10 +127,11 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("what", choices=("attention",), help="attention: a layer's forward, under graphs")
     bench.add_argument(
         "--set",
-        choices=("layer", "kernels", "trees"),
+        choices=("layer", "kernels", "prefill", "trees"),
         default="layer",
         help="layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each other and the "
-        "device's ceilings. trees: the verify of a tree beside that of a chain",
+        "device's ceilings, in decodes and verifies. prefill: likewise. trees: the verify of a tree beside that of a "
+        "chain",
     )
     bench.add_argument(
         "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that the set has)"

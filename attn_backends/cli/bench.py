@@ -1,10 +1,11 @@
-"""`bench`: what a layer costs beside the vendor's raw call, kernels beside each other, trees beside chains."""
+"""`bench`: a layer beside the vendor's raw call, kernels beside each other, trees beside chains."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from attn_backends.bench import attention, kernels, plot, shapes, trees
 from attn_backends.bench.attention import contenders, measure_attention
 from attn_backends.bench.ceilings import Ceilings, measure_ceilings
 from attn_backends.bench.kernels import measure_kernels, runnable_kernels
-from attn_backends.bench.rows import KernelRow, Missing, Row, Stage
+from attn_backends.bench.rows import KernelRow, Missing, Row, Stage, by_reason
+from attn_backends.bench.targets import Reached, check_targets
 from attn_backends.bench.timing import CudaClock
 from attn_backends.bench.trees import measure_trees
 from attn_backends.cli.options import DENSE_BACKENDS
@@ -27,6 +29,7 @@ from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 
 QUICK_ROUNDS = 5
+DRAWN = ("kernels", "prefill")
 
 
 @dataclass(slots=True)
@@ -41,6 +44,11 @@ class Measured:
         """Add each as it comes."""
         for each in measured:
             (self.rows if isinstance(each, Row) else self.missing).append(each)  # type: ignore[arg-type]
+
+    @property
+    def reached(self) -> list[Reached]:
+        """What its rows say of the kernels' targets."""
+        return list(check_targets(map(asdict, self.rows), self.ceilings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +76,17 @@ def _layer(
 
 
 def _kernels(
-    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
+    problems: kernels.Problems,
+    backends: Sequence[type[AttentionBackend]],
+    batch_sizes: list[int],
+    contexts: list[int],
+    stage: Stage,
 ) -> Measured:
     found, missing = runnable_kernels(backends, stage.device)
     _need(found, missing)
     measured = Measured(missing=missing, ceilings=measure_ceilings(stage))
     assert measured.ceilings is not None
-    measured.add(measure_kernels(found, batch_sizes, contexts, measured.ceilings, stage))
+    measured.add(measure_kernels(problems, found, batch_sizes, contexts, measured.ceilings, stage))
     return measured
 
 
@@ -100,13 +112,22 @@ SETS = {
         attention.BUDGET,
     ),
     "kernels": Set(
-        _kernels,
+        partial(_kernels, kernels.DECODES),
         (*DENSE_BACKENDS, "dsv4"),
         kernels.BATCH_SIZES,
         kernels.CONTEXTS,
         max(kernels.WIDTHS),
         20,
         "kernels beside each other, device time of a layer under graphs",
+    ),
+    "prefill": Set(
+        partial(_kernels, kernels.PREFILLS),
+        (*DENSE_BACKENDS, "dsv4"),
+        kernels.PREFILL_BATCH_SIZES,
+        kernels.PREFILL_CONTEXTS,
+        shapes.MAX_VERIFIED,
+        10,
+        "kernels beside each other in prefill, device time of a layer under graphs",
     ),
     "trees": Set(
         _trees,
@@ -126,8 +147,10 @@ def run(args: argparse.Namespace) -> int:
     asked = SETS[args.set]
     results.check_output("--json", args.json)
     results.check_output("--plot", args.plot)
-    if args.plot is not None and args.set != "kernels":
-        raise ConfigError(f"--plot goes with --set kernels, not with {args.set}: it draws kernels against ceilings")
+    if args.plot is not None and args.set not in DRAWN:
+        raise ConfigError(
+            f"--plot goes with --set {' or '.join(DRAWN)}, not with {args.set}: it draws kernels against ceilings"
+        )
     plot.check_plot(args.plot)
     batch_sizes, contexts = _sizes(args, asked)
     if not torch.cuda.is_available():
@@ -165,9 +188,11 @@ def _sizes(args: argparse.Namespace, asked: Set) -> tuple[list[int], list[int]]:
 
 
 def _write(args: argparse.Namespace, measured: Measured, rounds: int) -> None:
-    own: dict[str, Any] = {"rounds": rounds, "missing": [asdict(absent) for absent in measured.missing]}
+    own: dict[str, Any] = {"rounds": rounds, "missing": [asdict(absent) for absent in by_reason(measured.missing)]}
     if measured.ceilings is not None:
         own["ceilings"] = asdict(measured.ceilings)
+    if measured.reached:
+        own["targets"] = [asdict(reached) for reached in measured.reached]
     results.write(args.json, results.head(args.words, "cuda"), map(asdict, measured.rows), **own)
 
 
@@ -177,14 +202,14 @@ def _show(measured: Measured, asked: Set) -> None:
     if measured.ceilings is not None:
         copy, product = measured.ceilings.copy_tb_per_s, measured.ceilings.matmul_tflop_per_s
         console.print(f"this device copies {copy:.2f} TB/s and multiplies {product:.0f} TFLOP/s")
-    cases: dict[tuple[str, str, str, bool], list[str]] = {}
-    for absent in measured.missing:
-        same = (absent.backend, absent.kernel, absent.reason, absent.failed)
-        cases.setdefault(same, []).append(absent.case)
-    for (backend, kernel, reason, failed), found in cases.items():
-        case = found[0] if len(found) == 1 else f"{found[0]} and {len(found) - 1} more"
-        what = f"{backend}/{kernel} {case}".rstrip()
-        console.print(f"{'failed' if failed else 'not measured'}: {escape(what)}: {escape(reason)}")
+    for reached in measured.reached:
+        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "no aim"}[reached.met]
+        what = f"{reached.target}: {reached.backend}/{reached.kernel}, {reached.case}"
+        console.print(f"{verdict}: {escape(what)}: {reached.value}")
+    for absent in by_reason(measured.missing):
+        what = f"{absent.backend}/{absent.kernel} {'; '.join(absent.cases[:2])}".rstrip()
+        more = f" and {len(absent.cases) - 2} more" if len(absent.cases) > 2 else ""
+        console.print(f"{'failed' if absent.failed else 'not measured'}: {escape(what)}{more}: {escape(absent.reason)}")
 
 
 def _table(rows: list[Row], asked: Set) -> Table:

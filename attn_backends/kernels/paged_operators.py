@@ -130,7 +130,7 @@ def _paged_attention_cuda(
     if max_query > MAX_DIVIDED_WIDTH:
         from attn_backends.kernels import triton_prefill
 
-        return triton_prefill.paged_attention(*keys, max_query, max_kv_len, causal, *scales)
+        return triton_prefill.paged_attention(*keys, max_query, causal, *scales)
     from attn_backends.kernels import triton_decode
 
     return triton_decode.paged_attention(*keys, max_query, max_kv_len, causal, *scales, *scratch)

@@ -1,15 +1,16 @@
-"""Writing the pools of compressed layers in Triton: rows, entries that close, and states, one launch each.
+"""Writing the pools of compressed layers in Triton: rows, entries that close, and states.
 
-A program takes one row, or one entry, with all its channels: an entry's tokens pass in blocks through a running softmax
-of each channel, and norm, rotation and 8-bit scales follow in registers. States are written by a launch of their own,
-after the entries': a row's state may take the place of one that an entry of the same forward is made of.
+A program takes one row, or a block of one's channels. An entry is made by two launches: the tokens of each channel are
+pooled by blocks of channels, with a softmax of each, and then a program for an entry norms, rotates and writes it. An
+entry without a slot is neither pooled nor written. States are written by a launch of their own, after the entries': a
+row's state may take the place of one that an entry of the same forward is made of.
 
 Arithmetic is float32.
 
-128 rows of a decode on an H200, measured: 2.4 µs for rows in 8-bit pages, 2.6 for states of 1024 channels, and 11.5 and
-6.2 µs for 32 entries of ratio 4 with 512 and 128 elements; each moves less than 2 MB, half a microsecond. An entry of
-ratio 128 reads 512 KiB through one program: 128 µs in blocks of 8 tokens on 8 warps. The larger blocks that it has now
-have not been measured.
+128 rows of a decode on an H200: 2.1 µs for rows in 8-bit pages, 2.3 for states of 1024 channels, and 7.4 and 5.4 µs
+for the 32 entries of ratio 4 that close in them, of 512 and 128 elements; each moves less than 2 MB, half a microsecond
+of a copy, and a launch alone takes about two. The entry of ratio 128 that closes reads 512 KiB, through 32 programs:
+8.0 µs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TURN_HIGH, _TURN_MIDDLE = tl.constexpr(6.25), tl.constexpr(33 / 2**10)
 _TURN_LOW, _TURN_LOWEST = tl.constexpr(31 / 2**15), tl.constexpr(1.2699757711476925e-05)
 _TURNS = tl.constexpr(0.15915494309189535)
+_POOLED = 2048  # values of tokens and channels that a program holds at once
 
 
 @triton.jit
@@ -54,61 +56,74 @@ def _rotated(x, position, inv_freq, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, 
 
 
 @triton.jit
-def _write_entries(
-    pool,
+def _pool_tokens(
+    means,
     slots,
     values,
     gates,
     states,
     input_rows,
     state_reads,
-    first_positions,
     position_bias,
-    norm_weight,
-    norm_eps,
-    inv_freq,
     RATIO: tl.constexpr,
     WINDOW: tl.constexpr,
     DIM: tl.constexpr,
     CHANNELS: tl.constexpr,
-    NUM_PAIRS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """values, gates, position_bias: (pointer, strides). states: as a pool. The rest is dense."""
+    """A block of channels of an entry. means: dense, [entries, DIM] float32. values, gates, position_bias: (pointer,
+    strides). states: as a pool.
+    """
+    entry = tl.program_id(0).to(tl.int64)
+    if tl.load(slots + entry) < 0:
+        return
+    state_pages, ring, ring_stride, state_stride, channel_stride = states
+    token, dim = tl.arange(0, BLOCK_TOKENS), tl.program_id(1) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
+    real = (dim < DIM)[None, :]
+    row = tl.load(input_rows + entry * WINDOW + token, mask=token < WINDOW, other=-1)
+    read = tl.load(state_reads + entry * WINDOW + token, mask=token < WINDOW, other=-1)
+    half = tl.where(token < WINDOW - RATIO, 0, CHANNELS - DIM)  # of the block before, or of its own
+    channel = half[:, None] + dim[None, :]
+    given, kept = (row >= 0)[:, None] & real, ((row < 0) & (read >= 0))[:, None] & real
+    kept_row = triton_pages.row_pointers(state_pages, ring, ring_stride, state_stride, tl.maximum(read, 0))[0]
+    state = kept_row[:, None] + channel * channel_stride
+    value = _load(values[0], values[1], row, channel, given) + tl.load(state, mask=kept, other=0.0)
+    gate = _load(gates[0], gates[1], row, channel, given)
+    gate += tl.load(state + CHANNELS * channel_stride, mask=kept, other=0.0)
+    gate += _load(position_bias[0], position_bias[1], token % RATIO, channel, given | kept)
+    gate = tl.where(given | kept, gate, float("-inf"))
+    peak = tl.maximum(tl.max(gate, axis=0), _LOWEST)
+    weight = tl.exp(gate - peak[None, :])
+    total = tl.sum(weight, axis=0)
+    mean = tl.sum(weight * value, axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(means + entry * DIM + dim, mean, mask=dim < DIM)
+
+
+@triton.jit
+def _write_entries(
+    pool,
+    slots,
+    means,
+    first_positions,
+    norm_weight,
+    norm_eps,
+    inv_freq,
+    DIM: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    """means: dense, [entries, DIM] float32. The rest is dense."""
     entry = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + entry)
-    window = tl.where(slot >= 0, WINDOW, 0)
-    pages, num_rows, page_stride, row_stride, stride = pool
-    state_pages, ring, ring_stride, state_stride, channel_stride = states
+    if slot < 0:
+        return
     dim = tl.arange(0, BLOCK_DIM)
-    real = (dim < DIM)[None, :]
-    peak = tl.full((BLOCK_DIM,), _LOWEST, tl.float32)
-    total, sums = tl.zeros((BLOCK_DIM,), tl.float32), tl.zeros((BLOCK_DIM,), tl.float32)
-    for start in range(0, window, BLOCK_TOKENS):
-        token = start + tl.arange(0, BLOCK_TOKENS)
-        row = tl.load(input_rows + entry * WINDOW + token, mask=token < WINDOW, other=-1)
-        read = tl.load(state_reads + entry * WINDOW + token, mask=token < WINDOW, other=-1)
-        half = tl.where(token < WINDOW - RATIO, 0, CHANNELS - DIM)  # of the block before, or of its own
-        channel = half[:, None] + dim[None, :]
-        given, kept = (row >= 0)[:, None] & real, ((row < 0) & (read >= 0))[:, None] & real
-        kept_row = triton_pages.row_pointers(state_pages, ring, ring_stride, state_stride, tl.maximum(read, 0))[0]
-        state = kept_row[:, None] + channel * channel_stride
-        value = _load(values[0], values[1], row, channel, given) + tl.load(state, mask=kept, other=0.0)
-        gate = _load(gates[0], gates[1], row, channel, given)
-        gate += tl.load(state + CHANNELS * channel_stride, mask=kept, other=0.0)
-        gate += _load(position_bias[0], position_bias[1], token % RATIO, channel, given | kept)
-        gate = tl.where(given | kept, gate, float("-inf"))
-        higher = tl.maximum(peak, tl.max(gate, axis=0))
-        weight, before = tl.exp(gate - higher[None, :]), tl.exp(peak - higher)
-        total = total * before + tl.sum(weight, axis=0)
-        sums = sums * before + tl.sum(weight * value, axis=0)
-        peak = higher
-    mean = sums / tl.where(total > 0, total, 1.0)
+    mean = tl.load(means + entry * DIM + dim, mask=dim < DIM, other=0.0)
     scale = tl.rsqrt(tl.sum(mean * mean) / DIM + norm_eps)
     normed = tl.load(norm_weight + dim, mask=dim < DIM, other=0.0).to(tl.float32) * (mean * scale)
-    position = tl.load(first_positions + entry)
-    rotated = _rotated(normed, position, inv_freq, DIM, BLOCK_DIM, NUM_PAIRS)
+    rotated = _rotated(normed, tl.load(first_positions + entry), inv_freq, DIM, BLOCK_DIM, NUM_PAIRS)
+    pages, num_rows, page_stride, row_stride, stride = pool
     triton_pages.write_row(pages, num_rows, page_stride, row_stride, stride, slot, rotated, DIM, BLOCK_DIM)
 
 
@@ -168,25 +183,35 @@ def write_entries(
     overlap: bool,
 ) -> None:
     """`compressor_operators.write_entries` for types up to 32 bits."""
-    (ratio, channels), dim, many = position_bias.shape, norm_weight.shape[0], input_rows.shape[1] > 16
-    _write_entries[(slots.shape[0],)](
-        triton_pages.pool(pages, num_rows),
-        slots.contiguous(),
+    (ratio, channels), dim, (num_entries, window) = position_bias.shape, norm_weight.shape[0], input_rows.shape
+    means, slots = torch.empty(num_entries, dim, dtype=torch.float32, device=slots.device), slots.contiguous()
+    tokens, whole_row = triton.next_power_of_2(window), triton.next_power_of_2(dim)
+    block = min(whole_row, max(16, _POOLED // tokens))
+    _pool_tokens[(num_entries, triton.cdiv(dim, block))](
+        means,
+        slots,
         *((tensor, tensor.stride()) for tensor in (values, gates)),
         triton_pages.pool(states, states.shape[1]),
-        *(tensor.contiguous() for tensor in (input_rows, state_reads, first_positions)),
+        *(tensor.contiguous() for tensor in (input_rows, state_reads)),
         (position_bias, position_bias.stride()),
-        norm_weight.contiguous(),
-        norm_eps,
-        inv_freq.contiguous(),
         RATIO=ratio,
-        WINDOW=input_rows.shape[1],
+        WINDOW=window,
         DIM=dim,
         CHANNELS=channels,
+        BLOCK_TOKENS=tokens,
+        BLOCK_DIM=block,
+        num_warps=2,
+    )
+    _write_entries[(num_entries,)](
+        triton_pages.pool(pages, num_rows),
+        slots,
+        means,
+        *(tensor.contiguous() for tensor in (first_positions, norm_weight)),
+        norm_eps,
+        inv_freq.contiguous(),
+        DIM=dim,
         NUM_PAIRS=inv_freq.shape[0],
-        BLOCK_TOKENS=16 if many else 8,
-        BLOCK_DIM=triton.next_power_of_2(dim),
-        num_warps=4 if dim <= 128 else 16 if many else 8,
+        BLOCK_DIM=whole_row,
     )
 
 

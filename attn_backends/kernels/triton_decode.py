@@ -8,16 +8,23 @@ the sizes of the batch, the keys of a part from the length on the device, and a 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
-On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs; a copy moves 4.27 TB/s):
+On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs); at least what 4.2 TB/s and 790
+TFLOP/s, as measured there for a copy and a product of matrices, would take; beside the best of the vendors' kernels:
 
-    MLA, 16 heads, batch 128 x 4096    604 MB and 18 GFLOP, at least 142 us    155 us (FlashMLA 149, FA3 155)
-    the same, width 4                  604 MB and 73 GFLOP, at least 142 us    315 us (FlashMLA 148, FA3 156)
-    MLA, 128 heads, batch 128 x 4096   604 MB and 146 GFLOP, at least 185 us   584 us (FlashMLA 222, FA3 260)
-    32/8 heads of 128, batch 64 x 8192 2.1 GB and 9 GFLOP, at least 503 us     482 us (FA3 481)
+    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 145 us    150 to 155 us  (FlashMLA 150)
+    the same, width 4                      622 MB, 73 GFLOP      at least 148 us    307 us         (FlashMLA 151)
+    MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 185 us    580 us         (FlashMLA 228)
+    32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 511 us    484 us         (FA3 481)
+    64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 514 us    787 us         (FA3 524)
 
-So it keeps up with memory where 16 rows share an MLA head, and at head sizes of 128. What is left is MLA of more rows:
-64 of them and two blocks of latents fill the shared memory, and Triton starts to load a block only after the products
-of the one before.
+A kernel that mostly reads is faster than a copy. So this one keeps up with memory where 16 rows share an MLA head or 64
+a head of 128; at 256 x 131072 it takes 1.3 times as long as FlashMLA, why is not known. It stops at 260 TFLOP/s for
+more rows of MLA, where FlashMLA does 700. A tile of 64 rows and two blocks of latents fill the shared memory, and
+Triton 3.6 leaves no say in two things then. For a product whose result goes into another one it lays all warps along
+the rows, of which there are but enough for one of the two warp groups: both compute the same 64 x 64 scores, by
+instructions of 32 keys, whose operands take the shared memory longer than the matrix units need to multiply them. And
+it loads the next block after the products of this one, to wait for it at once. Other tiles are slower: 32 keys in three
+stages take 683 us, 128 keys in one 984, 32 rows 709, 16 warps 1184.
 """
 
 from __future__ import annotations
@@ -27,8 +34,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_merge import merge, part_of, query_rows
-from attn_backends.kernels.triton_tiles import choose_num_splits, choose_tiles, gpu_of, sizes_of, tile_bytes
+from attn_backends.kernels.triton_tiles import (
+    choose_num_splits,
+    choose_tiles,
+    is_one_latent,
+    sizes_of,
+    tile_bytes,
+)
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -222,8 +236,7 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     bs, group = kv_lens.shape[0], num_heads // num_kv_heads
-    latent = k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride()
-    sizes = sizes_of(dim, v_dim, latent)
+    sizes = sizes_of(dim, v_dim, is_one_latent(k_pages, v_pages))
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     gpu = gpu_of(q.device)
     tiles = choose_tiles(max_query * group, sizes, dot, gpu)

@@ -7,8 +7,8 @@ of what equals it as many as are missing, in the order of entries. So of equal s
 result does not depend on the run.
 
 32 requests of one row over 8192 entries, 64 heads of 128 in bfloat16, are 67 MB of keys, 16 µs of an H200's copy
-bandwidth, and 4.3 GFLOP. Measured are 33 µs for the scores, and 56 with four rows a request. The second launch has not
-been measured as it is; one that counted by histograms of eight bits took 40 µs.
+bandwidth, and 4.3 GFLOP. Both launches take 56 µs, of which the scores are 33; with four rows a request 78, and the
+scores 56. Rows of more than a block read their scores again for each bit: over 32768 entries it is 256 µs.
 
 Scores are float32, of products in the queries' type where the keys have it, else in float32 without TF32. A chunk has
 as many rows as SCRATCH_BYTES of scores hold, and at least one of each request.
@@ -21,9 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels import triton_pages
+from attn_backends.kernels.devices import gpu_of
 
 SCRATCH_BYTES = 128 * 2**20
+MAX_BLOCK = 8192  # entries that a program of the second launch holds at once
+MAX_DIM = 256
 
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -93,10 +95,10 @@ def _ordered(scores, entry, num):
 
 
 @triton.jit
-def _count(scores, num, least, BLOCK: tl.constexpr):
-    """How many scores have bits of at least so much."""
-    count = tl.full((), 0, tl.int32)
-    for start in range(0, num, BLOCK):
+def _count(first, scores, num, least, BLOCK: tl.constexpr):
+    """How many scores have bits of at least so much. first: the bits of the first block."""
+    count = tl.sum(((first >= least) & (tl.arange(0, BLOCK) < num)).to(tl.int32))
+    for start in range(BLOCK, num, BLOCK):
         entry = start + tl.arange(0, BLOCK)
         count += tl.sum(((_ordered(scores, entry, num) >= least) & (entry < num)).to(tl.int32))
     return count
@@ -104,10 +106,13 @@ def _count(scores, num, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cut(scores, num, TOPK: tl.constexpr, BLOCK: tl.constexpr):
-    """The bits of the score of rank TOPK, found one after the other, and how many of the best TOPK are above it."""
+    """The bits of the score of rank TOPK, found one after the other, and how many of the best TOPK are above it. The
+    first block is loaded once; most rows have no other.
+    """
+    first = _ordered(scores, tl.arange(0, BLOCK), num)
     cut, bit, above = tl.full((), 0, tl.uint32), tl.full((), 2**31, tl.uint32), tl.full((), 0, tl.int32)
     for _ in range(32):
-        count = _count(scores, num, cut | bit, BLOCK)
+        count = _count(first, scores, num, cut | bit, BLOCK)
         cut, above = tl.where(count >= TOPK, cut | bit, cut), tl.where(count >= TOPK, above, count)
         bit = bit >> 1
     return cut, above
@@ -171,7 +176,11 @@ def select_entries(
     max_query: int,
     topk: int,
 ) -> Tensor:
-    """`sparse_operators.select_entries` for types up to 32 bits. Rows of a request see more the later they are."""
+    """`sparse_operators.select_entries` for types up to 32 bits and keys of at most MAX_DIM elements. Rows of a request
+    see more the later they are.
+    """
+    if q.shape[2] > MAX_DIM:
+        raise ValueError(f"index keys of {q.shape[2]} elements, the kernel takes at most {MAX_DIM}")
     bs, max_entries = page_table.shape[0], page_table.shape[1] * keys.shape[1]
     slots = torch.empty(q.shape[0], topk, dtype=torch.int32, device=q.device)
     places = max(1, min(max_query, SCRATCH_BYTES // (4 * max(bs * max_entries, 1))))
@@ -181,7 +190,7 @@ def select_entries(
     for first in range(0, max_query, places):
         shape = (first, places, keys.shape[1], max_entries)
         _score(q, weights, keys, table, *rows, scores, shape)
-        block = min(8192, max(16, triton.next_power_of_2(max_entries)))
+        block = min(MAX_BLOCK, max(16, triton.next_power_of_2(max_entries)))
         _select_top[(places, bs)](
             scores,
             table,
@@ -209,7 +218,7 @@ def _score(
 ) -> None:
     """Write the scores of a chunk of query rows."""
     dot = q.dtype if keys.dtype is q.dtype else torch.float32
-    small = triton_pages.device_limits(q.device).shared_memory < 120 * 2**10
+    small = gpu_of(q.device).shared < 120 * 2**10
     entries, rows = 32 if dot.itemsize > 2 else 128 if small else 256, 8
     _, places, _, max_entries = shape
     grid = (triton.cdiv(max_entries, entries), table.shape[0], triton.cdiv(places, rows))

@@ -8,8 +8,7 @@ pages is eight groups of 64, the last of them rotated.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -27,24 +26,6 @@ _LARGEST = tl.constexpr(fp8_pages.LARGEST)
 _LEAST = tl.constexpr(1e-4)
 _TO_FLOAT = tl.constexpr(2.0**120)  # e4m3's bits, moved to a float32's, are the value by 2**(7 - 127)
 _SUBNORMALS = tl.constexpr(2.0**14)  # a float32 of this size has e4m3's subnormal step, 2**-9, as its last bit
-
-
-class Limits(NamedTuple):
-    """Of a GPU: multiprocessors, bytes of shared memory of a program, and whether it converts 8-bit floats itself."""
-
-    num_processors: int
-    shared_memory: int
-    has_e4m3: bool
-
-
-@cache
-def device_limits(device: torch.device) -> Limits:
-    """Those of a CUDA device, or of one that the interpreter stands for."""
-    if device.type != "cuda":
-        return Limits(4, 2**17, has_e4m3=False)
-    found = torch.cuda.get_device_properties(device)
-    shared_memory = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Limits(found.multi_processor_count, shared_memory, has_e4m3=(found.major, found.minor) >= (8, 9))
 
 
 def pool(pages: Tensor, num_rows: int) -> tuple[Any, ...]:

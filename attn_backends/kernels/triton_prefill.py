@@ -6,10 +6,17 @@ softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole
 latents are read once, for scores and for values. Requests are found in cu_seqlens, so the grid is as large as the
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
-Of 4096 tokens of 32 heads of 128 over 8, causal, the products are 137 GFLOP, at 800 TFLOP/s 0.17 ms; the 84 MB that are
-read and written at least take 0.02. On an H200 in bfloat16 it takes 0.41 ms and FlashAttention-3 0.24; of 8 requests of
-1024 tokens 0.27 and 0.17. MLA of 16 heads: 292 GFLOP, 0.36 ms; 0.96 and FlashAttention-3 0.46, 0.61 and 0.32. Loads
-through tensor descriptors would take a tenth off the former and nothing off MLA, whose registers are full.
+On an H200 in bfloat16, causal; at least what a matrix product's 790 TFLOP/s would take, for bytes are few (84 MB of
+the first):
+
+    4096 tokens, 32 heads of 128 over 8    137 GFLOP    at least 174 us    405 us    (FlashAttention-3 238)
+    8 x 1024 tokens of the same             69 GFLOP    at least  87 us    266 us    (171)
+    4096 tokens, MLA of 16 heads           292 GFLOP    at least 370 us    927 us    (462)
+
+Tiles of 128 rows or keys, and a third stage, take 415 us and more for the first; of MLA 32 keys in three stages 1445
+and 128 keys in one 1569. What is left is what `triton_decode` says of MLA's products, and that softmax and products
+take turns, which FlashAttention-3's two warp groups do beside each other. Loads through tensor descriptors would take a
+tenth off the first and nothing off MLA, whose registers are full.
 
 Keys past a request's length are never read: unowned memory may hold NaN. Sums are float32, matrix products too for
 float32 queries (no TF32). The order of all sums is fixed by the query's own request: no output depends on the batch.
@@ -18,20 +25,19 @@ float32 queries (no TF32). The order of all sums is fixed by the query's own req
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
+
+from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.triton_tiles import Tiles, is_one_latent, sizes_of
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _LN_2 = tl.constexpr(math.log(2))
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_SHARED_BYTES = 227 * 1024  # of a block on Hopper, for the interpreter, which has no device to ask
 
 
 @triton.jit
@@ -95,6 +101,7 @@ def _pass_over(
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     REST: tl.constexpr,
+    LATENT: tl.constexpr,
     DOT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -112,8 +119,8 @@ def _pass_over(
         if REST > 0:
             rest = _load(k_entry, live, k_pages[1][3], DIM, REST, queries[1].shape[1], MASKED).to(DOT)
             scores = tl.dot(queries[1], tl.trans(rest), scores, input_precision="ieee")
-            values = keys
-        else:
+        values = keys
+        if not LATENT:
             v_entry = v_pages[0] + page * v_pages[1][0] + offset * v_pages[1][1] + kv_head * v_pages[1][2]
             values = _load(v_entry, live, v_pages[1][3], 0, V_DIM, acc.shape[1], MASKED).to(DOT)
         scores = scores * score_scale
@@ -156,16 +163,17 @@ def _paged_attention(
     PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    LATENT: tl.constexpr,
     DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
     REST: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, stride of a table of pages, query heads of a KV head. Sizes: `_sizes`.
+    None, stride of a table of pages, query heads of a KV head. Sizes: `triton_tiles.sizes_of`.
     """
     bs, width, table_stride, group = shape
     block = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -193,7 +201,7 @@ def _paged_attention(
         start, stop = (whole, end) if MASKED else (0, whole)
         state = _pass_over(
             *(state, queries, cache, seen, start, stop, score_scale),
-            *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, DOT, MASKED),
+            *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, LATENT, DOT, MASKED),
         )
     _store(out, lse, state, token * (tl.num_programs(1) * group) + head, real, v_scale, V_DIM)
 
@@ -207,29 +215,17 @@ def paged_attention(
     page_ids: Tensor,
     kv_lens: Tensor,
     max_query: int,
-    max_kv_len: int,
     causal: bool,
     scale: float,
     k_scale: float,
     v_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed queries over paged keys, in float32, bfloat16 or float16; the cache may be of 8-bit floats.
-
-    q: [num_tokens, num_heads, dim]. k_pages: [num_pages, page_size, num_kv_heads, dim]. v_pages: [..., v_dim]; for MLA
-    it is the first elements of k_pages, by address. query_indptr: [bs + 1] int32, first row of each request; None: each
-    has max_query rows. page_indptr: [bs + 1] int32, first page of each request in page_ids [n]; None: page_ids is
-    [bs, pages]. page_ids: int32. kv_lens: [bs] int32, keys that the last row of a request sees. causal: the others see
-    one less each, else all the same. scale: multiplies query·key. An entry times k_scale or v_scale is key or value.
-    max_kv_len: as for the other kernels of the operator; the grid does not need it.
-
-    Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32; a row
-    that sees nothing gets 0 and -inf.
-    """
+    """`paged_operators.paged_attention` for types up to 32 bits, without its scratch."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, v_dim = v_pages.shape[2:]
     group, bs = num_heads // num_kv_heads, kv_lens.shape[0]
-    is_latent = v_pages.data_ptr() == k_pages.data_ptr()
-    tile = choose_tile(dim, v_dim, is_latent, q.dtype, shared_bytes(q.device))
+    sizes = sizes_of(dim, v_dim, is_one_latent(k_pages, v_pages))
+    tile = choose_tiles(sizes, q.dtype, gpu_of(q.device).shared)
     if query_indptr is None:
         num_blocks = triton.cdiv(max_query * group, tile.rows) * bs
     else:
@@ -246,7 +242,7 @@ def paged_attention(
         causal,
         v_pages.shape[1],
         *(tile.rows, tile.keys),
-        **_sizes(dim, v_dim, is_latent),
+        **sizes,
         DOT=_DOT_TYPES[q.dtype],
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -254,49 +250,24 @@ def paged_attention(
     return out, lse
 
 
-def _sizes(dim: int, v_dim: int, is_latent: bool) -> dict[str, int]:
-    """Elements of keys and values, of latents those behind the values too, and the powers of two that hold them."""
-    sizes = {"DIM": v_dim if is_latent else dim, "V_DIM": v_dim, "REST": dim - v_dim if is_latent else 0}
-    return sizes | {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in sizes.items()}
+# Best first; the first of each line measured on an H200, the others for less shared memory. Wide: of more than 128
+# elements.
+_LATENT_TILES = (Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
+_TILES = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(16, 16, 4, 1))
+_WIDE_TILES = (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2), Tiles(16, 16, 4, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What a program holds at once, in rows of queries and of keys, and how it is run."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# Best first; the first of each line measured on an H200, the others for less shared memory.
-_LATENT_TILES = (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2))
-_TILES = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1))
-_WIDE_TILES = (Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(16, 16, 4, 1))  # of more than 128 elements
-
-
-def choose_tile(dim: int, v_dim: int, is_latent: bool, dtype: torch.dtype, shared: int) -> Tile:
-    """The best tile for head sizes and a type of queries that fits so many bytes of shared memory."""
+def choose_tiles(sizes: dict[str, int], dtype: torch.dtype, shared: int) -> Tiles:
+    """The best tiles for sizes and a type of queries that fit so many bytes of shared memory."""
     if dtype is torch.float32:  # no tensor cores: products are done element by element
-        return Tile(16, 16, 4, 1) if dim > 256 else Tile(32, 32, 4, 1)
-    tiles = _LATENT_TILES if is_latent else _WIDE_TILES if max(dim, v_dim) > 128 else _TILES
-    fitting = (tile for tile in tiles if tile_bytes(tile, dim, v_dim, is_latent, dtype) <= shared)
-    return next(fitting, tiles[-1])
+        return Tiles(16, 16, 4, 1) if sizes["BLOCK_DIM"] > 256 else Tiles(32, 32, 4, 1)
+    is_wide = max(sizes["DIM"], sizes["V_DIM"]) > 128
+    tiles = _LATENT_TILES if sizes["LATENT"] else _WIDE_TILES if is_wide else _TILES
+    return next((each for each in tiles if tile_bytes(each, sizes, dtype) <= shared), tiles[-1])
 
 
-def tile_bytes(tile: Tile, dim: int, v_dim: int, is_latent: bool, dtype: torch.dtype) -> int:
-    """Shared memory of a tile: queries, and keys and values of each stage."""
-    sizes = _sizes(dim, v_dim, is_latent)
-    row = sizes["BLOCK_DIM"] + (sizes["BLOCK_REST"] if is_latent else 0)
-    entry = row if is_latent else row + sizes["BLOCK_V_DIM"]
-    return (tile.rows * row + tile.num_stages * tile.keys * entry) * dtype.itemsize
-
-
-@cache
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may take on a device."""
-    if device.type != "cuda":
-        return _SHARED_BYTES
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+def tile_bytes(tiles: Tiles, sizes: dict[str, int], dtype: torch.dtype) -> int:
+    """Shared memory of tiles: queries, and keys and values of each stage."""
+    row = sizes["BLOCK_DIM"] + (sizes["BLOCK_REST"] if sizes["REST"] else 0)
+    entry = row if sizes["LATENT"] else row + sizes["BLOCK_V_DIM"]
+    return (tiles.rows * row + tiles.num_stages * tiles.keys * entry) * dtype.itemsize

