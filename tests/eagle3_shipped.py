@@ -19,9 +19,11 @@ from training.eagle3 import EAGLE3
 TARGET, DRAFT = (models.CHECKPOINTS / "gqa" / name for name in ("target", "eagle3"))
 
 
-def shipped_worker(backend: str, capacity: Capacity, **options: object) -> EagleWorker:
+def shipped_worker(
+    backend: str, capacity: Capacity, *, device: str = "cpu", checking: bool = True, **options: object
+) -> EagleWorker:
     """A worker on the shipped target and draft."""
-    target, _, backends, geometry = engine_parts("gqa", backend, capacity)
+    target, _, backends, geometry = engine_parts("gqa", backend, capacity, device=device, checking=checking)
     draft = load_draft("gqa-eagle3", target)
     return EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(**options))
 

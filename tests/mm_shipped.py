@@ -11,14 +11,14 @@ from attn_backends.eagle.serving import Server
 from attn_backends.eagle.worker import SpeculativeWorker, TargetWorker
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from spec_metadata import Capacity
+from tests import eagle3_shipped, mtp_shipped
 from tests.mtp_scenes import capacity_of
-from tests.mtp_shipped import shipped_worker
 from tests.serving_scenes import CHAIN, TREE, check_nothing_kept, eagle_worker, heldout
 
 PLACEHOLDER = 255
 """No text has this byte."""
 BACKENDS = {"mla": "flashinfer_mla", "gqa": "fa3"}
-DRAFTS = {"mla-chain": CHAIN, "gqa-chain": CHAIN, "gqa-tree": TREE, "mla-mtp": None}
+DRAFTS = {"mla-chain": CHAIN, "gqa-chain": CHAIN, "gqa-tree": TREE, "gqa-eagle3": CHAIN, "mla-mtp": None}
 NUM_TOKENS = 12
 
 
@@ -31,12 +31,13 @@ def worker_of(draft: str, longest: int, device: str = "cpu", **options: object) 
     """A worker with trained drafts that takes embeddings. longest: of its texts."""
     model, longest, shape = draft[:3], longest + NUM_TOKENS + 8, DRAFTS[draft]
     given = {"make_graph": CudaGraph if device == "cuda" else RecordedGraph, "placeholder_token": PLACEHOLDER} | options
+    given |= {"device": device, "checking": device == "cpu"}
     if shape is None:
-        return shipped_worker(
-            model, BACKENDS[model], capacity_of(3, 4, longest, 16), device=device, checking=device == "cpu", **given
-        )
+        return mtp_shipped.shipped_worker(model, BACKENDS[model], capacity_of(3, 4, longest, 16), **given)
     capacity = Capacity(4, longest, 16, **shape)
-    return eagle_worker(model, BACKENDS[model], capacity, device=device, checking=device == "cpu", **given)
+    if draft == "gqa-eagle3":
+        return eagle3_shipped.shipped_worker(BACKENDS[model], capacity, **given)
+    return eagle_worker(model, BACKENDS[model], capacity, **given)
 
 
 def serve_hidden(worker: TargetWorker, given: Sequence[Sequence[int]]) -> list[Request]:

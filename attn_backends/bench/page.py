@@ -17,7 +17,7 @@ from attn_backends.results import Results, read
 
 COMMAND = "python -m attn_backends.bench.page"
 PAGE, FOLDER = Path("docs/kernels.md"), Path("docs/results/h200")
-SHOWN = ("kernels_*.json", "prefill.json", "trees.json")
+SHOWN = ("kernels_*.json", "trees.json")
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
 _SIZES = ("backend", "kernel", "heads", "width")
 

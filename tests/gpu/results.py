@@ -39,7 +39,7 @@ PARTS = {
         for name in BUILT_IN
         if name != "reference"
     },
-    "prefill": f"{CLI} bench attention --set prefill --json {{file}} --plot {{picture}}",
+    "kernels_prefill": f"{CLI} bench attention --set prefill --json {{file}} --plot {{picture}}",
     "trees": f"{CLI} bench attention --set trees --json {{file}}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
