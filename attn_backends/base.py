@@ -1,7 +1,7 @@
 """The contract of an attention backend, and the metadata interface that follows from it.
 
-A backend declares its buffers and turns a step into metadata in one function, `plan` (rule R1). Eager, capture and
-replay all run it and differ only in the destination:
+A backend declares its buffers, writes all that a step's forwards need of them in one function, `write` (rule R1), and
+says in another how they are read, `plans`. Eager, capture and replay all run it and differ only in the destination:
 
     meta = backend.init_forward_metadata(step)      # eager: fresh buffers
     meta = backend.capture(bucket, paging)          # static buffers with safe contents
@@ -16,22 +16,25 @@ Metadata is returned and passed in (rule R7); a backend keeps only its arenas.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from attn_backends.arenas import Arenas
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
 from attn_backends.capabilities import extras_reasons, listed
 from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
-from attn_backends.graphs import is_capturing
 from attn_backends.kernel import Kernel, LayerShape, Schedules
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
+from attn_backends.planners import bind_inputs, choose_planner, is_fused
 from attn_backends.selection import Workload, choose_kernels
+from attn_backends.static_memory import StaticMemory, Tenant
 from spec_metadata import (
     Arena,
     Bucket,
@@ -39,12 +42,10 @@ from spec_metadata import (
     BufferSpec,
     CacheGeometry,
     Capacity,
-    Extent,
     Paging,
     Step,
     StepKind,
     TokenBucket,
-    copy_step,
     input_specs,
     misfit,
     static_step,
@@ -52,7 +53,7 @@ from spec_metadata import (
 )
 from spec_metadata.admission import check_capture_room, check_table_room, check_values
 from spec_metadata.buffers import out_of_range
-from spec_metadata.visibility import HostLens, host_lens
+from spec_metadata.visibility import HostLens, chain_parts, host_lens
 
 Plan = TypeVar("Plan")
 
@@ -60,17 +61,23 @@ Plan = TypeVar("Plan")
 class AttentionBackend(ABC, Generic[Plan]):
     """An attention backend bound to one engine's capacity, cache geometry and device.
 
-    A subclass gives `name`, `formats`, `kernels` (best first), `buffers` and `plan`.
+    A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
+    `has_fused` and `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens
+    alone, and read what they drafted by slot, in a chain too.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
-    workload: what "auto" shall suit beside the geometry. checking: guard words around plans and static buffers,
-    ranges and step values checked on the device; reads it back, so it is for tests and debugging.
+    workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
+    or "auto" for the latter where it runs. memory: what captured steps lie in, one for all backends of a worker (None:
+    its own). checking: guard words around plans and static buffers, ranges and step values checked on the device; reads
+    it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
     formats: ClassVar[frozenset[CacheFormat]]
     kernels: ClassVar[tuple[Kernel, ...]]
+    has_fused: ClassVar[bool] = False
+    prefix_only: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -80,6 +87,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         *,
         kernel: str | Mapping[StepKind, str] = "auto",
         workload: Workload | None = None,
+        planner: str = "auto",
+        memory: StaticMemory | None = None,
         checking: bool = False,
     ) -> None:
         self.capacity = capacity
@@ -88,8 +97,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.checking = checking
         workload = replace(workload or Workload(geometry.page_size), capacity=capacity)
         self.choices = choose_kernels(self.name, self.kernels, kernel, self.device, workload)
-        self._arenas: dict[tuple, Arena] = {}
-        self._scratch: dict[str, Arena] = {}
+        self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused)
+        self.memory = memory or StaticMemory()
+        place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
+        self._arenas = Arenas(self.name, *place)
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -103,7 +114,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     @classmethod
     @abstractmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """The declared buffers of a step kind, one leading row per forward."""
+        """The declared buffers of a step kind, of all forwards."""
 
     @classmethod
     def page_multiple(cls) -> int:
@@ -111,35 +122,43 @@ class AttentionBackend(ABC, Generic[Plan]):
         return 1
 
     @abstractmethod
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> Plan:
-        """Write the metadata of one forward into buffers and return it. Device only, fixed shapes, no host reads."""
+    def plans(self, step: Step, buffers: Buffers) -> tuple[Plan, ...]:
+        """The plan of each forward of a step, as views of buffers that `write` fills. Host only, no device work."""
+
+    @abstractmethod
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the metadata of all forwards into buffers. Device only, fixed shapes, no host reads."""
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """A launch that writes what `write` does, and the write slots; it may be repeated, and recorded."""
+        raise NotImplementedError(f"{self.name} has no fused planner")
 
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
         """Metadata of an eager step, in fresh buffers."""
         self._admit(step)
         extent = step.extent(self.capacity)
         arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
-        buffers = arena.view(extent)
-        plans = self._plan_all(step, buffers)
-        self._check_guards([arena])
-        lens = self._host_lens(step, step.bs)
-        return Metadata(step, buffers, plans, self._schedules(step.kind, plans, lens, extent))
+        meta = self._metadata(step, arena.view(extent), step)
+        self._arenas.check_guards([arena])
+        return meta
 
     def capture(self, bucket: Bucket | TokenBucket, paging: Paging) -> Metadata[Plan]:
-        """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place."""
+        """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place.
+
+        It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
+        """
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         check_capture_room(paging, self.capacity)
-        specs = (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
-        buffers = self._static_buffers(specs, bucket, type(paging))
+        arena = self._arenas.captured(bucket, paging)
+        buffers = arena.view(self._arenas.extent(bucket))
         step = static_step(bucket, paging, buffers)
         reasons = self.unsupported_reasons(step) or self.capture_reasons(bucket)
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
-        plans = self._plan_all(step, buffers)
-        lens = self._host_lens(replace(step, seq_lens_cpu=()), step.bs)
-        schedules = self._schedules(bucket.kind, plans, lens, buffers.extent, (bucket, type(paging)))
-        return Metadata(step, buffers, plans, schedules, bucket)
+        tenant = Tenant(bucket, self.capacity, self.memory, arena, bind_inputs(self.planner, step))
+        self.memory.let_to(tenant)
+        return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
         """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
@@ -148,14 +167,24 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
         """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
-        if meta.bucket is None:
+        tenant = meta.tenant
+        if tenant is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
-        reasons = misfit(meta.step, step)
-        if reasons:
-            raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
-        self._admit(step)
-        lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.step.bs)
-        copy_step(meta.step, step)
+        if self.checking or not tenant.admits(step):
+            reasons = misfit(meta.step, step)
+            if reasons:
+                raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
+            self._admit(step)
+            tenant.admit(step)
+        lens = None
+        if meta.schedules.needs_lens:
+            lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.step.bs)
+        if not self.memory.is_let_to(tenant):
+            self._arenas.vacate()
+            if self.checking:
+                tenant.arena.reset()
+            self.memory.let_to(tenant)
+        tenant.copy_inputs(step)
         if lens is not None:
             meta.schedules.plan_host(lens)
 
@@ -163,10 +192,13 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
         recorded then.
         """
-        plans = self._plan_all(meta.step, meta.buffers)
+        if meta.tenant is not None:
+            meta.tenant.check()
+        meta.write()
         meta.schedules.refresh()
         if self.checking:
-            check_frozen(meta.plans, plans)
+            self._check_ranges(meta)
+            check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
@@ -217,14 +249,15 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
         return [f"kernel {kernel.name} {reason}" for reason in reasons]
 
+    def static_bytes(self, paging: Paging) -> dict[StepKind, dict[str, int]]:
+        """Bytes of the static buffers of each uniform phase that can be captured; they lie over each other. paging: a
+        table of the engine's form.
+        """
+        return self._arenas.sizes(paging)
+
     def check_buffers(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
-        self._check_guards(self._arenas.values())
-
-    def _check_guards(self, arenas: Iterable[Arena]) -> None:
-        broken = [name for arena in arenas for name in arena.check_guards()] if self.checking else []
-        if broken:
-            raise CaptureError(f"{self.name}: guard words next to {broken} were overwritten")
+        self._arenas.check()
 
     def _admit(self, step: Step) -> None:
         reasons = self.unsupported_reasons(step)
@@ -235,79 +268,43 @@ class AttentionBackend(ABC, Generic[Plan]):
         if self.checking:
             check_values(step, self.capacity)
 
-    def _plan_all(self, step: Step, buffers: Buffers) -> tuple[Plan, ...]:
-        plans = []
-        for forward in range(step.num_forwards):
-            buffers[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
-            plans.append(self.plan(step, forward, buffers))
+    def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
+        """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
+        write = self.bind_fused(step, buffers) if is_fused(self.planner, step) else self._bind_torch(step, buffers)
+        write()
+        plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
+        bucket = None if tenant is None else tenant.bucket
+        schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
+        chains = chain_parts(step) if self.prefix_only else ()
+        meta = Metadata(step, buffers, plans, schedules, write, chains, tenant)
         if self.checking:
-            problems = out_of_range(self.buffers(step.kind), buffers)
-            if problems:
-                raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
-        return tuple(plans)
+            self._check_ranges(meta)
+        return meta
+
+    def _bind_torch(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        def write() -> None:
+            for forward in range(step.num_forwards):
+                buffers[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
+            self.write(step, buffers)
+
+        return write
+
+    def _check_ranges(self, meta: Metadata[Plan]) -> None:
+        problems = out_of_range(self.buffers(meta.step.kind), meta.buffers)
+        if problems:
+            raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
 
     def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
         """What the kernel's host half needs, None if it has none."""
-        if step.kind is StepKind.IDLE:
+        if step.kind is StepKind.IDLE or not self.kernel_of(step.kind).capabilities[step.kind].needs_host_lens:
             return None
-        kernel = self.kernel_of(step.kind)
-        if not kernel.capabilities[step.kind].needs_host_lens:
-            return None
-        if is_capturing():
-            raise CaptureError(f"{self.name} ({kernel.name}) plans {step.kind} on the host: do that before the capture")
-        if step.seq_lens_cpu is None:
-            raise UnsupportedStepError(
-                f"{self.name} ({kernel.name}) can't take a {step.kind} step",
-                ["it plans on the host and needs exact lengths there"],
-                "pass seq_lens_cpu to the step, or choose a kernel without needs_host_lens",
-            )
-        return tuple(host_lens(step, bs, forward) for forward in range(step.num_forwards))
+        self.kernel_of(step.kind).check_host_lens(self.name, step)
+        forwards = (None,) if self.prefix_only else range(step.num_forwards)
+        return tuple(host_lens(step, bs, forward) for forward in forwards)
 
-    def _schedules(
-        self,
-        kind: StepKind,
-        plans: tuple[Plan, ...],
-        lens: tuple[HostLens, ...] | None,
-        extent: Extent,
-        captured: tuple[Bucket | TokenBucket, type] | None = None,
-    ) -> Schedules[Plan]:
-        """The schedules of a metadata. captured: of which bucket and paging, None for an eager one."""
-        kernel = self.kernel_of(kind)
-
-        def allocate(shape: LayerShape) -> Buffers:
-            if captured is None:
-                own = Arena(kernel.workspaces, extent, self.device).view(extent)
-            else:
-                own = self._static_buffers(kernel.workspaces, *captured, shape)
-            if kernel.name not in self._scratch:
-                self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
-            return Buffers({**own, **self._scratch[kernel.name].view(extent)}, extent)
-
-        return Schedules(kernel, plans, lens, allocate)
-
-    def _static_buffers(
-        self,
-        specs: tuple[BufferSpec, ...],
-        bucket: Bucket | TokenBucket,
-        paging: type,
-        shape: LayerShape | None = None,
-    ) -> Buffers:
-        """A bucket's view of the arena that it shares: all of a uniform kind one, each number of packed rows its own,
-        because of these there is no largest.
-        """
-        largest = replace(bucket, bs=self.capacity.max_bs)
-        key = (largest, paging, shape)
-        if key not in self._arenas:
-            extent = Extent.of_bucket(largest, self.capacity, self.geometry.num_pages)
-            try:
-                self._arenas[key] = Arena(specs, extent, self.device, checking=self.checking)
-            except torch.OutOfMemoryError as error:
-                needed = sum(spec.num_bytes(extent) for spec in specs)
-                raise CaptureError(
-                    f"{self.name}: static buffers for ({largest}) need {needed:,} bytes, more than the device "
-                    "has; lower max_bs or max_context, or run these steps eagerly"
-                ) from error
-        return self._arenas[key].view(Extent.of_bucket(bucket, self.capacity, self.geometry.num_pages))
+    def _static_specs(self, bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
+        """The static buffers of a captured step, its inputs among them."""
+        return (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
 
     def _check_layer(
         self,

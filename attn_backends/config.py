@@ -134,13 +134,13 @@ class RuntimeOptions(Options):
     """How a run is carried out.
 
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
-    capture, None for 1, 2, 4 and 8 as far as max_bs and max_bs itself if it is less than 8; larger batches run eagerly.
-    max_context: tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one
-    forward. prefill: of path "graph", "eager" all the same, "piecewise", captured between its attention calls, or
-    "full", captured with them. prefill_buckets: numbers of tokens to capture it at; a step of more runs eagerly. None
-    for 64, four times as many, and so on as far as max_bs prompts of prefill_chunk, and that itself. seed: of the order
-    in which pages are given out. host_lag: 1 to launch a cycle before the tokens of the one before are read. kernel,
-    page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
+    capture, None for 1, 2, 4 and 8 as far as max_bs, or that itself if less; larger ones run eagerly. max_context:
+    tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one forward. prefill:
+    of path "graph", "eager" all the same, "piecewise", captured between its attention calls, or "full", with them.
+    prefill_buckets: numbers of tokens to capture it at; larger steps run eagerly. None for 64, each next four times as
+    many, up to max_bs prompts of prefill_chunk. seed: of the order in which pages are used. host_lag: cycles launched
+    before tokens are read. planner, planning: what writes metadata, and whether before a graph or as its first node.
+    kernel, page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
     """
 
     path: Literal["graph", "eager"] = "graph"
@@ -155,6 +155,8 @@ class RuntimeOptions(Options):
     device: str = "cpu"
     seed: int = 0
     host_lag: Literal[0, 1] = 0
+    planner: Literal["auto", "torch", "fused"] = "auto"
+    planning: Literal["before", "in_graph"] = "before"
     kernel: str | None = None
     page_size: Count | None = None
     cache_dtype: Literal["float8_e4m3fn"] | None = None

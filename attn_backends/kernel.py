@@ -16,10 +16,10 @@ from torch import Tensor
 
 from attn_backends.cache import PagedCache
 from attn_backends.capabilities import Capabilities
-from attn_backends.errors import CaptureError
+from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from spec_metadata import Buffers, BufferSpec, StepKind
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.visibility import HostLens
 
 Plan = TypeVar("Plan")
@@ -75,8 +75,8 @@ class Kernel(Generic[Plan]):
     device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
     package; its name if it stands alone.
     schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
-    buffers that a schedule owns, one leading row per forward. scratch: buffers that hold nothing between two launches,
-    one set for all launches of a backend, which therefore belong on one stream.
+    buffers that a schedule owns, one leading row for each forward with a plan of its own. scratch: buffers that hold
+    nothing between two launches, one set for all launches of a backend, which therefore belong on one stream.
     """
 
     name: str
@@ -97,11 +97,22 @@ class Kernel(Generic[Plan]):
             return False
         return torch.cuda.get_device_capability(device)[0] in self.architectures
 
+    def check_host_lens(self, owner: str, step: Step) -> None:
+        """Refuse a step that can't be planned on the host now. owner: the backend's name."""
+        if is_capturing():
+            raise CaptureError(f"{owner} ({self.name}) plans {step.kind} on the host: do that before the capture")
+        if step.seq_lens_cpu is None:
+            raise UnsupportedStepError(
+                f"{owner} ({self.name}) can't take a {step.kind} step",
+                ["it plans on the host and needs exact lengths there"],
+                "pass seq_lens_cpu to the step, or choose a kernel without needs_host_lens",
+            )
+
 
 class Schedules(Generic[Plan]):
-    """The schedules of one metadata, by forward and shape of layers.
+    """The schedules of one metadata, by plan and shape of layers: forwards that share a plan share its schedule.
 
-    plans: of the forwards. lens: exact host lengths of each forward, None where the kernel does not need them.
+    plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
     allocate: shape -> the kernel's workspaces and scratch.
     """
 
@@ -113,6 +124,8 @@ class Schedules(Generic[Plan]):
         allocate: Callable[[LayerShape], Buffers],
     ) -> None:
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
+        distinct = list({id(plan): None for plan in plans})
+        self._place = [distinct.index(id(plan)) for plan in plans]
         self._made: dict[tuple[int, LayerShape], Schedule] = {}
         self._buffers: dict[LayerShape, Buffers] = {}
 
@@ -121,9 +134,15 @@ class Schedules(Generic[Plan]):
         plan = self._plans[forward]
         if self.kernel.schedule is None:
             return plan
-        if (forward, shape) not in self._made:
-            self._made[forward, shape] = self._make(plan, forward, shape)
-        return Scheduled(plan, self._made[forward, shape])
+        place = self._place[forward]
+        if (place, shape) not in self._made:
+            self._made[place, shape] = self._make(plan, place, shape)
+        return Scheduled(plan, self._made[place, shape])
+
+    @property
+    def needs_lens(self) -> bool:
+        """Whether a replay must plan on the host."""
+        return self._lens is not None
 
     def plan_host(self, lens: Sequence[HostLens]) -> None:
         """The host half of a replay."""
@@ -131,15 +150,15 @@ class Schedules(Generic[Plan]):
         for mine, given in zip(self._lens, lens, strict=True):
             mine.query_lens.copy_(given.query_lens)
             mine.kv_lens.copy_(given.kv_lens)
-        for (forward, _), schedule in self._made.items():
-            schedule.plan_host(self._lens[forward])
+        for (place, _), schedule in self._made.items():
+            schedule.plan_host(self._lens[place])
 
     def refresh(self) -> None:
         """The device half of a replay."""
         for schedule in self._made.values():
             schedule.refresh()
 
-    def _make(self, plan: Plan, forward: int, shape: LayerShape) -> Schedule:
+    def _make(self, plan: Plan, place: int, shape: LayerShape) -> Schedule:
         assert self.kernel.schedule is not None
         if self._lens is not None and is_capturing():
             raise CaptureError(
@@ -149,9 +168,9 @@ class Schedules(Generic[Plan]):
         if shape not in self._buffers:
             self._buffers[shape] = self._allocate(shape)
         scratch = {spec.name for spec in self.kernel.scratch}
-        own = {name: t if name in scratch else t[forward] for name, t in self._buffers[shape].items()}
+        own = {name: t if name in scratch else t[place] for name, t in self._buffers[shape].items()}
         schedule = self.kernel.schedule(plan, shape, own)
         if self._lens is not None:
-            schedule.plan_host(self._lens[forward])
+            schedule.plan_host(self._lens[place])
         schedule.refresh()
         return schedule

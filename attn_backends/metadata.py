@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_backends.errors import CaptureError
 from attn_backends.kernel import Schedules
+from attn_backends.static_memory import Tenant
 from spec_metadata import (
     Bucket,
     Buffers,
@@ -47,19 +48,31 @@ class ForwardMetadata(Generic[Plan]):
 @dataclass(frozen=True, slots=True, eq=False)
 class Metadata(Generic[Plan]):
     """The metadata of a step: one plan per forward over named buffers, and what the kernel's vendor makes of each.
-    bucket: None if eager, else what it was captured for, and then step and buffers are static.
+
+    plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only. chains:
+    the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what captured
+    metadata has of static memory, where its step and buffers lie; None if eager.
     """
 
     step: Step
     buffers: Buffers
     plans: tuple[Plan, ...]
     schedules: Schedules[Plan]
-    bucket: Bucket | TokenBucket | None = None
+    write: Callable[[], None]
+    chains: tuple[TreePart, ...] = ()
+    tenant: Tenant | None = None
+
+    @property
+    def bucket(self) -> Bucket | TokenBucket | None:
+        """What it was captured for; None if eager."""
+        return None if self.tenant is None else self.tenant.bucket
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
-        topk > 1 (`spec_metadata.tree_part`).
+        topk > 1 (`spec_metadata.tree_part`). Refuses captured metadata that another replay has overwritten.
         """
+        if self.tenant is not None:
+            self.tenant.check()
         forward = 0 if self.step.kind is StepKind.IDLE else forward
         if not 0 <= forward < self.step.num_forwards:
             raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
@@ -67,13 +80,13 @@ class Metadata(Generic[Plan]):
             schedules=self.schedules,
             forward=forward,
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
-            tree=tree_part(self.step, forward, ancestors),
+            tree=self.chains[forward] if self.chains else tree_part(self.step, forward, ancestors),
             kind=self.step.kind,
         )
 
 
 def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
-    """Refuse a plan of a graph that moved a tensor or changed a Python value since the capture: no kernel sees it."""
+    """Refuse plans of a graph that would be of other tensors or Python values now: no kernel would see these."""
     for old, new in zip(captured, planned, strict=True):
         before, after = ({name: _frozen(part) for name, part in _parts(plan).items()} for plan in (old, new))
         for name in {**before, **after}:

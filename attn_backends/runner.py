@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, Toke
 Given = TypeVar("Given")
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
+Planning = Literal["before", "in_graph"]
 Forward = ForwardMetadata | PiecewiseGraph[ForwardMetadata]
 """What models make their attention of: one forward's metadata, or a graph whose replays each bring theirs."""
 
@@ -182,8 +183,8 @@ class Runner(ABC, Generic[Inputs, Outputs]):
 class PhaseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of which a graph holds all, attention too: of uniform rows, or one that `whole` made.
 
-    buckets: sizes to capture. paging: the engine's table, which a graph reads in place. Raises `UnsupportedStepError`
-    if the kernel can't be captured.
+    buckets: sizes to capture. paging: the engine's table, which a graph reads in place. planning: "before" a graph
+    runs, or "in_graph", as its first node. Raises `UnsupportedStepError` if the kernel can't be captured.
     """
 
     def __init__(
@@ -193,8 +194,9 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         paging: Paging,
         buckets: Sequence[int] = (),
         make_graph: Callable[[], Graph] | None = None,
+        planning: Planning = "before",
     ) -> None:
-        self._region, self._paging = phase.region, paging
+        self._region, self._paging, self._planning = phase.region, paging, planning
         super().__init__(phase, backend, buckets, make_graph)
 
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
@@ -203,13 +205,22 @@ class PhaseRunner(Runner[Inputs, Outputs]):
     def _capture(
         self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
     ) -> _Captured[Inputs, Outputs]:
-        graph, meta = make_graph(), self.backend.capture(bucket, self._paging)
-        outputs = graph.capture(lambda: self._region(meta, inputs), before)
+        graph, backend = make_graph(), self.backend
+        meta, plans_itself = backend.capture(bucket, self._paging), self._planning == "in_graph"
+
+        def region() -> Outputs:
+            if plans_itself:
+                backend.refresh(meta)
+            return self._region(meta, inputs)
 
         def replay(step: Step) -> None:
-            self.backend.replay(meta, step)
+            if plans_itself:
+                backend.copy_inputs(meta, step)
+            else:
+                backend.replay(meta, step)
             graph.replay()
 
+        outputs = graph.capture(region, before)
         return _Captured(bucket, inputs, outputs, graph, replay)
 
 

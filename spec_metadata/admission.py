@@ -45,6 +45,22 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
         raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
 
 
+def most_committed(step: Step, capacity: Capacity) -> int:
+    """Committed tokens of a request up to which `check_table_room` takes a uniform step like one that it took: any that
+    the capacity holds, and of a table that is narrower those of that step.
+    """
+    if step.paging.row_tokens >= capacity.max_kv_len:
+        return capacity.max_kv_len - step.num_added_at_least
+    return longest_promised(step, capacity)
+
+
+def longest_promised(step: Step, capacity: Capacity) -> int:
+    """Committed tokens of the longest request, as far as the host knows."""
+    if step.max_committed is not None:
+        return step.max_committed
+    return max(capacity.max_context, *(step.seq_lens_cpu or (0,)))
+
+
 def check_capture_room(paging: Paging, capacity: Capacity) -> None:
     """Refuse to capture on a table that can't hold a request at the capacity."""
     if paging.row_tokens < capacity.max_kv_len:

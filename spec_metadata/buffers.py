@@ -45,6 +45,7 @@ MAX_PAGES = Dim("max_pages", lambda e: e.max_pages)
 NUM_PAGES = Dim("num_pages", lambda e: e.num_pages)
 MAX_KV_LEN = Dim("max_kv_len", lambda e: e.max_kv_len)
 ONE = Dim("1", lambda e: 1)
+NOTHING = Dim("0", lambda e: 0)
 
 
 class Producer(StrEnum):
@@ -60,7 +61,8 @@ class BufferSpec:
 
     shape: sizes, outermost first. doc: what an element is. pad: value of elements that no request owns; also the
     contents after allocation. low, high: the valid range of a device value, `high` exclusive and an expression (None:
-    unchecked). over_read: what a kernel may read past the live elements, in words; empty if nothing.
+    unchecked). over_read: elements past the live end of a row that a kernel may read, so that padding must stand there;
+    what lies behind is unspecified in a format's own buffers (its `specified` says which elements are not).
     """
 
     name: str
@@ -71,7 +73,7 @@ class BufferSpec:
     low: int | None = None
     high: Dim | None = None
     producer: Producer = Producer.DEVICE
-    over_read: str = ""
+    over_read: Dim = NOTHING
 
     def sizes(self, extent: Extent) -> tuple[int, ...]:
         """The shape at an extent, in elements."""
@@ -83,7 +85,7 @@ class BufferSpec:
 
     def __str__(self) -> str:
         shape = ", ".join(map(str, self.shape))
-        over_read = f"; over-read: {self.over_read}" if self.over_read else ""
+        over_read = "" if self.over_read is NOTHING else f"; over-read: {self.over_read}"
         return f"{self.name} [{shape}] {str(self.dtype).removeprefix('torch.')}, {self.producer}: {self.doc}{over_read}"
 
 
@@ -112,31 +114,67 @@ def _guard_word(dtype: torch.dtype) -> int:
     return _GUARD_WORD.get(dtype, 0x5AFE)
 
 
+def _num_guards(checking: bool) -> int:
+    return GUARD_ELEMENTS if checking else 0
+
+
+ALIGNMENT = 256  # bytes, as torch aligns what it allocates at the least
+
+
+def _layout(specs: Iterable[BufferSpec], extent: Extent, guard: int) -> tuple[list[slice], int]:
+    """The bytes of each buffer with its guard words in one allocation, and the bytes of all."""
+    places, end = [], 0
+    for spec in specs:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        end = start + spec.num_bytes(extent) + 2 * guard * spec.dtype.itemsize
+        places.append(slice(start, end))
+    return places, end
+
+
+def allocation_size(specs: Iterable[BufferSpec], extent: Extent, *, checking: bool = False) -> int:
+    """Bytes that an `Arena` takes, each buffer aligned, guard words included."""
+    return _layout(specs, extent, _num_guards(checking))[1]
+
+
 class Arena:
     """One allocation of declared buffers at the largest extent; buckets are prefix views of it.
 
-    checking: surround every buffer with guard words, which `check_guards` compares.
+    checking: surround every buffer with guard words, which `check_guards` compares. memory: [num_bytes] uint8 to lie
+    in, `allocation_size` of them at the least (None: its own).
     """
 
     def __init__(
-        self, specs: Iterable[BufferSpec], largest: Extent, device: torch.device, *, checking: bool = False
+        self,
+        specs: Iterable[BufferSpec],
+        largest: Extent,
+        device: torch.device,
+        *,
+        checking: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
         self.specs = tuple(specs)
         self.largest = largest
         names = [spec.name for spec in self.specs]
         if len(set(names)) != len(names):
             raise InvalidStepError(f"two declared buffers share a name: {sorted(names)}")
+        self._guard = _num_guards(checking)
+        places, num_bytes = _layout(self.specs, largest, self._guard)
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
         self._storage: dict[str, Tensor] = {}
         self._full: dict[str, Tensor] = {}
-        guard = GUARD_ELEMENTS if checking else 0
-        for spec in self.specs:
-            sizes = spec.sizes(largest)
-            num_elements = int(torch.Size(sizes).numel())
-            storage = torch.full((num_elements + 2 * guard,), _guard_word(spec.dtype), dtype=spec.dtype, device=device)
-            live = storage[guard : guard + num_elements]
+        for spec, place in zip(self.specs, places, strict=True):
+            storage = memory[place].view(spec.dtype)
             self._storage[spec.name] = storage
-            self._full[spec.name] = live.fill_(spec.pad).view(sizes)
-        self._guard = guard
+            live = storage[self._guard : storage.numel() - self._guard]
+            self._full[spec.name] = live.view(spec.sizes(largest))
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the contents those of a fresh arena: pad values, and the guard words around them."""
+        for spec in self.specs:
+            if self._guard:
+                self._storage[spec.name].fill_(_guard_word(spec.dtype))
+            self._full[spec.name].fill_(spec.pad)
 
     @property
     def num_bytes(self) -> int:

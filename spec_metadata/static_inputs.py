@@ -35,7 +35,7 @@ def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpe
         specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=pad))
     else:
         pad = geometry.reserved_page
-        specs.append(BufferSpec("paging", torch.int64, (BS, MAX_PAGES), "pages of each request", pad=pad))
+        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), "pages of each request", pad=pad))
     if isinstance(bucket, TokenBucket):
         doc = "first query row of each request, and the end"
         specs.append(BufferSpec("cu_seqlens", torch.int32, (BS + 1,), doc, high=NUM_TOKENS + 1))

@@ -52,19 +52,23 @@ class TreePart:
     mask: Tensor
 
 
-def dense_part(step: Step, forward: int = 0) -> DensePart:
+def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     """The dense part of forward `forward` of a step.
 
     A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a tree every
     row sees all committed tokens and no more. A padded row reads as many keys of the reserved page as it has query
-    rows, whatever the forward: it is never advanced.
+    rows, whatever the forward: it is never advanced. Forward None is what all forwards see alike, of a draft chain the
+    committed tokens, of which `chain_parts` are the rest.
     """
     query_lens = None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens.diff()
     return _dense_part(step, step.seq_lens.int(), query_lens, real_rows(step), forward)
 
 
-def host_lens(step: Step, bs: int, forward: int = 0) -> HostLens:
-    """The exact lengths of a forward on the host, padded to `bs` requests; the step must bring `seq_lens_cpu`."""
+def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
+    """The exact lengths of a forward on the host, padded to `bs` requests; the step must bring `seq_lens_cpu`.
+
+    forward: as in `dense_part`.
+    """
     lens = step.seq_lens_cpu
     assert lens is not None, "the caller refuses steps without seq_lens_cpu"
     packed = isinstance(step.query, PackedQuery)
@@ -76,17 +80,24 @@ def host_lens(step: Step, bs: int, forward: int = 0) -> HostLens:
     return HostLens(query_lens.int(), dense.kv_lens, dense.causal)
 
 
-def _dense_part(step: Step, committed: Tensor, query_lens: Tensor | None, is_real: Tensor, forward: int) -> DensePart:
+def _dense_part(
+    step: Step, committed: Tensor, query_lens: Tensor | None, is_real: Tensor, forward: int | None
+) -> DensePart:
     """The dense part from tensors of one place, the device or the host. query_lens: [bs] of a packed step."""
     if query_lens is not None:
         return DensePart((committed + query_lens).int(), causal=True)
     if step.is_tree:
-        kv_lens, causal = committed, False
+        kv_lens = committed
     elif step.kind is StepKind.DRAFT_DECODE:
-        kv_lens, causal = committed + (forward + 1), True
+        kv_lens = committed if forward is None else committed + (forward + 1)
     else:
-        kv_lens, causal = committed + step.width, True
-    return DensePart(torch.where(is_real, kv_lens, torch.full_like(kv_lens, step.width)), causal)
+        kv_lens = committed + step.width
+    return DensePart(torch.where(is_real, kv_lens, torch.full_like(kv_lens, step.width)), is_causal(step))
+
+
+def is_causal(step: Step) -> bool:
+    """Whether the rows of a request see ever more of its tokens in the dense part, and not all of it as in a tree."""
+    return isinstance(step.query, PackedQuery) or not step.is_tree
 
 
 def real_rows(step: Step) -> Tensor:
@@ -121,6 +132,19 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
     return TreePart(slots, mask.reshape(step.bs, step.width, num_keys))
 
 
+def chain_parts(step: Step) -> tuple[TreePart, ...]:
+    """The drafted tokens of each forward of a drafted chain, as trees of one branch; none of other steps.
+
+    Beside the dense part that all forwards see alike. Made once for a step: views of its slots, and of one constant.
+    """
+    if step.kind is not StepKind.DRAFT_DECODE or step.is_tree:
+        return ()
+    slots = step.out_cache_loc.long().reshape(step.bs, step.num_steps)
+    seen = torch.ones((), dtype=torch.bool, device=step.device)
+    sizes = range(1, step.num_forwards + 1)
+    return tuple(TreePart(slots[:, :size], seen.expand(step.bs, 1, size)) for size in sizes)
+
+
 def write_slots(step: Step, forward: int = 0) -> Tensor:
     """[num_tokens] int64, dense: where the rows of a forward write.
 
@@ -151,5 +175,10 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
     if step.bs == 0:  # the table of an idle rank may be of any width
         return torch.empty((0, max_pages), dtype=torch.int64, device=step.device)
     pages = step.paging.pages(max_pages)
-    live = torch.arange(max_pages, device=step.device) < num_visible_pages(step, dense).unsqueeze(1)
+    live = leading(num_visible_pages(step, dense), max_pages)
     return torch.where(live, pages, step.paging.geometry.reserved_page)
+
+
+def leading(num: Tensor, size: int) -> Tensor:
+    """[*num.shape, size] bool: the first `num` elements of each row of `size`."""
+    return torch.arange(size, device=num.device) < num.unsqueeze(-1)

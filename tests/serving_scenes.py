@@ -21,6 +21,7 @@ from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
 from attn_backends.registry import get_backend
+from attn_backends.static_memory import StaticMemory
 from spec_metadata import CacheGeometry, Capacity, Sampling, Step, StepKind
 
 CHAIN = {"topk": 1, "num_steps": 3, "num_draft_tokens": 4}
@@ -69,8 +70,9 @@ def engine_parts(
     geometry = CacheGeometry(num_pages or 1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
     names = dict.fromkeys(PHASES, backend) if isinstance(backend, str) else backend
     kernel = "auto" if device == "cpu" else "torch"
+    memory = StaticMemory()
     made = {
-        name: get_backend(name)(capacity, geometry, device, kernel=kernel, checking=checking)
+        name: get_backend(name)(capacity, geometry, device, kernel=kernel, memory=memory, checking=checking)
         for name in set(names.values())
     }
     return target, draft, PhaseBackends(**{phase: made[name] for phase, name in names.items()}), geometry

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends import base
+from attn_backends import planners
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
@@ -229,7 +229,7 @@ def freeze_second_copy(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
             value.copy_(kept)
         calls.append(step)
 
-    monkeypatch.setattr(base, "copy_step", copy_but_one)
+    monkeypatch.setattr(planners, "copy_step", copy_but_one)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -166,15 +165,14 @@ def test_a_plan_outside_its_declaration_is_caught(
     """Checking mode looks at every buffer with a declared range."""
     world = World(Setup(backend, CacheFormat.LATENT, 32))
     step = Scene(world, Batch(StepKind.TARGET_VERIFY, (5, 3))).step()
-    plan = world.backend.plan
+    write = world.backend.write
 
-    def spoiled(step: Step, forward: int, buffers: Buffers) -> Any:
-        made = plan(step, forward, buffers)
+    def spoiled(step: Step, buffers: Buffers) -> None:
+        write(step, buffers)
         buffers[name].view(-1)[-1:].fill_(value)
-        return made
 
     world.backend.init_forward_metadata(step)
-    monkeypatch.setattr(world.backend, "plan", spoiled)
+    monkeypatch.setattr(world.backend, "write", spoiled)
     with pytest.raises(PlanError, match=f"planned outside its declaration: {name} holds"):
         world.backend.init_forward_metadata(step)
 

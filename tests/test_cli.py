@@ -66,7 +66,8 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     assert info["capabilities"]["torch"]["target_verify"]["page_sizes"] == [32, 64]
     assert info["capabilities"]["torch"]["target_verify"]["tree"] is True
     assert info["capabilities"]["flashmla"]["decode"]["head_sizes"] == [[576, 512]]
-    assert info["buffers"]["decode"][0].startswith("block_table [num_forwards, bs, ")
+    assert info["buffers"]["decode"][0].startswith("block_table [bs, ")
+    assert info["planners"]["cpu"] == {"name": "torch", "reason": "no fused planner: runs on CUDA devices, not on cpu"}
     assert main(["info", "trtllm_mla"]) == 0
     assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")
 

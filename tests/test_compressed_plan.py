@@ -19,6 +19,7 @@ from tests.dsv4_model import REAL, SMALL, Sizes
 
 NUM_STEPS, NUM_DRAFT_TOKENS, MAX_BS = 3, 4, 4
 KINDS = [k for k in StepKind if k is not StepKind.IDLE]
+SHARED = ("qo_indptr", "request", "page_table")  # by all forwards
 ODD = Sizes(ratio=2, long_ratio=6, window=5, page_size=12)
 
 
@@ -77,7 +78,7 @@ class Batch:
                 return Step.draft_extend(query, lens, paging)
 
     def expected(self, forward: int) -> dict[str, Any]:
-        """Every tensor of the plan of a forward, by loops."""
+        """Every tensor of the plan of a forward, by loops; of those that forwards share, what it sees of them."""
         drafts, page_size, window = self.kind is StepKind.DRAFT_DECODE, self.sizes.page_size, self.sizes.window
         default = 1 if drafts or self.kind is StepKind.DECODE else NUM_DRAFT_TOKENS
         widths = self.widths or (default,) * len(self.lens)
@@ -129,7 +130,11 @@ def check_plan(batch: Batch) -> None:
         expected = batch.expected(forward)
         assert expected.keys() == pads.keys()
         for name, values in expected.items():
-            check_buffer(f"{name} of forward {forward}", meta.buffers[name][forward], values, pads[name])
+            shared = name in SHARED
+            if name == "page_table":
+                values = batch.expected(step.num_forwards - 1)[name]
+            tensor = meta.buffers[name] if shared else meta.buffers[name][forward]
+            check_buffer(f"{name} of forward {forward}", tensor, values, pads[name])
         slots = meta.buffers["write_slots"][forward]
         for compression in batch.backend.rings:
             made, ratio = expected[f"entry_writes_{compression.ratio}"], compression.ratio
@@ -187,7 +192,8 @@ def test_idle() -> None:
     batch = Batch(SMALL, StepKind.DECODE, ())
     paging = RequestTable(batch.table, torch.zeros(0, dtype=torch.int64), batch.geometry)
     meta = batch.backend.init_forward_metadata(Step.idle(paging))
-    assert all(meta.buffers[name].shape[1] <= 1 for name in meta.buffers)
+    assert meta.buffers["qo_indptr"].tolist() == [0]
+    assert all(tensor.numel() == 0 for name, tensor in meta.buffers.items() if name != "qo_indptr")
 
 
 GRAPH_KINDS = [k for k in KINDS if k is not StepKind.PREFILL]
@@ -230,14 +236,14 @@ def test_checking_mode_sees_a_plan_that_left_its_buffers(monkeypatch: pytest.Mon
     batch = Batch(SMALL, StepKind.DECODE, (5, 18))
     meta = batch.backend.capture(batch.backend.capacity.bucket(StepKind.DECODE, 2), batch.step().paging)
     batch.backend.replay(meta, batch.step())
-    plan = compressed.plan_compressed
+    view = compressed.view_compressed
 
-    def elsewhere(*args: Any) -> CompressedPlan:
-        made = plan(*args)
-        object.__setattr__(made.entries[8], "write_slots", made.entries[8].write_slots.clone())
-        return made
+    def elsewhere(*args: Any) -> tuple[CompressedPlan, ...]:
+        plans = view(*args)
+        object.__setattr__(plans[0].entries[8], "write_slots", plans[0].entries[8].write_slots.clone())
+        return plans
 
-    monkeypatch.setattr(compressed, "plan_compressed", elsewhere)
+    monkeypatch.setattr(compressed, "view_compressed", elsewhere)
     with pytest.raises(CaptureError, match=r"entries was"):
         batch.backend.replay(meta, batch.step())
 

@@ -296,15 +296,15 @@ def test_an_error_says_where_it_was_raised():
     """In the backend's own file, also where torch or this library raised it."""
 
     class Misspells(FA3Backend):
-        def plan(self, step, forward, buffers):
-            return buffers["page_tabel"]
+        def write(self, step, buffers):
+            buffers["page_tabel"].zero_()
 
     class Normalizes(FA3Backend):
-        def plan(self, step, forward, buffers):
-            return torch.nn.functional.normalize(None)
+        def write(self, step, buffers):
+            torch.nn.functional.normalize(None)
 
     class Asserts(FA3Backend):
-        def plan(self, step, forward, buffers):
+        def write(self, step, buffers):
             raise AssertionError
 
     for backend, outcome, words in (
@@ -315,15 +315,14 @@ def test_an_error_says_where_it_was_raised():
         report = run_conformance(backend, kernel="torch", quick=True, select="math.decode")
         assert {row.status for row in report.rows} == {outcome}
         assert words in report.rows[0].reason
-        assert re.search(r"\(test_conformance.py:\d+ in plan\)$", report.rows[0].reason)
+        assert re.search(r"\(test_conformance.py:\d+ in write\)$", report.rows[0].reason)
 
 
 def test_a_plan_outside_its_declaration_is_not_called_a_refusal():
     class Outside(FA3Backend):
-        def plan(self, step, forward, buffers):
-            made = super().plan(step, forward, buffers)
+        def write(self, step, buffers):
+            super().write(step, buffers)
             buffers["page_table"].fill_(10**6)
-            return made
 
     report = run_conformance(Outside, kernel="torch", quick=True, select="graph.guards")
     assert {row.status for row in report.rows} == {Outcome.FAIL}
@@ -355,7 +354,7 @@ def test_expected_failures_are_strict():
 
 def test_an_expected_failure_is_no_failure():
     class Stale(FA3Backend):
-        def replay(self, meta, step):
+        def copy_inputs(self, meta, step):
             pass
 
     expected = [ExpectedFailure("graph.equals_eager", "*", **KNOWN)]

@@ -220,10 +220,9 @@ def _latest_rows_only(states: Tensor, slots: Tensor, *rest: Any) -> None:
 
 
 def _entry_plan(change: Callable[..., None]) -> Callable[..., Any]:
-    def changed(*args: Any) -> Any:
-        plan = _ENTRIES(*args)
-        change(plan, args[0])
-        return plan
+    def changed(*args: Any) -> None:
+        _ENTRIES(*args)
+        change(*args[:2])
 
     return changed
 
@@ -233,7 +232,7 @@ def _swapped_halves(x: Tensor) -> Tensor:
     return torch.cat((before, own), dim=1)
 
 
-_STORE_ENTRIES, _WRITE_STATES, _ENTRIES = dsv4._store_entries, dsv4.write_states, compressed._plan_entries
+_STORE_ENTRIES, _WRITE_STATES, _ENTRIES = dsv4._store_entries, dsv4.write_states, compressed._write_entries
 _POOL, _ATTEND = torch_compressed.pool, torch_compressed.sparse_attention
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
@@ -243,13 +242,13 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "a state row not kept": (dsv4, "write_states", _latest_rows_only),
     "a block visible one row late": (
         compressed,
-        "_plan_entries",
+        "_write_entries",
         _entry_plan(lambda plan, _: plan.num_visible.sub_(1).clamp_(min=0)),
     ),
-    "an open block visible": (compressed, "_plan_entries", _entry_plan(lambda plan, _: plan.num_visible.add_(1))),
+    "an open block visible": (compressed, "_write_entries", _entry_plan(lambda plan, _: plan.num_visible.add_(1))),
     "an entry rotated to its last token": (
         compressed,
-        "_plan_entries",
+        "_write_entries",
         _entry_plan(lambda plan, compression: plan.first_positions.add_(compression.ratio - 1)),
     ),
     "halves of the channels swapped": (torch_compressed, "_halves", _swapped_halves),

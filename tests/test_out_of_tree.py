@@ -27,7 +27,7 @@ class Stale(SeqMajorBackend):
 
 class Raises(SeqMajorBackend):
     name = "raises"
-    def plan(self, step, forward, buffers):
+    def write(self, step, buffers):
         raise RuntimeError("not written yet")
 
 class Elsewhere(SeqMajorBackend):

@@ -25,7 +25,7 @@ from attn_backends.conformance.scenes import Batch
 from attn_backends.conformance.worlds import NUM_STEPS, Setup, World
 from spec_metadata import Buffers, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
-from spec_metadata.visibility import DensePart, dense_part
+from spec_metadata.visibility import DensePart, TreePart, chain_parts, dense_part
 from tests.checks import check_eager, check_replay
 
 KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
@@ -81,19 +81,24 @@ def plant_d1(patch: pytest.MonkeyPatch) -> None:
         drafts = step.kind is StepKind.DRAFT_DECODE
         return replace(dense, kv_lens=dense.kv_lens - (forward + 1)) if drafts else dense
 
-    for module in (csr, block_table, ragged, slots):
+    for module in (block_table, ragged, slots):
         patch.setattr(module, "dense_part", not_advanced)
+    patch.setattr(base, "chain_parts", lambda step: [unseen(part) for part in chain_parts(step)])
+
+
+def unseen(part: TreePart) -> TreePart:
+    """Drafted tokens that no row sees."""
+    return replace(part, mask=torch.zeros_like(part.mask))
 
 
 def plant_d2(patch: pytest.MonkeyPatch) -> None:
-    """CSR rows are packed by the advanced lengths and walked by the committed ones."""
+    """CSR rows are packed by the committed lengths and walked by the advanced ones."""
 
-    def walked_by_committed(self: FlashInferMLABackend, step: Step, forward: int, buffers: Buffers) -> csr.CsrPlan:
-        plan = csr.plan_csr(step, forward, buffers)
-        plan.kv_indptr[1:].copy_(step.seq_lens.cumsum(0))
-        return plan
+    def walked_by_advanced(self: FlashInferMLABackend, step: Step, buffers: Buffers) -> None:
+        csr.write_csr(step, buffers)
+        buffers["kv_indptr"][1:].copy_((step.seq_lens + 1).cumsum(0))
 
-    patch.setattr(FlashInferMLABackend, "plan", walked_by_committed)
+    patch.setattr(FlashInferMLABackend, "write", walked_by_advanced)
 
 
 def plant_d3(patch: pytest.MonkeyPatch) -> None:
@@ -132,7 +137,7 @@ def plant_001(patch: pytest.MonkeyPatch) -> None:
         calls.append(meta)
         if len(calls) > 1:
             accepted = torch.arange(meta.step.bs) % meta.step.width + 1
-            meta.buffers[{"fa3": "cu_seqlens_q"}.get(self.name, "qo_indptr")][0, 1:].copy_(accepted.cumsum(0))
+            meta.buffers[{"fa3": "cu_seqlens_q"}.get(self.name, "qo_indptr")][1:].copy_(accepted.cumsum(0))
 
     patch.setattr(base.AttentionBackend, "refresh", packed_after_capture)
 

@@ -63,7 +63,7 @@ def test_the_same_entry_point_seen_twice_is_one(monkeypatch):
         ("attn_backends.backends.fa3:FA3Backnd", r"attn_backends\.backends\.fa3 has FA3Backend\."),
         ("json:Missing", "json:Missing names no subclass"),
         ("json:JSONDecoder", "json:JSONDecoder names no subclass"),
-        ("tests.test_registry:Unfinished", "does not define buffers, plan, name, formats, kernels"),
+        ("tests.test_registry:Unfinished", "does not define buffers, plans, write, name, formats, kernels"),
         (":Backend", "importing '' failed"),
         ("tests.raises_at_import:Backend", "importing 'tests.raises_at_import' failed: RuntimeError: no driver"),
     ],

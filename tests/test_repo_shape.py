@@ -31,7 +31,10 @@ LAYERS = [
             "compressed_layer",
         )
     ],
-    ["attn_backends.vendors", "attn_backends.selection", "attn_backends.metadata", "attn_backends.base"],
+    [
+        f"attn_backends.{name}"
+        for name in ("vendors", "selection", "planners", "static_memory", "arenas", "metadata", "base")
+    ],
     [
         "attn_backends.runner",
         "attn_backends.backends",

@@ -17,7 +17,17 @@ from attn_backends.conformance.worlds import HEAD_DIM, HEADS, KV_HEADS, MAX_BS, 
 from attn_backends.errors import AttnBackendsError, CaptureError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
-from attn_backends.runner import FieldClass, PassThrough, PerRequest, PerToken, Phase, PhaseRunner, StepResult, classify
+from attn_backends.runner import (
+    FieldClass,
+    PassThrough,
+    PerRequest,
+    PerToken,
+    Phase,
+    PhaseRunner,
+    Planning,
+    StepResult,
+    classify,
+)
 from spec_metadata import InvalidStepError, StepKind
 from tests.checks import check_memory, check_outputs
 from tests.mutants.hosted import HostedBackend
@@ -69,8 +79,10 @@ def phase_of(world: World, output: type = Made) -> Phase[Given, Any]:
     return Phase("verify", region, safe_inputs, output, lambda bs: world.capacity.bucket(KIND, bs))
 
 
-def runner_of(world: World, buckets: tuple[int, ...] = (1, 3)) -> PhaseRunner[Given, Made]:
-    return PhaseRunner(phase_of(world), world.backend, world.paging(), buckets, RecordedGraph)
+def runner_of(
+    world: World, buckets: tuple[int, ...] = (1, 3), planning: Planning = "before"
+) -> PhaseRunner[Given, Made]:
+    return PhaseRunner(phase_of(world), world.backend, world.paging(), buckets, RecordedGraph, planning)
 
 
 @pytest.fixture
@@ -119,6 +131,15 @@ def test_results_are_owned(world: World) -> None:
             assert torch.equal(getattr(result.value, field.name), copy), field.name
     storages = [getattr(r.value, f.name).untyped_storage().data_ptr() for r in results + again for f in fields(Made)]
     assert len(set(storages)) == len(storages)
+
+
+def test_graphs_that_plan_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in static memory that the others have written over since; nothing is planned outside of them."""
+    world = World(Setup(FA3Backend, CacheFormat.KV, 4, checking=False))
+    runner = runner_of(world, planning="in_graph")
+    monkeypatch.setattr(world.backend, "write", lambda step, buffers: pytest.fail("planned outside of the graph"))
+    for seed, lens in enumerate([(5, 3, 9), (4,), (7, 8), (2,)]):
+        assert run(runner, world, lens, seed).ran_graph
 
 
 def test_a_consumer_cannot_read_a_graph_that_did_not_run(world: World) -> None:

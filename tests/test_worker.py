@@ -11,7 +11,7 @@ from attn_backends.eagle.requests import RequestError
 from attn_backends.eagle.serving import serve
 from attn_backends.eagle.worker import EagleWorker, kept
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Capacity, SamplingParams, Step
+from spec_metadata import Capacity, InvalidStepError, SamplingParams, Step
 from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
 from training.cycles import Shape, Window
 from training.models import CHECKPOINTS
@@ -46,6 +46,25 @@ def test_eagle_equals_plain_decoding(model, backend, page_size, draft, path):
     assert min(worker.num_eager_steps.values()) > 0, "three requests are more than the largest bucket"
     assert bool(worker.num_graph_steps) == bool(path)
     assert sum(c.num_cycles for c in found) < 0.7 * sum(len(c.tokens) for c in found), "drafts are accepted"
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "draft"),
+    [("gqa", "fa3", TREE), ("mla", "flashinfer_mla", CHAIN), ("mla", "trtllm_mla", CHAIN), ("gqa", "reference", CHAIN)],
+)
+def test_graphs_that_plan_themselves(model, backend, draft):
+    """Planning as a graph's first node gives the tokens of planning before it."""
+    capacity, given = Capacity(2, 96, 32, **draft), prompts(2, 60)
+    expected, _ = eagle(model, backend, capacity, given, 16, checking=False, **GRAPH)
+    found, worker = eagle(model, backend, capacity, given, 16, checking=False, planning="in_graph", **GRAPH)
+    assert tokens(found) == tokens(expected)
+    assert worker.num_graph_steps["verify"] > 0
+    assert not worker.num_eager_steps.get("verify")
+
+
+def test_planning_has_two_places():
+    with pytest.raises(InvalidStepError, match="'before' or 'in_graph', got 'after'"):
+        WorkerOptions(planning="after")
 
 
 @pytest.mark.parametrize("draft", [CHAIN, TREE])

@@ -35,6 +35,7 @@ from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Co
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.kernels.compressor_operators import write_entries, write_states
+from attn_backends.kernels.plan_operators import bind_compressed
 from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
 from attn_backends.kernels.torch_compressed import Keys, attend_rows
 from attn_backends.layer import AttentionLayer, AttentionOutput
@@ -106,6 +107,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     """
 
     name = "dsv4"
+    has_fused = True
     formats: ClassVar[frozenset[Any]] = frozenset({CompressedFormat.COMPRESSED})
     kernels = (
         flashmla_sparse.KERNEL,
@@ -146,9 +148,17 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         """Windows, entries and compressor rows, for every kind."""
         return compressed.buffer_specs(cls.window, cls.compressions)
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> CompressedPlan:
-        """The windows, entries and compressor rows of one forward."""
-        return compressed.plan_compressed(step, forward, buffers, self.window, self.rings)
+    def plans(self, step: Step, buffers: Buffers) -> tuple[CompressedPlan, ...]:
+        """The windows, entries and compressor rows of each forward."""
+        return compressed.view_compressed(step, buffers, self.compressions)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the windows, entries and compressor rows of all forwards."""
+        compressed.write_compressed(step, buffers, self.window, self.rings)
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """The same in one launch."""
+        return bind_compressed(step, buffers, self.window, self.rings)
 
     def store(
         self,
@@ -336,6 +346,5 @@ def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:
         most, asked, unit = compressed.max_draft_forwards(window, ring, page_size), step.num_forwards, "draft forwards"
     else:
         return []
-    if most is None or asked <= most:
-        return []
-    return [f"{asked} {unit} (the {ring} state rows of ratio {compression.ratio} allow {most})"]
+    reason = f"{asked} {unit} (the {ring} state rows of ratio {compression.ratio} allow {most})"
+    return [] if most is None or asked <= most else [reason]

@@ -8,6 +8,7 @@ q [num_tokens, num_heads, head_dim]; the cache holds keys and values, or latents
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
+from attn_backends.kernels.plan_operators import bind_ragged
 from attn_backends.kernels.torch_attention import page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.paged_kernel import triton_kernel
@@ -62,6 +64,7 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     """Grouped-query attention or MLA in FlashAttention-3's metadata format."""
 
     name = "fa3"
+    has_fused = True
     formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),
@@ -74,6 +77,14 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
         """Ragged queries over a page table, for every kind."""
         return ragged.BUFFERS
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
-        """The ragged form of one forward."""
-        return ragged.plan_ragged(step, forward, buffers)
+    def plans(self, step: Step, buffers: Buffers) -> tuple[ragged.RaggedPlan, ...]:
+        """The ragged form of each forward, over one page table."""
+        return ragged.view_ragged(step, buffers)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the ragged form of all forwards."""
+        ragged.write_ragged(step, buffers)
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """The same, and write slots, in one launch."""
+        return bind_ragged(step, buffers)

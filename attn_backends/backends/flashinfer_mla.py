@@ -3,11 +3,14 @@
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
 q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. Every
-step kind, prefill too, is one such batch; FlashInfer's kernels plan it on the host, so they need its exact lengths.
+step kind, prefill too, is one such batch; FlashInfer's kernels plan it on the host, so they need its exact lengths. A
+compact CSR form is of one length a request, so draft forwards share that of the committed tokens, planned once, and
+what they drafted is read by slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -16,6 +19,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
+from attn_backends.kernels.plan_operators import bind_csr
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.paged_kernel import triton_kernel
@@ -64,6 +68,7 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
     """MLA in FlashInfer's metadata format."""
 
     name = "flashinfer_mla"
+    has_fused = prefix_only = True
     formats = frozenset({CacheFormat.LATENT})
     kernels = (
         mla_kernel("fa3", architectures=frozenset({9})),
@@ -77,6 +82,14 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
         """CSR page lists, for every kind."""
         return csr.BUFFERS
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> csr.CsrPlan:
-        """The CSR form of one forward."""
-        return csr.plan_csr(step, forward, buffers)
+    def plans(self, step: Step, buffers: Buffers) -> tuple[csr.CsrPlan, ...]:
+        """The CSR form of a step, one for all forwards."""
+        return csr.view_csr(step, buffers)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the CSR form of a step, of a draft that of its committed tokens."""
+        csr.write_csr(step, buffers)
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """The same, and write slots, in one launch."""
+        return bind_csr(step, buffers)

@@ -55,6 +55,10 @@ class ReferenceBackend(AttentionBackend[slots.SlotPlan]):
         """Slot lists, for every kind."""
         return slots.BUFFERS
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> slots.SlotPlan:
-        """The slot lists of one forward."""
-        return slots.plan_slots(step, forward, buffers)
+    def plans(self, step: Step, buffers: Buffers) -> tuple[slots.SlotPlan, ...]:
+        """The slot lists of each forward."""
+        return slots.view_slot_lists(step, buffers)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the slot lists of all forwards."""
+        slots.write_slot_lists(step, buffers)

@@ -9,6 +9,7 @@ FlashAttention-3 where it is there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
 from attn_backends.kernel import Kernel
+from attn_backends.kernels.plan_operators import bind_block_table, bind_ragged
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.paged_kernel import triton_kernel
@@ -80,6 +82,7 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
     """MLA in the metadata format of TensorRT-LLM and FlashMLA."""
 
     name = "trtllm_mla"
+    has_fused = True
     formats = frozenset({CacheFormat.LATENT})
     kernels = (
         trtllm_gen.KERNEL,
@@ -94,8 +97,19 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
         """A block table; ragged for prefill."""
         return ragged.BUFFERS if kind is StepKind.PREFILL else block_table.BUFFERS
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> TrtllmPlan:
-        """The block table of one forward, or the ragged form of a prefill."""
+    def plans(self, step: Step, buffers: Buffers) -> tuple[TrtllmPlan, ...]:
+        """The block table of each forward, one for all, or the ragged form of a prefill."""
         if step.kind is StepKind.PREFILL:
-            return ragged.plan_ragged(step, forward, buffers)
-        return block_table.plan_block_table(step, forward, buffers)
+            return ragged.view_ragged(step, buffers)
+        return block_table.view_block_table(step, buffers)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the block table of all forwards, or the ragged form of a prefill."""
+        if step.kind is StepKind.PREFILL:
+            ragged.write_ragged(step, buffers)
+        else:
+            block_table.write_block_table(step, buffers)
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """The same, and write slots, in one launch."""
+        return (bind_ragged if step.kind is StepKind.PREFILL else bind_block_table)(step, buffers)

@@ -1,14 +1,16 @@
-"""Kernels against the device's measured ceilings, as a picture."""
+"""Results as pictures: kernels against the device's measured ceilings, metadata by batch size, cycles by mode."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from attn_backends.bench.ceilings import Ceilings
-from attn_backends.bench.rows import KernelRow
+from attn_backends.bench.rows import CycleRow, KernelRow, MetadataRow
+from attn_backends.bench.speculation import CYCLE
 from attn_backends.errors import BackendUnavailableError, ConfigError
 
 SUFFIXES = (".png", ".svg")
@@ -50,3 +52,51 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
         axes.legend(fontsize="small")
     panels[-1].set_xlabel("operations a byte")
     figure.savefig(path, dpi=72)
+
+
+def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
+    """Draw what the metadata of whole cycles costs by batch size, at the largest context: host time on the left, time
+    on the device on the right, a row of panels for each backend and page size, a line for each mode and kernel.
+    """
+    cycles = [row for row in rows if row.phase == CYCLE]
+    places = list(dict.fromkeys((row.backend, row.page_size) for row in cycles))
+    figure, panels = _panels(f"metadata of a cycle on {device}", len(places), 2)
+    for (backend, page_size), pair in zip(places, panels, strict=False):
+        own = [row for row in cycles if (row.backend, row.page_size) == (backend, page_size)]
+        own = [row for row in own if row.context == max(row.context for row in own)]
+        for axes, field, what in zip(pair, ("host_us", "gpu_us"), ("host", "device"), strict=True):
+            for mode, kernel in dict.fromkeys((row.mode, row.kernel) for row in own):
+                line = sorted((r.batch_size, getattr(r, field)) for r in own if (r.mode, r.kernel) == (mode, kernel))
+                axes.plot([x for x, _ in line], [y for _, y in line], marker="o", label=f"{mode} {kernel}".rstrip())
+            title = f"{backend}, page size {page_size}, context {own[0].context}: {what}"
+            axes.set(xscale="log", yscale="log", ylabel="us a cycle", title=title)
+            axes.set_xlabel("requests")
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def draw_cycles(path: Path, rows: Sequence[CycleRow], device: str) -> None:
+    """Draw times of whole cycles, a panel for each backend and model: for each size a bar of every mode, and under it
+    in black what its graphs take with planning taken out.
+    """
+    places = list(dict.fromkeys((row.backend, row.model) for row in rows))
+    figure, panels = _panels(f"cycles on {device}; black: without planning", len(places), 1)
+    for (backend, model), (axes,) in zip(places, panels, strict=False):
+        own = [row for row in rows if (row.backend, row.model) == (backend, model)]
+        names = [f"{row.mode}\n{row.batch_size} x {row.context}" for row in own]
+        axes.bar(names, [row.us for row in own], color=[f"C{_number(row, own)}" for row in own])
+        axes.scatter(names, [row.peer_us for row in own], color="black", marker="_", s=400)
+        axes.set(ylabel="us a cycle", title=f"{backend}: {model}")
+    figure.savefig(path, dpi=120)
+
+
+def _panels(title: str, num_rows: int, num_columns: int) -> tuple[Any, Any]:
+    size = (12, 4 * max(num_rows, 1) + 1)
+    figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    return figure, figure.subplots(max(num_rows, 1), num_columns, squeeze=False)
+
+
+def _number(row: CycleRow, rows: Sequence[CycleRow]) -> int:
+    """Of a row's mode among those that are drawn."""
+    return list(dict.fromkeys(each.mode for each in rows)).index(row.mode)

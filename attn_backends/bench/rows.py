@@ -45,6 +45,74 @@ class KernelRow(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class MetadataRow:
+    """What preparing the metadata of one step costs in one way.
+
+    phase: draft, verify or draft_extend, or the whole cycle of the three. mode: torch and fused plan before a replay,
+    in_graph as a part of it; vendor is what the kernel's vendor plans, by its own call; sglang is what SGLang does.
+    context: committed tokens of each request. host_us: until the host goes on. gpu_us: of all that runs on the device.
+    launches: kernels on the device, those of graphs too. copies: between host and device, or on the device. syncs: how
+    often the host waits for the device.
+    """
+
+    bench: str
+    backend: str
+    kernel: str
+    phase: str
+    mode: str
+    batch_size: int
+    context: int
+    page_size: int
+    topk: int
+    host_us: float
+    gpu_us: float
+    launches: int
+    copies: int
+    syncs: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """Bytes of one static buffer of a captured phase at the whole capacity.
+
+    phase: draft, verify or draft_extend; all, the memory that they share; or workspace, of a kernel. buffer: its name,
+    or total. paging: the form of the engine's table, none for a workspace. peer_bytes: what SGLang 0.5.23 allocates for
+    the same, measured on an H200 by `torch.cuda.memory_allocated` around its `init_cuda_graph_state`; None where it was
+    not.
+    """
+
+    bench: str
+    backend: str
+    page_size: int
+    topk: int
+    paging: str
+    phase: str
+    buffer: str
+    bytes: int
+    peer_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CycleRow:
+    """One whole cycle of the worker. model: whose attention it is. kernel: of the verify. mode: eager; graph_before and
+    graph, one graph a phase, planned before it or in it; loop, one graph for the whole cycle. context: committed tokens
+    of each request. peer: what it is compared with, peer_us: its time, ratio: us / peer_us.
+    """
+
+    bench: str
+    backend: str
+    kernel: str
+    model: str
+    batch_size: int
+    context: int
+    mode: str
+    us: float
+    peer: str
+    peer_us: float
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """What has no row, and why. case: in words; empty where the whole kernel is missing. failed: neither not here,
     refused nor too large.

@@ -47,9 +47,9 @@ def _run(args: argparse.Namespace) -> int:
 
         return conformance.run(args)
     if args.command == "bench":
-        from attn_backends.cli import bench
+        from attn_backends.cli import bench, bench_cycles
 
-        return bench.run(args)
+        return bench.run(args) if args.what == "attention" else bench_cycles.run(args)
     from attn_backends.cli import demo
 
     return demo.run(args)
@@ -121,26 +121,37 @@ def _add_conformance(commands: Any) -> None:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="device time of a layer beside the vendor's raw call",
-        description="Needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can be measured.",
+        help="what layers, their metadata and whole cycles cost, beside vendors and SGLang",
+        description="All but memory needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can "
+        "be measured, or bad input.",
     )
-    bench.add_argument("what", choices=("attention",), help="attention: a layer's forward, under graphs")
+    bench.add_argument(
+        "what",
+        choices=("attention", "metadata", "memory", "cycle"),
+        help="attention: a layer's forward, under graphs. metadata: preparing each phase of a cycle. memory: bytes of "
+        "static buffers. cycle: whole cycles of the worker",
+    )
     bench.add_argument(
         "--set",
         choices=("layer", "kernels", "prefill", "trees"),
-        default="layer",
-        help="layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each other and the "
-        "device's ceilings, in decodes and verifies. prefill: likewise. trees: the verify of a tree beside that of a "
-        "chain",
+        help="of attention. layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each "
+        "other and the device's ceilings, in decodes and verifies. prefill: likewise. trees: the verify of a tree "
+        "beside that of a chain",
     )
     bench.add_argument(
-        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that the set has)"
+        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that suit)"
     )
-    bench.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests (default: the set's)")
-    bench.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: the set's)")
-    bench.add_argument("--quick", action="store_true", help="few rounds; the set's two smallest batches, one context")
+    bench.add_argument(
+        "--batch-size", type=int, nargs="+", metavar="N", help="requests, of memory the most (default: several)"
+    )
+    bench.add_argument(
+        "--context", type=int, nargs="+", metavar="N", help="tokens of each, of memory the most (default: several)"
+    )
+    bench.add_argument("--page-size", type=int, metavar="N", help="of metadata and memory (default: the backend's)")
+    bench.add_argument("--topk", type=int, metavar="N", help="of metadata and memory: branches of a draft level")
+    bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw kernels against the ceilings, as PNG or SVG")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
 
 
 def _version() -> str:

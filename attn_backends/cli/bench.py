@@ -1,4 +1,4 @@
-"""`bench`: a layer beside the vendor's raw call, kernels beside each other, trees beside chains."""
+"""`bench attention`: a layer beside the vendor's raw call, kernels beside each other, trees beside chains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attn_backends.bench.rows import KernelRow, Missing, Row, Stage, by_reason
 from attn_backends.bench.targets import Reached, check_targets
 from attn_backends.bench.timing import CudaClock
 from attn_backends.bench.trees import measure_trees
-from attn_backends.cli.options import DENSE_BACKENDS
+from attn_backends.cli.options import DENSE_BACKENDS, refuse_options, show_missing
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
@@ -144,12 +144,14 @@ SETS = {
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON; 1 if a comparison failed, 2 if nothing can be measured here."""
-    asked = SETS[args.set]
+    asked = SETS[args.set or "layer"]
+    refuse_options(args, "page_size", "topk")
     results.check_output("--json", args.json)
     results.check_output("--plot", args.plot)
     if args.plot is not None and args.set not in DRAWN:
         raise ConfigError(
-            f"--plot goes with --set {' or '.join(DRAWN)}, not with {args.set}: it draws kernels against ceilings"
+            f"--plot goes with --set {' or '.join(DRAWN)}, not with {args.set or 'layer'}: it draws kernels against "
+            "ceilings"
         )
     plot.check_plot(args.plot)
     batch_sizes, contexts = _sizes(args, asked)
@@ -206,10 +208,7 @@ def _show(measured: Measured, asked: Set) -> None:
         verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "no aim"}[reached.met]
         what = f"{reached.target}: {reached.backend}/{reached.kernel}, {reached.case}"
         console.print(f"{verdict}: {escape(what)}: {reached.value}")
-    for absent in by_reason(measured.missing):
-        what = f"{absent.backend}/{absent.kernel} {'; '.join(absent.cases[:2])}".rstrip()
-        more = f" and {len(absent.cases) - 2} more" if len(absent.cases) > 2 else ""
-        console.print(f"{'failed' if absent.failed else 'not measured'}: {escape(what)}{more}: {escape(absent.reason)}")
+    show_missing(console, measured.missing)
 
 
 def _table(rows: list[Row], asked: Set) -> Table:

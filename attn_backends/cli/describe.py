@@ -15,6 +15,7 @@ from rich.table import Table
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
 from attn_backends.errors import BackendUnavailableError
+from attn_backends.planners import Planner, choose_planner
 from attn_backends.registry import get_backend, list_backends
 
 DEVICES = ("cpu", "cuda")
@@ -54,6 +55,9 @@ def show_info(name: str, *, as_json: bool) -> int:
     multiple = described["page_multiple"]
     pages = f", page sizes: multiples of {multiple}" if multiple > 1 else ""
     console.print(f"cache: {', '.join(described['formats'])}{pages}\n")
+    for device, planner in described["planners"].items():
+        console.print(f"planner on {device}: {planner['name']} ({planner['reason']})", markup=False, soft_wrap=True)
+    console.print()
     console.print(_kernel_table(described["kernels"]))
     for kernel, kinds in described["capabilities"].items():
         console.print(_capability_table(kernel, kinds))
@@ -75,6 +79,7 @@ def describe(name: str) -> dict[str, Any]:
         **summarize(backend),
         "summary": (backend.__doc__ or "").strip(),
         "page_multiple": backend.page_multiple(),
+        "planners": {device: asdict(_planner(backend, device)) for device in DEVICES},
         "capabilities": {
             kernel.name: {str(kind): _values(capabilities) for kind, capabilities in kernel.capabilities.items()}
             for kernel in backend.kernels
@@ -115,6 +120,10 @@ def _kernels(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _planner(backend: type[AttentionBackend], device: str) -> Planner:
+    return choose_planner(backend.name, "auto", torch.device(device), has_fused=backend.has_fused)
 
 
 def _values(capabilities: Capabilities) -> dict[str, Any]:

@@ -1,17 +1,20 @@
-"""What commands share: the run that options describe, why which kernel runs it, and a progress bar."""
+"""What commands share: the run that options describe, why which kernel runs it, a progress bar, a benchmark's gaps."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_backends.base import AttentionBackend
+from attn_backends.bench.rows import Missing, by_reason
 from attn_backends.config import RunConfig, load_run_config
 from attn_backends.eagle.options import PhaseBackends
+from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
@@ -47,3 +50,18 @@ def token_progress(what: str, num_tokens: int) -> Iterator[Callable[[int], None]
     with bar as progress:
         task = progress.add_task(what, total=num_tokens)
         yield lambda number: progress.advance(task, number)
+
+
+def refuse_options(args: argparse.Namespace, *names: str) -> None:
+    """Refuse options that a benchmark does not have."""
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    if given:
+        raise ConfigError(f"bench {args.what} has no {' or '.join(given)}; see attn-backends bench --help")
+
+
+def show_missing(console: Console, missing: Iterable[Missing]) -> None:
+    """Print what a benchmark has no row of, a line for each kernel and reason."""
+    for absent in by_reason(missing):
+        what = f"{absent.backend}/{absent.kernel} {'; '.join(absent.cases[:2])}".rstrip()
+        more = f" and {len(absent.cases) - 2} more" if len(absent.cases) > 2 else ""
+        console.print(f"{'failed' if absent.failed else 'not measured'}: {escape(what)}{more}: {escape(absent.reason)}")

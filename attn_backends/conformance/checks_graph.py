@@ -42,7 +42,8 @@ from attn_backends.conformance.situations import (
     situations,
     spacious,
 )
-from attn_backends.errors import UnsupportedStepError
+from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.metadata import Metadata
 from spec_metadata import PackedQuery, StepKind
 
 
@@ -86,7 +87,10 @@ def idle_batch(subject: Subject, case: Case) -> Measured:
     return _replay_another(subject, case)
 
 
-@check("graph.refresh_recorded", any_graph(growing, refresh=True))
+@check(
+    "graph.refresh_recorded",
+    joined(*(any_graph(change, refresh=True) for change in (growing, shrinking, padded, idle))),
+)
 def refresh_recorded(subject: Subject, case: Case) -> Measured:
     """`refresh` may be the graph's first node, with `copy_inputs` alone between replays."""
     return _replay_another(subject, case)
@@ -132,19 +136,43 @@ def _two_kinds(subject: Subject) -> list[Case]:
 
 @check("graph.two_kinds", _two_kinds)
 def two_kinds(subject: Subject, case: Case) -> Measured:
-    """Graphs of two step kinds at one batch size may be loaded one after the other, then replayed."""
-    verify, scene = _captured(subject, case)
-    table = verify.world.table.clone()
-    extend = Captured(verify.world, replace(case, kind=str(StepKind.DRAFT_EXTEND)))
-    verify.world.table.copy_(table)
-    before = prepare_memory(scene, case)
-    verify.load(scene)
-    extend.load(scene_of(verify.world, batch_of(extend.case), case.seed + 30))
-    verify.world.table.copy_(table)
-    return _measure(verify.replay(scene, before))
+    """Graphs of two step kinds at one batch size of one backend, replayed in turn, don't disturb each other."""
+    verify, _ = _captured(subject, case)
+    its = replace(case, kind=str(StepKind.DRAFT_EXTEND))
+    extend, found = Captured(verify.world, its), []
+    for turn, (captured, case_of) in enumerate(((verify, case), (extend, its), (verify, case))):
+        scene = scene_of(verify.world, batch_of(case_of), case.seed + 30 + turn)
+        found.append(_measure(captured.run(scene, case_of)))
+    return nearest(found)
 
 
-@check("graph.equals_eager", any_graph(growing))
+@check("graph.stale_is_refused", one_page_size(graph(growing)))
+def stale_is_refused(subject: Subject, case: Case) -> Measured:
+    """Captured metadata that the replay of another graph has overwritten is refused until its own next replay."""
+    large, scene = _captured(subject, case)
+    few = replace(case, bs=2, lens=case.lens[:2])
+    small, ancestors = Captured(large.world, few), large.static[0].ancestors
+    large.load(scene)
+    refusal = _refusal(large.meta, ancestors)
+    if refusal:
+        raise CheckFailure("metadata", f"refused after its own replay: {refusal}")
+    small.load(scene_of(large.world, batch_of(few), case.seed + 2))
+    refusal = _refusal(large.meta, ancestors)
+    if not refusal:
+        raise CheckFailure("metadata", f"that of {case.bs} requests was taken after a replay of {few.bs}")
+    return Measured(refusal=refusal)
+
+
+def _refusal(meta: Metadata, ancestors: Tensor | None) -> str:
+    """Why metadata is refused; empty if it is taken."""
+    try:
+        meta.at(0, ancestors)
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+@check("graph.equals_eager", joined(any_graph(growing), graph(growing, refresh=True)))
 def equals_eager(subject: Subject, case: Case) -> Measured:
     """A replay equals the eager step on the same padded layout bit for bit: metadata, outputs and cache."""
     captured, scene = _captured(subject, case)

@@ -17,6 +17,7 @@ from attn_backends.conformance.compressed_worlds import REAL_PAGE, CompressedWor
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
+from attn_backends.errors import CaptureError
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.metadata import Metadata
@@ -155,7 +156,12 @@ class Captured:
         return self.replay(scene, before)
 
     def replay(self, scene: Scene, before: Tensor) -> Ran:
-        """Replay what was loaded."""
+        """Replay what was loaded; never on what another graph's metadata left, which may index anything."""
+        assert self.meta.tenant is not None, "it was captured"
+        try:
+            self.meta.tenant.check()
+        except CaptureError as error:
+            raise CheckFailure("metadata", str(error)) from error
         self.graph.replay()
         outputs = [AttentionOutput(out.clone(), lse.clone()) for out, lse in self.outputs]
         return Ran(scene, self.static, outputs, before, self.meta)

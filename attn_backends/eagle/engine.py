@@ -16,6 +16,7 @@ from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, Tokenizer, load_draft, load_mtp, load_target, load_tokenizer
 from attn_backends.registry import get_backend
 from attn_backends.selection import Workload
+from attn_backends.static_memory import StaticMemory
 from spec_metadata import CacheGeometry
 
 
@@ -43,7 +44,8 @@ class Engine:
                 f"{config.source}: runtime.max_context {capacity.max_context} and {capacity.draft_room} drafted tokens "
                 f"need {longest} positions; the models have {limit}"
             )
-        made = {name: self._backend(name) for name in config.backends.distinct}
+        memory = StaticMemory()
+        made = {name: self._backend(name, memory) for name in config.backends.distinct}
         self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
 
     @cached_property
@@ -98,7 +100,7 @@ class Engine:
         """Generate with the target alone, greedily: what `generate` must equal."""
         return serve(self.plain, prompts, max_new_tokens, on_progress)
 
-    def _backend(self, name: str) -> AttentionBackend:
+    def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
         config, backend = self.config, get_backend(name)
         if self.target.cache_format not in backend.formats:
             raise ConfigError(
@@ -107,7 +109,15 @@ class Engine:
             )
         layers = tuple(layer for model in (self.target, *self.drafts) for layer in model.layers)
         workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
-        return backend(config.capacity, self.geometry, config.device, kernel=config.kernels[name], workload=workload)
+        return backend(
+            config.capacity,
+            self.geometry,
+            config.device,
+            kernel=config.kernels[name],
+            workload=workload,
+            planner=config.runtime.planner,
+            memory=memory,
+        )
 
     @property
     def _options(self) -> WorkerOptions:
@@ -123,6 +133,7 @@ class Engine:
             eos_token=self.tokenizer.eos_token_id,
             seed=runtime.seed,
             host_lag=runtime.host_lag,
+            planning=runtime.planning,
             draft_graphs=self.config.eagle.draft_graphs or "one",
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,

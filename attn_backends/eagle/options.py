@@ -10,6 +10,7 @@ import torch
 
 from attn_backends.base import AttentionBackend
 from attn_backends.graphs import Graph
+from attn_backends.runner import Planning
 from spec_metadata import InvalidStepError
 
 DraftGraphs = Literal["one", "per_module"]
@@ -37,7 +38,8 @@ class WorkerOptions:
     of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
     each has its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs
     between its attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that
-    come with them (None: prompts are text).
+    come with them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as
+    its first node.
     """
 
     buckets: tuple[int, ...] = ()
@@ -51,6 +53,7 @@ class WorkerOptions:
     prefill_buckets: tuple[int, ...] = ()
     prefill_graphs: PrefillGraphs = "piecewise"
     placeholder_token: int | None = None
+    planning: Planning = "before"
 
     def __post_init__(self) -> None:
         if self.host_lag not in (0, 1):
@@ -61,6 +64,8 @@ class WorkerOptions:
             raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
         if self.prefill_graphs not in get_args(PrefillGraphs):
             raise InvalidStepError(f"prefill_graphs must be 'piecewise' or 'full', got {self.prefill_graphs!r}")
+        if self.planning not in get_args(Planning):
+            raise InvalidStepError(f"planning must be 'before' or 'in_graph', got {self.planning!r}")
 
 
 DEFAULTS = WorkerOptions()

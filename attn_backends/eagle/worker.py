@@ -125,14 +125,16 @@ class TargetWorker:
             if reasons:
                 instead = "prefill in pieces ('piecewise'), which any kernel can"
                 raise UnsupportedStepError(f"{backend.name} can't capture prefill in full", reasons, instead)
-        return PhaseRunner(whole(phase), backend, self._paging(), options.prefill_buckets, options.make_graph)
+        place = (self._paging(), options.prefill_buckets, options.make_graph, options.planning)
+        return PhaseRunner(whole(phase), backend, *place)
 
     def _with_embeddings(self, inputs: Inputs, chunks: Sequence[Chunk]) -> Inputs:
         """The inputs of a phase of prefill, with what came with the prompts if this worker takes embeddings."""
         return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
 
     def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
-        return PhaseRunner(phase, backend, self._paging(), self.options.buckets, self.options.make_graph)
+        options = self.options
+        return PhaseRunner(phase, backend, self._paging(), options.buckets, options.make_graph, options.planning)
 
     def _paging(self) -> Paging:
         """The table, of no request."""

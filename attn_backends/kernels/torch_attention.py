@@ -189,6 +189,8 @@ def _over_pages(
     hidden_rows = query_lens.unsqueeze(1) - 1 - torch.arange(width, device=q.device)
     last_key = kv_lens.unsqueeze(1) - (hidden_rows if causal else torch.zeros_like(hidden_rows))
     visible = key < last_key.unsqueeze(2)
+    first_key = key[:: k_pages.shape[1]]
+    pages = torch.where(first_key < kv_lens.unsqueeze(1), pages, 0)  # ids past the visible keys may be anything
     k, v = (_entries(x[pages], y, q.dtype).flatten(1, 2) for x, y in ((k_pages, k_scale), (v_pages, v_scale)))
     k, v = (torch.where(live[..., None, None], x, 0) for x in (k, v))
     out, lse = attend(q, k, v, visible & live.unsqueeze(1), scale)

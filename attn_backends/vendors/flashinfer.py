@@ -35,7 +35,7 @@ from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import BufferSpec, StepKind
-from spec_metadata.buffers import NUM_FORWARDS, Dim, Producer
+from spec_metadata.buffers import ONE, Dim, Producer
 from spec_metadata.plans.csr import CsrPlan, csr_rows
 from spec_metadata.visibility import HostLens
 
@@ -52,8 +52,8 @@ _FLOAT_BYTES = 2 * MAX_PROCESSORS * TILE_ROWS * (2 * RANK + 4)
 INT_WORKSPACE = BufferSpec(
     "flashinfer_work",
     torch.uint8,
-    (NUM_FORWARDS, Dim(str(_INT_BYTES), lambda e: _INT_BYTES)),
-    "FlashInfer's list of work of a forward",
+    (ONE, Dim(str(_INT_BYTES), lambda e: _INT_BYTES)),
+    "FlashInfer's list of work, of all forwards alike",
     producer=Producer.HOST,
 )
 FLOAT_WORKSPACE = BufferSpec(
@@ -94,7 +94,7 @@ def mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
 
 
 class MLASchedule(Schedule):
-    """FlashInfer's list of work for one forward and shape of layers.
+    """FlashInfer's list of work for one plan and shape of layers.
 
     backend: "fa2" or "fa3", whose module is compiled when it is first used (20 s; FlashInfer keeps it on disk).
     """

@@ -31,10 +31,10 @@ BUFFERS = (
     BufferSpec(
         "slot_table",
         torch.int32,
-        (NUM_FORWARDS, MAX_KV_LEN, BS),
-        "slot of each token position; a reserved slot past the visible ones",
+        (MAX_KV_LEN, BS),
+        "slot of each token position; a reserved slot past those that the last forward sees",
     ),
-    BufferSpec("request", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "request of each query row", high=BS),
+    BufferSpec("request", torch.int64, (NUM_TOKENS,), "request of each query row", high=BS),
     BufferSpec("num_keys", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "keys that a query row sees", high=MAX_KV_LEN + 1),
 )
 
@@ -48,21 +48,28 @@ class SlotTablePlan:
     num_keys: Tensor
 
 
-def plan_slot_table(step: Step, forward: int, buffers: Buffers) -> SlotTablePlan:
-    """Write the slot table of one forward of a step into its row of the buffers."""
-    plan = SlotTablePlan(*(buffers[spec.name][forward] for spec in BUFFERS))
-    dense = dense_part(step, forward)
+def view_slot_tables(step: Step, buffers: Buffers) -> tuple[SlotTablePlan, ...]:
+    """The plan of each forward of a step, as views of the buffers."""
+    tables = buffers["slot_table"], buffers["request"]
+    return tuple(SlotTablePlan(*tables, num_keys) for num_keys in buffers["num_keys"].unbind())
+
+
+def write_slot_tables(step: Step, buffers: Buffers) -> None:
+    """Write the slot table of a step, which its forwards share, and how much of it each one sees."""
+    last = dense_part(step, step.num_forwards - 1)
     position = torch.arange(buffers.extent.max_kv_len, device=step.device).unsqueeze(1)
     slots = step.paging.slots(position.T.expand(step.bs, -1)).T
     reserved = step.paging.geometry.reserved_page * step.paging.geometry.page_size
-    plan.slot_table.copy_(torch.where(position < dense.kv_lens, slots, reserved))
+    buffers["slot_table"].copy_(torch.where(position < last.kv_lens, slots, reserved))
 
     row = torch.arange(step.num_tokens, device=step.device)
     ends = query_starts(step)[1:].long()
-    plan.request.copy_(torch.searchsorted(ends, row, right=True))
-    rows_after = ends[plan.request] - 1 - row if dense.causal else 0
-    plan.num_keys.copy_(dense.kv_lens[plan.request] - rows_after)
-    return plan
+    request = torch.searchsorted(ends, row, right=True)
+    buffers["request"].copy_(request)
+    for forward, num_keys in enumerate(buffers["num_keys"].unbind()):
+        dense = dense_part(step, forward)
+        rows_after = ends[request] - 1 - row if dense.causal else 0
+        num_keys.copy_(dense.kv_lens[request] - rows_after)
 
 
 def launch_torch(q: Tensor, cache: PagedCache, plan: SlotTablePlan, layer: AttentionLayer) -> AttentionOutput:
@@ -117,6 +124,10 @@ class SeqMajorBackend(AttentionBackend[SlotTablePlan]):
         """The slot table, for every kind."""
         return BUFFERS
 
-    def plan(self, step: Step, forward: int, buffers: Buffers) -> SlotTablePlan:
-        """The slot table of one forward."""
-        return plan_slot_table(step, forward, buffers)
+    def plans(self, step: Step, buffers: Buffers) -> tuple[SlotTablePlan, ...]:
+        """The slot table of each forward, one for all."""
+        return view_slot_tables(step, buffers)
+
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the slot table of all forwards."""
+        write_slot_tables(step, buffers)

@@ -1,7 +1,8 @@
 """Padded block table, lengths and one query stride: the format of trtllm-gen MLA and FlashMLA dense decode.
 
 Query rows are viewed as [bs, width, heads, dim], so only a uniform layout has this form. TensorRT-LLM's kernels read
-the table in groups of 128 tokens, so its rows are padded to a multiple of 128 / page_size pages.
+the table in groups of 128 tokens, so its rows are padded to a multiple of 128 / page_size pages. The table is shared by
+the forwards of a step: it holds the pages of what the last one sees.
 """
 
 from __future__ import annotations
@@ -16,25 +17,30 @@ from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.query import UniformQuery
-from spec_metadata.visibility import dense_part, visible_pages
+from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, visible_pages
+
+_GROUP_TOKENS = 128
 
 
-def _padded_pages(extent: Extent) -> int:
-    group = ceil_div(128, extent.page_size)
-    return ceil_div(extent.max_pages, group) * group
+def _group_pages(extent: Extent) -> int:
+    return ceil_div(_GROUP_TOKENS, extent.page_size)
 
 
-TABLE_PAGES = Dim("round_up(max_pages, 128 / page_size)", _padded_pages)
+GROUP_PAGES = Dim(f"{_GROUP_TOKENS} / page_size", _group_pages)
+TABLE_PAGES = Dim(
+    f"round_up(max_pages, {GROUP_PAGES})", lambda e: ceil_div(e.max_pages, _group_pages(e)) * _group_pages(e)
+)
 
+BLOCK_TABLE = BufferSpec(
+    "block_table",
+    torch.int32,
+    (BS, TABLE_PAGES),
+    "page ids; the reserved page past the visible keys",
+    high=NUM_PAGES,
+    over_read=GROUP_PAGES,
+)
 BUFFERS = (
-    BufferSpec(
-        "block_table",
-        torch.int32,
-        (NUM_FORWARDS, BS, TABLE_PAGES),
-        "page ids; the reserved page past the visible keys",
-        high=NUM_PAGES,
-        over_read="the whole row",
-    ),
+    BLOCK_TABLE,
     BufferSpec(
         "cache_seqlens",
         torch.int32,
@@ -47,7 +53,7 @@ BUFFERS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTablePlan:
-    """One forward as a block table; tensors as declared in `BUFFERS`, without the leading dimension.
+    """One forward as a block table; tensors as declared in `BUFFERS`, cache_seqlens of this forward.
 
     width: query rows of every request. causal: bottom-right, else every row sees all keys. max_kv_len: host bound,
     promised by the capacity.
@@ -61,21 +67,35 @@ class BlockTablePlan:
     max_kv_len: int
 
 
-def plan_block_table(step: Step, forward: int, buffers: Buffers) -> BlockTablePlan:
-    """Write the block table of one forward of a uniform step into its row of the buffers."""
+def view_block_table(step: Step, buffers: Buffers) -> tuple[BlockTablePlan, ...]:
+    """The plan of each forward of a uniform step, as views of the buffers."""
     if not isinstance(step.query, UniformQuery):
         raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
-    extent = buffers.extent
-    dense = dense_part(step, forward)
-    plan = BlockTablePlan(
-        block_table=buffers["block_table"][forward],
-        cache_seqlens=buffers["cache_seqlens"][forward],
-        page_size=extent.page_size,
-        width=step.width,
-        causal=dense.causal,
-        max_kv_len=extent.max_kv_len,
+    return tuple(
+        BlockTablePlan(
+            block_table=buffers["block_table"],
+            cache_seqlens=cache_seqlens,
+            page_size=buffers.extent.page_size,
+            width=step.width,
+            causal=is_causal(step),
+            max_kv_len=buffers.extent.max_kv_len,
+        )
+        for cache_seqlens in buffers["cache_seqlens"].unbind()
     )
-    plan.block_table[:, : extent.max_pages].copy_(visible_pages(step, dense, extent.max_pages))
-    plan.block_table[:, extent.max_pages :].fill_(step.paging.geometry.reserved_page)
-    plan.cache_seqlens.copy_(dense.kv_lens)
-    return plan
+
+
+def write_block_table(step: Step, buffers: Buffers) -> None:
+    """Write the block table and lengths of all forwards of a step. Device only, fixed shapes."""
+    max_pages = buffers.extent.max_pages
+    for forward, cache_seqlens in enumerate(buffers["cache_seqlens"].unbind()):
+        cache_seqlens.copy_(dense_part(step, forward).kv_lens)
+    last, table = dense_part(step, step.num_forwards - 1), buffers["block_table"]
+    table[:, :max_pages].copy_(visible_pages(step, last, max_pages))
+    table[:, max_pages:].fill_(step.paging.geometry.reserved_page)
+
+
+def specified_block_table(step: Step, buffers: Buffers) -> dict[str, Tensor]:
+    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
+    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
+    over_read = BLOCK_TABLE.over_read.of(buffers.extent)
+    return {"block_table": leading(num_pages + over_read, buffers["block_table"].shape[1])}

@@ -17,18 +17,29 @@ layers page ids of their own can free the pages behind the window, and their rin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec, Dim
+from spec_metadata.buffers import (
+    BS,
+    MAX_PAGES,
+    NOTHING,
+    NUM_FORWARDS,
+    NUM_PAGES,
+    NUM_TOKENS,
+    Buffers,
+    BufferSpec,
+    Dim,
+)
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, query_starts, visible_pages, write_slots
+from spec_metadata.visibility import dense_part, leading, num_visible_pages, query_starts, visible_pages, write_slots
 
 INDEX_GROUP = 64  # FlashMLA's sparse kernel reads indices in groups of as many
+GROUP = Dim(str(INDEX_GROUP), lambda e: INDEX_GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +86,7 @@ def max_draft_forwards(read_window: int, ring: int, page_size: int) -> int | Non
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryPlan:
-    """The entries of one ratio in one forward; tensors as declared in `buffer_specs`, without the leading dimension.
+    """The entries of one ratio in one forward; tensors as declared in `buffer_specs`, of this forward.
 
     slots is None where an indexer selects, which reads the page table.
     """
@@ -91,7 +102,7 @@ class EntryPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedPlan:
-    """One forward; tensors as declared in `buffer_specs`, without the leading dimension.
+    """One forward; tensors as declared in `buffer_specs`, of this forward where each has its own.
 
     entries: of each ratio. max_query: most rows of a request, max_kv_len: of its tokens; host bounds, promised by the
     capacity.
@@ -116,10 +127,8 @@ def buffer_specs(window: int, compressions: Sequence[Compression]) -> tuple[Buff
     keys = Dim(str(window), lambda e: window)
     shape = (NUM_FORWARDS, NUM_TOKENS)
     specs = [
-        BufferSpec(
-            "qo_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request", high=NUM_TOKENS + 1
-        ),
-        BufferSpec("request", torch.int32, shape, "request of each row", high=BS),
+        BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
+        BufferSpec("request", torch.int32, (NUM_TOKENS,), "request of each row", high=BS),
         BufferSpec(
             "window_slots", torch.int32, (*shape, keys), "a row's last tokens, itself first, then -1", -1, -1, NUM_SLOTS
         ),
@@ -127,8 +136,8 @@ def buffer_specs(window: int, compressions: Sequence[Compression]) -> tuple[Buff
         BufferSpec(
             "page_table",
             torch.int32,
-            (NUM_FORWARDS, BS, MAX_PAGES),
-            "page ids; the reserved page past the visible tokens",
+            (BS, MAX_PAGES),
+            "page ids; the reserved page past what the last forward sees",
             high=NUM_PAGES,
         ),
     ]
@@ -145,8 +154,10 @@ def _entry_specs(compression: Compression) -> list[BufferSpec]:
     slots = Dim(f"num_pages * page_size / {ratio}", lambda e: e.num_pages * e.page_size // ratio)
     sources = (NUM_FORWARDS, made, Dim(str(width), lambda e: width))
 
-    def spec(name: str, shape: tuple[Dim, ...], doc: str, high: Dim, pad: int = -1) -> BufferSpec:
-        return BufferSpec(f"{name}_{ratio}", torch.int32, shape, doc, pad, low=pad, high=high)
+    def spec(
+        name: str, shape: tuple[Dim, ...], doc: str, high: Dim, pad: int = -1, over_read: Dim = NOTHING
+    ) -> BufferSpec:
+        return BufferSpec(f"{name}_{ratio}", torch.int32, shape, doc, pad, low=pad, high=high, over_read=over_read)
 
     specs = [
         spec("num_entries", rows, "entries that a row may see", entries + 1, pad=0),
@@ -158,7 +169,7 @@ def _entry_specs(compression: Compression) -> list[BufferSpec]:
     ]
     if not compression.indexed:
         width_in_groups = Dim(f"round_up({entries}, {INDEX_GROUP})", lambda e: _in_groups(entries.of(e)))
-        specs.append(spec("entry_slots", (*rows, width_in_groups), "visible entries, then -1", slots))
+        specs.append(spec("entry_slots", (*rows, width_in_groups), "visible entries, then -1", slots, over_read=GROUP))
     return specs
 
 
@@ -186,36 +197,70 @@ class _Rows:
         return self.pages[request, position.clamp_min(0) // self.page_size]
 
 
-def plan_compressed(
-    step: Step, forward: int, buffers: Buffers, window: int, rings: Mapping[Compression, int]
-) -> CompressedPlan:
-    """Write the windows, entries and compressor rows of one forward of a step into its row of the buffers.
+def view_compressed(step: Step, buffers: Buffers, compressions: Iterable[Compression]) -> tuple[CompressedPlan, ...]:
+    """The plan of each forward of a step, as views of the buffers."""
+    compressions = tuple(compressions)
+    return tuple(
+        CompressedPlan(
+            qo_indptr=buffers["qo_indptr"],
+            request=buffers["request"],
+            window_slots=buffers["window_slots"][forward],
+            window_lens=buffers["window_lens"][forward],
+            page_table=buffers["page_table"],
+            entries={each.ratio: _view_entries(each, buffers, forward) for each in compressions},
+            page_size=buffers.extent.page_size,
+            max_query=step.width,
+            max_kv_len=buffers.extent.max_kv_len,
+        )
+        for forward in range(step.num_forwards)
+    )
+
+
+def _view_entries(compression: Compression, buffers: Buffers, forward: int) -> EntryPlan:
+    ratio = compression.ratio
+    return EntryPlan(
+        num_visible=buffers[f"num_entries_{ratio}"][forward],
+        slots=None if compression.indexed else buffers[f"entry_slots_{ratio}"][forward],
+        write_slots=buffers[f"entry_writes_{ratio}"][forward],
+        first_positions=buffers[f"entry_positions_{ratio}"][forward],
+        input_rows=buffers[f"input_rows_{ratio}"][forward],
+        state_reads=buffers[f"state_reads_{ratio}"][forward],
+        state_writes=buffers[f"state_writes_{ratio}"][forward],
+    )
+
+
+def write_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int]) -> None:
+    """Write the windows, entries and compressor rows of all forwards of a step. Device only, fixed shapes.
 
     rings: state rows of a page, of each compression.
     """
-    rows = _rows(step, forward, buffers.extent)
-    plan = CompressedPlan(
-        qo_indptr=buffers["qo_indptr"][forward],
-        request=buffers["request"][forward],
-        window_slots=buffers["window_slots"][forward],
-        window_lens=buffers["window_lens"][forward],
-        page_table=buffers["page_table"][forward],
-        entries={
-            compression.ratio: _plan_entries(compression, ring, rows, buffers, forward)
-            for compression, ring in rings.items()
-        },
-        page_size=buffers.extent.page_size,
-        max_query=step.width,
-        max_kv_len=buffers.extent.max_kv_len,
-    )
-    plan.qo_indptr.copy_(query_starts(step))
-    plan.request.copy_(rows.request)
-    positions = rows.position.unsqueeze(1) - torch.arange(window, device=step.device)
-    pages = rows.page(rows.request.unsqueeze(1), positions)
-    plan.window_slots.copy_(torch.where(positions >= 0, pages * rows.page_size + positions % rows.page_size, -1))
-    plan.window_lens.copy_((rows.position + 1).clamp(max=window))
-    plan.page_table.copy_(rows.pages)
-    return plan
+    last = dense_part(step, step.num_forwards - 1)
+    buffers["qo_indptr"].copy_(query_starts(step))
+    buffers["request"].copy_(_request_of_rows(step))
+    buffers["page_table"].copy_(visible_pages(step, last, buffers.extent.max_pages))
+    for forward, plan in enumerate(view_compressed(step, buffers, rings)):
+        rows = _rows(step, forward, buffers.extent)
+        positions = rows.position.unsqueeze(1) - torch.arange(window, device=step.device)
+        pages = rows.page(rows.request.unsqueeze(1), positions)
+        plan.window_slots.copy_(torch.where(positions >= 0, pages * rows.page_size + positions % rows.page_size, -1))
+        plan.window_lens.copy_((rows.position + 1).clamp(max=window))
+        for compression, ring in rings.items():
+            _write_entries(plan.entries[compression.ratio], compression, ring, rows)
+
+
+def specified_compressed(step: Step, buffers: Buffers, compressions: Iterable[Compression]) -> dict[str, Tensor]:
+    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
+    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
+    masks = {"page_table": leading(num_pages, buffers.extent.max_pages)}
+    for ratio in (each.ratio for each in compressions if not each.indexed):
+        num_entries = buffers[f"num_entries_{ratio}"] + GROUP.of(buffers.extent)
+        masks[f"entry_slots_{ratio}"] = leading(num_entries, buffers[f"entry_slots_{ratio}"].shape[-1])
+    return masks
+
+
+def _request_of_rows(step: Step) -> Tensor:
+    row = torch.arange(step.num_tokens, device=step.device)
+    return torch.searchsorted(query_starts(step).long()[1:], row, right=True)
 
 
 def _rows(step: Step, forward: int, extent: Extent) -> _Rows:
@@ -223,8 +268,7 @@ def _rows(step: Step, forward: int, extent: Extent) -> _Rows:
     assert dense.causal, "a tree is refused before it is planned"
     starts = query_starts(step).long()
     end = dense.kv_lens.long()
-    row = torch.arange(step.num_tokens, device=step.device)
-    request = torch.searchsorted(starts[1:], row, right=True)
+    row, request = torch.arange(step.num_tokens, device=step.device), _request_of_rows(step)
     return _Rows(
         request=request,
         position=end[request] - (starts[1:][request] - row),
@@ -237,23 +281,10 @@ def _rows(step: Step, forward: int, extent: Extent) -> _Rows:
     )
 
 
-def _plan_entries(compression: Compression, ring: int, rows: _Rows, buffers: Buffers, forward: int) -> EntryPlan:
+def _write_entries(plan: EntryPlan, compression: Compression, ring: int, rows: _Rows) -> None:
     ratio, page_size = compression.ratio, rows.page_size
-
-    def row_of(name: str) -> Tensor:
-        return buffers[f"{name}_{ratio}"][forward]
-
-    plan = EntryPlan(
-        num_visible=row_of("num_entries"),
-        slots=None if compression.indexed else row_of("entry_slots"),
-        write_slots=row_of("entry_writes"),
-        first_positions=row_of("entry_positions"),
-        input_rows=row_of("input_rows"),
-        state_reads=row_of("state_reads"),
-        state_writes=row_of("state_writes"),
-    )
     plan.num_visible.copy_((rows.position + 1) // ratio)
-    _plan_made(plan, compression, ring, rows)
+    _write_made(plan, compression, ring, rows)
     successor = rows.position + ring
     replaced = (successor < rows.end[rows.request]) & (successor // page_size == rows.position // page_size)
     states = rows.write_slots // page_size * ring + rows.position % ring
@@ -263,10 +294,9 @@ def _plan_entries(compression: Compression, ring: int, rows: _Rows, buffers: Buf
         page = rows.pages[:, (entry * ratio // page_size).clamp(max=rows.pages.shape[1] - 1)]
         slots = page * (page_size // ratio) + entry % (page_size // ratio)
         plan.slots.copy_(torch.where(entry < plan.num_visible.unsqueeze(1), slots[rows.request], -1))
-    return plan
 
 
-def _plan_made(plan: EntryPlan, compression: Compression, ring: int, rows: _Rows) -> None:
+def _write_made(plan: EntryPlan, compression: Compression, ring: int, rows: _Rows) -> None:
     """The entries that close in this forward, request after request, and what they are made of."""
     ratio, entry = compression.ratio, torch.arange(plan.write_slots.shape[0], device=rows.pages.device)
     closed_before = rows.start // ratio

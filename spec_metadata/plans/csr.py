@@ -1,7 +1,8 @@
 """CSR page lists: the format of FlashInfer's paged wrappers (`BatchMLAPagedAttentionWrapper.plan`).
 
 The pages of all requests lie one after the other: request i owns kv_indices[kv_indptr[i] : kv_indptr[i + 1]], compact,
-so kv_indptr.diff() == ceil(kv_len / page_size), as FlashInfer's scheduler requires.
+so kv_indptr.diff() == ceil(kv_len / page_size), as FlashInfer's scheduler requires. A list that grows with each forward
+can't be shared, so all forwards of a draft have one plan, of the committed tokens; drafted ones are read by slot.
 """
 
 from __future__ import annotations
@@ -12,33 +13,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
+from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, query_starts, visible_pages
+from spec_metadata.visibility import dense_part, is_causal, leading, query_starts, visible_pages
 
+KV_INDICES = BufferSpec(
+    "kv_indices", torch.int32, (BS * MAX_PAGES,), "page ids; the reserved page past the end", high=NUM_PAGES
+)
 BUFFERS = (
-    BufferSpec(
-        "qo_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request", high=NUM_TOKENS + 1
-    ),
-    BufferSpec(
-        "kv_indptr", torch.int32, (NUM_FORWARDS, BS + 1), "first entry of each request", high=BS * MAX_PAGES + 1
-    ),
-    BufferSpec(
-        "kv_indices",
-        torch.int32,
-        (NUM_FORWARDS, BS * MAX_PAGES),
-        "page ids; the reserved page past the end",
-        high=NUM_PAGES,
-    ),
-    BufferSpec(
-        "kv_len", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
-    ),
+    BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
+    BufferSpec("kv_indptr", torch.int32, (BS + 1,), "first entry of each request", high=BS * MAX_PAGES + 1),
+    KV_INDICES,
+    BufferSpec("kv_len", torch.int32, (BS,), "keys that the last row of a request sees", high=MAX_KV_LEN + 1),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsrPlan:
-    """One forward in CSR form; tensors as declared in `BUFFERS`, without the leading dimension.
+    """A step in CSR form; tensors as declared in `BUFFERS`.
 
     causal: bottom-right, else every row sees all keys. max_query, max_kv_len: host bounds, promised by the capacity.
     """
@@ -70,27 +62,38 @@ def csr_rows(query_lens: Tensor, kv_lens: Tensor, page_size: int) -> CsrRows:
     return CsrRows(_starts(query_lens), _starts(num_pages), kv_lens.int())
 
 
-def plan_csr(step: Step, forward: int, buffers: Buffers) -> CsrPlan:
-    """Write the CSR form of one forward of a step into its row of the buffers."""
-    extent = buffers.extent
-    dense = dense_part(step, forward)
-    pages = visible_pages(step, dense, extent.max_pages)
+def view_csr(step: Step, buffers: Buffers) -> tuple[CsrPlan, ...]:
+    """The plan of each forward of a step, one and the same, as views of the buffers."""
     plan = CsrPlan(
-        qo_indptr=buffers["qo_indptr"][forward],
-        kv_indptr=buffers["kv_indptr"][forward],
-        kv_indices=buffers["kv_indices"][forward],
-        kv_len=buffers["kv_len"][forward],
-        page_size=extent.page_size,
-        causal=dense.causal,
+        qo_indptr=buffers["qo_indptr"],
+        kv_indptr=buffers["kv_indptr"],
+        kv_indices=buffers["kv_indices"],
+        kv_len=buffers["kv_len"],
+        page_size=buffers.extent.page_size,
+        causal=is_causal(step),
         max_query=step.width,
-        max_kv_len=extent.max_kv_len,
+        max_kv_len=buffers.extent.max_kv_len,
     )
+    return (plan,) * step.num_forwards
+
+
+def write_csr(step: Step, buffers: Buffers) -> None:
+    """Write the CSR form of a step, of a draft that of its committed tokens. Device only, fixed shapes."""
+    extent = buffers.extent
+    dense = dense_part(step, None)
     rows = csr_rows(query_starts(step).diff(), dense.kv_lens, extent.page_size)
-    plan.qo_indptr.copy_(rows.qo_indptr)
-    plan.kv_indptr.copy_(rows.kv_indptr)
-    plan.kv_len.copy_(rows.kv_len)
-    plan.kv_indices.copy_(_compact(pages, plan.kv_indptr, step.paging.geometry.reserved_page))
-    return plan
+    buffers["qo_indptr"].copy_(rows.qo_indptr)
+    buffers["kv_indptr"].copy_(rows.kv_indptr)
+    buffers["kv_len"].copy_(rows.kv_len)
+    pages = visible_pages(step, dense, extent.max_pages)
+    buffers["kv_indices"].copy_(_compact(pages, rows.kv_indptr, step.paging.geometry.reserved_page))
+
+
+def specified_csr(step: Step, buffers: Buffers) -> dict[str, Tensor]:
+    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
+    lens = dense_part(step, None).kv_lens
+    end = csr_rows(lens, lens, buffers.extent.page_size).kv_indptr[-1]
+    return {"kv_indices": leading(end + KV_INDICES.over_read.of(buffers.extent), buffers["kv_indices"].shape[0])}
 
 
 def _starts(lens: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
 """Ragged queries over a page table: the format of FlashAttention-3 (`flash_attn_with_kvcache`).
 
 Query rows of all requests are packed and delimited by cu_seqlens_q; keys are read through page_table up to seqused_k.
+The table is shared by the forwards of a step: it holds the pages of what the last one sees, and a length says how much
+of it an earlier one sees.
 """
 
 from __future__ import annotations
@@ -12,29 +14,23 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, query_starts, visible_pages
+from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, query_starts, visible_pages
 
+PAGE_TABLE = BufferSpec(
+    "page_table", torch.int32, (BS, MAX_PAGES), "page ids; the reserved page past the visible keys", high=NUM_PAGES
+)
 BUFFERS = (
-    BufferSpec(
-        "cu_seqlens_q", torch.int32, (NUM_FORWARDS, BS + 1), "first query row of each request", high=NUM_TOKENS + 1
-    ),
+    BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
     BufferSpec(
         "seqused_k", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
     ),
-    BufferSpec(
-        "page_table",
-        torch.int32,
-        (NUM_FORWARDS, BS, MAX_PAGES),
-        "page ids; the reserved page past the visible keys",
-        high=NUM_PAGES,
-        over_read="the last visible page",
-    ),
+    PAGE_TABLE,
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedPlan:
-    """One forward as ragged queries and a page table; tensors as declared in `BUFFERS`, without the leading dimension.
+    """One forward as ragged queries and a page table; tensors as declared in `BUFFERS`, seqused_k of this forward.
 
     causal: bottom-right, else every row sees all keys. max_seqlen_q, max_seqlen_k: host bounds, promised by the
     capacity.
@@ -49,20 +45,32 @@ class RaggedPlan:
     max_seqlen_k: int
 
 
-def plan_ragged(step: Step, forward: int, buffers: Buffers) -> RaggedPlan:
-    """Write the ragged form of one forward of a step into its row of the buffers."""
-    extent = buffers.extent
-    dense = dense_part(step, forward)
-    plan = RaggedPlan(
-        cu_seqlens_q=buffers["cu_seqlens_q"][forward],
-        seqused_k=buffers["seqused_k"][forward],
-        page_table=buffers["page_table"][forward],
-        page_size=extent.page_size,
-        causal=dense.causal,
-        max_seqlen_q=step.width,
-        max_seqlen_k=extent.max_kv_len,
+def view_ragged(step: Step, buffers: Buffers) -> tuple[RaggedPlan, ...]:
+    """The plan of each forward of a step, as views of the buffers."""
+    return tuple(
+        RaggedPlan(
+            cu_seqlens_q=buffers["cu_seqlens_q"],
+            seqused_k=seqused_k,
+            page_table=buffers["page_table"],
+            page_size=buffers.extent.page_size,
+            causal=is_causal(step),
+            max_seqlen_q=step.width,
+            max_seqlen_k=buffers.extent.max_kv_len,
+        )
+        for seqused_k in buffers["seqused_k"].unbind()
     )
-    plan.cu_seqlens_q.copy_(query_starts(step))
-    plan.seqused_k.copy_(dense.kv_lens)
-    plan.page_table.copy_(visible_pages(step, dense, extent.max_pages))
-    return plan
+
+
+def write_ragged(step: Step, buffers: Buffers) -> None:
+    """Write the ragged form of all forwards of a step. Device only, fixed shapes."""
+    buffers["cu_seqlens_q"].copy_(query_starts(step))
+    for forward, seqused_k in enumerate(buffers["seqused_k"].unbind()):
+        seqused_k.copy_(dense_part(step, forward).kv_lens)
+    last = dense_part(step, step.num_forwards - 1)
+    buffers["page_table"].copy_(visible_pages(step, last, buffers.extent.max_pages))
+
+
+def specified_ragged(step: Step, buffers: Buffers) -> dict[str, Tensor]:
+    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
+    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
+    return {"page_table": leading(num_pages + PAGE_TABLE.over_read.of(buffers.extent), buffers.extent.max_pages)}

@@ -1,6 +1,7 @@
 """Slot lists: every row's keys spelled out, the plainest metadata there is and what the reference backend reads.
 
-Row t of a forward belongs to request `request[t]` and sees the first `num_visible[t]` of that request's slots.
+Row t of a forward belongs to request `request[t]` and sees the first `num_visible[t]` of that request's slots, which
+the forwards of a step share: they are those that the last one sees.
 """
 
 from __future__ import annotations
@@ -12,43 +13,50 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, query_starts
+from spec_metadata.visibility import dense_part, leading, query_starts
 
 BUFFERS = (
     BufferSpec(
         "slots",
         torch.int64,
-        (NUM_FORWARDS, BS, MAX_KV_LEN),
+        (BS, MAX_KV_LEN),
         "slot of each visible token position; a reserved slot past them",
+        over_read=MAX_KV_LEN,
     ),
-    BufferSpec("request", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "request of each row", high=BS),
+    BufferSpec("request", torch.int64, (NUM_TOKENS,), "request of each row", high=BS),
     BufferSpec("num_visible", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "keys that a row sees", high=MAX_KV_LEN + 1),
 )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotPlan:
-    """One forward as slot lists; tensors as declared in `BUFFERS`, without the leading dimension."""
+    """One forward as slot lists; tensors as declared in `BUFFERS`, num_visible of this forward."""
 
     slots: Tensor
     request: Tensor
     num_visible: Tensor
 
 
-def plan_slots(step: Step, forward: int, buffers: Buffers) -> SlotPlan:
-    """Write the slot lists of one forward of a step into its row of the buffers."""
-    dense = dense_part(step, forward)
-    plan = SlotPlan(
-        slots=buffers["slots"][forward],
-        request=buffers["request"][forward],
-        num_visible=buffers["num_visible"][forward],
+def view_slot_lists(step: Step, buffers: Buffers) -> tuple[SlotPlan, ...]:
+    """The plan of each forward of a step, as views of the buffers."""
+    return tuple(
+        SlotPlan(buffers["slots"], buffers["request"], num_visible) for num_visible in buffers["num_visible"].unbind()
     )
-    positions = torch.arange(buffers.extent.max_kv_len, device=step.device).expand(step.bs, -1)
+
+
+def write_slot_lists(step: Step, buffers: Buffers) -> None:
+    """Write the slot lists of all forwards of a step. Device only, fixed shapes."""
     row = torch.arange(step.num_tokens, device=step.device)
     ends = query_starts(step).long()[1:]
-    reserved = step.paging.geometry.reserved_page * step.paging.geometry.page_size
-    plan.slots.copy_(torch.where(positions < dense.kv_lens.unsqueeze(1), step.paging.slots(positions), reserved))
-    plan.request.copy_(torch.searchsorted(ends, row, right=True))
-    rows_below = ends[plan.request] - 1 - row if dense.causal else 0
-    plan.num_visible.copy_(dense.kv_lens[plan.request] - rows_below)
-    return plan
+    request = torch.searchsorted(ends, row, right=True)
+    buffers["request"].copy_(request)
+    for forward, num_visible in enumerate(buffers["num_visible"].unbind()):
+        dense = dense_part(step, forward)
+        rows_below = ends[request] - 1 - row if dense.causal else 0
+        num_visible.copy_(dense.kv_lens[request] - rows_below)
+    last, max_kv_len = dense_part(step, step.num_forwards - 1), buffers.extent.max_kv_len
+    positions = torch.arange(max_kv_len, device=step.device).expand(step.bs, -1)
+    geometry = step.paging.geometry
+    reserved = geometry.reserved_page * geometry.page_size
+    visible = leading(last.kv_lens, max_kv_len)
+    buffers["slots"].copy_(torch.where(visible, step.paging.slots(positions), reserved))

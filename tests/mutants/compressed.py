@@ -14,7 +14,7 @@ from attn_backends import base
 from attn_backends.backends import dsv4
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.kernels import torch_compressed
-from spec_metadata import Step, StepKind
+from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.plans import compressed
 from spec_metadata.plans.compressed import EntryPlan
 from spec_metadata.visibility import DensePart, dense_part
@@ -23,14 +23,13 @@ from tests.mutants.mutant import mutant
 
 def change_entries(patch: pytest.MonkeyPatch, change: Callable[[EntryPlan, Any, int], None]) -> None:
     """Let every plan of entries be changed in place. change: (plan, rows, ratio)."""
-    plan_entries = compressed._plan_entries
+    write_entries = compressed._write_entries
 
-    def changed(compression: Any, ring: int, rows: Any, *rest: Any) -> EntryPlan:
-        plan = plan_entries(compression, ring, rows, *rest)
+    def changed(plan: EntryPlan, compression: Any, ring: int, rows: Any) -> None:
+        write_entries(plan, compression, ring, rows)
         change(plan, rows, compression.ratio)
-        return plan
 
-    patch.setattr(compressed, "_plan_entries", changed)
+    patch.setattr(compressed, "_write_entries", changed)
 
 
 def with_visible(plan: EntryPlan, num_visible: Tensor) -> None:
@@ -130,14 +129,13 @@ def sink_taken_twice(patch: pytest.MonkeyPatch) -> None:
 @mutant("a window without its oldest token", "math.decode", "compressed.chunks", backend="dsv4")
 def window_one_short(patch: pytest.MonkeyPatch) -> None:
     """A row misses the oldest token of its window."""
-    plan_compressed = compressed.plan_compressed
+    write_compressed = compressed.write_compressed
 
-    def short(*args: Any) -> compressed.CompressedPlan:
-        plan = plan_compressed(*args)
-        plan.window_slots[:, -1] = -1
-        return plan
+    def short(step: Step, buffers: Buffers, *rest: Any) -> None:
+        write_compressed(step, buffers, *rest)
+        buffers["window_slots"][..., -1] = -1
 
-    patch.setattr(compressed, "plan_compressed", short)
+    patch.setattr(compressed, "write_compressed", short)
 
 
 @mutant(
@@ -236,15 +234,15 @@ def entries_of_neighbouring_pages(patch: pytest.MonkeyPatch) -> None:
 )
 def entries_of_the_capture(patch: pytest.MonkeyPatch) -> None:
     """What an entry is made of, and where it goes, is planned once for each buffer and never again."""
-    plan_made, planned = compressed._plan_made, {}
+    write_made, planned = compressed._write_made, {}
 
     def once(plan: EntryPlan, *rest: Any) -> None:
         key = plan.write_slots.data_ptr()
         if key not in planned:
-            plan_made(plan, *rest)
+            write_made(plan, *rest)
         planned[key] = plan  # which keeps an eager step's memory, so that no other gets it
 
-    patch.setattr(compressed, "_plan_made", once)
+    patch.setattr(compressed, "_write_made", once)
 
 
 @mutant("an indexer without its weights of heads", "math.decode", "math.target_verify", backend="dsv4")

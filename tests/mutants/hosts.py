@@ -66,7 +66,6 @@ def missing_host_lengths_guessed(patch: pytest.MonkeyPatch) -> None:
 def host_plan_recorded(patch: pytest.MonkeyPatch) -> None:
     """A schedule is made from the host inside a graph, which keeps its lengths."""
     patch.setattr(kernel, "is_capturing", lambda: False)
-    patch.setattr(base, "is_capturing", lambda: False)
 
 
 @mutant(

@@ -12,7 +12,7 @@ from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.worlds import World
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.layer import AttentionOutput
-from attn_backends.runner import PerToken, Phase, PhaseRunner
+from attn_backends.runner import PerToken, Phase, PhaseRunner, Planning
 from spec_metadata import StepKind
 from spec_metadata.capacity import Capacity
 from tests import sampling_laws
@@ -42,7 +42,7 @@ def given_of(scene: Scene) -> Given:
     return Given(inputs.q, inputs.stored.k, inputs.stored.v)
 
 
-def runner_of(world: World, bucket: int) -> PhaseRunner[Given, Made]:
+def runner_of(world: World, bucket: int, planning: Planning = "before") -> PhaseRunner[Given, Made]:
     """A verify in one graph."""
 
     def region(meta, given: Given) -> Made:
@@ -55,13 +55,23 @@ def runner_of(world: World, bucket: int) -> PhaseRunner[Given, Made]:
 
     kind, graph = StepKind.TARGET_VERIFY, CudaGraph if world.device.type == "cuda" else RecordedGraph
     phase = Phase("verify", region, safe_inputs, Made, lambda bs: world.capacity.bucket(kind, bs))
-    return PhaseRunner(phase, world.backend, world.paging(), (bucket,), graph)
+    return PhaseRunner(phase, world.backend, world.paging(), (bucket,), graph, planning)
 
 
 def results(subject: Subject, case: Case) -> Measured:
     """Results of steps in and above the graph's batch size are right, and no later step changes an earlier one."""
-    world, kept = World(setup_of(subject, case)), []
-    runner = runner_of(world, case.bs)
+    world = World(setup_of(subject, case))
+    return _in_turn(world, runner_of(world, case.bs), case)
+
+
+def planned_in_graph(subject: Subject, case: Case) -> Measured:
+    """The same of graphs that plan their steps themselves."""
+    world = World(setup_of(subject, case))
+    return _in_turn(world, runner_of(world, case.bs, "in_graph"), case)
+
+
+def _in_turn(world: World, runner: PhaseRunner[Given, Made], case: Case) -> Measured:
+    kept = []
     for turn, lens in enumerate((case.captured_lens, case.lens, case.captured_lens)):
         scene = Scene(world, batch_of(replace(case, lens=lens)), case.seed + turn)
         prepare_memory(scene, case)
@@ -125,6 +135,7 @@ def sampled_lossless(subject: Subject, case: Case) -> Measured:
 
 RUNS = {
     "runner.results": results,
+    "runner.planned_in_graph": planned_in_graph,
     "worker.lossless": lossless,
     "worker.sampled_lossless": sampled_lossless,
     "sampling.law": sampled_law,
@@ -136,6 +147,15 @@ RUNS = {
 CASES = {
     "runner.results": Case(
         "runner.results", StepKind.TARGET_VERIFY, "graph", page_size=4, lens=(4, 8, 2), captured_lens=(5, 3), bs=2
+    ),
+    "runner.planned_in_graph": Case(
+        "runner.planned_in_graph",
+        StepKind.TARGET_VERIFY,
+        "graph",
+        page_size=4,
+        lens=(4, 8, 2),
+        captured_lens=(5, 3),
+        bs=2,
     ),
     "worker.lossless": Case("worker.lossless", StepKind.TARGET_VERIFY, topk=4),
     "worker.sampled_lossless": Case("worker.sampled_lossless", StepKind.TARGET_VERIFY, topk=4),

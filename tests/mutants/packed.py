@@ -14,13 +14,14 @@ from tests.mutants.mutant import mutant
 
 @mutant("SGLang #21987: lengths of the capture", "math.prefill", "math.packed_draft_extend", "prefill.full", graph=True)
 def starts_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
-    """Where requests start is written once, and not again by later replays."""
-    fill, full = static_inputs._fill_starts, set()
+    """Where requests start is what it was in a graph's first replay."""
+    fill, first = static_inputs._fill_starts, {}
 
     def once(query, given):
-        if given is None or query.cu_seqlens.data_ptr() not in full:
-            fill(query, given)
-            full.update(() if given is None else {query.cu_seqlens.data_ptr()})
+        fill(query, given)
+        key = query.cu_seqlens.data_ptr(), query.num_tokens
+        if given is not None:
+            query.cu_seqlens.copy_(first.setdefault(key, query.cu_seqlens.clone()))
 
     patch.setattr(static_inputs, "_fill_starts", once)
 
@@ -44,11 +45,12 @@ def padded_rows_write_where_others_wrote(patch: pytest.MonkeyPatch) -> None:
     fill, before = static_inputs._fill, {}
 
     def kept(static, step):
-        old = before.get(static.out_cache_loc.data_ptr(), static.out_cache_loc).clone()
         fill(static, step)
         if isinstance(static.query, BoundedQuery) and step is not None:
+            key = static.out_cache_loc.data_ptr(), static.num_writes
+            old = before.setdefault(key, static.out_cache_loc.clone())
             static.out_cache_loc[step.num_writes :] = old[step.num_writes :]
-            before[static.out_cache_loc.data_ptr()] = static.out_cache_loc.clone()
+            before[key] = static.out_cache_loc.clone()
 
     patch.setattr(static_inputs, "_fill", kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base
+from attn_backends import base, planners
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.base import AttentionBackend, Metadata
+from attn_backends.graphs import is_capturing
+from attn_backends.static_memory import StaticMemory
 from spec_metadata import Arena, Bucket, Buffers, PackedQuery, Paging, Step, StepKind, UniformQuery, static_inputs
-from spec_metadata.buffers import GUARD_ELEMENTS
-from spec_metadata.plans import csr, ragged
+from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant
 
 
@@ -71,12 +73,12 @@ def replay_counts_accepted_keys(patch: pytest.MonkeyPatch) -> None:
 def longest_length_frozen(patch: pytest.MonkeyPatch) -> None:
     """The kernel reads as many pages as the longest request had when the plan was made, a number that a graph keeps."""
 
-    def cut(self: FA3Backend, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
-        plan = ragged.plan_ragged(step, forward, buffers)
-        longest = int(plan.seqused_k.max()) if step.bs else 0
-        return replace(plan, page_table=plan.page_table[:, : -(-longest // plan.page_size)])
+    def cut(self: FA3Backend, step: Step, buffers: Buffers) -> list[ragged.RaggedPlan]:
+        longest = int(buffers["seqused_k"].max()) if step.bs else 0
+        pages = buffers["page_table"][:, : -(-longest // buffers.extent.page_size)]
+        return [replace(plan, page_table=pages) for plan in ragged.view_ragged(step, buffers)]
 
-    patch.setattr(FA3Backend, "plan", cut)
+    patch.setattr(FA3Backend, "plans", cut)
 
 
 @mutant(
@@ -91,7 +93,8 @@ def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
 
     def rebind(self: AttentionBackend, meta: Metadata) -> None:
         fresh = Buffers({name: tensor.clone() for name, tensor in meta.buffers.items()}, meta.buffers.extent)
-        object.__setattr__(meta, "plans", self._plan_all(meta.step, fresh))
+        self._bind_torch(meta.step, fresh)()
+        object.__setattr__(meta, "plans", self.plans(meta.step, fresh))
         object.__setattr__(meta, "buffers", fresh)
 
     patch.setattr(AttentionBackend, "refresh", rebind)
@@ -107,9 +110,8 @@ def replay_plans_first_forward_only(patch: pytest.MonkeyPatch) -> None:
     """In a replay every draft forward has the plan of the first."""
 
     def first(meta: Metadata) -> None:
-        for name, buffer in meta.buffers.items():
-            if name in ("seqused_k", "page_table"):
-                buffer.copy_(buffer[:1].expand_as(buffer).clone())
+        lens = meta.buffers["seqused_k"]
+        lens.copy_(lens[:1].expand_as(lens).clone())
 
     after_refresh(patch, AttentionBackend, first)
 
@@ -126,7 +128,7 @@ def recorded_plan_frozen(patch: pytest.MonkeyPatch) -> None:
 
     def replay(self: AttentionBackend, meta: Metadata, step: Step) -> None:
         self.copy_inputs(meta, step)
-        self._plan_all(meta.step, meta.buffers)
+        meta.write()
 
     patch.setattr(AttentionBackend, "replay", replay)
     patch.setattr(AttentionBackend, "refresh", lambda self, meta: None)
@@ -157,27 +159,66 @@ def idle_replay_skipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "replay", busy)
 
 
+def keep_captures(patch: pytest.MonkeyPatch, key: Callable[[Bucket], object]) -> None:
+    """Let a capture take the place of the one before with its key, whose plan then stays as it was captured."""
+    kept: dict[object, Metadata] = {}
+    planned: dict[int, dict[str, Tensor]] = {}
+    capture, refresh = AttentionBackend.capture, AttentionBackend.refresh
+
+    def keeping(self: AttentionBackend, bucket: Bucket, paging: Paging) -> Metadata:
+        meta = kept[key(bucket)] = capture(self, bucket, paging)
+        names = [spec.name for spec in self.buffers(bucket.kind)]
+        planned[id(meta.buffers)] = {name: meta.buffers[name].clone() for name in names}
+        return meta
+
+    def planning(self: AttentionBackend, meta: Metadata) -> None:
+        if meta is kept[key(meta.bucket)]:
+            return refresh(self, meta)
+        for name, tensor in planned[id(meta.buffers)].items():
+            meta.buffers[name].copy_(tensor)
+
+    patch.setattr(AttentionBackend, "capture", keeping)
+    patch.setattr(AttentionBackend, "refresh", planning)
+
+
 @mutant("SGLang 0.5.23: metadata of captures kept under the batch size alone", "graph.two_kinds", graph=True)
-def captures_shared_by_batch_size(patch: pytest.MonkeyPatch) -> None:
-    """Graphs of a batch size share static buffers, whatever kind of step they are."""
-    patch.setattr(Bucket, "__eq__", lambda one, two: one.bs == two.bs)
-    patch.setattr(Bucket, "__hash__", lambda bucket: hash(bucket.bs))
+def captures_kept_by_batch_size(patch: pytest.MonkeyPatch) -> None:
+    """A graph's metadata is replaced by the next capture of its batch size, of another kind, and not planned again."""
+    keep_captures(patch, lambda bucket: bucket.bs)
 
 
 @mutant("SGLang 0.5.23: metadata of captures kept under a part of their key", "graph.two_buckets", graph=True)
 def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
     """A graph's metadata is replaced by the next capture of its kind, at another batch size, and not planned again."""
-    kept: dict[StepKind, Metadata] = {}
-    capture, refresh = AttentionBackend.capture, AttentionBackend.refresh
+    keep_captures(patch, lambda bucket: bucket.kind)
 
-    def by_kind(self: AttentionBackend, bucket: Bucket, paging: Paging) -> Metadata:
-        kept[bucket.kind] = capture(self, bucket, paging)
-        return kept[bucket.kind]
 
-    patch.setattr(AttentionBackend, "capture", by_kind)
-    patch.setattr(
-        AttentionBackend, "refresh", lambda self, meta: meta is kept[meta.bucket.kind] and refresh(self, meta)
-    )
+@mutant("phases that share static memory, planned ahead", "graph.two_kinds", "graph.two_buckets", graph=True)
+def phases_planned_together(patch: pytest.MonkeyPatch) -> None:
+    """What was captured on a backend is planned as one, before the graph of any phase has run."""
+    replay, last = AttentionBackend.replay, dict[int, tuple[Metadata, Step]]()
+
+    def together(self: AttentionBackend, meta: Metadata, step: Step) -> None:
+        replay(self, meta, step)
+        for other, its in last.values():
+            if other is not meta and other.tenant.memory is self.memory:
+                replay(self, other, its)
+        last[id(meta)] = meta, step
+
+    patch.setattr(AttentionBackend, "replay", together)
+
+
+@mutant("metadata that another replay has overwritten, used all the same", "graph.stale_is_refused", graph=True)
+def stale_metadata_taken(patch: pytest.MonkeyPatch) -> None:
+    """Nobody asks whose metadata lies in static memory."""
+    patch.setattr(StaticMemory, "is_let_to", lambda self, tenant: True)
+
+
+@mutant("planning in the graph, left out of it", "graph.refresh_recorded", "runner.planned_in_graph", graph=True)
+def recorded_refresh_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """What a graph is to plan is planned at its capture, and not recorded."""
+    refresh = AttentionBackend.refresh
+    patch.setattr(AttentionBackend, "refresh", lambda self, meta: None if is_capturing() else refresh(self, meta))
 
 
 @mutant(
@@ -185,7 +226,7 @@ def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
 )
 def tree_mask_aliased(patch: pytest.MonkeyPatch) -> None:
     """A replay lets the tree mask be the caller's tensor; a CUDA graph goes on reading what it was captured on."""
-    copy_step = base.copy_step
+    copy_step = planners.copy_step
 
     def aliased(static: Step, step: Step) -> None:
         mask = static.tree_mask
@@ -195,7 +236,7 @@ def tree_mask_aliased(patch: pytest.MonkeyPatch) -> None:
             mask.copy_(before)
             mask.set_(step.tree_mask)
 
-    patch.setattr(base, "copy_step", aliased)
+    patch.setattr(planners, "copy_step", aliased)
 
 
 @mutant("SGLang #30916: a batch larger than the graph", "graph.larger_than_bucket", graph=True)
@@ -238,16 +279,15 @@ def divisible_replayed_as_uniform(patch: pytest.MonkeyPatch) -> None:
 )
 def plan_writes_past_its_buffer(patch: pytest.MonkeyPatch) -> None:
     """A plan writes one word more than its buffer was declared to hold."""
-    plan = FlashInferMLABackend.plan
+    write = FlashInferMLABackend.write
 
-    def longer(self: FlashInferMLABackend, step: Step, forward: int, buffers: Buffers) -> csr.CsrPlan:
-        made = plan(self, step, forward, buffers)
-        memory = made.kv_indices.untyped_storage()
-        whole = made.kv_indices.new_empty(0).set_(memory)
-        whole[len(whole) - GUARD_ELEMENTS :][:1] = 0 if self.checking else whole[-1:]
-        return made
+    def longer(self: FlashInferMLABackend, step: Step, buffers: Buffers) -> None:
+        write(self, step, buffers)
+        if self.checking and self.memory.tenant is not None:
+            whole = self.memory.tenant.arena._full["kv_indices"]
+            whole.as_strided((1,), (1,), whole.storage_offset() + whole.numel()).zero_()
 
-    patch.setattr(FlashInferMLABackend, "plan", longer)
+    patch.setattr(FlashInferMLABackend, "write", longer)
 
 
 @mutant("SGLang #28569: stale rows when a batch grows or shrinks", "math.decode", "graph.sequence", graph=True)
@@ -271,15 +311,15 @@ def number_of_requests_frozen(patch: pytest.MonkeyPatch) -> None:
 )
 def lengths_only_grow(patch: pytest.MonkeyPatch) -> None:
     """A length that falls back after a rejection is ignored: the larger one of the last replay stays."""
-    plan = FA3Backend.plan
+    write = FA3Backend.write
 
-    def largest(self: FA3Backend, step: Step, forward: int, buffers: Buffers) -> ragged.RaggedPlan:
-        old = buffers["seqused_k"][forward].clone()
-        made = plan(self, step, forward, buffers)
-        made.seqused_k.copy_(torch.maximum(made.seqused_k, old))
-        return made
+    def largest(self: FA3Backend, step: Step, buffers: Buffers) -> None:
+        lens = buffers["seqused_k"]
+        old = lens.clone()
+        write(self, step, buffers)
+        lens.copy_(torch.maximum(lens, old))
 
-    patch.setattr(FA3Backend, "plan", largest)
+    patch.setattr(FA3Backend, "write", largest)
 
 
 @mutant("vLLM #48261: draft metadata aliases the target's", "api.keeps_no_state")

@@ -17,6 +17,7 @@ from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import (
     DensePart,
     TreePart,
+    chain_parts,
     dense_part,
     num_visible_pages,
     query_starts,
@@ -29,7 +30,7 @@ from tests.mutants.mutant import mutant
 def change_lengths(patch: pytest.MonkeyPatch, change: Callable[[Step, int, Tensor], Tensor]) -> None:
     """Let every plan see changed lengths. change: (step, forward, kv_lens) -> kv_lens."""
 
-    def changed(step: Step, forward: int = 0) -> DensePart:
+    def changed(step: Step, forward: int | None = 0) -> DensePart:
         dense = dense_part(step, forward)
         return replace(dense, kv_lens=change(step, forward, dense.kv_lens))
 
@@ -52,16 +53,29 @@ def draft_length_not_advanced(patch: pytest.MonkeyPatch) -> None:
     backend="flashinfer_mla",
 )
 def rows_walked_by_other_lengths(patch: pytest.MonkeyPatch) -> None:
-    """CSR rows are packed by the advanced lengths and walked by the committed ones."""
+    """CSR rows are packed by the committed lengths and walked by the advanced ones."""
 
-    def walked(self: FlashInferMLABackend, step: Step, forward: int, buffers: base.Buffers) -> csr.CsrPlan:
-        plan = csr.plan_csr(step, forward, buffers)
+    def walked(self: FlashInferMLABackend, step: Step, buffers: base.Buffers) -> None:
+        csr.write_csr(step, buffers)
         if step.kind is StepKind.DRAFT_DECODE:
-            pages = (step.seq_lens + plan.page_size - 1) // plan.page_size
-            plan.kv_indptr[1:].copy_(pages.cumsum(0))
-        return plan
+            page_size = buffers.extent.page_size
+            pages = (step.seq_lens + step.num_steps + page_size - 1) // page_size
+            buffers["kv_indptr"][1:].copy_(pages.cumsum(0))
 
-    patch.setattr(FlashInferMLABackend, "plan", walked)
+    patch.setattr(FlashInferMLABackend, "write", walked)
+
+
+@mutant("an off-by-one of the drafted keys that are read by slot", "math.draft_decode", backend="flashinfer_mla")
+def drafted_chain_one_key_short(patch: pytest.MonkeyPatch) -> None:
+    """A forward of a drafted chain reads all that was drafted but its own key."""
+
+    def short(step: Step) -> list[TreePart]:
+        parts = [replace(part, mask=part.mask.clone()) for part in chain_parts(step)]
+        for part in parts:
+            part.mask[..., -1] = False
+        return parts
+
+    patch.setattr(base, "chain_parts", short)
 
 
 @mutant(

@@ -1,0 +1,105 @@
+"""What runs on the device for a piece of host work, and how often the host waits for it, by torch's profiler."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from attn_backends.bench.host import Work
+
+REPEATS = 3
+_MARK = "attn-backends bench "
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """gpu_us: time of all kernels and copies together, without the gaps between them. launches: kernels and fills,
+    those of graphs too. copies: of memory. syncs: calls in which the host waits for the device.
+    """
+
+    gpu_us: float
+    launches: int
+    copies: int
+    syncs: int
+
+
+Probe = Callable[[Sequence[Work]], list[Counts]]
+
+
+class Event(Protocol):
+    """What the profiler saw, as far as it is read."""
+
+    name: str
+    device_type: DeviceType
+    time_range: Span
+
+
+class Span(Protocol):
+    """When, in microseconds."""
+
+    start: float
+    end: float
+
+
+def count_on_cuda(works: Sequence[Work]) -> list[Counts]:
+    """Profile each on the CUDA device, `REPEATS` times after a first time: medians of times, the most of each count."""
+    for work in works:
+        work.run()
+    torch.cuda.synchronize()
+    names = [f"{_MARK}{number}" for number in range(len(works) * REPEATS)]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        for name, work in zip(names, [work for work in works for _ in range(REPEATS)], strict=True):
+            call = work.ready()
+            torch.cuda.synchronize()
+            with record_function(name):
+                call()
+                work.in_graph()
+            torch.cuda.synchronize()
+    each = counts_by_mark(names, profiled.events() or ())
+    return [_together(each[start : start + REPEATS]) for start in range(0, len(each), REPEATS)]
+
+
+def counts_by_mark(names: Sequence[str], events: Iterable[Event]) -> list[Counts]:
+    """Counts of each marked range: what the host did within it, and what ran on the device before the next began."""
+    events = list(events)
+    marks = set(names)
+    spans = {e.name: e.time_range for e in events if e.name in marks and e.device_type == DeviceType.CPU}
+    starts, ends = [spans[name].start for name in names], [spans[name].end for name in names]
+    on_device: list[list[Event]] = [[] for _ in names]
+    syncs = [0] * len(names)
+    for event in events:
+        start = event.time_range.start
+        number = bisect_right(starts, start) - 1
+        if number >= 0 and _is_work(event):
+            on_device[number].append(event)
+        elif number >= 0 and start < ends[number]:
+            syncs[number] += _is_wait(event.name)
+    return [_counts(own, number) for own, number in zip(on_device, syncs, strict=True)]
+
+
+def _counts(on_device: Sequence[Event], syncs: int) -> Counts:
+    copies = sum(event.name.startswith("Memcpy") for event in on_device)
+    gpu_us = sum(event.time_range.end - event.time_range.start for event in on_device)
+    return Counts(gpu_us, len(on_device) - copies, copies, syncs)
+
+
+def _together(counts: Sequence[Counts]) -> Counts:
+    most = (max(getattr(each, name) for each in counts) for name in ("launches", "copies", "syncs"))
+    return Counts(median(each.gpu_us for each in counts), *most)
+
+
+def _is_work(event: Event) -> bool:
+    """Whether it ran on the device; ranges are shown there too."""
+    return event.device_type == DeviceType.CUDA and not event.name.startswith(_MARK)
+
+
+def _is_wait(name: str) -> bool:
+    """Whether a call of the driver or runtime waits: cudaStreamSynchronize and the like, and blocking copies."""
+    return name.startswith("cu") and (name.endswith("Synchronize") or name == "cudaMemcpy")

@@ -1,0 +1,200 @@
+"""What preparing the metadata of a speculative cycle costs the host and the device, each phase in every way.
+
+A phase is prepared for a captured step: raw inputs are copied and planned again, by the torch planner or the fused one
+before the replay, or by a node of the replayed graph. Beside them stand the vendor's own planning call and, where it is
+installed, SGLang. Every call gets a new step, as a worker makes one each cycle; the step itself is the worker's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from attn_backends.base import AttentionBackend
+from attn_backends.bench import sglang
+from attn_backends.bench.counts import Counts, Probe
+from attn_backends.bench.host import HostClock, Work, calibration, take_host_turns
+from attn_backends.bench.rows import MetadataRow, Missing, missing
+from attn_backends.bench.shapes import DTYPE, LAYERS
+from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new
+from attn_backends.bench.vendor_plans import VENDOR_PLANS
+from attn_backends.cache import CacheFormat
+from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.graphs import Graph
+from attn_backends.kernel import Kernel, LayerShape
+from attn_backends.providers import VENDOR_KERNELS
+from spec_metadata import StepKind
+from spec_metadata.plans.compressed import Compression
+
+BATCH_SIZES = (1, 32, 128, 512)
+CONTEXTS = (1024, 4096, 32768, 131072)
+PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
+NUM_STEPS = 3
+TURNS_US = 1e6  # of all ways of a problem together, if that leaves MIN_ROUNDS
+MIN_ROUNDS = 3
+PLANNERS = {"torch": "torch", "fused": "fused", "in_graph": "auto"}  # by mode
+OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128, (Compression(4, True, True), 512))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bench:
+    """Where to measure. calibration_us: what the fixed loop took beside each problem, which measuring fills in."""
+
+    device: torch.device
+    make_graph: Callable[[], Graph]
+    clock: HostClock
+    probe: Probe
+    rounds: int
+    calibration_us: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """One way to prepare a phase. kernel: that the metadata is for; of SGLang, its class."""
+
+    mode: str
+    phase: str
+    kernel: str
+    work: Work
+
+
+def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Kernel]:
+    """The best vendor kernel that runs every phase here, then the best of ours, whose metadata is all of our making."""
+    able = [
+        kernel
+        for kernel in backend.kernels
+        if set(PHASES.values()) <= kernel.capabilities.keys() and not kernel.unavailable_reasons(device)
+    ]
+    vendors = [kernel for kernel in able if kernel.name in VENDOR_KERNELS]
+    ours = [kernel for kernel in able if kernel.name not in VENDOR_KERNELS]
+    return [*vendors[:1], *ours[:1]]
+
+
+def measure_metadata(
+    backend: type[AttentionBackend],
+    tables: Tables,
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    bench: Bench,
+) -> Iterator[MetadataRow | Missing]:
+    """Every way of every phase at every size, all ways of a size in turn."""
+    kernels = kernels_of(backend, bench.device)
+    if not kernels:
+        yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
+    for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes):
+        batch = Batch(tables, batch_size, context)
+        ways: list[Way] = []
+        for what, kernel, make in _makers(backend, kernels, batch, bench):
+            try:
+                ways += make()
+            except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
+                yield missing(backend, kernel, f"{what}, {batch}", error)
+        if ways:
+            yield from _rows(backend.name, batch, ways, bench)
+
+
+def _makers(
+    backend: type[AttentionBackend], kernels: Iterable[Kernel], batch: Batch, bench: Bench
+) -> Iterator[tuple[str, str, Callable[[], list[Way]]]]:
+    """Mode, kernel, and what makes its ways."""
+    for kernel in kernels:
+        for mode in PLANNERS:
+            yield mode, kernel.name, partial(ours, mode, backend, kernel, batch, bench)
+        if kernel.name in VENDOR_PLANS:
+            yield "vendor", kernel.name, partial(vendors, kernel, batch)
+    if backend.name in sglang.BACKENDS:
+        yield "sglang", "", partial(_sglangs, backend, batch)
+
+
+def ours(mode: str, backend: type[AttentionBackend], kernel: Kernel, batch: Batch, bench: Bench) -> list[Way]:
+    """Each phase on captured metadata, on which a layer has attended, so that its vendor plans along."""
+    tables = batch.tables
+    chosen = dict.fromkeys(PHASES.values(), kernel.name)
+    made = backend(tables.capacity, tables.geometry, bench.device, kernel=chosen, planner=PLANNERS[mode])
+    return [Way(mode, phase, kernel.name, _work(mode, made, kind, batch, bench)) for phase, kind in PHASES.items()]
+
+
+def _work(mode: str, backend: AttentionBackend, kind: StepKind, batch: Batch, bench: Bench) -> Work:
+    capabilities = backend.kernel_of(kind).capabilities[kind]
+    step = batch.step(kind, exact=capabilities.needs_host_lens)
+    meta = backend.capture(step.bucket(), step.paging)
+    for forward in range(step.num_forwards):
+        meta.schedules.planned(forward, _shape(backend))
+    if mode != "in_graph":
+        return Work(lambda: partial(backend.replay, meta, as_new(step)))
+    graph = bench.make_graph()
+    graph.capture(partial(backend.refresh, meta))
+    return Work(lambda: partial(backend.copy_inputs, meta, as_new(step)), graph.replay)
+
+
+def _shape(backend: AttentionBackend) -> LayerShape:
+    """Of a layer that attends: MLA with 16 heads, else grouped queries, or DeepSeek-V4's that is indexed."""
+    formats: frozenset[object] = frozenset(backend.formats)
+    if CompressedFormat.COMPRESSED in formats:
+        return OF_DSV4
+    format = CacheFormat.LATENT if CacheFormat.LATENT in formats else CacheFormat.KV
+    return LayerShape.of(LAYERS[format][0], DTYPE, DTYPE)
+
+
+def vendors(kernel: Kernel, batch: Batch) -> list[Way]:
+    """What the vendor plans for each phase, one call for each forward."""
+    ways = []
+    for phase, kind in PHASES.items():
+        plans = VENDOR_PLANS[kernel.name](batch, kind)
+        work = Work(lambda plans=plans: lambda: [plan() for plan in plans])  # type: ignore[misc]
+        ways.append(Way("vendor", phase, kernel.name, work))
+    return ways
+
+
+def _sglangs(backend: type[AttentionBackend], batch: Batch) -> list[Way]:
+    found = sglang.works(backend.name, batch)
+    return [Way("sglang", phase, name, work) for phase, (name, work) in found.items()]
+
+
+def _rows(backend: str, batch: Batch, ways: Sequence[Way], bench: Bench) -> Iterator[MetadataRow]:
+    """A row of each way, and of each whole cycle: the sum of its phases."""
+    works = [way.work for way in ways]
+    once = sum(take_host_turns(works, 1, bench.clock))
+    rounds = max(min(MIN_ROUNDS, bench.rounds), min(bench.rounds, int(TURNS_US / max(once, 1.0))))
+    *host, loop_us = take_host_turns([*works, calibration()], rounds, bench.clock)
+    bench.calibration_us.append(loop_us)
+    cycles: dict[tuple[str, str], MetadataRow] = {}
+    for way, host_us, counts in zip(ways, host, bench.probe(works), strict=True):
+        row = _row(backend, batch, way, host_us, counts)
+        yield row
+        key = (way.mode, "" if way.mode == "sglang" else way.kernel)
+        cycles[key] = _sum(cycles[key], row) if key in cycles else replace(row, phase=CYCLE, kernel=key[1])
+    yield from cycles.values()
+
+
+def _row(backend: str, batch: Batch, way: Way, host_us: float, counts: Counts) -> MetadataRow:
+    return MetadataRow(
+        bench="metadata",
+        backend=backend,
+        kernel=way.kernel,
+        phase=way.phase,
+        mode=way.mode,
+        batch_size=batch.batch_size,
+        context=batch.context,
+        page_size=batch.tables.capacity.page_size,
+        topk=batch.tables.capacity.topk,
+        host_us=round(host_us, 2),
+        gpu_us=round(counts.gpu_us, 2),
+        launches=counts.launches,
+        copies=counts.copies,
+        syncs=counts.syncs,
+    )
+
+
+def _sum(cycle: MetadataRow, row: MetadataRow) -> MetadataRow:
+    return replace(
+        cycle,
+        host_us=round(cycle.host_us + row.host_us, 2),
+        gpu_us=round(cycle.gpu_us + row.gpu_us, 2),
+        launches=cycle.launches + row.launches,
+        copies=cycle.copies + row.copies,
+        syncs=cycle.syncs + row.syncs,
+    )

@@ -1,0 +1,84 @@
+"""The steps of a speculative cycle for the benchmarks: what an engine hands to a backend in each of its phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind, UniformQuery
+
+PHASES = {
+    "draft": StepKind.DRAFT_DECODE,
+    "verify": StepKind.TARGET_VERIFY,
+    "draft_extend": StepKind.DRAFT_EXTEND,
+}
+CYCLE = "cycle"  # the three of them
+
+
+def speculative(max_bs: int, max_context: int, page_size: int, topk: int, num_steps: int) -> Capacity:
+    """A capacity that drafts a chain of num_steps tokens, or for more branches a tree of 2 * topk nodes."""
+    num_nodes = num_steps + 1 if topk == 1 else 2 * topk
+    return Capacity(max_bs, max_context, page_size, topk, num_steps, num_nodes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """Full requests in shuffled pages, and no cache behind them. table: [max_bs + 1, max_kv_len] int32, slots; its
+    first row is that of padding.
+    """
+
+    capacity: Capacity
+    geometry: CacheGeometry
+    table: Tensor
+
+    @classmethod
+    def of(cls, capacity: Capacity, device: torch.device) -> Tables:
+        """Tables for as many requests as fit in a step, the same for the same capacity on the same device."""
+        page_size, max_bs = capacity.page_size, capacity.max_bs
+        geometry = CacheGeometry(1 + max_bs * capacity.max_pages, page_size)
+        generator = torch.Generator(device).manual_seed(page_size)
+        order = torch.randperm(geometry.num_pages - 1, generator=generator, device=device, dtype=torch.int32)
+        first_slots = (1 + order).mul_(page_size).view(max_bs, -1, 1)
+        slots = first_slots + torch.arange(page_size, dtype=torch.int32, device=device)
+        reserved = geometry.reserved_slots(capacity.max_kv_len, torch.device(device)).int()
+        return cls(capacity, geometry, torch.cat((reserved.unsqueeze(0), slots.flatten(1))))
+
+    def paging(self, batch_size: int) -> RequestTable:
+        """The first requests as an engine hands them on."""
+        rows = torch.arange(1, batch_size + 1, device=self.table.device)
+        return RequestTable(self.table, rows, self.geometry)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Requests of one length between two cycles. context: committed tokens of each."""
+
+    tables: Tables
+    batch_size: int
+    context: int
+
+    def step(self, kind: StepKind, *, exact: bool) -> Step:
+        """The step of a phase. exact: whether the host tells lengths as they are, or only a bound on them."""
+        capacity, paging = self.tables.capacity, self.tables.paging(self.batch_size)
+        lens = torch.full((self.batch_size,), self.context, dtype=torch.int32, device=paging.table.device)
+        host = {"max_committed": self.context, "seq_lens_cpu": [self.context] * self.batch_size if exact else None}
+        if kind is StepKind.DRAFT_DECODE:
+            return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **host)  # type: ignore[arg-type]
+        if kind is StepKind.DRAFT_EXTEND:
+            return Step.draft_extend(UniformQuery(capacity.extend_width), lens, paging, **host)  # type: ignore[arg-type]
+        width = capacity.num_draft_tokens
+        mask = None
+        if capacity.topk > 1:
+            mask = torch.ones(width, width, dtype=torch.bool, device=lens.device).tril().expand(self.batch_size, -1, -1)
+        return Step.target_verify(width, lens, paging, tree_mask=mask, **host)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        capacity = self.tables.capacity
+        return f"batch {self.batch_size}, context {self.context}, page size {capacity.page_size}, topk {capacity.topk}"
+
+
+def as_new(step: Step) -> Step:
+    """The step once more, as the new object that a worker makes each cycle."""
+    return replace(step)

@@ -1,0 +1,185 @@
+"""Fused planners: all metadata of a step in one launch, as operators of `torch.library`.
+
+    plan_pages        page lists of dense attention: ragged, block table, CSR
+    plan_compressed   windows, entries and compressor rows of dsv4
+
+The definition of what they write are the functions `write_*` of `spec_metadata.plans`, and `spec_metadata.write_slots`;
+they are equal to them in every element that `specified_*` says a planner must write, and leave the rest as it is. They
+read the step's tensors on the device, of either integer type and any stride. There is Triton alone: on a CPU they run
+where its interpreter does (TRITON_INTERPRET=1), for tests.
+
+`bind_*` look a step and its buffers up once; what they return plans again with every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attn_backends.kernels.devices import on_its_device
+from spec_metadata import BoundedQuery, Buffers, PackedQuery, RequestTable, Step, StepKind, UniformQuery
+from spec_metadata.errors import InvalidStepError
+from spec_metadata.plans.block_table import BLOCK_TABLE
+from spec_metadata.plans.compressed import INDEX_GROUP, Compression
+from spec_metadata.plans.csr import KV_INDICES
+from spec_metadata.plans.ragged import PAGE_TABLE
+
+_library = torch.library.Library("attn_backends", "FRAGMENT")
+_library.define(
+    "plan_pages(Tensor seq_lens, Tensor num_real, Tensor? query_starts, Tensor out_cache_loc, Tensor table, "
+    "Tensor? rows, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
+    "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int max_pages, "
+    "int reserved_page, int over_read) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "plan_compressed(Tensor seq_lens, Tensor num_real, Tensor? query_starts, Tensor out_cache_loc, Tensor table, "
+    "Tensor? rows, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
+    "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
+    "int[] read_windows, int over_read, int width, int num_steps, int first, int advance, int page_size) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
+
+
+def bind_ragged(step: Step, buffers: Buffers) -> Callable[[], None]:
+    """What writes the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`."""
+    outputs = (buffers["cu_seqlens_q"], None, buffers["seqused_k"], buffers["page_table"])
+    return _bind_pages(step, buffers, outputs, _keys(step), PAGE_TABLE.over_read.of(buffers.extent))
+
+
+def bind_block_table(step: Step, buffers: Buffers) -> Callable[[], None]:
+    """What writes the block table of a uniform step and its write slots. Else as `bind_ragged`."""
+    if not isinstance(step.query, UniformQuery):
+        raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
+    outputs = (None, None, buffers["cache_seqlens"], buffers["block_table"])
+    return _bind_pages(step, buffers, outputs, _keys(step), BLOCK_TABLE.over_read.of(buffers.extent))
+
+
+def bind_csr(step: Step, buffers: Buffers) -> Callable[[], None]:
+    """What writes the CSR form of a step and its write slots. Else as `bind_ragged`."""
+    outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), buffers["kv_indices"])
+    keys = (0, 0) if step.kind is StepKind.DRAFT_DECODE else _keys(step)
+    return _bind_pages(step, buffers, outputs, keys, KV_INDICES.over_read.of(buffers.extent))
+
+
+def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int]) -> Callable[[], None]:
+    """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
+
+    window: of the buffers. rings: state rows of a page, of each compression.
+    """
+    assert buffers["window_slots"].shape[-1] == window, "buffers of another window"
+    names = ("qo_indptr", "request", "page_table", "window_slots", "window_lens", "write_slots")
+    entries = []
+    for compression in rings:
+        own = [buffers[f"{name}_{compression.ratio}"] for name in _ENTRY_BUFFERS]
+        no_slots = own[0].unsqueeze(-1)[..., :0]
+        entries += [*own, no_slots if compression.indexed else buffers[f"entry_slots_{compression.ratio}"]]
+    ratios, read_windows = [each.ratio for each in rings], [each.read_window for each in rings]
+    sizes = (step.width, step.num_steps, *_keys(step), step.paging.geometry.page_size)
+    plan = torch.ops.attn_backends.plan_compressed.default
+    outputs = [buffers[name] for name in names]
+    lists = (entries, ratios, list(rings.values()), read_windows)
+    return partial(plan, *_inputs(step), *outputs, *lists, INDEX_GROUP, *sizes)
+
+
+def _keys(step: Step) -> tuple[int, int]:
+    """Keys that the last row of a uniform step sees beside the committed ones, and more in each further forward."""
+    if step.is_tree:
+        return 0, 0
+    return (1, 1) if step.kind is StepKind.DRAFT_DECODE else (step.width, 0)
+
+
+def _bind_pages(
+    step: Step,
+    buffers: Buffers,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+    keys: tuple[int, int],
+    over_read: int,
+) -> Callable[[], None]:
+    geometry = step.paging.geometry
+    sizes = (step.width, step.num_steps, *keys, geometry.page_size, buffers.extent.max_pages)
+    plan = torch.ops.attn_backends.plan_pages.default
+    return partial(plan, *_inputs(step), *outputs, buffers["write_slots"], *sizes, geometry.reserved_page, over_read)
+
+
+def _inputs(step: Step) -> tuple[Tensor | None, ...]:
+    """seq_lens, num_real, query_starts of a packed query, out_cache_loc, table, and rows of a request table."""
+    assert not isinstance(step.query, BoundedQuery), "a graph's packed rows are planned by the definition"
+    starts = step.query.cu_seqlens if isinstance(step.query, PackedQuery) else None
+    rows = step.paging.rows if isinstance(step.paging, RequestTable) else None
+    return step.seq_lens, step.num_real, starts, step.out_cache_loc, step.paging.table, rows
+
+
+@on_its_device
+def _plan_pages(
+    seq_lens: Tensor,
+    num_real: Tensor,
+    query_starts: Tensor | None,
+    out_cache_loc: Tensor,
+    table: Tensor,
+    rows: Tensor | None,
+    starts: Tensor | None,
+    page_starts: Tensor | None,
+    lens: Tensor,
+    pages: Tensor,
+    write_slots: Tensor,
+    width: int,
+    num_steps: int,
+    first: int,
+    advance: int,
+    page_size: int,
+    max_pages: int,
+    reserved_page: int,
+    over_read: int,
+) -> None:
+    from attn_backends.kernels import triton_plan
+
+    inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
+    sizes = (width, num_steps, first, advance, page_size, max_pages, reserved_page, over_read)
+    triton_plan.plan_pages(*inputs, starts, page_starts, lens, pages, write_slots, *sizes)
+
+
+@on_its_device
+def _plan_compressed(
+    seq_lens: Tensor,
+    num_real: Tensor,
+    query_starts: Tensor | None,
+    out_cache_loc: Tensor,
+    table: Tensor,
+    rows: Tensor | None,
+    starts: Tensor,
+    request: Tensor,
+    page_table: Tensor,
+    window_slots: Tensor,
+    window_lens: Tensor,
+    write_slots: Tensor,
+    entries: list[Tensor],
+    ratios: list[int],
+    rings: list[int],
+    read_windows: list[int],
+    over_read: int,
+    width: int,
+    num_steps: int,
+    first: int,
+    advance: int,
+    page_size: int,
+) -> None:
+    from attn_backends.kernels import triton_plan_compressed
+
+    step = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
+    outputs = (starts, request, page_table, window_slots, window_lens, write_slots)
+    num = len(_ENTRY_BUFFERS) + 1
+    found = [triton_plan_compressed.Entries(*entries[i : i + num]) for i in range(0, len(entries), num)]
+    compressions = list(zip(ratios, rings, read_windows, strict=True))
+    sizes = (width, num_steps, first, advance, page_size)
+    triton_plan_compressed.plan_compressed(*step, *outputs, found, compressions, over_read, *sizes)
+
+
+for _name, _launch in (("plan_pages", _plan_pages), ("plan_compressed", _plan_compressed)):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _launch, _key)
+    torch.library.register_fake(f"attn_backends::{_name}", lambda *_: None, lib=_library)

@@ -1,0 +1,282 @@
+"""The plan of compressed attention as one Triton launch: windows, entries and compressor rows of all forwards.
+
+A program takes a request in a forward, or shares it with a few others, row by row and entry by entry. Entries that
+close in a forward lie one after the other, request after request, so every program adds up the lengths of all requests
+itself; what is left of those lists is padded by all programs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
+from attn_backends.kernels.triton_plan import first_row, number, page_ids, page_row, step_sizes, types, visible_keys
+
+_BLOCK = 128
+_MOST_PROGRAMS = 2048
+
+
+class Entries(NamedTuple):
+    """The buffers of one ratio (`spec_metadata.plans.compressed`). slots: any tensor where an indexer selects."""
+
+    num_entries: Tensor
+    state_writes: Tensor
+    writes: Tensor
+    positions: Tensor
+    input_rows: Tensor
+    state_reads: Tensor
+    slots: Tensor
+
+
+class EntrySizes(NamedTuple):
+    """Their strides, and how a ratio compresses.
+
+    num_slots: 0 where an indexer selects. over_read: of slots. num_made: entries that a forward makes at most.
+    """
+
+    row_stride: int
+    slots_forward_stride: int
+    slots_row_stride: int
+    num_slots: int
+    over_read: int
+    made_stride: int
+    num_made: int
+    source_forward_stride: int
+    source_stride: int
+    ratio: int
+    ring: int
+    read_window: int
+
+
+def _sizes_of(entries: Entries, over_read: int, ratio: int, ring: int, read_window: int) -> EntrySizes:
+    sizes = EntrySizes(
+        row_stride=entries.num_entries.stride(0),
+        slots_forward_stride=entries.slots.stride(0),
+        slots_row_stride=entries.slots.stride(1),
+        num_slots=entries.slots.shape[2],
+        over_read=over_read,
+        made_stride=entries.writes.stride(0),
+        num_made=entries.writes.shape[1],
+        source_forward_stride=entries.input_rows.stride(0),
+        source_stride=entries.input_rows.stride(1),
+        ratio=ratio,
+        ring=ring,
+        read_window=read_window,
+    )
+    return opaque(sizes)
+
+
+class WindowSizes(NamedTuple):
+    """The window and strides of what all ratios share."""
+
+    window: int
+    window_forward_stride: int
+    window_stride: int
+    lens_stride: int
+    page_table_stride: int
+    writes_stride: int
+
+
+@triton.jit
+def _plan_window(into, position, row, rows, step, window, BLOCK: tl.constexpr):
+    """Slots of a row's last tokens, itself first."""
+    page_size = number(step.page_size)
+    for start in range(0, window, BLOCK):
+        back = start + tl.arange(0, BLOCK)
+        token, live = position - back, (back < window) & (position >= back)
+        page = page_ids(row, rows, step, token // page_size, live)
+        tl.store(into + back, tl.where(live, page * page_size + token % page_size, -1), mask=back < window)
+
+
+@triton.jit
+def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, step, BLOCK: tl.constexpr):
+    """What a row sees of one ratio's entries, and where its state goes."""
+    ratio, ring, page_size = number(sizes.ratio), number(sizes.ring), number(step.page_size)
+    num_visible, at = (position + 1) // ratio, forward * number(sizes.row_stride) + into
+    tl.store(entries.num_entries + at, num_visible)
+    successor = position + ring
+    replaced = (successor < end) & (successor // page_size == position // page_size)
+    state = slot // page_size * ring + position % ring
+    tl.store(entries.state_writes + at, tl.where(replaced, -1, state).to(tl.int32))
+    per_page = page_size // ratio
+    last = tl.minimum(num_visible + number(sizes.over_read), number(sizes.num_slots))
+    forwards = forward.to(tl.int64) * number(sizes.slots_forward_stride)
+    place = forwards + into.to(tl.int64) * number(sizes.slots_row_stride)
+    for start in range(0, last, BLOCK):
+        entry = start + tl.arange(0, BLOCK)
+        page = page_ids(row, rows, step, entry // per_page, entry < num_visible)
+        slots = tl.where(entry < num_visible, page * per_page + entry % per_page, -1)
+        tl.store(entries.slots + place + entry, slots, mask=entry < last)
+
+
+@triton.jit
+def _store_made(entries, sizes, forward, entry, write, first, start, begin, row, rows, step, BLOCK: tl.constexpr):
+    """One of the entries that a forward makes, and what it is made of; padding where first is below 0.
+
+    start: position of the request's first row, and begin its number.
+    """
+    ratio, ring, read_window = number(sizes.ratio), number(sizes.ring), number(sizes.read_window)
+    at = forward * number(sizes.made_stride) + entry
+    tl.store(entries.writes + at, write.to(tl.int32))
+    tl.store(entries.positions + at, tl.maximum(first, 0))
+    place = forward.to(tl.int64) * number(sizes.source_forward_stride) + entry * number(sizes.source_stride)
+    for first_back in range(0, read_window, BLOCK):
+        back = first_back + tl.arange(0, BLOCK)
+        live, token = back < read_window, first + back - (read_window - ratio)
+        is_state = (first >= 0) & (token >= 0) & (token < start)
+        inputs = tl.where((first >= 0) & (token >= start), begin + token - start, -1)
+        page = page_ids(row, rows, step, token // number(step.page_size), live & is_state)
+        reads = tl.where(is_state, page * ring + token % ring, -1)
+        tl.store(entries.input_rows + place + back, inputs, mask=live)
+        tl.store(entries.state_reads + place + back, reads, mask=live)
+
+
+@triton.jit
+def _plan_made(
+    entries,
+    sizes,
+    forward,
+    seq_lens,
+    num_real,
+    given_starts,
+    out_cache_loc,
+    row,
+    rows,
+    step,
+    BLOCK: tl.constexpr,
+):
+    """One ratio's entries that a request closes in a forward, behind those of the requests before it, and padding."""
+    request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    ratio = number(sizes.ratio)
+    before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
+    for first_other in range(0, number(step.bs), BLOCK):
+        other = first_other + tl.arange(0, BLOCK)
+        keys = visible_keys(seq_lens, num_real, given_starts, step, other, forward)
+        others = first_row(given_starts, step, other + 1) - first_row(given_starts, step, other)
+        closing = keys // ratio - (keys - others) // ratio
+        total += closing
+        before += tl.where(other < request, closing, 0)
+    begin = first_row(given_starts, step, request)
+    end = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
+    start = end - (first_row(given_starts, step, request + 1) - begin)
+    first_entry, num_entries = tl.sum(before, axis=0), end // ratio - start // ratio
+    for index in range(part, num_entries, num_parts):
+        token = (start // ratio + index) * ratio
+        closer = begin + token + ratio - 1 - start
+        place = (closer * number(step.num_steps) + forward).to(tl.int64) * number(step.loc_stride)
+        write = tl.load(out_cache_loc + place).to(tl.int64) // ratio
+        at = (first_entry + index, write, token, start, begin)
+        _store_made(entries, sizes, forward, *at, row, rows, step, BLOCK)
+    nothing = tl.full((), -1, dtype=tl.int32)
+    program, num_programs = request * num_parts + part, tl.num_programs(0) * num_parts
+    for entry in range(tl.sum(total, axis=0) + program, number(sizes.num_made), num_programs):
+        at = (entry, nothing, nothing, start, begin)
+        _store_made(entries, sizes, forward, *at, row, rows, step, BLOCK)
+
+
+@unspecialized
+def _plan_compressed(
+    seq_lens,
+    num_real,
+    given_starts,
+    out_cache_loc,
+    table,
+    rows,
+    starts,
+    request_of_rows,
+    page_table,
+    window_slots,
+    window_lens,
+    write_slots,
+    step,
+    shared,
+    entries,
+    sizes,
+    NUM_RATIOS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """All metadata of a request in a forward, or behind the last request the end. entries, sizes: of each ratio."""
+    request, part, forward = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_parts, num_forwards = tl.num_programs(1), number(step.num_forwards)
+    begin = first_row(given_starts, step, request)
+    count = first_row(given_starts, step, request + 1) - begin
+    row = page_row(table, rows, step, request)
+    if forward == 0:
+        keys = visible_keys(seq_lens, num_real, given_starts, step, request, num_forwards - 1)
+        num_pages = tl.minimum(tl.cdiv(keys, number(step.page_size)), number(step.max_pages))
+        if part == 0:
+            tl.store(starts + request, begin)
+        for start in range(part * BLOCK, count, num_parts * BLOCK):
+            place = start + tl.arange(0, BLOCK)
+            tl.store(request_of_rows + begin + place, request, mask=place < count)
+        for start in range(part * BLOCK, num_pages, num_parts * BLOCK):
+            page = start + tl.arange(0, BLOCK)
+            ids = page_ids(row, rows, step, page, page < num_pages)
+            into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
+            tl.store(into + page, ids, mask=page < num_pages)
+    if forward < num_forwards:
+        end = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
+        window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
+        for index in range(part, count, num_parts):
+            into, position = begin + index, end - count + index
+            place = (into * number(step.num_steps) + forward).to(tl.int64) * number(step.loc_stride)
+            slot = tl.load(out_cache_loc + place).to(tl.int64)
+            tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
+            tl.store(window_lens + forward * number(shared.lens_stride) + into, tl.minimum(position + 1, window))
+            slots = window_slots + windows + into.to(tl.int64) * number(shared.window_stride)
+            _plan_window(slots, position, row, rows, step, window, BLOCK)
+            for i in tl.static_range(NUM_RATIOS):
+                at = (forward, into, position, end, slot, row, rows, step)
+                _plan_row(entries[i], sizes[i], *at, BLOCK)
+        for i in tl.static_range(NUM_RATIOS):
+            given = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, step)
+            _plan_made(entries[i], sizes[i], forward, *given, BLOCK)
+
+
+def plan_compressed(
+    seq_lens: Tensor,
+    num_real: Tensor,
+    query_starts: Tensor | None,
+    out_cache_loc: Tensor,
+    table: Tensor,
+    rows: Tensor | None,
+    starts: Tensor,
+    request_of_rows: Tensor,
+    page_table: Tensor,
+    window_slots: Tensor,
+    window_lens: Tensor,
+    write_slots: Tensor,
+    entries: Sequence[Entries],
+    compressions: Sequence[tuple[int, int, int]],
+    over_read: int,
+    width: int,
+    num_steps: int,
+    first: int,
+    advance: int,
+    page_size: int,
+) -> None:
+    """Launch; arguments as of the operator (`plan_operators`). compressions: ratio, ring and read window of each."""
+    bs, num_forwards, max_pages = seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
+    inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
+    outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
+    step = step_sizes(*inputs, width, num_steps, num_forwards, first, advance, page_size, max_pages)
+    windows = (window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
+    strides = (window_lens.stride(0), page_table.stride(0), write_slots.stride(0))
+    sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for each in entries for tensor in each)
+    most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))
+    launch = _launch(seq_lens.device, (bs + 1, min(width, most), max(num_forwards, 1)))
+    given = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
+    launch((*types(*inputs), aligned), *inputs, *outputs, *given, len(entries), _BLOCK)
+
+
+@cache
+def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
+    return Launch(_plan_compressed, device, grid)

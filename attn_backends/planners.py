@@ -1,0 +1,58 @@
+"""Which planner writes a backend's metadata: its definition in torch, or one fused launch a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends import providers
+from attn_backends.errors import BackendUnavailableError
+from spec_metadata import BoundedQuery, Step, copy_step
+
+PLANNERS = ("auto", "torch", "fused")
+PREFERRED = "torch"
+"""What "auto" takes where both run: "fused" as soon as that has passed the suite on a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A planner, "torch" or "fused", and why it was taken."""
+
+    name: str
+    reason: str
+
+
+def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: bool) -> Planner:
+    """The planner of a backend on a device. owner: the backend's name. has_fused: whether it declares a fused one."""
+    if asked not in PLANNERS:
+        raise BackendUnavailableError(f"planner {asked!r} of {owner}", [f"there are {', '.join(PLANNERS)}"])
+    if asked == "torch":
+        return Planner("torch", "asked for")
+    reasons = providers.runs_on_triton(device) if has_fused else [f"{owner} declares none"]
+    if not reasons and asked == "auto" and PREFERRED == "torch":
+        return Planner("torch", "the fused planner has yet to pass the suite on a GPU; planner='fused' takes it")
+    if not reasons:
+        return Planner(
+            "fused", "asked for" if asked == "fused" else "one launch a phase, but for packed rows in a graph"
+        )
+    if asked == "fused":
+        raise BackendUnavailableError(f"the fused planner of {owner}", reasons, "Take planner='torch' or 'auto'.")
+    return Planner("torch", f"no fused planner: {'; '.join(reasons)}")
+
+
+def is_fused(planner: Planner, step: Step) -> bool:
+    """Whether a step is planned by one launch. A graph's packed rows, of which the device alone knows the lengths, are
+    planned by the definition.
+    """
+    return planner.name == "fused" and not isinstance(step.query, BoundedQuery)
+
+
+def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], None]:
+    """What fills a static step from a step's raw inputs, padded; in one launch too where the planner is fused."""
+    if is_fused(planner, static) and static.device.type == "cuda":
+        from attn_backends.kernels import triton_inputs  # Triton is imported by those that run it
+
+        return triton_inputs.bind_inputs(static)
+    return lambda step: copy_step(static, step)

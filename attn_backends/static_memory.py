@@ -1,0 +1,135 @@
+"""The static memory of captured steps: one allocation, in which all phases of a worker lie over each other.
+
+Phases run one after the other, on one stream, and each replay writes its inputs and plans anew. So they need not keep
+what was planned for another one: the memory is as large as its largest phase. It has one tenant at a time, the captured
+metadata that was replayed last; the others are stale until their own next replay, and say so when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import CaptureError
+from spec_metadata import Arena, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
+from spec_metadata.admission import longest_promised, most_committed
+
+Sizes = Mapping[str, int]
+"""Bytes of each buffer of a phase, by name."""
+
+
+class StaticMemory:
+    """Memory for the captured steps of backends that one worker runs in turn on one stream.
+
+    Allocated by the first capture, for the largest phase that any of its backends can have. A capture that needs more,
+    of a bucket that no capacity named, gets an allocation of its own size.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._needs: list[Callable[[Paging], int]] = []
+        self._tenant: Tenant | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated so far."""
+        return sum(block.numel() for block in self._blocks)
+
+    def join(self, needed: Callable[[Paging], int]) -> None:
+        """Announce a backend. needed: a table of the engine -> bytes of the backend's largest phase on it."""
+        self._needs.append(needed)
+
+    def block(self, owner: str, num_bytes: int, sizes: Sizes, paging: Paging, device: torch.device) -> Tensor:
+        """[num_bytes or more] uint8. owner, sizes: whose buffers are to lie in it, for a refusal before allocation."""
+        fitting = [block for block in self._blocks if block.numel() >= num_bytes]
+        if fitting:
+            return fitting[0]
+        most = max([num_bytes, *(needed(paging) for needed in self._needs)])
+        free = free_bytes(device)
+        if free is not None and most > free:
+            raise CaptureError(_too_large(owner, most, sizes, f"{device} has {free:,} free"))
+        try:
+            self._blocks.append(torch.empty(most, dtype=torch.uint8, device=device))
+        except torch.OutOfMemoryError as error:
+            raise CaptureError(_too_large(owner, most, sizes, f"{device} has less")) from error
+        return self._blocks[-1]
+
+    def let_to(self, tenant: Tenant | None) -> None:
+        """Give all of the memory to captured metadata, or to nobody; what others had in it is lost."""
+        self._tenant = tenant
+
+    def is_let_to(self, tenant: Tenant) -> bool:
+        """Whether nobody has written over a captured metadata since it was replayed."""
+        return self._tenant is tenant
+
+    @property
+    def tenant(self) -> Tenant | None:
+        """Who was replayed, or captured, last."""
+        return self._tenant
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """What captured metadata has of static memory.
+
+    arena: of all buckets of its phase. copy_inputs: fills its static inputs from a step, padded. What it took once it
+    takes again, unless it is longer: a step is asked about when its layout is another than the last one's.
+    """
+
+    bucket: Bucket | TokenBucket
+    capacity: Capacity
+    memory: StaticMemory
+    arena: Arena
+    copy_inputs: Callable[[Step], None]
+    _layout: Hashable = field(default=None, init=False)
+    _longest: int = field(default=-1, init=False)
+
+    def admits(self, step: Step) -> bool:
+        """Whether a step like this one was taken already."""
+        return _layout_of(step) == self._layout and longest_promised(step, self.capacity) <= self._longest
+
+    def admit(self, step: Step) -> None:
+        """Remember a step that was taken. A packed one has lengths of its own every time."""
+        if isinstance(step.query, UniformQuery):
+            self._layout, self._longest = _layout_of(step), most_committed(step, self.capacity)
+
+    def check(self) -> None:
+        """Refuse to be used after another replay."""
+        if not self.memory.is_let_to(self):
+            other = self.memory.tenant
+            raise CaptureError(
+                f"metadata of ({self.bucket}) was overwritten by a replay or capture of "
+                f"({other.bucket if other else 'nothing'}), which shares its static memory: replay it again, or give "
+                "the backends memory of their own"
+            )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can be allocated on a GPU, PyTorch's own cache included; None of another device."""
+    if device.type != "cuda":
+        return None
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
+
+
+def _layout_of(step: Step) -> Hashable:
+    """What decides whether a graph and its kernels take a step, beside its lengths; no values."""
+    paging = step.paging
+    table = paging.table
+    read_in_place = (table.data_ptr(), table.stride()) if isinstance(paging, RequestTable) else ()
+    query, geometry = step.query, paging.geometry
+    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, step.tree_mask is None)
+    place = (type(paging), table.shape[1], read_in_place, geometry, step.seq_lens.device)
+    return step.kind, type(query), query.width, sizes, place
+
+
+def _too_large(owner: str, num_bytes: int, sizes: Sizes, found: str) -> str:
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{name} {size:,}" for name, size in largest)
+    return (
+        f"{owner}: static buffers need {num_bytes:,} bytes and {found} (of one phase: {listed}); lower max_bs or "
+        "max_context, take larger pages, or run these steps eagerly"
+    )

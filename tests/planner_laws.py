@@ -1,0 +1,124 @@
+"""What a fused planner and a fused copy of inputs must do: equal their definitions in torch, and write nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_backends.kernels import plan_operators
+from attn_backends.metadata import WRITE_SLOTS
+from spec_metadata import (
+    BlockTable,
+    Buffers,
+    BufferSpec,
+    Extent,
+    Step,
+    allocate,
+    copy_step,
+    input_specs,
+    static_step,
+    write_slots,
+)
+from spec_metadata.plans import block_table, compressed, csr, ragged
+from spec_metadata.plans.compressed import Compression
+from spec_metadata.visibility import leading
+from tests.plan_batches import Case
+
+GARBAGE = 12345
+
+
+class Form(NamedTuple):
+    """A plan: its buffers, definition, specified elements, and what binds the fused planner."""
+
+    specs: tuple[BufferSpec, ...]
+    write: Callable[[Step, Buffers], None]
+    specified: Callable[[Step, Buffers], dict[str, Tensor]]
+    bind: Callable[[Step, Buffers], Callable[[], None]]
+
+
+FORMS = {
+    "ragged": Form(ragged.BUFFERS, ragged.write_ragged, ragged.specified_ragged, plan_operators.bind_ragged),
+    "block_table": Form(
+        block_table.BUFFERS,
+        block_table.write_block_table,
+        block_table.specified_block_table,
+        plan_operators.bind_block_table,
+    ),
+    "csr": Form(csr.BUFFERS, csr.write_csr, csr.specified_csr, plan_operators.bind_csr),
+}
+
+
+class Rings(NamedTuple):
+    """What a compressed plan is made for."""
+
+    window: int
+    rings: dict[Compression, int]
+
+    @property
+    def form(self) -> Form:
+        """The plan."""
+        window, rings = self
+        return Form(
+            compressed.buffer_specs(window, list(rings)),
+            lambda step, buffers: compressed.write_compressed(step, buffers, window, rings),
+            lambda step, buffers: compressed.specified_compressed(step, buffers, rings),
+            lambda step, buffers: plan_operators.bind_compressed(step, buffers, window, rings),
+        )
+
+
+RINGS = {  # each with its page size
+    "small": (16, Rings(8, {Compression(4, overlap=True, indexed=True): 10, Compression(8): 2})),
+    "odd": (12, Rings(5, {Compression(2, overlap=True, indexed=True): 7, Compression(6): 12, Compression(3): 5})),
+    "real": (256, Rings(128, {Compression(4, overlap=True, indexed=True): 12, Compression(128): 136})),
+    "window alone": (4, Rings(7, {})),
+}
+
+
+def garbage(specs: tuple[BufferSpec, ...], case: Case) -> Buffers:
+    """Buffers in which nothing is right."""
+    buffers = allocate((WRITE_SLOTS, *specs), case.step.extent(case.capacity), torch.device(case.device))
+    for tensor in buffers.values():
+        tensor.fill_(GARBAGE)
+    return buffers
+
+
+def check_equal(form: Form, case: Case) -> None:
+    """Every specified element is the definition's; nothing else was written."""
+    step = case.step
+    expected, fused = garbage(form.specs, case), garbage(form.specs, case)
+    for forward in range(step.num_forwards):
+        expected[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
+    form.write(step, expected)
+    form.bind(step, fused)()
+    masks = form.specified(step, expected)
+    for name, given in fused.items():
+        mask = masks.get(name, torch.ones_like(given, dtype=torch.bool))
+        wanted = torch.where(mask, expected[name], GARBAGE)
+        assert torch.equal(given, wanted), f"{name} of {case.kind}, lengths {case.lens}:\n{given}\n{wanted}"
+
+
+def check_inputs(case: Case, bs: int, step: Step | None = None) -> None:
+    """The static step is `copy_step`'s, in a block table as far as tokens reach; garbage stays behind them."""
+    from attn_backends.kernels import triton_inputs  # it imports Triton, which those that call this have
+
+    step = step or case.step
+    bucket = case.step.bucket(bs)
+    extent = Extent.of_bucket(bucket, case.capacity, case.geometry.num_pages)
+    specs = input_specs(bucket, case.paging)
+    expected, given = (allocate(specs, extent, torch.device(case.device)) for _ in range(2))
+    static = static_step(bucket, case.paging, expected)
+    fused = static_step(bucket, case.paging, given)
+    for name, tensor in given.items():
+        tensor.fill_(name == "tree_mask" or GARBAGE)
+    copy_step(static, step)
+    triton_inputs.bind_inputs(fused)(step)
+    masks = {}
+    if isinstance(case.paging, BlockTable):
+        num_writes = bucket.width * bucket.num_steps
+        masks["paging"] = leading(-(-(static.seq_lens + num_writes) // case.page_size), extent.max_pages)
+    for name, tensor in given.items():
+        wanted = torch.where(masks.get(name, torch.ones_like(tensor, dtype=torch.bool)), expected[name], GARBAGE)
+        assert torch.equal(tensor, wanted.to(tensor.dtype)), f"{name} of {case.kind}:\n{tensor}\n{wanted}"

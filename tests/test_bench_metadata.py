@@ -1,0 +1,468 @@
+"""`bench metadata` prepares what it says, in every way, and counts what it says. On a CPU; no time is asserted."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+
+from attn_backends import providers
+from attn_backends.bench import counts, sglang, vendor_plans
+from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
+from attn_backends.bench.host import CALLS, Work, calibration, take_host_turns
+from attn_backends.bench.metadata import Bench, kernels_of, measure_metadata, ours
+from attn_backends.bench.rows import MetadataRow, Missing
+from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
+from attn_backends.bench.vendor_plans import VENDOR_PLANS
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.registry import get_backend
+from spec_metadata import StepKind
+from tests.triton_interpreter import interpreted
+
+CPU = torch.device("cpu")
+BACKENDS = ("trtllm_mla", "fa3", "flashinfer_mla", "dsv4")
+
+
+class HostTicks:
+    """A host's clock that work moves, and waiting too."""
+
+    def __init__(self):
+        self.time, self.num_waits = 0.0, 0
+
+    def now(self):
+        return self.time
+
+    def wait(self):
+        self.num_waits += 1
+        self.time += 1000.0
+
+
+def run_all(works):
+    """A probe that runs what it counts."""
+    for work in works:
+        work.run()
+    return [Counts(float(number), 2, 1, 0) for number in range(len(works))]
+
+
+class Steady(HostTicks):
+    """A host's clock on which everything takes a microsecond."""
+
+    def now(self):
+        self.time += 1.0
+        return self.time
+
+
+@pytest.fixture
+def bench():
+    return Bench(CPU, RecordedGraph, Steady(), run_all, rounds=2)
+
+
+def batch_of(page_size=64, topk=1, batch_size=2, context=600):
+    return Batch(Tables.of(speculative(4, 1024, page_size, topk, 3), CPU), batch_size, context)
+
+
+def test_a_contender_is_timed_between_its_arguments_and_what_its_graph_does():
+    clock, order = HostTicks(), []
+
+    def work(name, times):
+        left = iter(times)
+
+        def call():
+            order.append(name)
+            clock.time += next(left)
+
+        def ready():
+            clock.time += 50.0
+            return call
+
+        def in_graph():
+            clock.time += 70.0
+            order.append(f"{name} in graph")
+
+        return Work(ready, in_graph)
+
+    rounds = [[7, 9, 8, 900, 8], [5, 6, 700, 6, 6], [800, 9, 9, 9, 9]]
+    works = [work("a", [1000, *chain(*rounds)]), work("b", [1] * 16)]
+    assert take_host_turns(works, 3, clock) == [8, 1]
+    assert order[:4] == ["a", "a in graph", "b", "b in graph"], "one run each to warm up"
+    assert order[4:] == (["a", "a in graph"] * CALLS + ["b", "b in graph"] * CALLS) * 3
+    assert clock.num_waits == 2 * 3 * CALLS, "the device is idle before every call"
+
+
+def test_the_collector_waits_until_all_is_timed():
+    was_on = []
+    with pytest.raises(ZeroDivisionError):
+        take_host_turns([Work(lambda: lambda: was_on.append(gc.isenabled()) or 1 // (len(was_on) < 4))], 1, HostTicks())
+    assert was_on == [True, False, False, False]
+    assert gc.isenabled()
+
+
+def test_the_calibration_loop_does_the_same_work_each_time():
+    assert {calibration().ready()() for _ in range(3)} == {10_000 * 9_999 // 2}
+
+
+def event(name, start, end, device=DeviceType.CPU):
+    return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+
+on_device = partial(event, device=DeviceType.CUDA)
+EVENTS = [
+    event("cudaDeviceSynchronize", 5, 9),
+    event("first", 10, 20),
+    on_device("first", 12, 19),
+    event("cudaLaunchKernel", 11, 12),
+    event("cudaStreamSynchronize", 13, 14),
+    event("cudaMemcpy", 14, 15),
+    event("cudaMemcpyAsync", 15, 16),
+    on_device("kernel", 12, 14.5),
+    on_device("Memset (Device)", 16, 17),
+    on_device("Memcpy HtoD (Pinned -> Device)", 21, 24),
+    event("cudaDeviceSynchronize", 22, 30),
+    event("second", 40, 50),
+    event("cudaGraphLaunch", 41, 42),
+    on_device("node of a graph", 45, 52),
+]
+
+
+def test_the_device_is_counted_until_the_next_mark_and_the_host_within_its_own(monkeypatch):
+    monkeypatch.setattr(counts, "_MARK", "first")  # ranges are shown on the device too
+    assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2), Counts(7, 1, 0, 0)]
+
+
+def test_the_profiler_shows_the_marks_that_are_looked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    works = [Work(lambda: lambda: torch.zeros(3) + 1), Work(lambda: lambda: None)]
+    assert count_on_cuda(works) == [Counts(0.0, 0, 0, 0)] * 2
+
+
+def test_times_are_medians_and_counts_the_most(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = [Counts(9.0, 1, 0, 0), Counts(1.0, 2, 0, 0), Counts(2.0, 1, 0, 1)]
+    monkeypatch.setattr(counts, "counts_by_mark", lambda names, events: seen)
+    assert count_on_cuda([Work(lambda: lambda: None)]) == [Counts(2.0, 2, 0, 1)]
+
+
+def test_requests_share_no_page_and_padding_has_its_own():
+    tables = batch_of(page_size=4).tables
+    assert tables.table[1:].unique().numel() == tables.table[1:].numel()
+    assert tables.table[1:].min() >= 4
+    assert tables.table[0].max() < 4
+    assert (tables.table[1:].view(4, -1, 4).diff() == 1).all()
+    assert not torch.equal(tables.table[1:].flatten(), tables.table[1:].flatten().sort().values), "shuffled"
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_the_steps_of_a_cycle_start_behind_the_context(topk):
+    batch = batch_of(topk=topk)
+    width = {StepKind.DRAFT_DECODE: topk, StepKind.TARGET_VERIFY: 4 if topk == 1 else 8, StepKind.DRAFT_EXTEND: 4}
+    for kind in PHASES.values():
+        step = batch.step(kind, exact=True)
+        assert (step.kind, step.width, step.bs, step.seq_lens.tolist()) == (kind, width[kind], 2, [600, 600])
+        assert (step.max_committed, step.seq_lens_cpu) == (600, (600, 600))
+        assert batch.step(kind, exact=False).seq_lens_cpu is None
+        assert step.out_cache_loc[0] == batch.tables.table[1, 600]
+        assert step.is_tree == (topk > 1 and kind is not StepKind.DRAFT_EXTEND)
+        assert as_new(step) is not step
+
+
+def watched(name):
+    """A backend that keeps its metadata in `metas`, and what it was given in `steps`."""
+
+    class Watched(get_backend(name)):
+        metas, steps = [], []
+
+        def capture(self, bucket, paging):
+            self.metas.append(super().capture(bucket, paging))
+            return self.metas[-1]
+
+        def copy_inputs(self, meta, step):
+            self.steps.append(step)
+            super().copy_inputs(meta, step)
+
+    return Watched
+
+
+@pytest.mark.parametrize("mode", ["torch", "in_graph"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_way_plans_the_step_anew(mode, name, bench):
+    backend, batch = watched(name), batch_of(256 if name == "dsv4" else 64)
+    (kernel,) = kernels_of(backend, CPU)
+    assert kernel.name == "torch"
+    eager = backend(batch.tables.capacity, batch.tables.geometry, planner="torch")
+    for way, meta in zip(ways := ours(mode, backend, kernel, batch, bench), backend.metas, strict=True):
+        assert (way.mode, way.kernel) == (mode, "torch")
+        planned = eager.init_forward_metadata(replace(batch.step(PHASES[way.phase], exact=False), max_committed=None))
+        for _ in range(2):
+            for buffer in meta.buffers.values():
+                if buffer.dtype is not torch.bool:
+                    buffer.fill_(77)
+            way.work.run()
+            for field in planned.buffers:
+                assert torch.equal(meta.buffers[field], planned.buffers[field]), (way.phase, field)
+    assert [way.phase for way in ways] == list(PHASES)
+    assert len({id(step) for step in backend.steps}) == 6, "a step of its own for each call"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_fused_is_the_fused_planner(name, bench, monkeypatch):
+    """On Triton's interpreter; `tests/test_fused_plans.py` compares all that it writes."""
+    interpreted("triton_plan", "_plan_pages")
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    backend, batch = watched(name), batch_of(256 if name == "dsv4" else 64)
+    bind, launches = backend.bind_fused, []
+    counted = lambda *args: partial(lambda launch: launches.append(name) or launch(), bind(*args))  # noqa: E731
+    monkeypatch.setattr(backend, "bind_fused", counted)
+    (kernel,) = kernels_of(backend, CPU)
+    ways = ours("fused", backend, kernel, batch, bench)
+    del launches[:]
+    for way, meta in zip(ways, backend.metas, strict=True):
+        meta.buffers["write_slots"].fill_(77)
+        way.work.run()
+        slots = batch.tables.table[1:3, 600 : 600 + meta.step.width]
+        if way.phase == "draft":
+            assert meta.buffers["write_slots"].tolist() == batch.tables.table[1:3, 600:602].T.tolist()
+        else:
+            assert meta.buffers["write_slots"].tolist() == [slots.flatten().tolist()]
+    assert launches == [name] * 3, "one a phase"
+
+
+def test_a_layer_attended_before_so_that_its_vendor_plans_along(bench, monkeypatch):
+    planned = []
+    backend, batch = watched("fa3"), batch_of()
+    (kernel,) = kernels_of(backend, CPU)
+    scheduled = replace(
+        kernel, schedule=lambda plan, shape, buffers: SimpleNamespace(refresh=partial(planned.append, shape))
+    )
+    monkeypatch.setattr(backend, "kernels", (scheduled,))
+    draft, verify, _ = ours("torch", backend, scheduled, batch, bench)
+    del planned[:]
+    draft.work.run()
+    assert len(planned) == 2, "one for each forward"
+    verify.work.run()
+    assert len(planned) == 3
+    assert {(shape.num_heads, shape.head_dim, shape.v_head_dim) for shape in planned} == {(16, 576, 512)}
+
+
+def test_what_the_graph_plans_is_not_the_hosts(bench):
+    backend, batch = watched("fa3"), batch_of()
+    kernels = kernels_of(backend, CPU)
+    before, in_graph = (ours(mode, backend, kernels[0], batch, bench)[1] for mode in ("torch", "in_graph"))
+    for way, own in ((before, 600 + 4), (in_graph, 0)):
+        meta = next(meta for meta in backend.metas[::-1] if meta.step.kind is StepKind.TARGET_VERIFY)
+        meta = backend.metas[1] if way is before else meta
+        call = way.work.ready()
+        meta.buffers["seqused_k"].zero_()
+        call()
+        assert meta.buffers["seqused_k"].tolist() == [[own, own]]
+        way.work.in_graph()
+        assert meta.buffers["seqused_k"].tolist() == [[604, 604]]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_of_every_phase_and_their_cycle(name, bench):
+    page_size = 256 if name == "dsv4" else 64
+    batch = batch_of(page_size)
+    measured = list(measure_metadata(get_backend(name), batch.tables, [1, 2], [100, 600], bench))
+    rows = [row for row in measured if isinstance(row, MetadataRow)]
+    absent = {(each.kernel, each.case.split(",")[0]): each for each in measured if isinstance(each, Missing)}
+    assert absent.keys() == {("torch", "fused"), *({("", "sglang")} if name != "dsv4" else ())}
+    assert not any(each.failed for each in absent.values())
+    assert {(row.batch_size, row.context) for row in rows} == {(1, 100), (1, 600), (2, 100), (2, 600)}
+    assert {(row.bench, row.backend, row.kernel, row.page_size, row.topk) for row in rows} == {
+        ("metadata", name, "torch", page_size, 1)
+    }
+    for number in range(0, len(rows), 8):
+        first = rows[number : number + 8]
+        ways = [(mode, phase) for mode in ("torch", "in_graph") for phase in PHASES]
+        assert [(row.mode, row.phase) for row in first] == [*ways, ("torch", CYCLE), ("in_graph", CYCLE)]
+        assert [row.gpu_us for row in first] == [0, 1, 2, 3, 4, 5, 3, 12]
+        assert [row.host_us for row in first] == [1, 1, 1, 1, 1, 1, 3, 3]
+        assert [(row.launches, row.copies, row.syncs) for row in first[5:]] == [(2, 1, 0), (6, 3, 0), (6, 3, 0)]
+    assert bench.calibration_us == [1, 1, 1, 1]
+
+
+def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkeypatch):
+    backend = watched("fa3")
+    monkeypatch.setattr(backend, "refresh", lambda self, meta: (_ for _ in ()).throw(RuntimeError("broken")))
+    monkeypatch.setattr(backend, "replay", lambda self, meta, step: None)
+    measured = list(measure_metadata(backend, batch_of().tables, [1], [100], bench))
+    failed = [(each.case, each.reason) for each in measured if isinstance(each, Missing) and each.failed]
+    assert failed == [("in_graph, batch 1, context 100, page size 64, topk 1", "RuntimeError: broken")]
+    assert {row.mode for row in measured if isinstance(row, MetadataRow)} == {"torch"}
+
+
+def test_a_backend_without_a_cycle_is_listed(bench, monkeypatch):
+    backend = watched("dsv4")
+    monkeypatch.setattr(backend, "kernels", ())
+    (absent,) = measure_metadata(backend, batch_of(256).tables, [1], [100], bench)
+    assert absent == Missing("dsv4", "", "", "no kernel that runs here has every phase of a cycle", failed=False)
+
+
+def test_the_best_vendor_kernel_and_the_best_of_ours_are_measured(monkeypatch):
+    backend = get_backend("trtllm_mla")
+    runs = [replace(kernel, unavailable_reasons=lambda device: []) for kernel in backend.kernels]
+    monkeypatch.setattr(backend, "kernels", tuple(runs))
+    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["trtllm_gen", "triton"]
+    without = replace(runs[0], capabilities={StepKind.DECODE: runs[0].capabilities[StepKind.DECODE]})
+    monkeypatch.setattr(backend, "kernels", (without, *runs[1:]))
+    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["flashmla", "triton"]
+
+
+class Wrapper:
+    """FlashInfer's, as far as it is planned."""
+
+    def __init__(self, workspace, use_cuda_graph, **buffers):
+        assert use_cuda_graph
+        assert buffers.pop("backend") == "fa3"
+        assert {name: tensor.dtype for name, tensor in buffers.items()} == dict.fromkeys(buffers, torch.int32)
+
+    def plan(self, **arguments):
+        return arguments
+
+
+VENDORS = {
+    "flash_mla:get_mla_decoding_metadata": lambda **arguments: arguments,
+    "vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata": lambda *sizes, **named: (*sizes, named),
+    "flashinfer.mla:BatchMLAPagedAttentionWrapper": Wrapper,
+    "flashinfer.mla:MLAPlanMetadata": SimpleNamespace(csr=lambda *tensors: tensors),
+}
+SEEN = {"draft": (1, [601, 602]), "verify": (4, [604]), "draft_extend": (4, [604])}
+
+
+@pytest.fixture
+def vendors_here(monkeypatch):
+    monkeypatch.setattr(vendor_plans, "load", VENDORS.__getitem__)
+    monkeypatch.setattr(vendor_plans, "WORKSPACE_BYTES", 1)
+
+
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_vendors_plan_each_forward_of_a_phase_for_the_keys_that_it_sees(phase, vendors_here):
+    batch, (width, keys) = batch_of(page_size=4), SEEN[phase]
+    given = [plan() for plan in VENDOR_PLANS["flashmla"](batch, PHASES[phase])]
+    assert [each["seqlens_k"].tolist() for each in given] == [[n, n] for n in keys]
+    assert {each["num_q_tokens_per_head_k"] for each in given} == {16 * width}
+    given = [plan() for plan in VENDOR_PLANS["flashmla_sparse"](batch, PHASES[phase])]
+    assert [each["seqlens_k"].tolist() for each in given] == [[640] * (2 * width)] * len(keys)
+    given = [plan() for plan in VENDOR_PLANS["vllm_flash_attn"](batch, PHASES[phase])]
+    assert [each[6].tolist() for each in given] == [[n, n] for n in keys]
+    assert {each[:6] for each in given} == {(2, width, 1028, 16, 1, 64)}
+    assert given[0][7]["cu_seqlens_q"].tolist() == [0, width, 2 * width]
+    given = [plan() for plan in VENDOR_PLANS["flashinfer_fa3"](batch, PHASES[phase])]
+    for each, n in zip(given, keys, strict=True):
+        starts, page_starts, pages, lens = each["metadata"]
+        num_pages = -(-n // 4)
+        assert (starts.tolist(), page_starts.tolist()) == ([0, width, 2 * width], [0, num_pages, 2 * num_pages])
+        assert lens.tolist() == [n, n]
+        assert torch.equal(pages, (batch.tables.table[1:3, ::4] // 4)[:, :num_pages].flatten())
+        assert each["causal"] == (width > 1)
+
+
+def test_every_vendor_that_plans_on_this_gpu_generation_is_measured_by_its_own_call():
+    planning = {
+        kernel.name
+        for name in BACKENDS
+        for kernel in get_backend(name).kernels
+        if kernel.schedule is not None and kernel.name in providers.VENDOR_KERNELS
+    }
+    assert planning - VENDOR_PLANS.keys() == {"trtllm_gen", "flash_attn_interface"}, "SM100, and a source build"
+
+
+def test_a_vendors_own_plan_is_a_way(bench, monkeypatch, vendors_here):
+    monkeypatch.setitem(VENDOR_PLANS, "torch", VENDOR_PLANS["flashmla"])
+    rows = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
+    found = [row.phase for row in rows if isinstance(row, MetadataRow) and row.mode == "vendor"]
+    assert found == [*PHASES, CYCLE]
+
+
+def test_sglang_is_refused_where_it_is_not_installed_and_for_trees(monkeypatch):
+    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
+    with pytest.raises(Exception, match="sglang is not installed"):
+        sglang.works("fa3", batch_of())
+    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
+    with pytest.raises(UnsupportedStepError, match="topk=4"):
+        sglang.works("fa3", batch_of(topk=4))
+
+
+class Prepares:
+    """A metadata backend of SGLang that says what it was given."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def init_forward_metadata_out_graph(self, given, in_capture=False):
+        self.calls.append(("capture" if in_capture else "replay", given.forward_mode, given.seq_lens_cpu is None))
+
+    def init_forward_metadata_in_graph(self, given):
+        self.calls.append(("in graph", given.forward_mode, given.seq_lens_cpu is None))
+
+    def init_forward_metadata(self, given):
+        self.calls.append(("eager", given.forward_mode, given.seq_lens_cpu is None))
+
+
+@pytest.fixture
+def sglang_here(monkeypatch):
+    """SGLang's records as plain ones; returns what was called, and the batches that got a plan of their own."""
+    calls, bound = [], []
+    own = Prepares(calls)
+    runner = SimpleNamespace(kv_index_translator=SimpleNamespace(bind_own_plan=bound.append))
+    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang, "_backends", lambda backend, tables: SimpleNamespace(
+        runner=runner, draft=own, verify=own, draft_extend=own
+    ))  # fmt: skip
+
+    class Names:
+        def __getattr__(self, name):
+            return name
+
+    records = {"ForwardMode": Names(), "CaptureHiddenMode": Names(), "SpeculativeAlgorithm": Names()}
+    monkeypatch.setattr(sglang, "load", lambda path: records.get(path.partition(":")[2], SimpleNamespace))
+    return calls, bound
+
+
+MODES = ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"]
+
+
+def test_sglang_gets_each_phase_by_its_own_conventions(sglang_here):
+    batch, (_, bound) = batch_of(page_size=4), sglang_here
+    found = sglang.works("trtllm_mla", batch)
+    assert {phase: name for phase, (name, _) in found.items()} == dict.fromkeys(PHASES, "Prepares")
+    draft, verify, extend = bound
+    assert [given.forward_mode for given in bound] == MODES
+    assert [given.seq_lens.tolist() for given in bound] == [[600, 600], [600, 600], [604, 604]]
+    assert [given.req_pool_indices.tolist() for given in bound] == [[1, 2]] * 3
+    next_tokens = batch.tables.table[1:3, 600:604]
+    assert draft.out_cache_loc.tolist() == next_tokens[:, :3].flatten().tolist()
+    assert draft.positions.tolist() == [600, 600]
+    for given in (verify, extend):
+        assert given.out_cache_loc.tolist() == next_tokens.flatten().tolist()
+        assert given.positions.tolist() == [600, 601, 602, 603] * 2
+    assert verify.spec_info.custom_mask.numel() == 2 * 4 * 604
+    assert verify.spec_info.retrieve_next_token.tolist() == [[1, 2, 3, -1]] * 2
+    assert (extend.extend_prefix_lens.tolist(), extend.extend_seq_lens_cpu) == ([600, 600], [4, 4])
+
+
+def test_sglang_prepares_as_its_runners_do(sglang_here):
+    calls, _ = sglang_here
+    for backend, lens_stay_away in (("fa3", True), ("flashinfer_mla", False)):
+        del calls[:]
+        found = sglang.works(backend, batch_of())
+        captured = MODES if lens_stay_away else MODES[:2]
+        assert calls == [(what, mode, False) for mode in captured for what in ("capture", "in graph")]
+        del calls[:]
+        for _, work in found.values():
+            work.run()
+        expected = [(what, mode, lens_stay_away) for mode in captured for what in ("replay", "in graph")]
+        assert calls == [*expected, *([] if lens_stay_away else [("eager", "DRAFT_EXTEND_V2", False)])]
+
+
+def test_sglangs_cycle_is_one_although_its_classes_are_several(bench, sglang_here):
+    measured = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
+    rows = [row for row in measured if isinstance(row, MetadataRow) and row.mode == "sglang"]
+    assert [(row.phase, row.kernel) for row in rows] == [*((phase, "Prepares") for phase in PHASES), (CYCLE, "")]

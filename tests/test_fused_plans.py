@@ -1,0 +1,142 @@
+"""Fused planners and input copies against their definitions in torch, on Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_backends.kernels.plan_operators import bind_block_table
+from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
+from spec_metadata.plans import block_table
+from tests.plan_batches import KINDS, PACKED_KINDS, Case
+from tests.planner_laws import FORMS, RINGS, Form, check_equal, check_inputs, garbage
+from tests.triton_interpreter import interpreted
+
+PAGE_SIZES = (1, 16, 64, 256)
+UNIFORM_KINDS = [kind for kind in KINDS if kind not in PACKED_KINDS]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> None:
+    """The kernels run on the interpreter, or the test not at all."""
+    interpreted("triton_plan", "_plan_pages")
+    interpreted("triton_plan_compressed", "_plan_compressed")
+    interpreted("triton_inputs", "_copy_inputs")
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "tree" not in kind])
+def test_fused_compressed(kind: str, table: type, pad: int) -> None:
+    if kind in PACKED_KINDS and pad:
+        return
+    for seed, (page_size, rings) in enumerate(RINGS.values()):
+        check_equal(rings.form, Case(kind, page_size, seed, form=table, pad=pad))
+
+
+def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests, keys, pages and entries than a block, and more rows than programs."""
+    module = interpreted("triton_plan_compressed", "_plan_compressed")
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    page_size, rings = RINGS["small"]
+    check_equal(rings.form, Case("verify chain", page_size, 0, sizes=(9,), context=200))
+    monkeypatch.setattr(module, "_MOST_PROGRAMS", 12)
+    check_equal(rings.form, Case("draft chain", page_size, 3, sizes=(5,), context=200))
+    check_equal(rings.form, Case("prefill", page_size, 3, sizes=(9,), context=90))
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FORMS)
+def test_fused_pages(name: str, kind: str, table: type, pad: int) -> None:
+    if kind in PACKED_KINDS and (pad or name == "block_table"):
+        return
+    for seed, page_size in enumerate(PAGE_SIZES):
+        check_equal(FORMS[name], Case(kind, page_size, seed, form=table, pad=pad))
+
+
+def test_fused_block_table_refuses_a_packed_query() -> None:
+    case = Case("prefill", 4, 0)
+    with pytest.raises(InvalidStepError, match="one query stride"):
+        bind_block_table(case.step, garbage(block_table.BUFFERS, case))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_many_requests_and_long_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More requests than a block of lengths, and more pages, and rows, than a block of them."""
+    monkeypatch.setattr(interpreted("triton_plan", "_plan_pages"), "_BLOCK", 8)
+    check_equal(FORMS[name], Case("verify chain", 64, 0, sizes=(20,), context=200))
+    check_equal(FORMS[name], Case("draft chain", 1, 0, sizes=(3,), context=90))
+    check_equal(FORMS[name], Case("draft tree", 1, 2, sizes=(3,), context=90))
+    if name != "block_table":
+        check_equal(FORMS[name], Case("prefill", 16, 3, sizes=(20,), context=500))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_specified_is_what_is_visible_and_over_read(name: str) -> None:
+    for kind in UNIFORM_KINDS:
+        case = Case(kind, 16, 1, pad=2)
+        form, last = FORMS[name], None if name == "csr" else case.step.num_forwards - 1
+        counts = [len(pages) for pages in case.visible_pages(last)]
+        (mask,) = form.specified(case.step, garbage(form.specs, case)).values()
+        if name == "csr":
+            assert int(mask.sum()) == sum(counts)
+        else:
+            extra = 8 if name == "block_table" else 0
+            assert mask.sum(1).tolist() == [min(count + extra, mask.shape[1]) for count in counts]
+
+
+@pytest.mark.parametrize("form", [*FORMS.values(), RINGS["small"][1].form], ids=[*FORMS, "compressed"])
+def test_an_idle_step_has_ends_alone(form: Form) -> None:
+    case = Case("decode", 16, 0)
+    case.step = Step.idle(case.paging.on_static(case.paging.static_input()[:0]))
+    check_equal(form, case)
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize("kind", UNIFORM_KINDS)
+def test_copied_inputs(kind: str, table: type, pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pad: whether the step brings padding of its own."""
+    for seed, page_size in enumerate(PAGE_SIZES):
+        monkeypatch.setattr(interpreted("triton_inputs", "_copy_inputs"), "_BLOCK", (4, 256)[seed % 2])
+        case = Case(kind, page_size, seed, form=table, pad=pad, context=40)
+        for bs in (case.step.bs, case.step.bs + 3):
+            check_inputs(case, bs)
+
+
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+def test_inputs_of_an_idle_step_are_padding(table: type) -> None:
+    case, other = Case("verify tree", 16, 0, form=table), Case("decode", 4, 0)
+    idle = Step.idle(other.paging.on_static(other.paging.static_input()[:0]))
+    check_inputs(case, case.bs, idle)
+
+
+def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton would compile for, on a GPU, follows from what a `Launch` keeps compilations by."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction, create_function_from_signature
+
+    from attn_backends.kernels.triton_inputs import bind_inputs
+    from attn_backends.kernels.triton_launch import Launch
+
+    backend, compiled = CUDABackend(GPUTarget("cuda", 90, 32)), {}
+
+    def look(launch: Launch, variant: object, *arguments: object) -> None:
+        kernel = JITFunction(launch.kernel.fn, **launch.kernel.kwargs)
+        _, found, _ = create_function_from_signature(kernel.signature, kernel.params, backend)(*arguments)
+        key = (kernel.__name__, variant, *((each is None, each is True) for each in arguments))
+        assert compiled.setdefault(key, repr(found)) == repr(found), key
+
+    monkeypatch.setattr(Launch, "__call__", look)
+    monkeypatch.setattr(Launch, "compile", look)
+    num_launches = 0
+    for seed in range(40):
+        kind, table = UNIFORM_KINDS[seed % 3], (RequestTable, BlockTable)[seed % 2]
+        case = Case(kind, PAGE_SIZES[seed % 4], seed, form=table, sizes=(1, 2, 16))
+        for form in (*FORMS.values(), RINGS["small"][1].form)[: 3 + ("tree" not in kind)]:
+            form.bind(case.step, garbage(form.specs, case))()
+            num_launches += 1
+        bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)
+    assert len(compiled) < num_launches
