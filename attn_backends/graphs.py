@@ -10,6 +10,7 @@ A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly betwe
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
@@ -83,7 +84,7 @@ class CudaGraph:
         """Capture what runs inside, into the memory pool of `sharing`; see `Graph`."""
         pool = None if sharing is None else sharing._graph.pool()
         own_stream = torch.cuda.stream(torch.cuda.current_stream())  # torch stays on its own if it can't end a capture
-        with self._out_of_memory_told(), own_stream, torch.cuda.graph(self._graph, pool=pool):
+        with self._out_of_memory_told(), _no_collection(), own_stream, torch.cuda.graph(self._graph, pool=pool):
             yield
 
     def replay(self) -> None:
@@ -101,6 +102,20 @@ class CudaGraph:
                 f"no memory to capture: {needed}. A graph keeps its intermediates for as long as it lives; capture "
                 "smaller or fewer buckets, or run eagerly"
             ) from error
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected inside: old graphs, of a worker that was dropped, can't be freed during a capture, and
+    trying to breaks it.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class RecordedGraph:

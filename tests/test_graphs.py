@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -256,3 +257,16 @@ def test_a_warm_up_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch, err
     with pytest.raises((ValueError, CaptureError), match="a launch after others"):
         CudaGraph().warm_up(region)
     assert waits == [(side, current), "region", (current, side)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_in_a_capture(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    """A dropped worker's graphs may be garbage; CUDA refuses to free them during a capture, which is lost then."""
+    for name in ("CUDAGraph", "graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *args, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(ValueError, match="in the region") if fails else nullcontext(), CudaGraph().recording():
+        assert not gc.isenabled()
+        if fails:
+            raise ValueError("in the region")
+    assert gc.isenabled()
