@@ -312,7 +312,7 @@ def test_bench_metadata_measures_each_backend_at_its_page_sizes(fake_gpu, tmp_pa
     assert (written["rounds"], len(written["missing"]), written["device"]) == (20, 5, "NVIDIA H200")
     output = capsys.readouterr().out
     assert "21.5" in output
-    assert "not measured: fa3/x torch, batch 1 and 4 more: no" in output
+    assert "not measured: fa3/x torch, batch 1; torch, batch 1 and 3 more: no" in output
 
 
 def test_bench_metadata_is_quick_and_takes_sizes(fake_gpu):

@@ -126,13 +126,6 @@ def bind_inputs(static: Step) -> Callable[[Step], None]:
     sizes = StaticSizes(static.width, num_writes, geometry.page_size, num_columns, table.stride(0), *reserved)
     constants = (opaque(sizes), has_columns, _BLOCK)
 
-    def arguments(step: Step, given: Step, of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
-        lens, loc = given.seq_lens, given.out_cache_loc
-        paging, tree_mask = given.paging.static_input(), given.tree_mask
-        lists = (of(lens), lens.stride(0), of(step.num_real), of(loc), loc.stride(0))
-        nodes = (None, 0, 0, 0) if tree_mask is None else (of(tree_mask), *tree_mask.stride())
-        return *lists, of(paging), paging.stride(0), paging.stride(-1), *nodes, step.bs, paging.shape[-1]
-
     def outputs(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
         places = (of(static.seq_lens), of(static.num_real), of(static.out_cache_loc), of(table))
         return (*places, None if mask is None else of(mask), *constants)
@@ -145,10 +138,25 @@ def bind_inputs(static: Step) -> Callable[[Step], None]:
         is_there = lens.is_cuda and loc.is_cuda and paging.is_cuda and step.num_real.is_cuda
         variant = (lens.dtype, loc.dtype, paging.dtype, is_there and (tree_mask is None or tree_mask.is_cuda))
         direct = launch.direct.get(variant)
+        of = _as_bytes if direct is None else Tensor.data_ptr
+        nodes = (None, 0, 0, 0) if tree_mask is None else (of(tree_mask), *tree_mask.stride())
+        arguments = (
+            of(lens),
+            lens.stride(0),
+            of(step.num_real),
+            of(loc),
+            loc.stride(0),
+            of(paging),
+            paging.stride(0),
+            paging.stride(-1),
+            *nodes,
+            step.seq_lens.shape[0],
+            paging.shape[-1],
+        )
         if direct is None:  # Triton refuses a tensor that lies elsewhere, an address says nothing
-            launch.compile(variant, *arguments(step, given, _as_bytes), *outputs(_as_bytes))
+            launch.compile(variant, *arguments, *outputs(_as_bytes))
         else:
-            direct(*arguments(step, given, Tensor.data_ptr), *addresses)
+            direct(*arguments, *addresses)
 
     return fill
 

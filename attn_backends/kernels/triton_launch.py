@@ -11,14 +11,13 @@ pointers belongs to the variant of a `Launch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import partial
 from inspect import signature
 from typing import Any, TypeVar
 
 import torch
 import triton
 
-_KNOWN = triton.__version__.startswith("3.6.")  # whose launchers take the arguments that `Launch` gives them
+_KNOWN = triton.__version__.startswith("3.6.")  # whose launchers take the arguments that `_direct` gives them
 
 
 def unspecialized(kernel: Callable[..., Any]) -> Any:
@@ -64,16 +63,25 @@ class Launch:
         with torch.cuda.device(self._device if self._device.type == "cuda" else -1):
             compiled = self.kernel[self._grid](*arguments, num_warps=self._num_warps)
         if compiled is not None:  # the interpreter compiles nothing
-            run = partial(compiled.run, *self._grid) if _KNOWN else compiled[self._grid]
-            self.direct[variant] = partial(_launch, self._device, run, compiled)
+            self.direct[variant] = _direct(compiled, self._device, self._grid)
 
 
-def _launch(device: torch.device, run: Callable[..., None], compiled: Any, *arguments: Any) -> None:
-    if torch.cuda.current_device() != device.index:
-        with torch.cuda.device(device):
-            _launch(device, run, compiled, *arguments)
-    elif _KNOWN:
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        run(stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
-    else:
-        run(*arguments)
+def _direct(compiled: Any, device: torch.device, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """What launches a compiled kernel on a device."""
+    driver, launcher = triton.runtime.driver.active, compiled.run
+    get_device, get_stream, index = driver.get_current_device, driver.get_current_stream, device.index
+    launch, options = compiled[grid], None
+    if _KNOWN and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+        how, launch = (launcher.launch_cooperative_grid, launcher.launch_pdl), launcher.launch
+        options = (compiled.function, *how, None, None, compiled.packed_metadata, None, None, None)
+
+    def direct(*arguments: Any) -> None:
+        if get_device() != index:
+            with torch.cuda.device(index):
+                direct(*arguments)
+        elif options is None:
+            launch(*arguments)
+        else:
+            launch(*grid, get_stream(index), *options, *arguments)
+
+    return direct

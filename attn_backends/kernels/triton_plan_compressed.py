@@ -1,8 +1,9 @@
 """The plan of compressed attention as one Triton launch: windows, entries and compressor rows of all forwards.
 
-A program takes a request in a forward, or shares it with a few others, row by row and entry by entry. Entries that
-close in a forward lie one after the other, request after request, so every program adds up the lengths of all requests
-itself; what is left of those lists is padded by all programs together.
+A program takes a request in a forward, or shares it with a few others: some go row by row, some entry by entry, since
+either waits for memory again and again. Entries that close in a forward lie one after the other, request after request,
+so every program for them adds up the lengths of all requests itself; what is left of those lists is padded by all of
+them together.
 """
 
 from __future__ import annotations
@@ -150,11 +151,12 @@ def _plan_made(
     row,
     rows,
     step,
+    part,
+    num_parts,
     BLOCK: tl.constexpr,
 ):
     """One ratio's entries that a request closes in a forward, behind those of the requests before it, and padding."""
-    request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    ratio = number(sizes.ratio)
+    request, ratio = tl.program_id(0), number(sizes.ratio)
     before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for first_other in range(0, number(step.bs), BLOCK):
         other = first_other + tl.arange(0, BLOCK)
@@ -202,13 +204,16 @@ def _plan_compressed(
     NUM_RATIOS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All metadata of a request in a forward, or behind the last request the end. entries, sizes: of each ratio."""
-    request, part, forward = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_parts, num_forwards = tl.num_programs(1), number(step.num_forwards)
+    """All metadata of a request in a forward, or behind the last request the end. entries, sizes: of each ratio.
+
+    A request's programs are as many parts for its rows and for the entries of each ratio.
+    """
+    request, forward, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(1) // (NUM_RATIOS + 1)
+    part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
     begin = first_row(given_starts, step, request)
     count = first_row(given_starts, step, request + 1) - begin
     row = page_row(table, rows, step, request)
-    if forward == 0:
+    if (forward == 0) & (role == 0):
         keys = visible_keys(seq_lens, num_real, given_starts, step, request, num_forwards - 1)
         num_pages = tl.minimum(tl.cdiv(keys, number(step.page_size)), number(step.max_pages))
         if part == 0:
@@ -221,7 +226,7 @@ def _plan_compressed(
             ids = page_ids(row, rows, step, page, page < num_pages)
             into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
             tl.store(into + page, ids, mask=page < num_pages)
-    if forward < num_forwards:
+    if (forward < num_forwards) & (role == 0):
         end = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
         window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
         for index in range(part, count, num_parts):
@@ -235,9 +240,10 @@ def _plan_compressed(
             for i in tl.static_range(NUM_RATIOS):
                 at = (forward, into, position, end, slot, row, rows, step)
                 _plan_row(entries[i], sizes[i], *at, BLOCK)
-        for i in tl.static_range(NUM_RATIOS):
+    for i in tl.static_range(NUM_RATIOS):
+        if (forward < num_forwards) & (role == i + 1):
             given = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, step)
-            _plan_made(entries[i], sizes[i], forward, *given, BLOCK)
+            _plan_made(entries[i], sizes[i], forward, *given, part, num_parts, BLOCK)
 
 
 def plan_compressed(
@@ -272,7 +278,7 @@ def plan_compressed(
     sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
     aligned = tuple(tensor.data_ptr() % 16 == 0 for each in entries for tensor in each)
     most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))
-    launch = _launch(seq_lens.device, (bs + 1, min(width, most), max(num_forwards, 1)))
+    launch = _launch(seq_lens.device, (bs + 1, min(width, most) * (len(entries) + 1), max(num_forwards, 1)))
     given = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
     launch((*types(*inputs), aligned), *inputs, *outputs, *given, len(entries), _BLOCK)
 
