@@ -181,7 +181,7 @@ def _cycle_table(rows: Sequence[CycleRow]) -> Table:
 def _table(title: str, names: Iterable[str], numbers: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in names:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in numbers.split():
         table.add_column(column.replace("_", " "), justify="right")
     return table
