@@ -133,7 +133,7 @@ EVENTS = [
 
 def test_the_device_is_counted_until_the_next_mark_and_the_host_within_its_own(monkeypatch):
     monkeypatch.setattr(counts, "_MARK", "first")  # ranges are shown on the device too
-    assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2), Counts(7, 1, 0, 0)]
+    assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2, 1), Counts(7, 1, 0, 0)]
 
 
 def test_the_profiler_shows_the_marks_that_are_looked_for(monkeypatch):

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from attn_backends import providers
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.bench.rows import Stage
+from attn_backends.bench.timing import CudaClock
 from attn_backends.cache import CacheFormat, PagedLatent
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import MAX_BS, Setup, World
@@ -29,6 +31,18 @@ from spec_metadata.plans import csr
 from spec_metadata.visibility import HostLens
 from tests import checks
 from tests.checks import check_eager, check_replay
+from tests.gpu.syncs import (
+    BATCH_SIZE,
+    CONTEXT,
+    NUM_STEPS,
+    PLACES,
+    PLANNINGS,
+    backends_of,
+    cycles,
+    num_host_plans,
+    setting_of,
+    worker_of,
+)
 
 LOG2_E = math.log2(math.e)
 
@@ -147,9 +161,10 @@ def setup_of(page_size: int, topk: int = 1) -> Setup:
 class WarmedUp(RecordedGraph):
     """A graph whose region runs once before it is recorded, as a CUDA graph's does."""
 
-    def capture(self, region: Callable[[], Any]) -> Any:
-        region()
-        return super().capture(region)
+    def capture(self, region: Callable[[], Any], sharing: RecordedGraph | None = None) -> Any:
+        with torch.no_grad():
+            region()
+        return super().capture(region, sharing)
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +295,22 @@ def test_a_draft_is_planned_once_for_all_forwards(module: Module):
     schedules = list(meta.schedules._made.values())
     assert len(schedules) == 1
     assert [rows.kv_len.tolist() for rows in module.plans] == [[9, 4]]
+
+
+@pytest.mark.parametrize("planning", PLANNINGS)
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_cycle_plans_each_phase_once_from_what_the_host_knows_at_its_start(module: Module, topk: int, planning: str):
+    """Whatever the number of layers and forwards."""
+    stage = Stage(torch.device("cpu"), WarmedUp, CudaClock(), rounds=1)
+    setting = replace(setting_of(PLACES[0], topk, stage), backend=OnCpu)
+    (backend,) = backends_of(setting, ["flashinfer_fa3"]).values()
+    launch, _ = cycles(worker_of(setting, backend, planning))
+    module.plans.clear()
+    launch.run()
+    verified = CONTEXT + (0 if topk > 1 else NUM_STEPS + 1)
+    lens = [rows.kv_len.tolist() for rows in module.plans]
+    assert lens == [[length] * BATCH_SIZE for length in (CONTEXT, verified, CONTEXT + NUM_STEPS + 1)]
+    assert num_host_plans(backend) == 3
 
 
 def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module: Module):

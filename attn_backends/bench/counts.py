@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Protocol
 
@@ -21,13 +21,16 @@ _MARK = "attn-backends bench "
 @dataclass(frozen=True, slots=True)
 class Counts:
     """gpu_us: time of all kernels and copies together, without the gaps between them. launches: kernels and fills,
-    those of graphs too. copies: of memory. syncs: calls in which the host waits for the device.
+    those of graphs too. copies: of memory. syncs: calls in which the host waits for the device. to_device, to_host: the
+    copies out of and into the host's memory.
     """
 
     gpu_us: float
     launches: int
     copies: int
     syncs: int
+    to_device: int = 0
+    to_host: int = 0
 
 
 Probe = Callable[[Sequence[Work]], list[Counts]]
@@ -85,14 +88,15 @@ def counts_by_mark(names: Sequence[str], events: Iterable[Event]) -> list[Counts
 
 
 def _counts(on_device: Sequence[Event], syncs: int) -> Counts:
-    copies = sum(event.name.startswith("Memcpy") for event in on_device)
+    directions = ("Memcpy", "Memcpy HtoD", "Memcpy DtoH")
+    copies, *hosts = (sum(event.name.startswith(name) for event in on_device) for name in directions)
     gpu_us = sum(event.time_range.end - event.time_range.start for event in on_device)
-    return Counts(gpu_us, len(on_device) - copies, copies, syncs)
+    return Counts(gpu_us, len(on_device) - copies, copies, syncs, *hosts)
 
 
 def _together(counts: Sequence[Counts]) -> Counts:
-    most = (max(getattr(each, name) for each in counts) for name in ("launches", "copies", "syncs"))
-    return Counts(median(each.gpu_us for each in counts), *most)
+    most = {field.name: max(getattr(each, field.name) for each in counts) for field in fields(Counts)}
+    return replace(Counts(**most), gpu_us=median(each.gpu_us for each in counts))
 
 
 def _is_work(event: Event) -> bool:

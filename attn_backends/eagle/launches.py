@@ -12,21 +12,22 @@ Mark = float | torch.cuda.Event
 
 
 class HostCopy:
-    """A device tensor's copy to the host. `tolist` waits for the copy alone, not for what was launched after it."""
+    """Copies of tensors of one device to the host. `read` waits for these, not for what was launched after them."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._host, self._event = tensor, None
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
+    def __init__(self, *tensors: Tensor) -> None:
+        self._host, self._event = tensors, None
+        if tensors[0].is_cuda:
+            self._host = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors)
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def tolist(self) -> list:
-        """The values, once they are there."""
+    def read(self) -> list[list]:
+        """The values of each, once all are there: one wait."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host.tolist()
+        return [host.tolist() for host in self._host]
 
 
 class Timings:
@@ -67,12 +68,12 @@ class Launch:
     """
 
     def __init__(self, tokens: Tensor, counts: Tensor | Sequence[int], timings: Timings) -> None:
-        self._tokens = HostCopy(tokens)
-        self._counts = HostCopy(counts) if isinstance(counts, Tensor) else list(counts)
+        self._known = None if isinstance(counts, Tensor) else list(counts)
+        self._copy = HostCopy(tokens, counts) if isinstance(counts, Tensor) else HostCopy(tokens)
         self._timings = timings
 
     def read(self) -> tuple[list[list[int]], dict[str, float]]:
         """What each request emitted, and the seconds of each phase; waits for the step."""
-        counts = self._counts if isinstance(self._counts, list) else self._counts.tolist()
-        tokens = [row[:count] for row, count in zip(self._tokens.tolist(), counts, strict=True)]
-        return tokens, self._timings.seconds()
+        tokens, *copied = self._copy.read()
+        counts = copied[0] if self._known is None else self._known
+        return [row[:count] for row, count in zip(tokens, counts, strict=True)], self._timings.seconds()

@@ -43,6 +43,7 @@ PARTS = {
     "trees": f"{CLI} bench attention --set trees --json {{file}}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
+    "syncs": "tests.gpu.syncs --json {file}",
     "mtp": "tests.gpu.mtp --json {file}",
     "prefill": "tests.gpu.prefill --json {file}",
     "graphs": "tests.gpu.graphs --json {file}",

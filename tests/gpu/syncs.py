@@ -1,0 +1,154 @@
+"""How often the host waits in a cycle of the worker, and what it copies to a GPU and back, by torch's profiler.
+
+    python -m tests.gpu.syncs --json FILE
+
+Cycles of draft, verify, accept and draft extend through graphs, planned before them or in them. Launching one waits for
+nothing: the host sends which rows of the table take part, and for kernels that plan there (`needs_host_lens`) a list of
+work for each phase; tokens and their counts set out for it. Reading waits once, for these two. So a cycle with lag
+waits for nothing of its own, and one without, which kernels that plan on the host need, waits once. A row with more
+fails, and so does one with less, of which the profiler has missed something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attn_backends import results
+from attn_backends.base import AttentionBackend
+from attn_backends.bench.counts import Probe, count_on_cuda
+from attn_backends.bench.cycle import Setting, SteadyWorker
+from attn_backends.bench.host import Work
+from attn_backends.bench.rows import Stage
+from attn_backends.bench.speculation import PHASES, speculative
+from attn_backends.bench.stacks import StackShape, stack
+from attn_backends.bench.timing import CudaClock
+from attn_backends.eagle.launches import Launch
+from attn_backends.eagle.options import PhaseBackends
+from attn_backends.errors import AttnBackendsError
+from attn_backends.graphs import CudaGraph
+from attn_backends.registry import get_backend
+from attn_backends.selection import Workload
+from spec_metadata import CacheGeometry, StepKind
+from tests.serving_scenes import models
+
+BATCH_SIZE, CONTEXT, NUM_STEPS = 4, 300, 3
+LATENTS = StackShape("latents", 256, 2, 16, 1, nope=128, rope=64, value=128, rank=512, query_rank=64, vocabulary=256)
+GROUPED = StackShape("grouped queries", 256, 2, 8, 2, nope=0, rope=128, value=128, vocabulary=256)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What runs. shape: of a stack, None for the shipped model with compressed keys."""
+
+    backend: str
+    shape: StackShape | None
+    page_size: int
+    topks: tuple[int, ...] = (1, 4)
+
+
+PLACES = (
+    Place("flashinfer_mla", LATENTS, 64),
+    Place("trtllm_mla", LATENTS, 64),
+    Place("fa3", GROUPED, 64),
+    Place("dsv4", None, 256, topks=(1,)),
+)
+PLANNINGS = ("before", "in_graph")
+KERNELS = ("auto", "triton", "torch")
+
+
+def setting_of(place: Place, topk: int, stage: Stage) -> Setting:
+    """The models of a place, and room for a batch."""
+    capacity = speculative(BATCH_SIZE, CONTEXT, place.page_size, topk, NUM_STEPS)
+    geometry = CacheGeometry(1 + BATCH_SIZE * capacity.max_pages, place.page_size)
+    if place.shape is None:
+        target, draft = models("v4", stage.device.type)
+    else:
+        target, draft = stack(place.shape, capacity.max_kv_len, stage.device)
+    return Setting(get_backend(place.backend), target, draft, capacity, geometry, BATCH_SIZE, CONTEXT, stage)
+
+
+def backends_of(setting: Setting, kernels: Sequence[str]) -> dict[str, AttentionBackend]:
+    """A backend on each kernel, by what it is called; "auto" may be one of the others."""
+    target = setting.target
+    workload = Workload(setting.geometry.page_size, target.layers, target.dtype)
+    place = (setting.capacity, setting.geometry, setting.stage.device)
+    made = [setting.backend(*place, kernel=kernel, workload=workload) for kernel in kernels]
+    return {backend.kernel_of(StepKind.TARGET_VERIFY).name: backend for backend in made}
+
+
+def worker_of(setting: Setting, backend: AttentionBackend, planning: str) -> SteadyWorker:
+    """A worker whose cycles run through graphs on one backend."""
+    graphs = {"buckets": (BATCH_SIZE,), "make_graph": setting.stage.make_graph, "planning": planning}
+    return SteadyWorker(setting, PhaseBackends(*[backend] * 5), **graphs)
+
+
+def cycles(worker: SteadyWorker) -> tuple[Work, Work]:
+    """The launch of a cycle, and the reading of one that has ended."""
+
+    def launch() -> Launch:
+        worker._lens.fill_(CONTEXT)
+        return worker.cycle(worker.rows, worker.committed)
+
+    return Work(lambda: launch), Work(lambda: launch().read)
+
+
+def num_host_plans(backend: AttentionBackend) -> int:
+    """Phases that a kernel plans on the host, each once a cycle."""
+    return sum(backend.kernel_of(kind).capabilities[kind].needs_host_lens for kind in PHASES.values())
+
+
+def measured(setting: Setting, backend: AttentionBackend, planning: str, probe: Probe) -> dict[str, Any]:
+    """What a cycle counts beside what it may, as a part of a row."""
+    try:
+        worker = worker_of(setting, backend, planning)
+        launch, read = probe(cycles(worker))
+    except AttnBackendsError as error:
+        return {"status": "fail", "reason": results.without_folders(str(error))}
+    found = {
+        "waits_to_launch": launch.syncs,
+        "waits_to_read": read.syncs,
+        "copies_to_device": launch.to_device,
+        "copies_to_host": launch.to_host,
+    }
+    expected = dict(zip(found, (0, 1, 1 + num_host_plans(backend), 2), strict=True))
+    wrong = [f"{name} {found[name]}, not {number}" for name, number in expected.items() if found[name] != number]
+    verdict = {"status": "fail", "reason": "; ".join(wrong)} if wrong else {"status": "pass"}
+    return {"host_lag": worker.host_lag, **found, **verdict}
+
+
+def rows(
+    stage: Stage, probe: Probe, kernels: Sequence[str] = KERNELS, places: Sequence[Place] = PLACES
+) -> Iterator[dict[str, Any]]:
+    """A row for each backend, kernel, shape of drafts and place of planning."""
+    for place, topk in [(each, topk) for each in places for topk in each.topks]:
+        setting = setting_of(place, topk, stage)
+        for (kernel, backend), planning in product(backends_of(setting, kernels).items(), PLANNINGS):
+            about = {"backend": place.backend, "kernel": kernel, "topk": topk, "planning": planning}
+            yield about | measured(setting, backend, planning, probe)
+
+
+def main() -> int:
+    """Count on every backend; 1 if a cycle waits or copies otherwise than it must."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
+    args = parser.parse_args()
+    found = []
+    for row in rows(Stage(torch.device("cuda"), CudaGraph, CudaClock(), rounds=1), count_on_cuda):
+        found.append(row)
+        print(*row.values(), flush=True)
+    command = ["python", "-m", "tests.gpu.syncs", "--json", str(args.json)]
+    results.write(args.json, results.head(command, "cuda"), found)
+    return int(any(row["status"] == "fail" for row in found))
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    sys.exit(main())
