@@ -51,8 +51,9 @@ from spec_metadata import (
     static_step,
     write_slots,
 )
-from spec_metadata.admission import check_capture_room, check_table_room, check_values
+from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on, raw_inputs
 from spec_metadata.buffers import out_of_range
+from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
 
 Plan = TypeVar("Plan")
@@ -68,9 +69,9 @@ class AttentionBackend(ABC, Generic[Plan]):
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
     workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
-    or "auto" for the latter where it runs. memory: what captured steps lie in, one for all backends of a worker (None:
-    its own). checking: guard words around plans and static buffers, ranges and step values checked on the device; reads
-    it back, so it is for tests and debugging.
+    or "auto" for `planners.PREFERRED` where both run. memory: what captured steps lie in, one for all backends of a
+    worker (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the
+    device; reads it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -150,12 +151,13 @@ class AttentionBackend(ABC, Generic[Plan]):
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         check_capture_room(paging, self.capacity)
+        padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
+        reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
+        if reasons:
+            raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         arena = self._arenas.captured(bucket, paging)
         buffers = arena.view(self._arenas.extent(bucket))
         step = static_step(bucket, paging, buffers)
-        reasons = self.unsupported_reasons(step) or self.capture_reasons(bucket)
-        if reasons:
-            raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         tenant = Tenant(bucket, self.capacity, self.memory, arena, bind_inputs(self.planner, step))
         self.memory.let_to(tenant)
         return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
@@ -239,8 +241,9 @@ class AttentionBackend(ABC, Generic[Plan]):
             reasons.append(f"{step.max_real} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
             reasons.append(f"a table over {step.paging.geometry} (the backend was built for {self.geometry})")
-        if step.device.type != self.device.type:
-            reasons.append(f"tensors on {step.device} (the backend was built for {self.device})")
+        elsewhere = [f"{name} on {t.device}" for name, t in raw_inputs(step).items() if not is_on(t, self.device)]
+        if elsewhere:
+            reasons.append(f"{', '.join(elsewhere)} (the backend was built for {self.device})")
         return reasons
 
     def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
@@ -329,11 +332,13 @@ class AttentionBackend(ABC, Generic[Plan]):
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)
 
     def _check_metadata(self, meta: ForwardMetadata[Plan]) -> None:
-        """Refuse what is not the metadata of one forward, or what another backend planned."""
+        """Refuse what is not the metadata of one forward, is stale by now, or was planned by another backend."""
         if not isinstance(meta, ForwardMetadata):
             raise UnsupportedStepError(
                 self.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
             )
+        if meta.tenant is not None:
+            meta.tenant.check()
         chosen = self.choices.get(meta.kind)
         if meta.kind is not StepKind.IDLE and (chosen is None or chosen.kernel is not meta.schedules.kernel):
             raise UnsupportedStepError(

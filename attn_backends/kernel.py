@@ -76,7 +76,8 @@ class Kernel(Generic[Plan]):
     package; its name if it stands alone.
     schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
     buffers that a schedule owns, one leading row for each forward with a plan of its own. scratch: buffers that hold
-    nothing between two launches, one set for all launches of a backend, which therefore belong on one stream.
+    nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of sizes
+    that no step changes.
     """
 
     name: str

@@ -35,7 +35,7 @@ class ForwardMetadata(Generic[Plan]):
     """What one forward of a step needs.
 
     schedules, forward: the backend's plan of the forward, and the vendor's. write_slots: [num_tokens] int64, dense.
-    tree: the drafted tokens, None for a chain. kind: of the step.
+    tree: the drafted tokens, None for a chain. kind: of the step. tenant: as of the step's metadata.
     """
 
     schedules: Schedules[Plan]
@@ -43,6 +43,7 @@ class ForwardMetadata(Generic[Plan]):
     write_slots: Tensor
     tree: TreePart | None
     kind: StepKind
+    tenant: Tenant | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +83,7 @@ class Metadata(Generic[Plan]):
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
             tree=self.chains[forward] if self.chains else tree_part(self.step, forward, ancestors),
             kind=self.step.kind,
+            tenant=self.tenant,
         )
 
 

@@ -44,6 +44,12 @@ class StaticMemory:
 
     def block(self, owner: str, num_bytes: int, sizes: Sizes, paging: Paging, device: torch.device) -> Tensor:
         """[num_bytes or more] uint8. owner, sizes: whose buffers are to lie in it, for a refusal before allocation."""
+        place = torch.empty(0, device=device).device  # "cuda" has no index
+        if self._blocks and self._blocks[0].device != place:
+            raise CaptureError(
+                f"{owner} is on {place} and was given static memory on {self._blocks[0].device}: one memory is for "
+                "backends on one device, so give it a StaticMemory of its own"
+            )
         fitting = [block for block in self._blocks if block.numel() >= num_bytes]
         if fitting:
             return fitting[0]
@@ -121,9 +127,10 @@ def _layout_of(step: Step) -> Hashable:
     table = paging.table
     read_in_place = (table.data_ptr(), table.stride()) if isinstance(paging, RequestTable) else ()
     query, geometry = step.query, paging.geometry
-    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, step.tree_mask is None)
-    place = (type(paging), table.shape[1], read_in_place, geometry, step.seq_lens.device)
-    return step.kind, type(query), query.width, sizes, place
+    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, table.shape)
+    mask_device = None if step.tree_mask is None else step.tree_mask.device
+    devices = (step.seq_lens.device, step.out_cache_loc.device, paging.static_input().device, mask_device)
+    return step.kind, type(query), query.width, sizes, type(paging), read_in_place, geometry, devices
 
 
 def _too_large(owner: str, num_bytes: int, sizes: Sizes, found: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from spec_metadata.capacity import Capacity, StepKind
 from spec_metadata.errors import InvalidStepError
@@ -43,6 +44,21 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     if step.paging.row_tokens < extent.max_kv_len:
         committed = capacity.max_context if step.max_committed is None else step.max_committed
         raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
+
+
+def raw_inputs(step: Step) -> dict[str, Tensor]:
+    """The tensors that an engine makes a step of, by name. A query's own starts are made with it."""
+    inputs = {"seq_lens": step.seq_lens, "out_cache_loc": step.out_cache_loc, "table": step.paging.table}
+    if isinstance(step.paging, RequestTable):
+        inputs["rows"] = step.paging.rows
+    if step.tree_mask is not None:
+        inputs["tree_mask"] = step.tree_mask
+    return inputs
+
+
+def is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor lies on a device; one without an index is any of its type."""
+    return tensor.device.type == device.type and (device.index is None or tensor.device.index in (None, device.index))
 
 
 def most_committed(step: Step, capacity: Capacity) -> int:

@@ -264,6 +264,13 @@ def test_memory_at_the_capacity_that_sglang_was_measured_at(place, most_mb):
         assert (row.peer_bytes and round(row.peer_bytes / 1e6)) == PEERS_MB.get(place)
 
 
+def test_bytes_of_phases_that_a_backend_refuses_are_not_told() -> None:
+    (absent,) = measure_memory(get_backend("dsv4"), speculative(2, 512, 256, 4, 4))
+    assert isinstance(absent, Missing)
+    assert (absent.backend, absent.case, absent.failed) == ("dsv4", "page size 256, topk 4", False)
+    assert "draft with topk = 1" in absent.reason
+
+
 METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0)
 CYCLE = CycleRow("cycle", "fa3", "triton", "Llama-3-70B", 1, 4096, "graph", 510.0, f"graph, {AHEAD}", 500.0, 1.02)
 ABSENT = Missing("fa3", "x", "torch, batch 1", "no", False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -16,9 +18,10 @@ from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.conformance.worlds import MAX_BS, Setup, World
-from attn_backends.errors import CaptureError
+from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.static_memory import StaticMemory
-from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, StepKind
+from spec_metadata import BlockTable, Bucket, CacheGeometry, Capacity, Paging, RequestTable, StepKind, pad_step
+from tests.checks import check_identical
 
 MB = 2**20
 BACKENDS = [FA3Backend, FlashInferMLABackend, ReferenceBackend, TrtllmMLABackend]
@@ -67,6 +70,30 @@ def test_backends_that_share_it_need_one_allocation() -> None:
     assert memory.num_bytes >= max(sum(of_phase.values()) for of_phase in sizes.values())
 
 
+@pytest.mark.parametrize("block_table", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_was_captured_stays_right_when_the_memory_grows(
+    backend: type[AttentionBackend], block_table: bool
+) -> None:
+    """It keeps its place, beside larger and wider buckets, and a replay needs nothing of what lay there before."""
+    world = world_of(backend, block_table=block_table, checking=False)
+    memory = world.backend.memory
+    small = capture(world, StepKind.TARGET_VERIFY, 2)
+    places = {name: tensor.data_ptr() for name, tensor in small.buffers.items()}
+    for bucket in (world.capacity.prefill_bucket(4096), Bucket(StepKind.TARGET_VERIFY, MAX_BS, 64)):
+        world.backend.capture(bucket, world.paging())
+    capture(world, StepKind.TARGET_VERIFY)
+    assert len(memory._blocks) > 1
+    for block in memory._blocks:
+        block.fill_(0x6B)
+    step = Scene(world, Batch(StepKind.TARGET_VERIFY, (5,))).step()
+    world.backend.replay(small, step)
+    assert places == {name: tensor.data_ptr() for name, tensor in small.buffers.items()}
+    eager = world.backend.init_forward_metadata(pad_step(step, small.bucket, world.capacity))
+    for name, tensor in eager.buffers.items():
+        check_identical(name, small.buffers[name], tensor)
+
+
 def test_metadata_is_stale_until_its_own_next_replay() -> None:
     world = world_of()
     verify, extend = (capture(world, kind) for kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND))
@@ -86,6 +113,83 @@ def test_a_refused_step_takes_the_memory_from_nobody() -> None:
     with pytest.raises(Exception, match="captured for"):
         world.backend.replay(verify, Scene(world, Batch(StepKind.DECODE, (5, 3))).step())
     extend.at()
+
+
+def test_metadata_of_a_forward_is_stale_with_its_step() -> None:
+    """It was taken in time, and would write the rows of one phase to the slots of another."""
+    world = world_of()
+    verify, extend = (capture(world, kind) for kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND))
+    scenes = [Scene(world, Batch(kind, (5, 3))) for kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)]
+    scenes[0].reset_memory()
+    world.backend.replay(verify, scenes[0].step())
+    held, given = verify.at(), scenes[0].inputs(MAX_BS)[0]
+    world.backend.replay(extend, scenes[1].step())
+    before = world.memory.clone()
+    for use in (
+        lambda: world.backend.store(given.stored, world.cache, held, world.layer),
+        lambda: world.backend.forward(given.q, world.cache, held, world.layer),
+    ):
+        with pytest.raises(CaptureError, match=r"\(target_verify bs=5 .*\) was overwritten by .* \(draft_extend bs=5"):
+            use()
+    check_identical("memory", world.memory, before)
+
+
+def test_a_refused_capture_takes_the_memory_from_nobody() -> None:
+    world = world_of()
+    others = {kind: "torch" for kind in UNIFORM_KINDS if kind is not StepKind.DECODE}
+    world.backend = FA3Backend(world.capacity, world.geometry, kernel=others)
+    with pytest.raises(UnsupportedStepError, match="no kernel for decode was asked for"):
+        capture(world, StepKind.DECODE)
+    assert world.backend.memory.num_bytes == 0
+    verify = capture(world, StepKind.TARGET_VERIFY)
+    with pytest.raises(UnsupportedStepError, match="no kernel for decode was asked for"):
+        capture(world, StepKind.DECODE)
+    verify.at()
+
+
+def test_backends_on_two_devices_share_no_memory() -> None:
+    """Views of one device's memory would be handed to the other's kernels."""
+    paging, memory = world_of().paging(), StaticMemory()
+    memory.block("fa3 (decode)", 100, {}, paging, torch.device("cpu"))
+    with pytest.raises(
+        CaptureError, match=r"dsv4 \(decode\) is on meta and was given static memory on cpu.*of its own"
+    ):
+        memory.block("dsv4 (decode)", 10, {}, paging, torch.device("meta"))
+    assert memory.num_bytes == 100
+
+
+NOT_FOR = [("out_cache_loc", StepKind.TARGET_VERIFY), ("tree_mask", StepKind.TARGET_VERIFY), ("rows", StepKind.DECODE)]
+
+
+@pytest.mark.parametrize("taken_before", [False, True])
+@pytest.mark.parametrize(("name", "kind"), NOT_FOR)
+def test_a_tensor_on_another_device_is_refused_before_the_memory_changes_hands(
+    name: str, kind: StepKind, taken_before: bool
+) -> None:
+    """Also where a step of the same layout was taken already, about which little is asked."""
+    world = world_of(topk=3, checking=False)
+    meta, extend = capture(world, kind), capture(world, StepKind.DRAFT_EXTEND)
+    step = Scene(world, Batch(kind, (5, 3))).step()
+    if taken_before:
+        world.backend.replay(meta, step)
+        world.backend.replay(extend, Scene(world, Batch(StepKind.DRAFT_EXTEND, (5, 3))).step())
+    if name == "rows":
+        bad = replace(step, paging=replace(step.paging, rows=step.paging.rows.to("meta")))
+    else:
+        bad = replace(step, **{name: getattr(step, name).to("meta")})
+    with pytest.raises(UnsupportedStepError, match=rf": {name} on meta \(the backend was built for cpu\)"):
+        world.backend.replay(meta, bad)
+    extend.at()
+
+
+def test_a_part_of_the_table_is_refused_after_a_step_on_all_of_it() -> None:
+    """It begins at the same address and has the same strides."""
+    world = world_of(checking=False)
+    meta, step = capture(world, StepKind.DECODE), Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
+    world.backend.replay(meta, step)
+    part = replace(step.paging, table=step.paging.table[:-1])
+    with pytest.raises(UnsupportedStepError, match="brings another one"):
+        world.backend.replay(meta, replace(step, paging=part))
 
 
 def test_guards_are_looked_at_before_the_next_phase() -> None:

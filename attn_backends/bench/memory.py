@@ -14,9 +14,11 @@ from typing import NamedTuple
 import torch
 
 from attn_backends.base import AttentionBackend
-from attn_backends.bench.rows import MemoryRow
+from attn_backends.bench.rows import MemoryRow, Missing, missing
 from attn_backends.bench.speculation import PHASES
+from attn_backends.errors import UnsupportedStepError
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Extent, Paging, RequestTable
+from spec_metadata.static_inputs import padding_step
 
 MAX_BS, MAX_CONTEXT, NUM_STEPS = 128, 131072, 4
 CASES = {
@@ -60,10 +62,17 @@ PAGINGS: Mapping[str, Callable[[CacheGeometry], Paging]] = {
 }  # as an engine's, without its contents
 
 
-def measure_memory(backend: type[AttentionBackend], capacity: Capacity) -> Iterator[MemoryRow]:
+def measure_memory(backend: type[AttentionBackend], capacity: Capacity) -> Iterator[MemoryRow | Missing]:
     """A row of each buffer and phase, over either form of table, and of each kernel's workspaces."""
     geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
     made = backend(capacity, geometry)
+    for kind in PHASES.values():
+        step = padding_step(capacity.bucket(kind, 1), PAGINGS["request_table"](geometry), capacity)
+        reasons = made.unsupported_reasons(step)
+        if reasons:
+            case = f"page size {capacity.page_size}, topk {capacity.topk}"
+            yield missing(backend, "", case, UnsupportedStepError(f"{made.name} can't take a {kind} step", reasons))
+            return
     peer = _peer(backend.name, capacity)
     for paging, make in PAGINGS.items():
         row = partial(MemoryRow, "memory", backend.name, capacity.page_size, capacity.topk, paging)
