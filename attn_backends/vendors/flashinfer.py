@@ -103,7 +103,6 @@ class MLASchedule(Schedule):
         self._work, self._partial = buffers[INT_WORKSPACE.name], buffers[FLOAT_WORKSPACE.name]
         _refuse(f"flashinfer_{backend}", _type_reasons(shape, self._work.device))
         self._csr, self._shape = plan, shape
-        self._staging = torch.empty(self._work.shape, dtype=torch.uint8, pin_memory=self._work.is_cuda)
         self._module = providers.load("flashinfer.mla:get_batch_mla_module")(
             backend,
             dtype_q=shape.dtype,
@@ -119,13 +118,16 @@ class MLASchedule(Schedule):
     def plan_host(self, lens: HostLens) -> None:
         """Plan from exact lengths and copy the list of work to the device, on the current stream, without waiting.
 
-        FlashInfer copies out of pinned memory of PyTorch's, which is not given out again while the copy is under way.
+        FlashInfer copies out of pinned memory that PyTorch must not give out before the copy is done: the host may be
+        ahead of the stream. PyTorch learns of a copy from copies of its own alone, so one byte is copied so.
         """
         assert lens.causal == self._csr.causal, "the host and the device planned different steps"
         _refuse("FlashInfer's MLA scheduler", _work_reasons(lens, self._shape.num_heads))
         rows = csr_rows(lens.query_lens, lens.kv_lens, self._csr.page_size)
-        buffers = (self._partial, self._work, self._staging)
+        staging = torch.empty(self._work.shape, dtype=torch.uint8, pin_memory=self._work.is_cuda)
+        buffers = (self._partial, self._work, staging)
         layout = self._module.plan(*buffers, *rows, self._shape.num_heads, self._shape.v_head_dim, lens.causal)
+        self._work[:1].copy_(staging[:1], non_blocking=True)
         if self._layout is not None and list(layout) != list(self._layout):
             raise CaptureError(
                 f"FlashInfer's grid and workspace were laid out as {list(self._layout)} and are {list(layout)} for "
