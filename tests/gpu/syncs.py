@@ -2,11 +2,12 @@
 
     python -m tests.gpu.syncs --json FILE
 
-Cycles of draft, verify, accept and draft extend through graphs, planned before them or in them. Launching one waits for
-nothing: the host sends which rows of the table take part, and for kernels that plan there (`needs_host_lens`) a list of
-work for each phase, and a byte of it that PyTorch knows of; tokens and their counts set out for it. Reading waits once, for these two. So a cycle with lag
-waits for nothing of its own, and one without, which kernels that plan on the host need, waits once. A row with more
-fails, and so does one with less, of which the profiler has missed something.
+Cycles of draft, verify, accept and draft extend through graphs, planned before them or in them. Launching one waits
+for nothing: the host sends which rows of the table take part, and for kernels that plan there (`needs_host_lens`) a
+list of work for each phase, and a byte of it that PyTorch knows of; tokens and their counts set out for it. Reading
+waits once, for these two. So a cycle with lag waits for nothing of its own, and one without, which kernels that plan
+on the host need, waits once. A row with more fails, and so does one with less, of which the profiler has missed
+something.
 """
 
 from __future__ import annotations
