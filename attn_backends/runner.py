@@ -184,7 +184,8 @@ class PhaseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of which a graph holds all, attention too: of uniform rows, or one that `whole` made.
 
     buckets: sizes to capture. paging: the engine's table, which a graph reads in place. planning: "before" a graph
-    runs, or "in_graph", as its first node. Raises `UnsupportedStepError` if the kernel can't be captured.
+    runs, or "in_graph", as its first node, which a backend in checking mode can't. Raises `UnsupportedStepError` if the
+    kernel can't be captured.
     """
 
     def __init__(
@@ -197,6 +198,11 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         planning: Planning = "before",
     ) -> None:
         self._region, self._paging, self._planning = phase.region, paging, planning
+        if buckets and planning == "in_graph" and backend.checking:
+            raise CaptureError(
+                f"phase {phase.name}: planning is 'in_graph' and {backend.name} checks, which reads the device; no "
+                "graph can hold that. Plan 'before', or build the backend without checking"
+            )
         super().__init__(phase, backend, buckets, make_graph)
 
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:

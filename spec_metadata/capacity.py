@@ -6,8 +6,9 @@ numbers that buffer sizes are expressions of (`spec_metadata.buffers`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from numbers import Integral
 
 from spec_metadata.errors import InvalidStepError
 
@@ -47,6 +48,9 @@ class Capacity:
     num_rerun: int = 0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            if not isinstance(getattr(self, field.name), Integral):
+                raise InvalidStepError(f"{field.name} must be a whole number, got {getattr(self, field.name)!r}")
         for name in ("max_bs", "max_context", "page_size", "topk", "num_steps"):
             if getattr(self, name) < 1:
                 raise InvalidStepError(f"{name} must be at least 1, got {getattr(self, name)}")

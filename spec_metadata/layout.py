@@ -64,6 +64,7 @@ class Step:
 
     def __post_init__(self) -> None:
         _check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
+        _check_device(self.seq_lens, out_cache_loc=self.out_cache_loc, tree_mask=self.tree_mask)
         if self.out_cache_loc.shape != (self.num_writes,):
             raise InvalidStepError(
                 f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
@@ -247,18 +248,33 @@ def _check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: P
     check_query(query, num_steps, bs)
     if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
         raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
+    starts = None if isinstance(query, UniformQuery) else query.cu_seqlens
+    _check_device(seq_lens, table=paging.table, rows=paging.static_input(), cu_seqlens=starts)
+
+
+def _check_device(seq_lens: Tensor, **others: Tensor | None) -> None:
+    """Kernels follow addresses, and would take those of another device for their own."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != seq_lens.device:
+            raise InvalidStepError(
+                f"{name} is on {tensor.device} and seq_lens on {seq_lens.device}; a step's tensors lie on one device"
+            )
 
 
 def _exact_lens(
     bs: int, max_committed: int | None = None, seq_lens_cpu: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
     """The lengths of `bs` real requests as the host has them, if they agree with what else it knows."""
+    if max_committed is not None and max_committed < 0:
+        raise InvalidStepError(f"max_committed must be at least 0 tokens, got {max_committed}")
     if seq_lens_cpu is None:
         return None
     if isinstance(seq_lens_cpu, Tensor):
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
     if len(seq_lens_cpu) != bs:
         raise InvalidStepError(f"seq_lens_cpu holds {len(seq_lens_cpu)} lengths, seq_lens {bs}")
+    if min(seq_lens_cpu, default=0) < 0:
+        raise InvalidStepError(f"seq_lens_cpu holds {min(seq_lens_cpu)}; a request has at least 0 committed tokens")
     if max_committed is not None and max(seq_lens_cpu, default=0) > max_committed:
         raise InvalidStepError(f"seq_lens_cpu holds {max(seq_lens_cpu)}, over max_committed={max_committed}")
     return tuple(seq_lens_cpu)

@@ -91,6 +91,8 @@ def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
         if num_steps < 1 or query.width < 1:
             raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
         return
+    if not isinstance(query, AnyPacked):
+        raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
     starts = query.cu_seqlens
     if isinstance(query, BoundedQuery):
         num_requests = bs

@@ -97,6 +97,8 @@ def _query_misfit(static: Step, step: Step) -> list[str]:
     else:
         if isinstance(step.query, UniformQuery):
             return [f"a uniform width of {step.width} fits no graph of packed rows"]
+        if isinstance(step.query, BoundedQuery):
+            return [f"rows padded to {step.num_tokens} fit no graph, which pads them itself; give a PackedQuery"]
         captured = TokenBucket(static.kind, static.max_real, static.num_tokens)
         given = TokenBucket(step.kind, step.bs, step.num_tokens)
         wrong = step.kind is not static.kind or step.num_tokens > static.num_tokens

@@ -216,6 +216,8 @@ BAD: dict[str, Callable[[], object]] = {
     r"tree_mask must be \(3, 4, 4\) bool, got \[3, 3, 3\]": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 3, 3, dtype=torch.bool)
     ),
+    "max_context must be a whole number, got 8.0": lambda: Capacity(1, 8.0, 4),  # type: ignore[arg-type]
+    "num_rerun must be a whole number, got '2'": lambda: Capacity(1, 8, 4, num_rerun="2"),  # type: ignore[arg-type]
     "max_bs must be at least 1, got 0": lambda: Capacity(0, 8, 4),
     "max_context must be at least 1": lambda: Capacity(1, 0, 4),
     "page_size must be at least 1": lambda: Capacity(1, 8, 0),
@@ -234,6 +236,25 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     "a bucket holds at least 1 request, got bs=0": lambda: Capacity(1, 8, 4).bucket(StepKind.DECODE, 0),
     "a bucket of prefill holds at least 1 token, got num_tokens=0": lambda: Capacity(1, 8, 4).prefill_bucket(0),
+    r"query is \[1, 2, 3\]; it must be UniformQuery\(width\) or PackedQuery.of": lambda: Step.prefill(
+        [1, 2, 3],  # type: ignore[arg-type]
+        SEQ_LENS,
+        PAGING,
+    ),
+    "query is 4; it must be UniformQuery": lambda: Step.draft_extend(4, SEQ_LENS, PAGING),  # type: ignore[arg-type]
+    "max_committed must be at least 0 tokens, got -1": lambda: Step.decode(SEQ_LENS, PAGING, max_committed=-1),
+    "seq_lens_cpu holds -7; a request has": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=[7, -7, 0]),
+    "cu_seqlens is on meta and seq_lens on cpu": lambda: Step.prefill(
+        PackedQuery.of([1] * 3, "meta"), SEQ_LENS, PAGING
+    ),
+    "table is on meta and seq_lens on cpu": lambda: Step.decode(
+        SEQ_LENS, BlockTable(BLOCKS.table.to("meta"), GEOMETRY)
+    ),
+    "rows is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING.on_static(SLOTS[:3].to("meta"))),
+    "out_cache_loc is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING, SLOTS[:3].to("meta")),
+    "tree_mask is on meta and seq_lens on cpu": lambda: Step.target_verify(
+        4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.bool, device="meta")
+    ),
     "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -165,8 +166,12 @@ IN_WORDS = rf"a prompt has 3 placeholder tokens {PLACEHOLDER}"
 @pytest.mark.parametrize(
     ("prompt", "given", "message"),
     [
-        (PROMPT, None, rf"{IN_WORDS} and comes with None; it needs a tensor of embeddings, \[3, 32\] in torch.float32"),
-        (PROMPT, ROWS.tolist(), rf"{IN_WORDS} and comes with \[\[0.0.*it needs a tensor"),
+        (
+            PROMPT,
+            None,
+            rf"{IN_WORDS} and comes with no embeddings; it needs one tensor of embeddings, \[3, 32\] in torch.float32",
+        ),
+        (PROMPT, ROWS.tolist(), rf"{IN_WORDS} and comes with a list; it needs one tensor"),
         (PROMPT, ROWS[:2], rf"{IN_WORDS} and embeddings \[2, 32\].*must be \[3, 32\].*one for each placeholder"),
         (PROMPT, ROWS[:, :16], rf"{IN_WORDS} and embeddings \[3, 16\]"),
         (PROMPT, ROWS.half(), rf"{IN_WORDS} and embeddings \[3, 32\] in torch.float16 on cpu; they must be .*float32"),
@@ -195,9 +200,9 @@ def test_a_worker_of_text_refuses_embeddings() -> None:
     assert server.num_waiting == 0
 
 
-@pytest.mark.parametrize("token", [-1, 64])
-def test_a_placeholder_is_a_token_of_the_model(token: int) -> None:
-    with pytest.raises(InvalidStepError, match=rf"placeholder_token is {token}; the model knows 0 to 63"):
+@pytest.mark.parametrize("token", [-1, 64, 3.0, "<image>"])
+def test_a_placeholder_is_a_token_of_the_model(token: object) -> None:
+    with pytest.raises(InvalidStepError, match=rf"placeholder_token is {token!r}; the model knows 0 to 63"):
         laws.make("plain", laws.PLACE, "eager", placeholder_token=token)
 
 
@@ -219,6 +224,23 @@ def test_a_callers_embeddings_are_its_own_again_after_submission() -> None:
         list(server.stream())
         outputs.append(request.output)
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("num_rounds", [0, 2], ids=["waiting", "halfway"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_cancelled_request_keeps_no_embeddings(lag: int, num_rounds: int) -> None:
+    """However long its caller holds on to it."""
+    place = replace(laws.PLACE, host_lag=lag)
+    server = Server(laws.make("mtp", place, "piecewise", chunk=2, placeholder_token=PLACEHOLDER))
+    request = server.submit(PROMPT, multimodal_embeddings=ROWS)
+    assert request.embeddings is not None
+    rows = weakref.ref(request.embeddings.rows)
+    for _ in range(num_rounds):
+        server.round()
+    assert request.in_prefill
+    server.cancel(request)
+    list(server.stream())
+    assert rows() is None
 
 
 def test_a_worker_of_text_has_no_fields_for_embeddings() -> None:

@@ -114,7 +114,14 @@ def test_a_padded_step_is_checked_without_the_hosts_lengths() -> None:
             "captured for 4 requests, the step has 5",
         ),
         (Step.decode(torch.tensor([3, 4]), ROWS), "a uniform width of 1 fits no graph of packed rows"),
-        (pad_step(prefill(), BUCKET, CAPACITY), "captured for 4 requests, the step has 5"),
+        (
+            pad_step(prefill(), BUCKET, CAPACITY),
+            "rows padded to 10 fit no graph, which pads them itself; give a PackedQuery",
+        ),
+        (
+            Step.prefill(BoundedQuery(torch.tensor([0, 2, 4]).int(), 4, 10), torch.zeros(2).int(), ROWS),  # type: ignore[arg-type]
+            "rows padded to 4 fit no graph",
+        ),
         (prefill(PAGES), "captured on a RequestTable, the step has a BlockTable"),
     ],
 )

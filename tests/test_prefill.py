@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import get_args
 
@@ -161,6 +162,14 @@ def test_the_host_lists_the_tokens_of_a_step_not_of_its_bucket(monkeypatch: pyte
 def test_buckets_hold_a_token(sizes: tuple[int, ...]) -> None:
     with pytest.raises(InvalidStepError, match=r"a bucket of prefill holds at least 1 token, got num_tokens=0"):
         laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, make_graph=RecordedGraph)
+
+
+@pytest.mark.parametrize("name", ["buckets", "prefill_buckets"])
+@pytest.mark.parametrize("sizes", [64, "8,16", (8.0,), None])
+def test_buckets_are_whole_numbers(name: str, sizes: object) -> None:
+    message = re.escape(f"{name} must be a tuple of whole numbers, such as (1, 2, 4); got {sizes!r}")
+    with pytest.raises(InvalidStepError, match=message):
+        WorkerOptions(**{name: sizes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunk", [0, -1])

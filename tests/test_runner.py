@@ -142,6 +142,14 @@ def test_graphs_that_plan_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(runner, world, lens, seed).ran_graph
 
 
+def test_a_graph_that_plans_itself_cannot_check() -> None:
+    world = World(Setup(FA3Backend, CacheFormat.KV, 4, checking=True))
+    with pytest.raises(
+        CaptureError, match=r"planning is 'in_graph' and fa3 checks.*Plan 'before', or .*without checking"
+    ):
+        runner_of(world, planning="in_graph")
+
+
 def test_a_consumer_cannot_read_a_graph_that_did_not_run(world: World) -> None:
     """Seed 000: after a graph has run, a larger batch runs eagerly; its result is its own, of its own size."""
     runner = runner_of(world)

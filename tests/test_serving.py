@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from attn_backends.cli import main
 from attn_backends.config import load_run_config
 from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.options import WorkerOptions
 from attn_backends.eagle.requests import RequestError, RequestOptions
-from attn_backends.eagle.serving import Server
+from attn_backends.eagle.serving import Server, serve
 from attn_backends.errors import ConfigError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Sampling, StepKind
@@ -115,6 +118,33 @@ def test_two_servers_do_not_run_on_one_worker_at_a_time():
     assert [mine.finish, yours.finish, len(yours.output)] == ["length", "length", 8]
 
 
+@pytest.mark.parametrize("phase", ["cycle", "prefill"])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_step_that_fails_loses_nothing_of_what_ran_before_it(phase, lag, monkeypatch):
+    """Such as one that is out of memory beside a cycle that was launched; the next round tries again."""
+    capacity, given = Capacity(3, 96, 16, **CHAIN), [laws.a_prompt(length) for length in (9, 30)]
+    expected = serve(plain_worker("gqa", "fa3", capacity), given, 20)
+    worker = eagle_worker("gqa", "fa3", capacity, chunk=6, host_lag=lag)
+    server, run, calls = Server(worker), getattr(worker, phase), []
+    requests = [server.submit(prompt, RequestOptions(20)) for prompt in given]
+
+    def failing(*step):
+        calls.append(step)
+        if len(calls) in (3, 4):
+            raise torch.OutOfMemoryError("no memory")
+        return run(*step)
+
+    monkeypatch.setattr(worker, phase, failing)
+    came = [0, 0]
+    for _ in range(60):
+        with suppress(torch.OutOfMemoryError):
+            for request, tokens in server.round():
+                came[request.number] += len(tokens)
+    assert [request.output for request in requests] == [completion.tokens for completion in expected]
+    assert came == [20, 20]
+    assert server.is_idle
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -147,6 +177,12 @@ def test_a_prompt_of_anything_but_token_ids_is_refused(prompt, message):
 def test_options_of_another_type_are_refused(values, message):
     with pytest.raises(RequestError, match=message):
         RequestOptions(**values)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    assert RequestOptions(np.int64(8)).max_new_tokens == 8
+    assert WorkerOptions(tuple(np.array([1, 4]))).buckets == (1, 4)
+    assert Capacity(np.int32(2), 64, 16).max_pages == 5
 
 
 def test_options_that_are_none_are_refused():

@@ -10,9 +10,23 @@ from attn_backends.eagle.phases import VerifyInputs
 from attn_backends.eagle.requests import RequestError
 from attn_backends.eagle.serving import serve
 from attn_backends.eagle.worker import EagleWorker, kept
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, SamplingParams, Step
-from tests.serving_scenes import CHAIN, EAGER, GRAPH, PHASES, TREE, eagle, engine_parts, plain, prompts, tokens
+from tests.serving_scenes import (
+    CHAIN,
+    EAGER,
+    GRAPH,
+    PHASES,
+    TREE,
+    eagle,
+    eagle_worker,
+    engine_parts,
+    plain,
+    plain_worker,
+    prompts,
+    tokens,
+)
 from training.cycles import Shape, Window
 from training.models import CHECKPOINTS
 from training.models import load_draft as load_trained_draft
@@ -60,6 +74,14 @@ def test_graphs_that_plan_themselves(model, backend, draft):
     assert tokens(found) == tokens(expected)
     assert worker.num_graph_steps["verify"] > 0
     assert not worker.num_eager_steps.get("verify")
+
+
+@pytest.mark.parametrize("make", [plain_worker, eagle_worker])
+def test_a_context_has_no_more_tokens_than_the_target_has_positions(make):
+    make("gqa", "fa3", Capacity(1, 2048, 16, **CHAIN))
+    message = r"max_context=2049 \(the target has 2048 positions\). Instead: max_context=2048, or less"
+    with pytest.raises(UnsupportedStepError, match=message):
+        make("gqa", "fa3", Capacity(1, 2049, 16, **CHAIN))
 
 
 def test_planning_has_two_places():

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -45,9 +46,9 @@ class EmbeddingForm:
     @classmethod
     def of(cls, target: TargetModel, placeholder_token: int) -> EmbeddingForm:
         """Those of a target. Raises `InvalidStepError` for a token that it does not know."""
-        if not 0 <= placeholder_token < target.vocab_size:
+        if not isinstance(placeholder_token, Integral) or not 0 <= placeholder_token < target.vocab_size:
             raise InvalidStepError(
-                f"placeholder_token is {placeholder_token}; the model knows 0 to {target.vocab_size - 1}. Choose one "
+                f"placeholder_token is {placeholder_token!r}; the model knows 0 to {target.vocab_size - 1}. Choose one "
                 "that no prompt has otherwise"
             )
         return cls(placeholder_token, target.hidden_size, target.dtype, target.device)
@@ -64,7 +65,8 @@ class EmbeddingForm:
         needed = f"[{len(positions)}, {self.hidden_size}] in {self.dtype} on {self.device}"
         what = f"a prompt has {len(positions)} placeholder tokens {self.placeholder_token}"
         if not isinstance(given, Tensor):
-            raise RequestError(f"{what} and comes with {given!r}; it needs a tensor of embeddings, {needed}")
+            found = "no embeddings" if given is None else f"a {type(given).__name__}"
+            raise RequestError(f"{what} and comes with {found}; it needs one tensor of embeddings, {needed}")
         form = given.shape, given.dtype, given.device
         if form != ((len(positions), self.hidden_size), self.dtype, self.device):
             found = f"{list(given.shape)} in {given.dtype} on {given.device}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal, get_args
 
 import torch
@@ -56,6 +57,9 @@ class WorkerOptions:
     planning: Planning = "before"
 
     def __post_init__(self) -> None:
+        for name, sizes in (("buckets", self.buckets), ("prefill_buckets", self.prefill_buckets)):
+            if not isinstance(sizes, Sequence) or not all(isinstance(size, Integral) for size in sizes):
+                raise InvalidStepError(f"{name} must be a tuple of whole numbers, such as (1, 2, 4); got {sizes!r}")
         if self.host_lag not in (0, 1):
             raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
         if self.chunk < 1:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 from attn_backends.eagle.text import GrowingText
@@ -56,7 +57,7 @@ class RequestOptions:
     draft: DraftShape | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, int):
+        if not isinstance(self.max_new_tokens, Integral):
             raise RequestError(f"max_new_tokens must be a whole number, got {self.max_new_tokens!r}")
         if self.max_new_tokens < 1:
             raise RequestError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
@@ -110,8 +111,8 @@ class Request:
     """A request in a server's hands.
 
     number: of its submission. limit: tokens that it may emit, from max_new_tokens and the context. growing: its text,
-    None if nobody decodes. embeddings: of the prompt's placeholders, None without and once the prompt is through.
-    output: tokens emitted so far. finish: None until its end is known.
+    None if nobody decodes. embeddings: of the prompt's placeholders, None without, and once the prompt is through or
+    the request ended. output: tokens emitted so far. finish: None until its end is known.
 
     Of the server: prefix_keys: what the prompt's pages are known by. row: in the request-to-token table, -1 without
     one. num_prefilled: prompt tokens launched or shared. num_prefills_unread, num_cycles_unread: steps launched that
@@ -178,5 +179,6 @@ class Request:
     def end(self, reason: FinishReason) -> None:
         """Nothing follows."""
         self.finish = reason
+        self.embeddings = None
         if self.growing is not None:
             self.growing.end()

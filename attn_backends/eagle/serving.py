@@ -60,6 +60,7 @@ class Server:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission; ended ones too, until all their steps are read
         self._unread: deque[list[_Unread]] = deque()  # of each round
+        self._emitted: list[Emitted] = []  # read, and not returned by a round yet
         self._unstreamed: deque[Emitted] = deque()  # of a stream that was left within a round
 
     @property
@@ -134,20 +135,23 @@ class Server:
     def round(self) -> list[Emitted]:
         """One scheduling round: admit, launch one cycle and one step of prefill, read what is due.
 
-        Raises `RequestError` while another server's requests run on the worker, and nothing was changed then.
+        Raises `RequestError` while another server's requests run on the worker, and nothing was changed then. If a
+        step raises, as one does that is out of memory, the next round tries it again, and reads what ran before it.
         """
         if not self._running and self.worker.slots.in_use:
             raise RequestError(
                 "the worker holds requests of another server; let that one finish first, or give each server a worker "
                 "of its own"
             )
+        self._read_due()
         self._admit()
-        self._unread.append([*self._launch_cycle(), *self._launch_prefill()])
-        emitted: list[Emitted] = []
-        while len(self._unread) > self.worker.host_lag:
-            for step in self._unread.popleft():
-                emitted += self._read(step)
+        launched: list[_Unread] = []
+        self._unread.append(launched)
+        launched += self._launch_cycle()
+        launched += self._launch_prefill()
+        self._read_due()
         self._release_ended()
+        emitted, self._emitted = self._emitted, []
         return emitted
 
     def _check(self, prompt: Sequence[int], options: RequestOptions) -> None:
@@ -256,6 +260,12 @@ class Server:
                 if not request.in_prefill:
                     request.embeddings = None
             yield _Unread(requests, launch, is_cycle=False)
+
+    def _read_due(self) -> None:
+        """Read rounds until the host is as far behind as it may be."""
+        while len(self._unread) > self.worker.host_lag:
+            for step in self._unread.popleft():
+                self._emitted += self._read(step)
 
     def _read(self, step: _Unread) -> Iterator[Emitted]:
         tokens, seconds = step.launch.read()
