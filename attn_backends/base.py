@@ -51,7 +51,7 @@ from spec_metadata import (
     static_step,
     write_slots,
 )
-from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on, raw_inputs
+from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on
 from spec_metadata.buffers import out_of_range
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
@@ -241,9 +241,8 @@ class AttentionBackend(ABC, Generic[Plan]):
             reasons.append(f"{step.max_real} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
             reasons.append(f"a table over {step.paging.geometry} (the backend was built for {self.geometry})")
-        elsewhere = [f"{name} on {t.device}" for name, t in raw_inputs(step).items() if not is_on(t, self.device)]
-        if elsewhere:
-            reasons.append(f"{', '.join(elsewhere)} (the backend was built for {self.device})")
+        if not is_on(step, self.device):
+            reasons.append(f"tensors on {step.device} (the backend was built for {self.device})")
         return reasons
 
     def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:

@@ -127,10 +127,8 @@ def _layout_of(step: Step) -> Hashable:
     table = paging.table
     read_in_place = (table.data_ptr(), table.stride()) if isinstance(paging, RequestTable) else ()
     query, geometry = step.query, paging.geometry
-    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, table.shape)
-    mask_device = None if step.tree_mask is None else step.tree_mask.device
-    devices = (step.seq_lens.device, step.out_cache_loc.device, paging.static_input().device, mask_device)
-    return step.kind, type(query), query.width, sizes, type(paging), read_in_place, geometry, devices
+    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, step.tree_mask is None, table.shape)
+    return step.kind, type(query), query.width, sizes, type(paging), read_in_place, geometry, step.device
 
 
 def _too_large(owner: str, num_bytes: int, sizes: Sizes, found: str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from spec_metadata.capacity import Capacity, StepKind
 from spec_metadata.errors import InvalidStepError
@@ -46,19 +45,9 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
         raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
 
 
-def raw_inputs(step: Step) -> dict[str, Tensor]:
-    """The tensors that an engine makes a step of, by name. A query's own starts are made with it."""
-    inputs = {"seq_lens": step.seq_lens, "out_cache_loc": step.out_cache_loc, "table": step.paging.table}
-    if isinstance(step.paging, RequestTable):
-        inputs["rows"] = step.paging.rows
-    if step.tree_mask is not None:
-        inputs["tree_mask"] = step.tree_mask
-    return inputs
-
-
-def is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor lies on a device; one without an index is any of its type."""
-    return tensor.device.type == device.type and (device.index is None or tensor.device.index in (None, device.index))
+def is_on(step: Step, device: torch.device) -> bool:
+    """Whether a step's tensors, which lie on one device, lie on this; one without an index is any of its type."""
+    return step.device.type == device.type and (device.index is None or step.device.index in (None, device.index))
 
 
 def most_committed(step: Step, capacity: Capacity) -> int:
