@@ -63,7 +63,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     """An attention backend bound to one engine's capacity, cache geometry and device.
 
     A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
-    `has_fused` and `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens
+    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens
     alone, and read what they drafted by slot, in a chain too.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
@@ -77,7 +77,6 @@ class AttentionBackend(ABC, Generic[Plan]):
     name: ClassVar[str]
     formats: ClassVar[frozenset[CacheFormat]]
     kernels: ClassVar[tuple[Kernel, ...]]
-    has_fused: ClassVar[bool] = False
     prefix_only: ClassVar[bool] = False
 
     def __init__(
@@ -98,7 +97,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.checking = checking
         workload = replace(workload or Workload(geometry.page_size), capacity=capacity)
         self.choices = choose_kernels(self.name, self.kernels, kernel, self.device, workload)
-        self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused)
+        self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
         self._arenas = Arenas(self.name, *place)
@@ -129,6 +128,11 @@ class AttentionBackend(ABC, Generic[Plan]):
     @abstractmethod
     def write(self, step: Step, buffers: Buffers) -> None:
         """Write the metadata of all forwards into buffers. Device only, fixed shapes, no host reads."""
+
+    @classmethod
+    def has_fused(cls) -> bool:
+        """Whether it has a fused planner."""
+        return cls.bind_fused is not AttentionBackend.bind_fused
 
     def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
         """A launch that writes what `write` does, and the write slots; it may be repeated, and recorded."""
@@ -292,8 +296,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         return write
 
     def _check_ranges(self, meta: Metadata[Plan]) -> None:
-        problems = out_of_range(self.buffers(meta.step.kind), meta.buffers)
-        if problems:
+        if problems := out_of_range(self.buffers(meta.step.kind), meta.buffers):
             raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
 
     def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:

@@ -107,7 +107,6 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     """
 
     name = "dsv4"
-    has_fused = True
     formats: ClassVar[frozenset[Any]] = frozenset({CompressedFormat.COMPRESSED})
     kernels = (
         flashmla_sparse.KERNEL,

@@ -64,7 +64,6 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     """Grouped-query attention or MLA in FlashAttention-3's metadata format."""
 
     name = "fa3"
-    has_fused = True
     formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),

@@ -68,7 +68,7 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
     """MLA in FlashInfer's metadata format."""
 
     name = "flashinfer_mla"
-    has_fused = prefix_only = True
+    prefix_only = True
     formats = frozenset({CacheFormat.LATENT})
     kernels = (
         mla_kernel("fa3", architectures=frozenset({9})),

@@ -82,7 +82,6 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
     """MLA in the metadata format of TensorRT-LLM and FlashMLA."""
 
     name = "trtllm_mla"
-    has_fused = True
     formats = frozenset({CacheFormat.LATENT})
     kernels = (
         trtllm_gen.KERNEL,

@@ -28,6 +28,7 @@ from attn_backends.errors import UnsupportedStepError
 from attn_backends.metadata import Metadata
 from attn_backends.selection import Workload
 from spec_metadata import CacheGeometry, Capacity, SamplingParams, Step, StepKind, UniformQuery
+from spec_metadata.layout import HostBounds
 
 BATCH_SIZES, CONTEXTS = (1, 32), (4096,)
 PAGE_SIZE, NUM_STEPS = 64, 3
@@ -171,13 +172,14 @@ class Loop:
     @torch.no_grad()
     def _region(self) -> None:
         """A cycle from the same lengths, on the state that the last one left."""
-        capacity, bounds = self._setting.capacity, {"max_committed": self._setting.context}
+        capacity = self._setting.capacity
+        bounds: HostBounds = {"max_committed": self._setting.context}
         place = (self._lens, self._paging)
-        drafting = Step.draft_decode(1, capacity.num_steps, *place, **bounds)  # type: ignore[arg-type]
+        drafting = Step.draft_decode(1, capacity.num_steps, *place, **bounds)
         tree = self._draft.region(self._planned(drafting), self.state)
-        verifying = Step.target_verify(capacity.num_draft_tokens, *place, **bounds)  # type: ignore[arg-type]
+        verifying = Step.target_verify(capacity.num_draft_tokens, *place, **bounds)
         accepted = self._verify.region(self._planned(verifying), VerifyInputs.of(tree, self._sampling))
-        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), *place, **bounds)  # type: ignore[arg-type]
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), *place, **bounds)
         state = self._extend.region(self._planned(extending), accepted)
         for name in ("root", "tokens", "log_probs", "hidden"):
             getattr(self.state, name).copy_(getattr(state, name))

@@ -15,6 +15,7 @@ from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.layer import AttentionLayer
 from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step, StepKind
 from spec_metadata.capacity import ceil_div
+from spec_metadata.layout import HostBounds
 
 BATCH_SIZES = (1, 32, 128)
 CONTEXTS = (4096, 32768)
@@ -132,13 +133,13 @@ def one_step(requests: Requests, width: int, tree_mask: Tensor | None = None) ->
     """The last tokens of every request: a decode of one, a verify, or of more than `MAX_VERIFIED` a prefill."""
     committed, paging = requests.context - width, requests.table
     lens = torch.full((requests.batch_size,), committed, dtype=torch.int32, device=paging.table.device)
-    host = {"max_committed": committed, "seq_lens_cpu": [committed] * requests.batch_size}
+    host: HostBounds = {"max_committed": committed, "seq_lens_cpu": [committed] * requests.batch_size}
     if width == 1:
-        return Step.decode(lens, paging, **host)  # type: ignore[arg-type]
+        return Step.decode(lens, paging, **host)
     if width > MAX_VERIFIED:
         query = PackedQuery.of([width] * requests.batch_size, lens.device)
-        return Step.prefill(query, lens, paging, **host)  # type: ignore[arg-type]
-    return Step.target_verify(width, lens, paging, tree_mask=tree_mask, **host)  # type: ignore[arg-type]
+        return Step.prefill(query, lens, paging, **host)
+    return Step.target_verify(width, lens, paging, tree_mask=tree_mask, **host)
 
 
 def fill_pool(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind, UniformQuery
+from spec_metadata.layout import HostBounds
 
 PHASES = {
     "draft": StepKind.DRAFT_DECODE,
@@ -63,16 +64,17 @@ class Batch:
         """The step of a phase. exact: whether the host tells lengths as they are, or only a bound on them."""
         capacity, paging = self.tables.capacity, self.tables.paging(self.batch_size)
         lens = torch.full((self.batch_size,), self.context, dtype=torch.int32, device=paging.table.device)
-        host = {"max_committed": self.context, "seq_lens_cpu": [self.context] * self.batch_size if exact else None}
+        lens_cpu = [self.context] * self.batch_size if exact else None
+        host: HostBounds = {"max_committed": self.context, "seq_lens_cpu": lens_cpu}
         if kind is StepKind.DRAFT_DECODE:
-            return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **host)  # type: ignore[arg-type]
+            return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **host)
         if kind is StepKind.DRAFT_EXTEND:
-            return Step.draft_extend(UniformQuery(capacity.extend_width), lens, paging, **host)  # type: ignore[arg-type]
+            return Step.draft_extend(UniformQuery(capacity.extend_width), lens, paging, **host)
         width = capacity.num_draft_tokens
         mask = None
         if capacity.topk > 1:
             mask = torch.ones(width, width, dtype=torch.bool, device=lens.device).tril().expand(self.batch_size, -1, -1)
-        return Step.target_verify(width, lens, paging, tree_mask=mask, **host)  # type: ignore[arg-type]
+        return Step.target_verify(width, lens, paging, tree_mask=mask, **host)
 
     def __str__(self) -> str:
         capacity = self.tables.capacity

@@ -123,7 +123,7 @@ def _kernels(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
 
 
 def _planner(backend: type[AttentionBackend], device: str) -> Planner:
-    return choose_planner(backend.name, "auto", torch.device(device), has_fused=backend.has_fused)
+    return choose_planner(backend.name, "auto", torch.device(device), has_fused=backend.has_fused())
 
 
 def _values(capabilities: Capabilities) -> dict[str, Any]:

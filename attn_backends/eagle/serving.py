@@ -146,7 +146,7 @@ class Server:
         self._read_due()
         self._admit()
         launched: list[_Unread] = []
-        self._unread.append(launched)
+        self._unread.append(launched)  # filled as steps are launched, so that one that raises loses none before it
         launched += self._launch_cycle()
         launched += self._launch_prefill()
         self._read_due()
