@@ -63,15 +63,15 @@ class AttentionBackend(ABC, Generic[Plan]):
     """An attention backend bound to one engine's capacity, cache geometry and device.
 
     A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
-    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens
-    alone, and read what they drafted by slot, in a chain too.
+    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens alone, and read
+    what they drafted by slot, in a chain too.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
     workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
-    or "auto" for `planners.PREFERRED` where both run. memory: what captured steps lie in, one for all backends of a
-    worker (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the
-    device; reads it back, so it is for tests and debugging.
+    or "auto" for that where it runs. memory: what captured steps lie in, one for all backends of a worker (None: its
+    own). checking: guard words around plans and static buffers, ranges and step values checked on the device; reads it
+    back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]

@@ -12,8 +12,6 @@ from attn_backends.errors import BackendUnavailableError
 from spec_metadata import BoundedQuery, Step, copy_step
 
 PLANNERS = ("auto", "torch", "fused")
-PREFERRED = "torch"
-"""What "auto" takes where both run: "fused" as soon as that has passed the suite on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,9 @@ def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: b
     if asked == "torch":
         return Planner("torch", "asked for")
     reasons = providers.runs_on_triton(device) if has_fused else [f"{owner} declares none"]
-    if not reasons and asked == "auto" and PREFERRED == "torch":
-        return Planner("torch", "the fused planner has yet to pass the suite on a GPU; planner='fused' takes it")
     if not reasons:
-        return Planner(
-            "fused", "asked for" if asked == "fused" else "one launch a phase, but for packed rows in a graph"
-        )
+        why = {"fused": "asked for", "auto": "one launch a phase, but for packed rows in a graph"}
+        return Planner("fused", why[asked])
     if asked == "fused":
         raise BackendUnavailableError(f"the fused planner of {owner}", reasons, "Take planner='torch' or 'auto'.")
     return Planner("torch", f"no fused planner: {'; '.join(reasons)}")

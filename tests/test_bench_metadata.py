@@ -115,7 +115,8 @@ def event(name, start, end, device=DeviceType.CPU):
 on_device = partial(event, device=DeviceType.CUDA)
 EVENTS = [
     event("cudaDeviceSynchronize", 5, 9),
-    event("first", 10, 20),
+    event("first", 10, 30),
+    event("first, host", 10, 20),
     on_device("first", 12, 19),
     event("cudaLaunchKernel", 11, 12),
     event("cudaStreamSynchronize", 13, 14),
@@ -124,14 +125,16 @@ EVENTS = [
     on_device("kernel", 12, 14.5),
     on_device("Memset (Device)", 16, 17),
     on_device("Memcpy HtoD (Pinned -> Device)", 21, 24),
-    event("cudaDeviceSynchronize", 22, 30),
-    event("second", 40, 50),
+    event("cudaDeviceSynchronize", 22, 29),
+    on_device("what makes the arguments of the second", 32, 35),
+    event("second", 40, 60),
+    event("second, host", 40, 50),
     event("cudaGraphLaunch", 41, 42),
     on_device("node of a graph", 45, 52),
 ]
 
 
-def test_the_device_is_counted_until_the_next_mark_and_the_host_within_its_own(monkeypatch):
+def test_the_device_is_counted_until_it_was_waited_for_and_the_host_until_it_waits(monkeypatch):
     monkeypatch.setattr(counts, "_MARK", "first")  # ranges are shown on the device too
     assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2, 1), Counts(7, 1, 0, 0)]
 

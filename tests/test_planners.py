@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import base, planners, providers
+from attn_backends import base, providers
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
-from attn_backends.conformance import run_conformance
+from attn_backends.conformance import run_conformance, worlds
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
 from attn_backends.planners import choose_planner
+from attn_backends.registry import get_backend
 from spec_metadata import BlockTable, Buffers, CacheGeometry, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.admission import check_table_room, most_committed
 from tests.triton_interpreter import interpreted
@@ -37,17 +38,9 @@ CPU = torch.device("cpu")
 def test_the_choice_and_its_reason(
     asked: str, has_fused: bool, runs: bool, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planners, "PREFERRED", "fused")
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [] if runs else ["no GPU"])
     planner = choose_planner("mine", asked, CPU, has_fused=has_fused)
     assert (planner.name, planner.reason) == (name, reason)
-
-
-def test_auto_takes_the_definition_where_that_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planners, "PREFERRED", "torch")
-    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
-    assert choose_planner("mine", "auto", CPU, has_fused=True).name == "torch"
-    assert choose_planner("mine", "fused", CPU, has_fused=True).name == "fused"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +58,7 @@ def test_a_planner_that_can_not_run_is_refused(backend: type, asked: str, messag
 
 def test_a_fused_planner_takes_the_place_of_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound once to each metadata, then called for each step; eager, capture and replay alike."""
-    monkeypatch.setattr(planners, "PREFERRED", "fused")
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     calls: list[int] = []
 
@@ -94,7 +87,8 @@ def test_a_fused_planner_takes_the_place_of_the_definition(monkeypatch: pytest.M
 def test_fused_planners_pass_the_suite_in_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded as the first node of graphs that grow, shrink, are padded or run idle."""
     interpreted("triton_plan", "_plan_pages")
-    monkeypatch.setattr(planners, "PREFERRED", "fused")
+    get_backend(name)  # a backend that is imported now keeps what is patched below
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     report = run_conformance(name, kernel="torch", quick=True, select="graph.refresh_recorded")
     assert report.exit_code(require_run=True) == 0, [row.reason for row in report.rows]

@@ -136,7 +136,11 @@ def test_copies_of_the_host_are_told_from_those_of_the_device():
     def copy(kind):
         return on_device(f"Memcpy {kind}", 11, 12)
 
-    events = [event("mark", 10, 20), *map(copy, ("HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)"))]
+    events = [
+        event("mark", 10, 20),
+        event("mark, host", 10, 20),
+        *map(copy, ("HtoD (Pinned -> Device)", "DtoH (Device -> Pinned)")),
+    ]
     events += [copy("DtoH (Device -> Pageable)"), copy("DtoD (Device -> Device)")]
-    assert all(each.device_type is DeviceType.CUDA for each in events[1:])
+    assert all(each.device_type is DeviceType.CUDA for each in events[2:])
     assert counts_by_mark(["mark"], events) == [Counts(4, 0, 4, 0, to_device=1, to_host=2)]

@@ -16,6 +16,7 @@ from attn_backends.bench.host import Work
 
 REPEATS = 3
 _MARK = "attn-backends bench "
+_HOST = ", host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +63,33 @@ def count_on_cuda(works: Sequence[Work]) -> list[Counts]:
             call = work.ready()
             torch.cuda.synchronize()
             with record_function(name):
-                call()
-                work.in_graph()
-            torch.cuda.synchronize()
+                with record_function(name + _HOST):
+                    call()
+                    work.in_graph()
+                torch.cuda.synchronize()
     each = counts_by_mark(names, profiled.events() or ())
     return [_together(each[start : start + REPEATS]) for start in range(0, len(each), REPEATS)]
 
 
 def counts_by_mark(names: Sequence[str], events: Iterable[Event]) -> list[Counts]:
-    """Counts of each marked range: what the host did within it, and what ran on the device before the next began."""
+    """Counts of each marked range: what ran on the device within it, and what the host did within the range in it that
+    ends before the device is waited for.
+    """
     events = list(events)
-    marks = set(names)
+    marks = {mark for name in names for mark in (name, name + _HOST)}
     spans = {e.name: e.time_range for e in events if e.name in marks and e.device_type == DeviceType.CPU}
-    starts, ends = [spans[name].start for name in names], [spans[name].end for name in names]
+    starts = [spans[name].start for name in names]
     on_device: list[list[Event]] = [[] for _ in names]
     syncs = [0] * len(names)
     for event in events:
         start = event.time_range.start
         number = bisect_right(starts, start) - 1
-        if number >= 0 and _is_work(event):
-            on_device[number].append(event)
-        elif number >= 0 and start < ends[number]:
+        if number < 0:
+            continue
+        if _is_work(event):
+            if start < spans[names[number]].end:
+                on_device[number].append(event)
+        elif start < spans[names[number] + _HOST].end:
             syncs[number] += _is_wait(event.name)
     return [_counts(own, number) for own, number in zip(on_device, syncs, strict=True)]
 

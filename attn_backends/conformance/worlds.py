@@ -56,6 +56,11 @@ class Setup:
         return f"{self.backend.name}-{self.format}-page{self.page_size}-topk{self.topk}-{table}"
 
 
+def planner_of(kernel: str) -> str:
+    """What plans for a kernel: the torch kernels attend on what the definition wrote, others on what engines have."""
+    return "torch" if kernel == "torch" else "auto"
+
+
 class World:
     """An engine with one layer. memory: [num_pages, page_size, 2, kv_heads, dim]; a latent cache uses half of it."""
 
@@ -68,7 +73,14 @@ class World:
         self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
         kernel = next(kernel for kernel in setup.backend.kernels if kernel.name == setup.kernel)
         kernels = dict.fromkeys(kernel.capabilities, kernel.name)
-        self.backend = setup.backend(self.capacity, self.geometry, self.device, kernel=kernels, checking=setup.checking)
+        self.backend = setup.backend(
+            self.capacity,
+            self.geometry,
+            self.device,
+            kernel=kernels,
+            planner=planner_of(kernel.name),
+            checking=setup.checking,
+        )
         self._make_memory(kernel)
         row_tokens = self.max_pages * setup.page_size
         self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
