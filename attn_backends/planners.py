@@ -9,6 +9,7 @@ import torch
 
 from attn_backends import providers
 from attn_backends.errors import BackendUnavailableError
+from attn_backends.static_memory import CopyInputs
 from spec_metadata import BoundedQuery, Step, copy_step
 
 PLANNERS = ("auto", "torch", "fused")
@@ -44,10 +45,12 @@ def is_fused(planner: Planner, step: Step) -> bool:
     return planner.name == "fused" and not isinstance(step.query, BoundedQuery)
 
 
-def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], None]:
-    """What fills a static step from a step's raw inputs, padded; in one launch too where the planner is fused."""
+def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
+    """A step -> what fills a static step from raw inputs of that one's layout, padded; in one launch too where the
+    planner is fused.
+    """
     if is_fused(planner, static) and static.device.type == "cuda":
         from attn_backends.kernels import triton_inputs  # Triton is imported by those that run it
 
         return triton_inputs.bind_inputs(static)
-    return lambda step: copy_step(static, step)
+    return lambda like: lambda step: copy_step(static, step)

@@ -20,6 +20,9 @@ from spec_metadata.admission import longest_promised, most_committed
 Sizes = Mapping[str, int]
 """Bytes of each buffer of a phase, by name."""
 
+CopyInputs = Callable[[Step], None]
+"""Fills the static inputs of captured metadata from a step of one layout."""
+
 
 class StaticMemory:
     """Memory for the captured steps of backends that one worker runs in turn on one stream.
@@ -81,15 +84,17 @@ class StaticMemory:
 class Tenant:
     """What captured metadata has of static memory.
 
-    arena: of all buckets of its phase. copy_inputs: fills its static inputs from a step, padded. What it took once it
-    takes again, unless it is longer: a step is asked about when its layout is another than the last one's.
+    arena: of all buckets of its phase. bind_inputs: a step -> what fills the static inputs, padded, from steps of its
+    layout. What it took once it takes again, unless it is longer: a step is asked about, and its inputs are bound, when
+    its layout is another than the last one's.
     """
 
     bucket: Bucket | TokenBucket
     capacity: Capacity
     memory: StaticMemory
     arena: Arena
-    copy_inputs: Callable[[Step], None]
+    bind_inputs: Callable[[Step], CopyInputs]
+    copy_inputs: CopyInputs = field(init=False)
     _layout: Hashable = field(default=None, init=False)
     _longest: int = field(default=-1, init=False)
 
@@ -98,7 +103,8 @@ class Tenant:
         return _layout_of(step) == self._layout and longest_promised(step, self.capacity) <= self._longest
 
     def admit(self, step: Step) -> None:
-        """Remember a step that was taken. A packed one has lengths of its own every time."""
+        """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
+        self.copy_inputs = self.bind_inputs(step)
         if isinstance(step.query, UniformQuery):
             self._layout, self._longest = _layout_of(step), most_committed(step, self.capacity)
 
@@ -122,13 +128,32 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _layout_of(step: Step) -> Hashable:
-    """What decides whether a graph and its kernels take a step, beside its lengths; no values."""
-    paging = step.paging
+    """What decides, beside its lengths, whether a graph and its kernels take a uniform step, and how its tensors are
+    read; no values. Shapes that follow from others are left out: this is asked at every replay.
+    """
+    lens, slots, paging, query, mask = step.seq_lens, step.out_cache_loc, step.paging, step.query, step.tree_mask
     table = paging.table
-    read_in_place = (table.data_ptr(), table.stride()) if isinstance(paging, RequestTable) else ()
-    query, geometry = step.query, paging.geometry
-    sizes = (step.seq_lens.shape[0], step.out_cache_loc.shape[0], step.num_steps, step.tree_mask is None, table.shape)
-    return step.kind, type(query), query.width, sizes, type(paging), read_in_place, geometry, step.device
+    in_place = None
+    if isinstance(paging, RequestTable):
+        in_place = table.data_ptr(), paging.rows.dtype, paging.rows.stride()
+    return (
+        step.kind,
+        type(query),
+        query.width,
+        step.num_steps,
+        paging.geometry,
+        lens.get_device(),
+        lens.shape,
+        lens.dtype,
+        lens.stride(),
+        slots.dtype,
+        slots.stride(),
+        None if mask is None else mask.stride(),
+        table.shape,
+        table.dtype,
+        table.stride(),
+        in_place,
+    )
 
 
 def _too_large(owner: str, num_bytes: int, sizes: Sizes, found: str) -> str:

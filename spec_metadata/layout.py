@@ -64,7 +64,8 @@ class Step:
 
     def __post_init__(self) -> None:
         _check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
-        _check_device(self.seq_lens, out_cache_loc=self.out_cache_loc, tree_mask=self.tree_mask)
+        others = {"out_cache_loc": self.out_cache_loc, "num_real": self.num_real, "tree_mask": self.tree_mask}
+        _check_device(self.seq_lens, **others)
         if self.out_cache_loc.shape != (self.num_writes,):
             raise InvalidStepError(
                 f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "

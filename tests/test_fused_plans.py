@@ -138,5 +138,5 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
         for form in (*FORMS.values(), RINGS["small"][1].form)[: 3 + ("tree" not in kind)]:
             form.bind(case.step, garbage(form.specs, case))()
             num_launches += 1
-        bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)
+        bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
     assert len(compiled) < num_launches

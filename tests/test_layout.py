@@ -252,6 +252,9 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     "rows is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING.on_static(SLOTS[:3].to("meta"))),
     "out_cache_loc is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING, SLOTS[:3].to("meta")),
+    "num_real is on meta and seq_lens on cpu": lambda: replace(
+        Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(1, device="meta")
+    ),
     "tree_mask is on meta and seq_lens on cpu": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.bool, device="meta")
     ),

@@ -115,8 +115,11 @@ def _copy_inputs(
         _copy_pages(row, column_stride, num_given, into, end, number(sizes.reserved_page), BLOCK)
 
 
-def bind_inputs(static: Step) -> Callable[[Step], None]:
-    """What fills a static step from one that fits it (`spec_metadata.misfit`) or an idle one, as `copy_step` does."""
+def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
+    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one, ->
+    what fills it from steps of that one's types, shapes and strides. A step's tensors lie on one device, so an address
+    will do.
+    """
     table, geometry, mask = static.paging.static_input(), static.paging.geometry, static.tree_mask
     has_columns = isinstance(static.paging, BlockTable)
     num_columns = table.shape[1] if has_columns else 1
@@ -132,33 +135,38 @@ def bind_inputs(static: Step) -> Callable[[Step], None]:
 
     addresses = outputs(Tensor.data_ptr)
 
-    def fill(step: Step) -> None:
-        given = static if step.kind is StepKind.IDLE else step
-        lens, loc, paging, tree_mask = given.seq_lens, given.out_cache_loc, given.paging.static_input(), given.tree_mask
-        is_there = lens.is_cuda and loc.is_cuda and paging.is_cuda and step.num_real.is_cuda
-        variant = (lens.dtype, loc.dtype, paging.dtype, is_there and (tree_mask is None or tree_mask.is_cuda))
-        direct = launch.direct.get(variant)
-        of = _as_bytes if direct is None else Tensor.data_ptr
-        nodes = (None, 0, 0, 0) if tree_mask is None else (of(tree_mask), *tree_mask.stride())
-        arguments = (
-            of(lens),
-            lens.stride(0),
-            of(step.num_real),
-            of(loc),
-            loc.stride(0),
-            of(paging),
-            paging.stride(0),
-            paging.stride(-1),
-            *nodes,
-            step.seq_lens.shape[0],
-            paging.shape[-1],
-        )
-        if direct is None:  # Triton refuses a tensor that lies elsewhere, an address says nothing
-            launch.compile(variant, *arguments, *outputs(_as_bytes))
-        else:
-            direct(*arguments, *addresses)
+    def bind(like: Step) -> Callable[[Step], None]:
+        given = static if like.kind is StepKind.IDLE else like
+        lens, loc, paging = given.seq_lens, given.out_cache_loc, given.paging.static_input()
+        (lens_stride,), (loc_stride,), strides = lens.stride(), loc.stride(), paging.stride()
+        paging_strides = strides[0], strides[-1]
+        mask_strides = () if given.tree_mask is None else given.tree_mask.stride()
+        sizes = like.seq_lens.shape[0], paging.shape[-1]
 
-    return fill
+        def inputs(step: Step, of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
+            source = static if step.kind is StepKind.IDLE else step
+            nodes = source.tree_mask
+            return (
+                of(source.seq_lens),
+                lens_stride,
+                of(step.num_real),
+                of(source.out_cache_loc),
+                loc_stride,
+                of(source.paging.static_input()),
+                *paging_strides,
+                *((None, 0, 0, 0) if nodes is None else (of(nodes), *mask_strides)),
+                *sizes,
+            )
+
+        variant = lens.dtype, loc.dtype, paging.dtype
+        if variant not in launch.direct:
+            launch.compile(variant, *inputs(like, _as_bytes), *outputs(_as_bytes))
+        direct = launch.direct.get(variant)
+        if direct is None:  # interpreted
+            return lambda step: launch.compile(variant, *inputs(step, _as_bytes), *outputs(_as_bytes))
+        return lambda step: direct(*inputs(step, Tensor.data_ptr), *addresses)
+
+    return bind
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

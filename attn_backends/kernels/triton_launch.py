@@ -70,13 +70,13 @@ def _direct(compiled: Any, device: torch.device, grid: tuple[int, int, int]) -> 
     """What launches a compiled kernel on a device."""
     driver, launcher = triton.runtime.driver.active, compiled.run
     get_device, get_stream, index = driver.get_current_device, driver.get_current_stream, device.index
-    launch, options = compiled[grid], None
+    launch, options, is_alone = compiled[grid], None, torch.cuda.device_count() == 1
     if _KNOWN and not launcher.global_scratch_size and not launcher.profile_scratch_size:
         how, launch = (launcher.launch_cooperative_grid, launcher.launch_pdl), launcher.launch
         options = (compiled.function, *how, None, None, compiled.packed_metadata, None, None, None)
 
     def direct(*arguments: Any) -> None:
-        if get_device() != index:
+        if not is_alone and get_device() != index:
             with torch.cuda.device(index):
                 direct(*arguments)
         elif options is None:

@@ -113,9 +113,9 @@ def timing(name: str, form: Form, page_size: int, bs: int, table: type, context:
         extent = Extent.of_bucket(bucket, capacity, num_pages)
         buffers = allocate((*input_specs(bucket, paging), WRITE_SLOTS, *form.specs), extent, DEVICE)
         static = static_step(bucket, paging, buffers)
-        copies.append(triton_inputs.bind_inputs(static))
-        plans.append(form.bind(static, buffers))
         steps.append(phase_step(kind, lens, paging))
+        copies.append(triton_inputs.bind_inputs(static)(steps[-1]))
+        plans.append(form.bind(static, buffers))
 
     def copy_all() -> None:
         for copy, step in zip(copies, steps, strict=True):
