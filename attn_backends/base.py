@@ -162,7 +162,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         arena = self._arenas.captured(bucket, paging)
         buffers = arena.view(self._arenas.extent(bucket))
         step = static_step(bucket, paging, buffers)
-        tenant = Tenant(bucket, self.capacity, self.memory, arena, bind_inputs(self.planner, step))
+        tenant = Tenant(bucket, self.capacity, self.memory, arena, paging.table, bind_inputs(self.planner, step))
         self.memory.let_to(tenant)
         return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
 

@@ -84,15 +84,16 @@ class StaticMemory:
 class Tenant:
     """What captured metadata has of static memory.
 
-    arena: of all buckets of its phase. bind_inputs: a step -> what fills the static inputs, padded, from steps of its
-    layout. What it took once it takes again, unless it is longer: a step is asked about, and its inputs are bound, when
-    its layout is another than the last one's.
+    arena: of all buckets of its phase. captured_on: the engine's table. bind_inputs: a step -> what fills the static
+    inputs, padded, from steps of its layout. What it took once it takes again, unless it is longer: a step is asked
+    about, and its inputs are bound, when its layout is another than the last one's.
     """
 
     bucket: Bucket | TokenBucket
     capacity: Capacity
     memory: StaticMemory
     arena: Arena
+    captured_on: Tensor
     bind_inputs: Callable[[Step], CopyInputs]
     copy_inputs: CopyInputs = field(init=False)
     _layout: Hashable = field(default=None, init=False)
@@ -100,13 +101,15 @@ class Tenant:
 
     def admits(self, step: Step) -> bool:
         """Whether a step like this one was taken already."""
-        return _layout_of(step) == self._layout and longest_promised(step, self.capacity) <= self._longest
+        is_known = _layout_of(step, self.captured_on) == self._layout
+        return is_known and longest_promised(step, self.capacity) <= self._longest
 
     def admit(self, step: Step) -> None:
         """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
         self.copy_inputs = self.bind_inputs(step)
         if isinstance(step.query, UniformQuery):
-            self._layout, self._longest = _layout_of(step), most_committed(step, self.capacity)
+            self._layout = _layout_of(step, self.captured_on)
+            self._longest = most_committed(step, self.capacity)
 
     def check(self) -> None:
         """Refuse to be used after another replay."""
@@ -127,15 +130,15 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def _layout_of(step: Step) -> Hashable:
+def _layout_of(step: Step, captured_on: Tensor) -> Hashable:
     """What decides, beside its lengths, whether a graph and its kernels take a uniform step, and how its tensors are
-    read; no values. Shapes that follow from others are left out: this is asked at every replay.
+    read; no values. As this is asked at every replay, what follows from other parts is left out: shapes of most
+    tensors, and all of a table but its address if it is the very one that was captured on.
     """
     lens, slots, paging, query, mask = step.seq_lens, step.out_cache_loc, step.paging, step.query, step.tree_mask
-    table = paging.table
-    in_place = None
+    table, rows = paging.table, None
     if isinstance(paging, RequestTable):
-        in_place = table.data_ptr(), paging.rows.dtype, paging.rows.stride()
+        rows = table.data_ptr(), paging.rows.dtype, paging.rows.stride()
     return (
         step.kind,
         type(query),
@@ -149,10 +152,8 @@ def _layout_of(step: Step) -> Hashable:
         slots.dtype,
         slots.stride(),
         None if mask is None else mask.stride(),
-        table.shape,
-        table.dtype,
-        table.stride(),
-        in_place,
+        None if table is captured_on else (table.shape, table.dtype, table.stride()),
+        rows,
     )
 
 

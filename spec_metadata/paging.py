@@ -97,8 +97,8 @@ class RequestTable:
         return self.rows
 
     def on_static(self, buffer: Tensor) -> Self:
-        """The same paging, reading its per-step part from a static buffer."""
-        return replace(self, rows=buffer)
+        """The same paging, reading its per-step part from a static buffer, and the table where it lies now."""
+        return replace(self, table=self.table.detach(), rows=buffer)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

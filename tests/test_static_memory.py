@@ -184,6 +184,19 @@ def test_a_part_of_the_table_is_refused_after_a_step_on_all_of_it() -> None:
         world.backend.replay(meta, replace(step, paging=part))
 
 
+def test_the_same_table_elsewhere_is_refused() -> None:
+    """A graph reads the table where it was captured; an engine may give the very tensor other memory."""
+    world = world_of(checking=False)
+    meta, step = capture(world, StepKind.DECODE), Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
+    world.backend.replay(meta, step)
+    moved = replace(step, paging=replace(step.paging, table=step.paging.table.clone()))
+    with pytest.raises(UnsupportedStepError, match="brings another one"):
+        world.backend.replay(meta, moved)
+    step.paging.table.data = step.paging.table.clone()
+    with pytest.raises(UnsupportedStepError, match="brings another one"):
+        world.backend.replay(meta, step)
+
+
 def test_guards_are_looked_at_before_the_next_phase() -> None:
     world = world_of()
     verify, extend = (capture(world, kind) for kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND))
