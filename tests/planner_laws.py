@@ -114,7 +114,11 @@ def check_inputs(case: Case, bs: int, step: Step | None = None) -> None:
     for name, tensor in given.items():
         tensor.fill_(name == "tree_mask" or GARBAGE)
     copy_step(static, step)
-    triton_inputs.bind_inputs(fused)(step)(step)
+    fill = triton_inputs.bind_inputs(fused)(step)
+    assert all((tensor == (name == "tree_mask" or GARBAGE)).all() for name, tensor in given.items()), (
+        "bound, and written"
+    )
+    fill(step)
     masks = {}
     if isinstance(case.paging, BlockTable):
         num_writes = bucket.width * bucket.num_steps

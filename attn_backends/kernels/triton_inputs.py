@@ -159,12 +159,17 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
             )
 
         variant = lens.dtype, loc.dtype, paging.dtype
-        if variant not in launch.direct:
-            launch.compile(variant, *inputs(like, _as_bytes), *outputs(_as_bytes))
         direct = launch.direct.get(variant)
-        if direct is None:  # interpreted
-            return lambda step: launch.compile(variant, *inputs(step, _as_bytes), *outputs(_as_bytes))
-        return lambda step: direct(*inputs(step, Tensor.data_ptr), *addresses)
+
+        def fill(step: Step) -> None:
+            nonlocal direct
+            if direct is not None:
+                direct(*inputs(step, Tensor.data_ptr), *addresses)
+            else:
+                launch.compile(variant, *inputs(step, _as_bytes), *outputs(_as_bytes))
+                direct = launch.direct.get(variant)
+
+        return fill
 
     return bind
 
