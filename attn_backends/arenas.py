@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from attn_backends.errors import CaptureError
-from attn_backends.kernel import Kernel, LayerShape
+from attn_backends.kernel import Held, Kernel, LayerShape, Workspaces
 from attn_backends.static_memory import StaticMemory
 from spec_metadata import (
     Arena,
@@ -30,7 +30,8 @@ _CAPTURED = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, Ste
 @dataclass(eq=False)
 class Arenas:
     """Where a backend's buffers lie. Uniform buckets of a kind are prefix views of one arena; a bucket of packed rows
-    has its own, because there is no largest.
+    has its own, because there is no largest. Captured phases whose vendors' workspaces are of one size plan into the
+    same, one after the other as in static memory.
 
     owner: the backend's name. specs: a bucket, and a table of the engine's form -> the static buffers of a captured
     step. kinds: of steps that it has a kernel for. The rest as the backend has it.
@@ -45,7 +46,7 @@ class Arenas:
     memory: StaticMemory
     checking: bool
     _captured: dict[tuple[Bucket | TokenBucket, type], Arena] = field(default_factory=dict, init=False)
-    _workspaces: dict[tuple[Bucket | TokenBucket, str, LayerShape], Arena] = field(default_factory=dict, init=False)
+    _workspaces: dict[Hashable, tuple[Arena, Held]] = field(default_factory=dict, init=False)
     _scratch: dict[str, Arena] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -81,22 +82,23 @@ class Arenas:
 
     def of_kernel(
         self, kernel: Kernel, extent: Extent, bucket: Bucket | TokenBucket | None, shape: LayerShape
-    ) -> Buffers:
+    ) -> Workspaces:
         """What a kernel plans into for one shape of layers, and its scratch. bucket: of a captured step, None of an
         eager one. Beside the static memory: the host plans into it too.
         """
         if bucket is None:
-            own = Arena(kernel.workspaces, extent, self.device)
+            own, held = Arena(kernel.workspaces, extent, self.device), Held()
         else:
-            largest = replace(bucket, bs=self.capacity.max_bs)
-            key = (largest, kernel.name, shape)
+            largest = self.extent(replace(bucket, bs=self.capacity.max_bs))
+            key = kernel.name, shape, tuple(spec.sizes(largest) for spec in kernel.workspaces)
             if key not in self._workspaces:
-                made = Arena(kernel.workspaces, self.extent(largest), self.device, checking=self.checking)
-                self._workspaces[key] = made
-            own = self._workspaces[key]
+                made = Arena(kernel.workspaces, largest, self.device, checking=self.checking)
+                self._workspaces[key] = made, Held()
+            own, held = self._workspaces[key]
         if kernel.name not in self._scratch:
             self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
-        return Buffers({**own.view(extent), **self._scratch[kernel.name].view(extent)}, extent)
+        buffers = {**own.view(extent), **self._scratch[kernel.name].view(extent)}
+        return Workspaces(Buffers(buffers, extent), held)
 
     def vacate(self) -> None:
         """Take the static memory from whom it is let to; in checking mode, look first what was done to it."""
@@ -107,7 +109,8 @@ class Arenas:
     def check(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
         tenant = self.memory.tenant
-        self.check_guards([*self._workspaces.values(), *([tenant.arena] if tenant else [])])
+        workspaces = (arena for arena, _ in self._workspaces.values())
+        self.check_guards([*workspaces, *([tenant.arena] if tenant else [])])
 
     def check_guards(self, arenas: Iterable[Arena]) -> None:
         """In checking mode: raise if anybody wrote next to a buffer of these."""

@@ -51,10 +51,40 @@ class Schedule:
     """What a vendor planned for one forward and one shape of layers; a kernel's own class derives from it."""
 
     def plan_host(self, lens: HostLens) -> None:
-        """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture."""
+        """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture. What
+        it writes it writes in the order of the current stream, on which another step may still read the workspaces.
+        """
+
+    def adopts(self, last: Schedule) -> bool:
+        """Whether what another one, or itself, planned into the same workspaces from equal lengths will do, and takes
+        over what of it is not there: then `plan_host` is not called. Both are of one kernel and shape of layers.
+        """
+        return False
 
     def refresh(self) -> None:
         """Plan on the device from the plan's tensors; recordable. Called whenever those were written."""
+
+
+class HostPlan(NamedTuple):
+    """What the host planned: who did, and from which lengths."""
+
+    schedule: Schedule
+    lens: HostLens
+
+
+class Held(dict[int, HostPlan]):
+    """What the host planned last into each leading row of a kernel's workspaces; missing are those of which that is not
+    known.
+    """
+
+
+class Workspaces(NamedTuple):
+    """What schedules of one kernel and shape of layers plan into: its workspaces and scratch, and what the host planned
+    into them. Captured phases of a backend share them as they do static memory: each plans before it is used.
+    """
+
+    buffers: Buffers
+    held: Held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +105,9 @@ class Kernel(Generic[Plan]):
     device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
     package; its name if it stands alone.
     schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
-    buffers that a schedule owns, one leading row for each forward with a plan of its own. scratch: buffers that hold
-    nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of sizes
-    that no step changes.
+    buffers that a schedule plans into, one leading row for each forward with a plan of its own. scratch: buffers that
+    hold nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of
+    sizes that no step changes.
     """
 
     name: str
@@ -114,7 +144,7 @@ class Schedules(Generic[Plan]):
     """The schedules of one metadata, by plan and shape of layers: forwards that share a plan share its schedule.
 
     plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
-    allocate: shape -> the kernel's workspaces and scratch.
+    allocate: shape -> what its schedules plan into.
     """
 
     def __init__(
@@ -122,13 +152,13 @@ class Schedules(Generic[Plan]):
         kernel: Kernel[Plan],
         plans: Sequence[Plan],
         lens: Sequence[HostLens] | None,
-        allocate: Callable[[LayerShape], Buffers],
+        allocate: Callable[[LayerShape], Workspaces],
     ) -> None:
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         distinct = list({id(plan): None for plan in plans})
         self._place = [distinct.index(id(plan)) for plan in plans]
         self._made: dict[tuple[int, LayerShape], Schedule] = {}
-        self._buffers: dict[LayerShape, Buffers] = {}
+        self._workspaces: dict[LayerShape, Workspaces] = {}
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
         """What the kernel is launched on."""
@@ -148,11 +178,10 @@ class Schedules(Generic[Plan]):
     def plan_host(self, lens: Sequence[HostLens]) -> None:
         """The host half of a replay."""
         assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
-        for mine, given in zip(self._lens, lens, strict=True):
-            mine.query_lens.copy_(given.query_lens)
-            mine.kv_lens.copy_(given.kv_lens)
-        for (place, _), schedule in self._made.items():
-            schedule.plan_host(self._lens[place])
+        assert len(lens) == len(self._lens), "a replay has the plans of its capture"
+        self._lens = lens
+        for (place, shape), schedule in self._made.items():
+            self._plan(schedule, place, shape)
 
     def refresh(self) -> None:
         """The device half of a replay."""
@@ -166,12 +195,21 @@ class Schedules(Generic[Plan]):
                 f"kernel {self.kernel.name} plans on the host, which a graph can't hold: run the region once with "
                 "this metadata before it is captured"
             )
-        if shape not in self._buffers:
-            self._buffers[shape] = self._allocate(shape)
-        scratch = {spec.name for spec in self.kernel.scratch}
-        own = {name: t if name in scratch else t[place] for name, t in self._buffers[shape].items()}
+        if shape not in self._workspaces:
+            self._workspaces[shape] = self._allocate(shape)
+        scratch, buffers = {spec.name for spec in self.kernel.scratch}, self._workspaces[shape].buffers
+        own = {name: t if name in scratch else t[place] for name, t in buffers.items()}
         schedule = self.kernel.schedule(plan, shape, own)
         if self._lens is not None:
-            schedule.plan_host(self._lens[place])
+            self._plan(schedule, place, shape)
         schedule.refresh()
         return schedule
+
+    def _plan(self, schedule: Schedule, place: int, shape: LayerShape) -> None:
+        """Plan on the host what the workspaces do not hold yet."""
+        assert self._lens is not None
+        lens, held = self._lens[place], self._workspaces[shape].held
+        last = held.pop(place, None)  # nobody knows what a plan that raises has written
+        if last is None or last.lens != lens or not schedule.adopts(last.schedule):
+            schedule.plan_host(lens)
+        held[place] = HostPlan(schedule, lens)

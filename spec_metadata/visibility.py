@@ -7,6 +7,7 @@ slot under an ancestor mask. The two are joined by their log-sum-exp.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 import torch
 from torch import Tensor
@@ -29,15 +30,16 @@ class DensePart:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class HostLens:
-    """A forward's exact lengths on the host, padded rows included, for kernels that plan there.
+    """A forward's exact lengths on the host, padded rows included, for kernels that plan there. Equal ones ask for the
+    same plan.
 
-    query_lens, kv_lens: [bs] int32 on the CPU; causal as in `DensePart`.
+    query_lens, kv_lens: an integer for each of bs requests; causal as in `DensePart`.
     """
 
-    query_lens: Tensor
-    kv_lens: Tensor
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
     causal: bool
 
 
@@ -60,8 +62,11 @@ def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     rows, whatever the forward: it is never advanced. Forward None is what all forwards see alike, of a draft chain the
     committed tokens, of which `chain_parts` are the rest.
     """
-    query_lens = None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens.diff()
-    return _dense_part(step, step.seq_lens.int(), query_lens, real_rows(step), forward)
+    committed, causal = step.seq_lens.int(), is_causal(step)
+    if not isinstance(step.query, UniformQuery):
+        return DensePart((committed + step.query.cu_seqlens.diff()).int(), causal)
+    kv_lens = torch.where(real_rows(step), committed + _num_added(step, forward), step.width)
+    return DensePart(kv_lens, causal)
 
 
 def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
@@ -69,30 +74,24 @@ def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
 
     forward: as in `dense_part`.
     """
-    lens = step.seq_lens_cpu
+    lens, query = step.seq_lens_cpu, step.query
     assert lens is not None, "the caller refuses steps without seq_lens_cpu"
-    packed = isinstance(step.query, PackedQuery)
-    assert packed == (not isinstance(step.query, UniformQuery)), "the host knows no lengths of a bounded query"
-    assert not packed or bs == step.bs, "packed rows that were padded are bounded"
-    query_lens = torch.tensor(step.query.lens_cpu if isinstance(step.query, PackedQuery) else [step.width] * bs)
-    committed = torch.tensor([*lens, *[0] * (bs - len(lens))], dtype=torch.int32)
-    dense = _dense_part(step, committed, query_lens if packed else None, torch.arange(bs) < len(lens), forward)
-    return HostLens(query_lens.int(), dense.kv_lens, dense.causal)
+    if isinstance(query, UniformQuery):
+        num_added, padding = _num_added(step, forward), (step.width,) * (bs - len(lens))
+        kv_lens = tuple([length + num_added for length in lens])
+        return HostLens((step.width,) * bs, kv_lens + padding, is_causal(step))
+    assert isinstance(query, PackedQuery), "the host knows no lengths of a bounded query"
+    assert bs == step.bs == len(lens), "packed rows that were padded are bounded"
+    return HostLens(query.lens_cpu, tuple(map(add, lens, query.lens_cpu)), is_causal(step))
 
 
-def _dense_part(
-    step: Step, committed: Tensor, query_lens: Tensor | None, is_real: Tensor, forward: int | None
-) -> DensePart:
-    """The dense part from tensors of one place, the device or the host. query_lens: [bs] of a packed step."""
-    if query_lens is not None:
-        return DensePart((committed + query_lens).int(), causal=True)
+def _num_added(step: Step, forward: int | None) -> int:
+    """Keys of the dense part behind the committed ones that the last row of each uniform request sees."""
     if step.is_tree:
-        kv_lens = committed
-    elif step.kind is StepKind.DRAFT_DECODE:
-        kv_lens = committed if forward is None else committed + (forward + 1)
-    else:
-        kv_lens = committed + step.width
-    return DensePart(torch.where(is_real, kv_lens, torch.full_like(kv_lens, step.width)), is_causal(step))
+        return 0
+    if step.kind is StepKind.DRAFT_DECODE:
+        return 0 if forward is None else forward + 1
+    return step.width
 
 
 def is_causal(step: Step) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from spec_metadata import (
     Step,
     StepKind,
     allocate,
+    dense_part,
 )
 from spec_metadata.plans import block_table, csr, ragged, slots
+from spec_metadata.visibility import host_lens, query_starts
 from tests.plan_batches import KINDS, PACKED_KINDS, RESERVED, Case
 
 CPU = torch.device("cpu")
@@ -67,6 +70,19 @@ def garbage(specs: tuple[BufferSpec, ...], case: Case) -> Buffers:
     for tensor in buffers.values():
         tensor.fill_(12345)
     return buffers
+
+
+@pytest.mark.parametrize("pad", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_on_the_host(kind: str, pad: int) -> None:
+    """They are those of the device, of every forward, and of what all forwards see alike."""
+    for case in (Case(kind, 4, seed, pad=0 if kind in PACKED_KINDS else pad) for seed in range(8)):
+        step = replace(case.step, seq_lens_cpu=tuple(case.lens))
+        for forward in (None, *range(step.num_forwards)):
+            dense, lens = dense_part(step, forward), host_lens(step, step.bs, forward)
+            assert lens.kv_lens == tuple(dense.kv_lens.tolist()) == tuple(case.kv_lens(forward))
+            assert lens.query_lens == tuple(query_starts(step).diff().tolist())
+            assert lens.causal == dense.causal == case.causal
 
 
 @cases(KINDS)

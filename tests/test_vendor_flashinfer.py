@@ -24,6 +24,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer
+from attn_backends.metadata import Metadata
 from attn_backends.providers import VendorCall, VendorKernel
 from attn_backends.vendors import flashinfer
 from spec_metadata import Step, StepKind
@@ -48,16 +49,18 @@ LOG2_E = math.log2(math.e)
 
 
 class Module:
-    """Plans and runs as FlashInfer's compiled module does: a run reads the workspace, never a plan's arguments.
+    """Plans and runs as FlashInfer's compiled module does: a plan writes page-locked memory alone, and a run reads the
+    workspace, never a plan's arguments.
 
-    spoil: changes (qo_indptr, kv_indptr, kv_len) before they are planned; a defect to put in.
+    spoil: changes (qo_indptr, kv_indptr, kv_len) before they are planned; a defect to put in. fails: a plan raises when
+    it has written.
     """
 
     def __init__(self) -> None:
         self.plans: list[csr.CsrRows] = []
         self.in_flight: list[Tensor] = []  # as if the device never came to copy them
         self.spoil: Callable[[csr.CsrRows], csr.CsrRows] = lambda rows: rows
-        self.reads_base_two = self.keeps_first = False
+        self.reads_base_two = self.keeps_first = self.fails = False
         self.grid = 132
 
     def plan(
@@ -71,7 +74,7 @@ class Module:
         num_heads: int,
         head_dim: int,
         causal: bool,
-    ) -> list[int]:
+    ) -> tuple[list[int], int]:
         rows = csr.CsrRows(qo_indptr, kv_indptr, kv_len)
         assert all(t.device.type == "cpu" and t.dtype is torch.int32 for t in rows)
         assert work.dtype is staging.dtype is torch.uint8
@@ -83,10 +86,11 @@ class Module:
         if len(self.plans) == 1 or not self.keeps_first:
             staging.fill_(0xFF)
             staging.view(torch.int32)[: words.numel()] = words
-            work.copy_(staging)
         else:
-            staging[:1] = work[:1]
-        return [1, self.grid, kv_len.numel()]
+            staging.copy_(work)
+        if self.fails:
+            raise RuntimeError("Failed to plan MLA")
+        return [1, self.grid, kv_len.numel()], words.numel() * words.itemsize
 
     def run(
         self,
@@ -138,11 +142,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Module:
     """The stand-in, as what FlashInfer compiles."""
     made = Module()
 
-    def get_batch_mla_module(backend: str, **types: Any) -> Module:
+    def get_batch_mla_module(backend: str, **types: Any) -> SimpleNamespace:
         assert (types["head_dim_ckv"], types["head_dim_kpe"]) == (512, 64)
         assert types["dtype_idx"] is torch.int32
         assert types["use_profiler"] is False
-        return made
+        return SimpleNamespace(_module=made)  # the proxy
 
     monkeypatch.setattr(providers, "load", {"flashinfer.mla:get_batch_mla_module": get_batch_mla_module}.get)
     return made
@@ -306,17 +310,17 @@ def test_a_draft_is_planned_once_for_all_forwards(module: Module):
 @pytest.mark.parametrize("planning", PLANNINGS)
 @pytest.mark.parametrize("topk", [1, 4])
 def test_a_cycle_plans_each_phase_once_from_what_the_host_knows_at_its_start(module: Module, topk: int, planning: str):
-    """Whatever the number of layers and forwards."""
+    """Whatever the number of layers and forwards; and no list of work twice."""
     stage = Stage(torch.device("cpu"), WarmedUp, CudaClock(), rounds=1)
     setting = replace(setting_of(PLACES[0], topk, stage), backend=OnCpu)
     (backend,) = backends_of(setting, ["flashinfer_fa3"]).values()
     launch, _ = cycles(worker_of(setting, backend, planning))
     module.plans.clear()
     launch.run()
-    verified = CONTEXT + (0 if topk > 1 else NUM_STEPS + 1)
-    lens = [rows.kv_len.tolist() for rows in module.plans]
-    assert lens == [[length] * BATCH_SIZE for length in (CONTEXT, verified, CONTEXT + NUM_STEPS + 1)]
-    assert num_host_plans(backend) == 3
+    extended = CONTEXT + NUM_STEPS + 1
+    expected = [CONTEXT, extended] if topk == 1 else [CONTEXT, CONTEXT, extended]
+    assert [rows.kv_len.tolist() for rows in module.plans] == [[length] * BATCH_SIZE for length in expected]
+    assert num_host_plans(backend) == len(expected)
 
 
 def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module: Module):
@@ -332,6 +336,87 @@ def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module:
         checks.check_outputs(scene, inputs, [world.backend.forward(given.q, world.cache, meta.at(), world.layer)])
     works = {schedule._work.data_ptr() for meta in metas for schedule in meta.schedules._made.values()}
     assert len(works) == 1
+
+
+VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE
+LENS, OTHERS = (9, 4), (3, 12)
+
+
+class InTurn:
+    """Phases of one backend that are replayed in turn, each right for its lengths."""
+
+    def __init__(self, module: Module) -> None:
+        self.world, self.module = World(setup_of(4)), module
+        self.metas: dict[tuple[StepKind, int], Metadata] = {}
+
+    def run(self, kind: StepKind, lens: tuple[int, ...]) -> int:
+        """Replay a phase in a bucket of its size and attend; returns how often the module planned."""
+        scene, planned = Scene(self.world, Batch(kind, lens), seed=len(self.module.plans)), len(self.module.plans)
+        scene.reset_memory(math.nan)
+        if (kind, len(lens)) not in self.metas:
+            self.metas[kind, len(lens)] = self.world.backend.capture(scene.step().bucket(), self.world.paging())
+        meta = self.metas[kind, len(lens)]
+        self.world.backend.replay(meta, scene.step())
+        inputs, outputs = scene.inputs(), []
+        for forward, given in enumerate(inputs):
+            at = meta.at(forward)
+            self.world.backend.store(given.stored, self.world.cache, at, self.world.layer)
+            outputs.append(self.world.backend.forward(given.q, self.world.cache, at, self.world.layer))
+        checks.check_outputs(scene, inputs, outputs)
+        return len(self.module.plans) - planned
+
+
+@pytest.fixture
+def in_turn(module: Module) -> InTurn:
+    return InTurn(module)
+
+
+def test_a_list_of_work_is_not_made_twice(in_turn: InTurn):
+    """A chain's draft extend has the lengths of its verify."""
+    assert [in_turn.run(kind, LENS) for kind in (VERIFY, EXTEND, VERIFY, VERIFY)] == [1, 0, 0, 0]
+    assert in_turn.run(EXTEND, OTHERS) == 1
+    assert in_turn.run(VERIFY, OTHERS) == 0
+    works = [schedule._work for meta in in_turn.metas.values() for schedule in meta.schedules._made.values()]
+    assert len({work.data_ptr() for work in works}) == 1
+
+
+@pytest.mark.parametrize("between", [(DRAFT, LENS), (EXTEND, OTHERS), (VERIFY, OTHERS), (VERIFY, (*LENS, 5))])
+def test_a_list_of_work_that_another_plan_overwrote_is_made_again(in_turn: InTurn, between: tuple):
+    assert [in_turn.run(*given) for given in ((VERIFY, LENS), between, (VERIFY, LENS), (EXTEND, LENS))] == [1, 1, 1, 0]
+
+
+def test_lists_of_work_of_batches_that_grow_and_shrink(in_turn: InTurn):
+    longer = tuple(length + 1 for length in LENS)
+    sizes = (LENS, (*LENS, 5), (*LENS, 5), LENS[:1], LENS, longer, LENS)
+    assert [(in_turn.run(VERIFY, lens), in_turn.run(EXTEND, lens)) for lens in sizes] == [
+        (1, 0), (1, 0), (0, 0), (1, 0), (1, 0), (1, 0), (1, 0)
+    ]  # fmt: skip
+
+
+def test_a_plan_that_failed_is_not_taken_for_what_the_workspace_holds(in_turn: InTurn):
+    """Neither for its own lengths nor for those before: it may have written some of its list."""
+    for lens in (OTHERS, LENS):
+        in_turn.run(VERIFY, LENS)
+        in_turn.module.fails = True
+        with pytest.raises(RuntimeError, match="Failed to plan"):
+            in_turn.run(VERIFY, OTHERS)
+        in_turn.module.fails = False
+        assert in_turn.run(VERIFY, lens) == 1
+
+
+def test_layers_of_another_shape_have_a_list_of_their_own(in_turn: InTurn):
+    in_turn.run(VERIFY, LENS)
+    in_turn.world.layer = replace(in_turn.world.layer, scale=0.5)
+    assert [in_turn.run(VERIFY, lens) for lens in (LENS, LENS, OTHERS)] == [1, 0, 2]
+
+
+def test_a_list_of_work_with_another_grid_is_refused_by_the_phase_that_takes_it_over(in_turn: InTurn):
+    in_turn.run(EXTEND, LENS)
+    in_turn.module.grid = 66
+    in_turn.run(VERIFY, OTHERS)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"\[1, 132, 2\] and are \[1, 66, 2\]"):
+            in_turn.run(EXTEND, OTHERS)
 
 
 def test_what_flashinfer_can_not_do_is_refused(module: Module):
@@ -362,11 +447,18 @@ def test_offsets_of_more_than_32_bits_are_refused():
 
 @pytest.mark.parametrize(("query_lens", "num_heads"), [([16200], 128), ([64] * 520, 64), ([8] * 16200, 4)])
 def test_more_work_than_the_list_holds_is_refused(query_lens: list[int], num_heads: int):
-    lens = torch.tensor(query_lens, dtype=torch.int32)
+    lens = tuple(query_lens)
     (reason,) = flashinfer._work_reasons(HostLens(lens, lens, True), num_heads)
     assert "prefill in smaller chunks" in reason
-    fewer = (lens // 2)[: max(len(lens) // 2, 1)]
+    fewer = tuple(length // 2 for length in lens[: max(len(lens) // 2, 1)])
     assert not flashinfer._work_reasons(HostLens(fewer, fewer, True), num_heads)
+
+
+def test_tiles_are_counted_exactly_where_they_might_not_fit():
+    """8 tokens of 8 heads fill a tile of 64 rows, of which the list has room for 16128."""
+    for bs, num_refused in ((16128, 0), (16129, 1)):
+        lens = (8,) * bs
+        assert len(flashinfer._work_reasons(HostLens(lens, lens, True), 8)) == num_refused
 
 
 def test_scales_of_the_cache(module: Module):

@@ -7,11 +7,12 @@ block of threads into an integer workspace. A run reads that workspace, the page
 its grid and the places inside the workspaces depend on the query rows and the device only, so a graph that holds a run
 is right for other lengths once they are planned into the same workspace.
 
-What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, which FlashInfer's wrapper calls in
-turn: `get_batch_mla_module(...)`, then its `plan` and `run`. The wrapper takes no integer workspace from its caller (it
-allocates 8 MiB, of which the kernel can use 0.6), and in its graph mode copies that workspace and the metadata aside
-at every plan, to be able to go back; a plan of the module takes 0.3 to 0.6 ms of an H200's host, a third of that, and
-gives the same bits. What the wrapper checks beside is declared in `mla_capabilities`, or refused here.
+What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `plan` and `run`. The wrapper
+takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6), and in its graph mode
+copies that workspace and the metadata aside at every plan, to be able to go back; a plan of the module takes 0.3 to
+0.6 ms of an H200's host, a third of that, and gives the same bits. `get_batch_mla_module` hands out a proxy of it,
+whose own `plan` copies the whole list once more on the host, from one page-locked buffer into another. What the wrapper
+checks beside is declared in `mla_capabilities`, or refused here.
 
 The log-sum-exp is natural by FlashInfer's own switch. `fa2` sums the softmax's weights as it multiplies them, rounded
 to the queries' type, so its log-sum-exp is off by up to half a rounding step: 2**-9 in bfloat16.
@@ -20,7 +21,8 @@ to the queries' type, so its log-sum-exp is off by up to half a rounding step: 2
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +38,7 @@ from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import ONE, Dim, Producer
+from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.csr import CsrPlan, csr_rows
 from spec_metadata.visibility import HostLens
 
@@ -103,7 +106,7 @@ class MLASchedule(Schedule):
         self._work, self._partial = buffers[INT_WORKSPACE.name], buffers[FLOAT_WORKSPACE.name]
         _refuse(f"flashinfer_{backend}", _type_reasons(shape, self._work.device))
         self._csr, self._shape = plan, shape
-        self._module = providers.load("flashinfer.mla:get_batch_mla_module")(
+        proxy = providers.load("flashinfer.mla:get_batch_mla_module")(
             backend,
             dtype_q=shape.dtype,
             dtype_kv=shape.cache_dtype,
@@ -113,25 +116,37 @@ class MLASchedule(Schedule):
             head_dim_kpe=shape.head_dim - shape.v_head_dim,
             use_profiler=False,
         )
+        self._module = proxy._module
         self._layout: Any = None
 
     def plan_host(self, lens: HostLens) -> None:
         """Plan from exact lengths and copy the list of work to the device, on the current stream, without waiting.
 
-        FlashInfer copies out of pinned memory that PyTorch must not give out before the copy is done: the host may be
-        ahead of the stream. PyTorch learns of a copy from copies of its own alone, so one byte is copied so.
+        The host may be ahead of the stream: PyTorch does not give out the page-locked memory again before it was read.
         """
         assert lens.causal == self._csr.causal, "the host and the device planned different steps"
         _refuse("FlashInfer's MLA scheduler", _work_reasons(lens, self._shape.num_heads))
-        rows = csr_rows(lens.query_lens, lens.kv_lens, self._csr.page_size)
+        rows = csr_rows(_on_host(lens.query_lens), _on_host(lens.kv_lens), self._csr.page_size)
         staging = torch.empty(self._work.shape, dtype=torch.uint8, pin_memory=self._work.is_cuda)
         buffers = (self._partial, self._work, staging)
-        layout = self._module.plan(*buffers, *rows, self._shape.num_heads, self._shape.v_head_dim, lens.causal)
-        self._work[:1].copy_(staging[:1], non_blocking=True)
-        if self._layout is not None and list(layout) != list(self._layout):
+        layout, _ = self._module.plan(*buffers, *rows, self._shape.num_heads, self._shape.v_head_dim, lens.causal)
+        self._work.copy_(staging, non_blocking=True)
+        self._take(layout)
+
+    def adopts(self, last: Schedule) -> bool:
+        """A list of work is that of its lengths, whatever the phase: a chain's draft extend has the verify's."""
+        assert isinstance(last, MLASchedule)
+        assert last._layout is not None, "it planned"
+        self._take(last._layout)
+        return True
+
+    def _take(self, layout: Any) -> None:
+        """Attend by a layout from now on. Asking FlashInfer's own lists whether they are equal saves reading them."""
+        known = self._layout
+        if known is not None and layout != known and list(layout) != list(known):
             raise CaptureError(
-                f"FlashInfer's grid and workspace were laid out as {list(self._layout)} and are {list(layout)} for "
-                "other lengths; a graph keeps the first, so run this step eagerly"
+                f"FlashInfer's grid and workspace were laid out as {list(known)} and are {list(layout)} for other "
+                "lengths; a graph keeps the first, so run this step eagerly"
             )
         self._layout = layout
 
@@ -220,15 +235,22 @@ def _work_reasons(lens: HostLens, num_heads: int) -> list[str]:
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
     divided: the parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.
     """
-    rows = lens.query_lens.long() * num_heads
-    tile = TILE_ROWS * (2 if int(rows.sum()) // rows.shape[0] > TILE_ROWS else 1)
-    num_tiles = int(((rows + tile - 1) // tile).sum())
-    if num_tiles + MAX_PROCESSORS <= MAX_WORK:
+    num_tokens, bs, room = sum(lens.query_lens), len(lens.query_lens), MAX_WORK - MAX_PROCESSORS
+    tile = TILE_ROWS * (2 if num_tokens * num_heads // bs > TILE_ROWS else 1)
+    if num_tokens * num_heads // tile + bs <= room:  # all tiles full, but one of each request: most batches end here
+        return []
+    num_tiles = sum(ceil_div(length * num_heads, tile) for length in lens.query_lens)
+    if num_tiles <= room:
         return []
     return [
-        f"{int(lens.query_lens.sum())} query rows of {num_heads} heads, {num_tiles} tiles (it has room for "
-        f"{MAX_WORK - MAX_PROCESSORS}; prefill in smaller chunks)"
+        f"{num_tokens} query rows of {num_heads} heads, {num_tiles} tiles (it has room for {room}; prefill in smaller "
+        "chunks)"
     ]
+
+
+def _on_host(lens: Sequence[int]) -> Tensor:
+    """[bs] int32, in a third of the time that `torch.tensor` takes."""
+    return torch.frombuffer(array("i", lens), dtype=torch.int32)
 
 
 def _tensor_reasons(q: Tensor, latent: Tensor, layer: AttentionLayer) -> list[str]:

@@ -98,7 +98,7 @@ def specified_csr(step: Step, buffers: Buffers) -> dict[str, Tensor]:
 
 def _starts(lens: Tensor) -> Tensor:
     """[n + 1] int32: where each of n stretches of these lengths starts, and the end."""
-    return torch.nn.functional.pad(lens.cumsum(0), (1, 0)).int()
+    return torch.nn.functional.pad(lens, (1, 0)).cumsum(0, dtype=torch.int32)
 
 
 def _compact(pages: Tensor, indptr: Tensor, pad: int) -> Tensor:

@@ -34,7 +34,11 @@ class OnHost(Planned):
 
     def plan_host(self, lens: HostLens) -> None:
         """Copy the exact lengths."""
-        self.lens.copy_(lens.kv_lens)
+        self.lens.copy_(torch.tensor(lens.kv_lens))
+
+    def adopts(self, last: Schedule) -> bool:
+        """Lengths are lengths, whichever phase planned them."""
+        return True
 
 
 class OnDevice(Planned):

@@ -33,12 +33,25 @@ def replay_skips_the_host_plan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Schedules, "plan_host", lambda self, lens: None)
 
 
+@mutant("a workspace that phases plan into in turn", "graph.two_kinds", backend=HOSTED, graph=True)
+def own_last_plan_taken_for_the_workspaces(patch: pytest.MonkeyPatch) -> None:
+    """Lengths that a schedule planned last are not planned again, though another phase has planned since."""
+    plan = hosted.OnHost.plan_host
+
+    def once(self: hosted.OnHost, lens: HostLens) -> None:
+        if lens != getattr(self, "last", None):
+            plan(self, lens)
+        self.last = lens
+
+    patch.setattr(hosted.OnHost, "plan_host", once)
+
+
 @mutant("FlashInfer's `plan` bakes exact lengths, here into the launch", "math.decode", backend=HOSTED, graph=True)
 def planned_lengths_are_host_numbers(patch: pytest.MonkeyPatch) -> None:
     """The launch takes the planned lengths as Python numbers, which a graph keeps."""
 
     def numbers(self: hosted.OnHost, lens: HostLens) -> None:
-        self.host = lens.kv_lens.tolist()
+        self.host = lens.kv_lens
 
     def baked(self: hosted.OnHost) -> Tensor:
         full = [torch.full((), length, dtype=torch.int32, device=self.plan.seqused_k.device) for length in self.host]
