@@ -177,14 +177,14 @@ class AttentionBackend(ABC, Generic[Plan]):
         if tenant is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
         if self.checking or not tenant.admits(step):
-            reasons = misfit(meta.step, step)
-            if reasons:
+            if reasons := misfit(meta.step, step):
                 raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
             self._admit(step)
             tenant.admit(step)
         lens = None
         if meta.schedules.needs_lens:
-            lens = self._host_lens(replace(meta.step, seq_lens_cpu=step.seq_lens_cpu), meta.step.bs)
+            known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
+            lens = self._host_lens(known, meta.step.bs)
         if not self.memory.is_let_to(tenant):
             self._arenas.vacate()
             if self.checking:
