@@ -187,9 +187,9 @@ class AttentionBackend(ABC, Generic[Plan]):
             lens = self._host_lens(known, meta.step.bs)
         if not self.memory.is_let_to(tenant):
             self._arenas.vacate()
-            if self.checking:
-                tenant.arena.reset()
             self.memory.let_to(tenant)
+        if self.checking:
+            tenant.arena.reset()
         tenant.copy_inputs(step)
         if lens is not None:
             meta.schedules.plan_host(lens)
