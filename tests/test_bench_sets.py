@@ -320,8 +320,7 @@ def fake_gpu(monkeypatch):
 ROW = KernelRow("kernels", "fa3", "triton", 8, 4096, 32, 1, 10.2, "vllm_flash_attn", 10.0, 1.02, 3.3, 44.0)
 
 
-def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
+def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys):
     fake_gpu += [ROW, *[Missing("fa3", "torch", f"batch {n}", "many keys", False) for n in (1, 2, 3)]]
     path = tmp_path / "rows.json"
     assert main(["bench", "attention", "--set", "kernels", "--json", str(path)]) == 0
@@ -336,6 +335,15 @@ def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys, monke
     assert "not measured: fa3/torch batch 1; batch 2 and 1 more: many keys" in output
     assert "copies 4.10 TB/s and multiplies 790 TFLOP/s" in output
     assert all(word in output for word in ("TFLOP/s", "3.30", "1.020"))
+
+
+def test_a_table_in_a_file_is_not_cut_to_a_terminal(fake_gpu, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    fake_gpu += [replace(ROW, backend="flashinfer_mla", kernel="flashinfer_fa3", batch_size=128, context=131072)]
+    assert main(["bench", "attention", "--set", "kernels"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "131072" in line)
+    words = ("flashinfer_mla", "flashinfer_fa3", "vllm_flash_attn", "128", "131072", "10.2", "1.020", "3.30", "44")
+    assert all(word in row for word in words)
 
 
 def test_the_command_measures_trees(fake_gpu, tmp_path):

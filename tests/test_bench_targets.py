@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -68,7 +69,12 @@ def test_without_ceilings_no_share_of_them_is_said():
 @pytest.fixture
 def folder(tmp_path):
     head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "attn-backends bench attention --set kernels")
-    rows = [MLA, replace(MLA, batch_size=8, ratio=1.5, tb_per_s=2.0), replace(MLA, kernel="flashmla", peer="copy")]
+    rows = [
+        MLA,
+        replace(MLA, batch_size=8, ratio=1.5, tb_per_s=2.0),
+        replace(MLA, kernel="flashmla", peer="copy", tb_per_s=9.0),
+    ]
+    rows += [replace(MLA, kernel="flashinfer_fa2", peer="copy", tb_per_s=1.0, tflop_per_s=50.0)]
     missing = [
         {"backend": "trtllm_mla", "kernel": "torch", "reason": "too large", "failed": False, "cases": ["a", "b"]}
     ]
@@ -79,16 +85,42 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_page_sums_up_each_kernel(folder, tmp_path):
-    assert page.main([str(folder), "--output", str(tmp_path / "page.md")]) == 0
-    lines = (tmp_path / "page.md").read_text().splitlines()
-    case = "batch 128, context 4096, 16 heads, width 1"
-    assert f"| MLA of 16 heads, of a copy's bandwidth | trtllm_mla | triton | {case} | 0.8 | met |" in lines
-    assert "| trtllm_mla | triton | 16 | 1 | 2 | flashmla | 1.31 | 1.11 | 1.50 | 8.0 | 9.0 |" in lines
-    assert "| trtllm_mla | flashmla | 16 | 1 | 1 | copy | 1.11 | 1.11 | 1.11 | 8.0 | 9.0 |" in lines
-    assert "| fa3 | vllm_flash_attn | 32 | 16 | 1 | vllm_flash_attn, a chain | 1.25 | 1.25 | 1.25 |  |  |" in lines
+def written(folder):
+    assert page.main([str(folder), "--output", str(folder / "page.md")]) == 0
+    return (folder / "page.md").read_text().splitlines()
+
+
+def test_the_page_says_which_targets_are_met(folder):
+    assert "| MLA of 16 heads, of a copy's bandwidth | trtllm_mla | triton | 1 | 0.80 | 0.80 | met |" in written(folder)
+
+
+def test_the_page_shows_our_kernels_beside_the_vendors_by_shape_and_both_under_the_roof(folder):
+    lines = written(folder)
+    sizes = "| backend | kernel | heads | width | peer | 8 x 4096 | 128 x 4096 | least | most | roof | peer's roof |"
+    assert sizes in lines
+    assert "| trtllm_mla | triton | 16 | 1 | flashmla | 1.50 | 1.11 | 1.11 | 1.50 at 8 x 4096 | 0.80 | 0.90 |" in lines
+    assert "| trtllm_mla | flashinfer_fa2 | 16 | 1 | copy |  |  |  |  | 0.50 |  |" in lines
+    assert not any(line.startswith("| trtllm_mla | flashmla |") for line in lines)
+
+
+def test_the_page_shows_a_tree_beside_its_chain_at_sizes_of_its_own(folder):
+    line = "| fa3 | vllm_flash_attn | 32 | 16 | vllm_flash_attn, a chain | 1.25 | 1.25 | 1.25 at 32 x 4096 |"
+    assert line in written(folder)
+
+
+def test_the_page_says_what_is_missing_and_links_rows_and_pictures(folder):
+    (folder / "kernels_trtllm_mla.png").write_text("picture")
+    lines = written(folder)
     assert "- trtllm_mla/torch: too large (2 cases)" in lines
     assert any("A copy moves 10.00 TB/s, a matrix product 100 TFLOP/s." in line for line in lines)
+    assert any("(kernels_trtllm_mla.json), [roofline](kernels_trtllm_mla.png)." in line for line in lines)
+    assert any("[all rows](trees.json)." in line for line in lines)
+
+
+def test_the_committed_page_is_what_the_committed_results_give():
+    root = Path(page.__file__).parents[2]
+    given = page.summed_up(root / page.FOLDER, (root / page.PAGE).parent)
+    assert (root / page.PAGE).read_text() == given, f"run `{page.COMMAND}`"
 
 
 def test_a_folder_without_results_is_refused(tmp_path, capsys):

@@ -35,7 +35,7 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
     rows = [row for row in rows if row.tb_per_s > 0 and row.tflop_per_s > 0]
     all_heads, kernels = sorted({row.heads for row in rows}), sorted({(row.backend, row.kernel) for row in rows})
     copy, product = ceilings.copy_tb_per_s, ceilings.matmul_tflop_per_s
-    figure = import_module("matplotlib.figure").Figure(figsize=(8, 2.2 * len(all_heads) + 1), layout="constrained")
+    figure = import_module("matplotlib.figure").Figure(figsize=(10, 2.6 * len(all_heads) + 1), layout="constrained")
     figure.suptitle(f"attention on {device}: copies {copy:.3g} TB/s, multiplies {product:.3g} TFLOP/s")
     intensities = [row.tflop_per_s / row.tb_per_s for row in rows] or [1.0]
     roof = sorted({min(intensities) / 2, product / copy, max(intensities) * 2})
@@ -49,9 +49,9 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
             if own:
                 axes.scatter(intensity, reached, s=14, alpha=0.6, color=f"C{number}", label=" ".join(kernel))
         axes.set(xscale="log", yscale="log", ylabel="TFLOP/s", title=f"{heads} query heads")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside it, where no point lies
     panels[-1].set_xlabel("operations a byte")
-    figure.savefig(path, dpi=72)
+    figure.savefig(path, dpi=90)
 
 
 def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -23,7 +22,7 @@ from attn_backends.bench.rows import KernelRow, Missing, Row, Stage, by_reason
 from attn_backends.bench.targets import Reached, check_targets
 from attn_backends.bench.timing import CudaClock
 from attn_backends.bench.trees import measure_trees
-from attn_backends.cli.options import DENSE_BACKENDS, refuse_options, show_missing
+from attn_backends.cli.options import DENSE_BACKENDS, output_console, refuse_options, show_missing
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
@@ -199,7 +198,7 @@ def _write(args: argparse.Namespace, measured: Measured, rounds: int) -> None:
 
 
 def _show(measured: Measured, asked: Set) -> None:
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     console.print(_table(measured.rows, asked))
     if measured.ceilings is not None:
         copy, product = measured.ceilings.copy_tb_per_s, measured.ceilings.matmul_tflop_per_s

@@ -1,4 +1,4 @@
-"""What commands share: the run that options describe, why which kernel runs it, a progress bar, a benchmark's gaps."""
+"""What commands share: the run that options describe, why which kernel runs it, consoles, a benchmark's gaps."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
+FILE_WIDTH = 240  # more than any table takes
 RUNTIME_KEYS = ("kernel", "dtype", "cache_dtype", "device", "max_new_tokens")
 
 
@@ -39,6 +40,14 @@ def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) ->
         lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
         lines += [f"  passed over {reason}" for reason in passed_over]
     return lines
+
+
+def output_console() -> Console:
+    """The console of standard output. A file or pipe gets tables as wide as they are, whatever COLUMNS says of the
+    terminal that they are not shown on.
+    """
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, emoji=False, width=FILE_WIDTH)
 
 
 @contextmanager

@@ -6,17 +6,17 @@ softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole
 latents are read once, for scores and for values. Requests are found in cu_seqlens, so the grid is as large as the
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
-On an H200 in bfloat16, causal; at least what a matrix product's 790 TFLOP/s would take, for bytes are few (84 MB of
-the first):
+On an H200 in bfloat16, causal; at least what the 786 TFLOP/s of a matrix product in the same run would take, for bytes
+are few (docs/results/h200/kernels_prefill.json, summed up in docs/kernels.md):
 
-    4096 tokens, 32 heads of 128 over 8    137 GFLOP    at least 174 us    405 us    (FlashAttention-3 238)
-    8 x 1024 tokens of the same             69 GFLOP    at least  87 us    266 us    (171)
-    4096 tokens, MLA of 16 heads           292 GFLOP    at least 370 us    927 us    (462)
+    8192 tokens, 32 heads of 128 over 8    550 GFLOP     at least  699 us    1545 us            (FlashAttention-3 861)
+    8 x 1024 tokens of the same             69 GFLOP     at least   87 us     266 us            (174)
+    8192 tokens, MLA of 16 heads          1170 GFLOP     at least 1487 us    3643 to 3731 us    (1731)
 
-Tiles of 128 rows or keys, and a third stage, take 415 us and more for the first; of MLA 32 keys in three stages 1445
-and 128 keys in one 1569. What is left is what `triton_decode` says of MLA's products, and that softmax and products
-take turns, which FlashAttention-3's two warp groups do beside each other. Loads through tensor descriptors would take a
-tenth off the first and nothing off MLA, whose registers are full.
+Keys and values take 1.4 to 2.0 times FlashAttention-3's time, MLA 1.6 to 2.4 times, the more the longer the context.
+What is left is what `triton_decode` says of MLA's products, and that softmax and products take turns, which
+FlashAttention-3's two warp groups do beside each other. Tiles of 128 rows or keys, and a third stage, are slower (timed
+apart at 4096 tokens, not committed: 415 us and more instead of 405, of MLA 1445 and 1569 instead of 927).
 
 Keys past a request's length are never read: unowned memory may hold NaN. Sums are float32, matrix products too for
 float32 queries (no TF32). The order of all sums is fixed by the query's own request: no output depends on the batch.

@@ -8,9 +8,11 @@ in chunks through the scores, values and the prefix in chunks to the output.
 Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
 For 16 nodes of 32 requests it reads queries and the prefix's outputs, and writes outputs: 27 MB for 16 heads of MLA,
-211 for 128, 15 for 32 heads of 128 over 8, drafted keys and values included. At 4.2 TB/s, an H200's copy, that is 6, 50
-and 4 us; it takes 11.4, 70 and 7.2. At 4096 keys of prefix such a tree costs 1.03 to 1.14 times the chain of as many
-nodes, on FlashMLA, FlashAttention-3 and our kernels alike.
+211 for 128, 15 for 32 heads of 128 over 8, drafted keys and values included. At 4.3 TB/s, an H200's copy, that is 6, 49
+and 4 us; with our kernels a tree costs 13, 80 and 7 us more than the chain of as many nodes, at 4096 keys of prefix
+(docs/results/h200/trees.json). At 32 and 128 requests that is 1.02 to 1.14 times the chain on every kernel, at 32768
+keys at most 1.04. One request of 4096 keys takes 1.12 to 1.63 times, on FlashMLA most: it stops at being a launch of
+its own, which weighs there.
 """
 
 from __future__ import annotations
