@@ -180,7 +180,7 @@ def test_cycles_are_timed_back_to_back_behind_one_that_is_not():
         return run
 
     assert take_cycles([runner("a", 4), runner("b", 6)], 3, clock) == [4, 6]
-    assert order == (["a"] * (1 + CYCLES) + ["b"] * (1 + CYCLES)) * 3
+    assert order == ["a"] * (1 + CYCLES) + ["b"] * (1 + CYCLES) + (["a"] * (1 + CYCLES) + ["b"] * (1 + CYCLES)) * 3
 
 
 def test_stacks_have_the_sizes_of_the_published_models():
@@ -271,7 +271,7 @@ def test_bytes_of_phases_that_a_backend_refuses_are_not_told() -> None:
     assert "draft with topk = 1" in absent.reason
 
 
-METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0)
+METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0, 0)
 CYCLE = CycleRow("cycle", "fa3", "triton", "Llama-3-70B", 1, 4096, "graph", 510.0, f"graph, {AHEAD}", 500.0, 1.02)
 ABSENT = Missing("fa3", "x", "torch, batch 1", "no", False)
 
@@ -313,12 +313,15 @@ def test_bench_metadata_measures_each_backend_at_its_page_sizes(fake_gpu, tmp_pa
     assert asked[0][1].max_bs == 512
     written = json.loads(path.read_text())
     assert written["rows"] == [asdict(METADATA)] * 5
-    keys = "bench backend kernel phase mode batch_size context page_size topk host_us gpu_us launches copies syncs"
+    keys = (
+        "bench backend kernel phase mode batch_size context page_size topk host_us gpu_us launches copies syncs to_host"
+    )
     assert list(written["rows"][0]) == keys.split()
     assert written["calibration"] == {"additions": LOOP, "least_us": 301.0, "median_us": 303.0, "most_us": 305.0}
     assert (written["rounds"], len(written["missing"]), written["device"]) == (20, 5, "NVIDIA H200")
     output = capsys.readouterr().out
     assert "21.5" in output
+    assert "this host takes 301.0 .. 303.0 .. 305.0 us for 10000 additions" in output
     assert "not measured: fa3/x torch, batch 1; torch, batch 1 and 3 more: no" in output
 
 
@@ -345,7 +348,10 @@ def test_bench_cycle_writes_rows(fake_gpu, tmp_path, capsys, monkeypatch):
     assert {"bench", "backend", "kernel", "batch_size", "context", "mode", "us", "peer", "peer_us", "ratio"} <= set(
         written["rows"][0]
     )
-    assert "1.020" in capsys.readouterr().out
+    assert [(each["backend"], each["value"], each["met"]) for each in written["targets"]] == [("fa3", 1.02, True)] * 3
+    output = capsys.readouterr().out
+    assert "1.020" in output
+    assert "met: a cycle, times one without planning, at most 1.05: fa3/triton, 3 of 3; at worst 1.02" in output
 
 
 def test_bench_memory_needs_no_gpu(tmp_path, capsys, monkeypatch):
@@ -412,7 +418,9 @@ class Figure:
                 bar=lambda names, heights, color: Figure.drawn.append((names, heights, color)),
                 scatter=lambda names, heights, **_: Figure.drawn.append((names, heights)),
                 set=lambda title, **_: Figure.drawn.append(title),
+                bar_label=lambda bars, labels, **_: Figure.drawn.append(labels),
                 set_xlabel=lambda text: None,
+                set_xticks=lambda *_, **__: None,
                 legend=lambda **_: None,
             )
 
@@ -454,14 +462,17 @@ def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, 
 
 
 def test_the_picture_of_cycles_shows_what_is_left_without_planning(fake_gpu, tmp_path, matplotlib_here):
-    fake_gpu[0].extend([CYCLE, replace(CYCLE, mode="loop", us=400.0, peer_us=390.0)])
+    fake_gpu[0].extend(
+        [replace(CYCLE, mode="eager"), CYCLE, replace(CYCLE, mode="loop", us=400.0, peer_us=390.0, ratio=1.026)]
+    )
     path = tmp_path / "cycle.png"
     assert main(["bench", "cycle", "--backend", "fa3", "--plot", str(path)]) == 0
-    title, bars, marks, panel = Figure.drawn
+    title, bars, marks, ratios, panel = Figure.drawn
     assert title == "cycles on NVIDIA H200; black: without planning"
     names = ["graph\n1 x 4096", "loop\n1 x 4096"]
     assert bars == (names, [510.0, 400.0], ["C0", "C1"])
     assert marks == (names, [500.0, 390.0])
+    assert ratios == ["1.020", "1.026"]
     assert panel == "fa3: Llama-3-70B"
 
 

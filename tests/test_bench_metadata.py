@@ -15,7 +15,7 @@ from torch._C._autograd import DeviceType
 from attn_backends import providers
 from attn_backends.bench import counts, sglang, vendor_plans
 from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
-from attn_backends.bench.host import CALLS, Work, calibration, take_host_turns
+from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
 from attn_backends.bench.metadata import Bench, kernels_of, measure_metadata, ours
 from attn_backends.bench.rows import MetadataRow, Missing
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
@@ -48,7 +48,7 @@ def run_all(works):
     """A probe that runs what it counts."""
     for work in works:
         work.run()
-    return [Counts(float(number), 2, 1, 0) for number in range(len(works))]
+    return [Counts(float(number), 2, 1, 0, 0, 1) for number in range(len(works))]
 
 
 class Steady(HostTicks):
@@ -90,16 +90,27 @@ def test_a_contender_is_timed_between_its_arguments_and_what_its_graph_does():
 
     rounds = [[7, 9, 8, 900, 8], [5, 6, 700, 6, 6], [800, 9, 9, 9, 9]]
     works = [work("a", [1000, *chain(*rounds)]), work("b", [1] * 16)]
-    assert take_host_turns(works, 3, clock) == [8, 1]
+    assert take_host_turns(works, [3, 3], clock) == [8, 1]
     assert order[:4] == ["a", "a in graph", "b", "b in graph"], "one run each to warm up"
     assert order[4:] == (["a", "a in graph"] * CALLS + ["b", "b in graph"] * CALLS) * 3
     assert clock.num_waits == 2 * 3 * CALLS, "the device is idle before every call"
 
 
+def test_who_takes_long_has_fewer_rounds_spread_over_those_of_the_others():
+    assert [rounds_of(us, 20, 30e3) for us in (0, 1000, 3000, 5000, 1e6)] == [20, 20, 10, 6, MIN_ROUNDS]
+    assert rounds_of(1e6, 2, 30e3) == 2, "no more than there are"
+    order = []
+    works = [Work(lambda name=name: lambda: order.append(name)) for name in "ab"]
+    take_host_turns(works, [6, 3], HostTicks())
+    assert order == ["a", "b", *(["a"] * CALLS + ["a"] * CALLS + ["b"] * CALLS) * 3]
+
+
 def test_the_collector_waits_until_all_is_timed():
     was_on = []
     with pytest.raises(ZeroDivisionError):
-        take_host_turns([Work(lambda: lambda: was_on.append(gc.isenabled()) or 1 // (len(was_on) < 4))], 1, HostTicks())
+        take_host_turns(
+            [Work(lambda: lambda: was_on.append(gc.isenabled()) or 1 // (len(was_on) < 4))], [1], HostTicks()
+        )
     assert was_on == [True, False, False, False]
     assert gc.isenabled()
 
@@ -287,7 +298,8 @@ def test_rows_of_every_phase_and_their_cycle(name, bench):
         assert [(row.mode, row.phase) for row in first] == [*ways, ("torch", CYCLE), ("in_graph", CYCLE)]
         assert [row.gpu_us for row in first] == [0, 1, 2, 3, 4, 5, 3, 12]
         assert [row.host_us for row in first] == [1, 1, 1, 1, 1, 1, 3, 3]
-        assert [(row.launches, row.copies, row.syncs) for row in first[5:]] == [(2, 1, 0), (6, 3, 0), (6, 3, 0)]
+        counted = [(row.launches, row.copies, row.syncs, row.to_host) for row in first[5:]]
+        assert counted == [(2, 1, 0, 1), (6, 3, 0, 3), (6, 3, 0, 3)]
     assert bench.calibration_us == [1, 1, 1, 1]
 
 

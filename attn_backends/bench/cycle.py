@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from attn_backends.base import AttentionBackend
+from attn_backends.bench.host import rounds_of, takes_part
 from attn_backends.bench.rows import CycleRow, Missing, Stage, missing
 from attn_backends.bench.speculation import PHASES, speculative
 from attn_backends.bench.stacks import StackDraft, StackShape, StackTarget, shapes_of, stack
@@ -33,6 +34,7 @@ from spec_metadata.layout import HostBounds
 BATCH_SIZES, CONTEXTS = (1, 32), (4096,)
 PAGE_SIZE, NUM_STEPS = 64, 3
 CYCLES = 4  # of a turn
+TURNS_US = 0.5e6  # of a mode at each size, if that leaves `host.MIN_ROUNDS`
 BUDGET = 1.05  # of the time without planning
 AHEAD = "planned ahead"
 PEERS = {"eager": "graph", "graph_before": "graph", "graph": "graph", "loop": "loop"}  # which graphs, planned ahead
@@ -238,20 +240,27 @@ def _makers(setting: Setting) -> Mapping[str, Callable[[], Run]]:
 
 
 def take_cycles(runs: Sequence[Run], rounds: int, clock: Clock) -> list[float]:
-    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` behind one that is not timed, in every
-    round. Between turns the device is waited for, so that nobody's launches hide behind another's work.
+    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` behind one that is not timed. All take
+    turns, of which who takes long has fewer. Between turns the device is waited for, so that nobody's launches hide
+    behind another's work.
     """
+    own = [rounds_of((1 + CYCLES) * _turn(run, clock), rounds, TURNS_US) for run in runs]
     turns: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, times in zip(runs, turns, strict=True):
-            run()
-            start = clock.mark()
-            for _ in range(CYCLES):
-                run()
-            end = clock.mark()
-            clock.wait()
-            times.append(clock.microseconds(start, end) / CYCLES)
+    for number in range(max(own, default=0)):
+        for run, num_rounds, times in zip(runs, own, turns, strict=True):
+            if takes_part(number, num_rounds, max(own)):
+                times.append(_turn(run, clock))
     return [median(times) for times in turns]
+
+
+def _turn(run: Run, clock: Clock) -> float:
+    run()
+    start = clock.mark()
+    for _ in range(CYCLES):
+        run()
+    end = clock.mark()
+    clock.wait()
+    return clock.microseconds(start, end) / CYCLES
 
 
 def _row(setting: Setting, kernel: str, mode: str, us: float, peer: str, peer_us: float) -> CycleRow:

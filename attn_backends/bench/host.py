@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 CALLS = 5  # of each contender in a round
+MIN_ROUNDS = 3
 LOOP = 10_000  # additions of the calibration loop
 
 
@@ -73,18 +74,31 @@ def calibration() -> Work:
     return Work(lambda: loop)
 
 
-def take_host_turns(works: Sequence[Work], rounds: int, clock: HostClock) -> list[float]:
-    """Host time of each in microseconds: the median over rounds of a round's median of `CALLS`. Each runs once before,
-    untimed.
+def rounds_of(turn_us: float, most: int, budget_us: float) -> int:
+    """Rounds that a contender with such turns has, so that they take no longer than the budget: at least `MIN_ROUNDS`,
+    of which there may be fewer.
+    """
+    return max(min(MIN_ROUNDS, most), min(most, int(budget_us / max(turn_us, 1.0))))
+
+
+def take_host_turns(works: Sequence[Work], rounds: Sequence[int], clock: HostClock) -> list[float]:
+    """Host time of each in microseconds: the median over its rounds of a round's median of `CALLS`. Each runs once
+    before, untimed. rounds: of each; who has fewer than others sits out evenly.
     """
     for work in works:
         work.run()
     taken: list[list[float]] = [[] for _ in works]
     with _without_collector():
-        for _ in range(rounds):
-            for work, medians in zip(works, taken, strict=True):
-                medians.append(median(_timed(work, clock) for _ in range(CALLS)))
+        for number in range(max(rounds)):
+            for work, own, medians in zip(works, rounds, taken, strict=True):
+                if takes_part(number, own, max(rounds)):
+                    medians.append(median(_timed(work, clock) for _ in range(CALLS)))
     return [median(medians) for medians in taken]
+
+
+def takes_part(number: int, own: int, most: int) -> bool:
+    """Whether who has `own` rounds of the `most` is in the one of this number."""
+    return (number + 1) * own // most > number * own // most
 
 
 def _timed(work: Work, clock: HostClock) -> float:

@@ -74,8 +74,10 @@ def measure_memory(backend: type[AttentionBackend], capacity: Capacity) -> Itera
             yield missing(backend, "", case, UnsupportedStepError(f"{made.name} can't take a {kind} step", reasons))
             return
     peer = _peer(backend.name, capacity)
+    sizes = (capacity.max_bs, capacity.max_context, capacity.page_size, capacity.topk)
+    place = ("memory", backend.name, *sizes)
     for paging, make in PAGINGS.items():
-        row = partial(MemoryRow, "memory", backend.name, capacity.page_size, capacity.topk, paging)
+        row = partial(MemoryRow, *place, paging)
         by_kind = made.static_bytes(make(geometry))
         totals = []
         for phase, kind in PHASES.items():
@@ -84,8 +86,7 @@ def measure_memory(backend: type[AttentionBackend], capacity: Capacity) -> Itera
             yield row(phase, TOTAL, totals[-1], None if peer is None else getattr(peer, phase))
         yield row(ALL, TOTAL, max(totals), None if peer is None else peer.all)
     for name, num_bytes in _workspaces(backend, capacity):
-        sizes = (capacity.page_size, capacity.topk, "")
-        yield MemoryRow("memory", backend.name, *sizes, WORKSPACE, name, num_bytes, None)
+        yield MemoryRow(*place, "", WORKSPACE, name, num_bytes, None)
 
 
 def _workspaces(backend: type[AttentionBackend], capacity: Capacity) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ import torch
 from attn_backends.base import AttentionBackend
 from attn_backends.bench import sglang
 from attn_backends.bench.counts import Counts, Probe
-from attn_backends.bench.host import HostClock, Work, calibration, take_host_turns
+from attn_backends.bench.host import CALLS, HostClock, Work, calibration, rounds_of, take_host_turns
 from attn_backends.bench.rows import MetadataRow, Missing, missing
 from attn_backends.bench.shapes import DTYPE, LAYERS
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new
@@ -33,8 +33,7 @@ BATCH_SIZES = (1, 32, 128, 512)
 CONTEXTS = (1024, 4096, 32768, 131072)
 PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
 NUM_STEPS = 3
-TURNS_US = 1e6  # of all ways of a problem together, if that leaves MIN_ROUNDS
-MIN_ROUNDS = 3
+TURNS_US = 30e3  # of a way at each size, if that leaves `host.MIN_ROUNDS`
 PLANNERS = {"torch": "torch", "fused": "fused", "in_graph": "auto"}  # by mode
 OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128, (Compression(4, True, True), 512))
 
@@ -157,9 +156,10 @@ def _sglangs(backend: type[AttentionBackend], batch: Batch) -> list[Way]:
 def _rows(backend: str, batch: Batch, ways: Sequence[Way], bench: Bench) -> Iterator[MetadataRow]:
     """A row of each way, and of each whole cycle: the sum of its phases."""
     works = [way.work for way in ways]
-    once = sum(take_host_turns(works, 1, bench.clock))
-    rounds = max(min(MIN_ROUNDS, bench.rounds), min(bench.rounds, int(TURNS_US / max(once, 1.0))))
-    *host, loop_us = take_host_turns([*works, calibration()], rounds, bench.clock)
+    contenders = [*works, calibration()]
+    once = take_host_turns(contenders, [1] * len(contenders), bench.clock)
+    rounds = [rounds_of(CALLS * us, bench.rounds, TURNS_US) for us in once]
+    *host, loop_us = take_host_turns(contenders, rounds, bench.clock)
     bench.calibration_us.append(loop_us)
     cycles: dict[tuple[str, str], MetadataRow] = {}
     for way, host_us, counts in zip(ways, host, bench.probe(works), strict=True):
@@ -186,6 +186,7 @@ def _row(backend: str, batch: Batch, way: Way, host_us: float, counts: Counts) -
         launches=counts.launches,
         copies=counts.copies,
         syncs=counts.syncs,
+        to_host=counts.to_host,
     )
 
 
@@ -197,4 +198,5 @@ def _sum(cycle: MetadataRow, row: MetadataRow) -> MetadataRow:
         launches=cycle.launches + row.launches,
         copies=cycle.copies + row.copies,
         syncs=cycle.syncs + row.syncs,
+        to_host=cycle.to_host + row.to_host,
     )

@@ -14,6 +14,7 @@ from attn_backends.bench.speculation import CYCLE
 from attn_backends.errors import BackendUnavailableError, ConfigError
 
 SUFFIXES = (".png", ".svg")
+_STYLES = ("-", "--", ":")  # by kernel
 
 
 def check_plot(path: Path | None) -> None:
@@ -56,7 +57,8 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
 
 def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
     """Draw what the metadata of whole cycles costs by batch size, at the largest context: host time on the left, time
-    on the device on the right, a row of panels for each backend and page size, a line for each mode and kernel.
+    on the device on the right, a row of panels for each backend and page size, a colour for each mode,
+    dashes for the second kernel.
     """
     cycles = [row for row in rows if row.phase == CYCLE]
     places = list(dict.fromkeys((row.backend, row.page_size) for row in cycles))
@@ -65,27 +67,37 @@ def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
         own = [row for row in cycles if (row.backend, row.page_size) == (backend, page_size)]
         own = [row for row in own if row.context == max(row.context for row in own)]
         for axes, field, what in zip(pair, ("host_us", "gpu_us"), ("host", "device"), strict=True):
-            for mode, kernel in dict.fromkeys((row.mode, row.kernel) for row in own):
+            ways = list(dict.fromkeys((row.mode, row.kernel) for row in own))
+            kernels, modes = (list(dict.fromkeys(names)) for names in ([k for _, k in ways], [m for m, _ in ways]))
+            for mode, kernel in ways:
                 line = sorted((r.batch_size, getattr(r, field)) for r in own if (r.mode, r.kernel) == (mode, kernel))
-                axes.plot([x for x, _ in line], [y for _, y in line], marker="o", label=f"{mode} {kernel}".rstrip())
+                style = {"color": f"C{modes.index(mode)}", "linestyle": _STYLES[kernels.index(kernel) % len(_STYLES)]}
+                xs, ys = [x for x, _ in line], [y for _, y in line]
+                axes.plot(xs, ys, marker="o", label=f"{mode} {kernel}".rstrip(), **style)
+            sizes = sorted({row.batch_size for row in own})
             title = f"{backend}, page size {page_size}, context {own[0].context}: {what}"
             axes.set(xscale="log", yscale="log", ylabel="us a cycle", title=title)
+            axes.set_xticks(sizes, map(str, sizes))
+            axes.set_xticks([], minor=True)
             axes.set_xlabel("requests")
-            axes.legend(fontsize="small")
+        pair[1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path, dpi=120)
 
 
 def draw_cycles(path: Path, rows: Sequence[CycleRow], device: str) -> None:
     """Draw times of whole cycles, a panel for each backend and model: for each size a bar of every mode, and under it
-    in black what its graphs take with planning taken out.
+    in black what its graphs take with planning taken out, of which it is so many times. The eager mode, many times as
+    long, is left out.
     """
+    rows = [row for row in rows if row.mode != "eager"]
     places = list(dict.fromkeys((row.backend, row.model) for row in rows))
     figure, panels = _panels(f"cycles on {device}; black: without planning", len(places), 1)
     for (backend, model), (axes,) in zip(places, panels, strict=False):
         own = [row for row in rows if (row.backend, row.model) == (backend, model)]
         names = [f"{row.mode}\n{row.batch_size} x {row.context}" for row in own]
-        axes.bar(names, [row.us for row in own], color=[f"C{_number(row, own)}" for row in own])
+        bars = axes.bar(names, [row.us for row in own], color=[f"C{_number(row, own)}" for row in own])
         axes.scatter(names, [row.peer_us for row in own], color="black", marker="_", s=400)
+        axes.bar_label(bars, [f"{row.ratio:.3f}" for row in own], label_type="center")
         axes.set(ylabel="us a cycle", title=f"{backend}: {model}")
     figure.savefig(path, dpi=120)
 

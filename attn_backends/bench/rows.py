@@ -52,7 +52,7 @@ class MetadataRow:
     in_graph as a part of it; vendor is what the kernel's vendor plans, by its own call; sglang is what SGLang does.
     context: committed tokens of each request. host_us: until the host goes on. gpu_us: of all that runs on the device.
     launches: kernels on the device, those of graphs too. copies: between host and device, or on the device. syncs: how
-    often the host waits for the device.
+    often the host waits for the device. to_host: copies into the host's memory.
     """
 
     bench: str
@@ -69,11 +69,12 @@ class MetadataRow:
     launches: int
     copies: int
     syncs: int
+    to_host: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one static buffer of a captured phase at the whole capacity.
+    """Bytes of one static buffer of a captured phase at the whole capacity: of batch_size requests, of context tokens.
 
     phase: draft, verify or draft_extend; all, the memory that they share; or workspace, of a kernel. buffer: its name,
     or total. paging: the form of the engine's table, none for a workspace. peer_bytes: what SGLang 0.5.23 allocates for
@@ -83,6 +84,8 @@ class MemoryRow:
 
     bench: str
     backend: str
+    batch_size: int
+    context: int
     page_size: int
     topk: int
     paging: str

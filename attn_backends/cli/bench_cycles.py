@@ -19,6 +19,7 @@ from attn_backends.bench.counts import count_on_cuda
 from attn_backends.bench.host import LOOP, WallClock
 from attn_backends.bench.rows import CycleRow, MemoryRow, MetadataRow, Missing, Stage
 from attn_backends.bench.speculation import Tables, speculative
+from attn_backends.bench.targets import Reached, by_target, check_targets
 from attn_backends.bench.timing import CudaClock
 from attn_backends.cli.options import DENSE_BACKENDS, refuse_options, show_missing
 from attn_backends.errors import BackendUnavailableError, ConfigError
@@ -63,15 +64,34 @@ def run(args: argparse.Namespace) -> int:
     measured = measure(args)
     console = Console(highlight=False, emoji=False)
     console.print(tabulate(measured.rows))
-    show_missing(console, measured.missing)
+    reached = list(check_targets(map(asdict, measured.rows)))
+    _show(console, measured, reached)
     if args.json is not None:
-        own = {**measured.own, "missing": [asdict(absent) for absent in measured.missing]}
+        own = {
+            **measured.own,
+            "targets": [asdict(each) for each in reached],
+            "missing": [asdict(absent) for absent in measured.missing],
+        }
         results.write(args.json, results.head(args.words, device), map(asdict, measured.rows), **own)
     if args.plot is not None and draw is not None:
         draw(args.plot, measured.rows, results.device_name(device))
     if not measured.rows:
         return 2
     return 1 if any(absent.failed for absent in measured.missing) else 0
+
+
+def _show(console: Console, measured: Measured, reached: Iterable[Reached]) -> None:
+    """Say how fast the host was, a line for each target, backend and kernel, and what is missing."""
+    if "calibration" in measured.own:
+        loop = measured.own["calibration"]
+        times = " .. ".join(str(loop[name]) for name in ("least_us", "median_us", "most_us"))
+        console.print(f"this host takes {times} us for {loop['additions']} additions in Python")
+    colours = {"met": "green", "missed": "red", "no aim": "dim"}
+    for worst, num_met, num in by_target(reached):
+        share = "" if worst.met is None else f", {num_met} of {num}"
+        what = f"{worst.target}: {worst.backend}/{worst.kernel}{share}; at worst {worst.value} ({worst.case})"
+        console.print(f"[{colours[worst.verdict]}]{worst.verdict}[/]: {escape(what)}")
+    show_missing(console, measured.missing)
 
 
 def _metadata(args: argparse.Namespace) -> Measured:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from attn_backends import results
+from attn_backends.bench.metadata import PAGE_SIZES
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.registry import BUILT_IN
 
@@ -41,6 +42,12 @@ PARTS = {
     },
     "kernels_prefill": f"{CLI} bench attention --set prefill --json {{file}} --plot {{picture}}",
     "trees": f"{CLI} bench attention --set trees --json {{file}}",
+    "bench_memory": f"{CLI} bench memory --json {{file}}",
+    **{
+        f"bench_metadata_{name}": f"{CLI} bench metadata --backend {name} --json {{file}} --plot {{picture}}"
+        for name in PAGE_SIZES
+    },
+    "bench_cycle": f"{CLI} bench cycle --backend trtllm_mla --backend fa3 --json {{file}} --plot {{picture}}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
     "syncs": "tests.gpu.syncs --json {file}",

@@ -1,0 +1,143 @@
+"""`docs/cycles.md`: what a speculative cycle costs around attention, from `bench memory`, `metadata` and `cycle`.
+
+python -m attn_backends.bench.cycles_page [FOLDER] [--output docs/cycles.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attn_backends.bench import sglang_measured
+from attn_backends.bench.memory import ALL, TOTAL
+from attn_backends.bench.speculation import CYCLE
+from attn_backends.bench.targets import Reached, by_target
+from attn_backends.errors import AttnBackendsError, ConfigError
+from attn_backends.results import Results, read
+
+COMMAND = "python -m attn_backends.bench.cycles_page"
+PAGE, FOLDER = Path("docs/cycles.md"), Path("docs/results/h200")
+SHOWN = ("bench_memory.json", "bench_metadata_*.json", "bench_cycle.json")
+APART = "SGLang 0.5.23, measured apart on an H200"
+_WAYS = ("torch", "fused", "in_graph", "vendor")
+
+Row = Mapping[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page; 2 if results are missing or can't be read."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="of results; default: %(default)s")
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="default: %(default)s")
+    args = parser.parse_args(arguments)
+    try:
+        paths = [path for form in SHOWN for path in sorted(args.folder.glob(form))]
+        if not paths:
+            raise ConfigError(f"{args.folder} holds none of {', '.join(SHOWN)}; run `make gpu-results` on a GPU")
+        args.output.write_text(page([read(path) for path in paths]), encoding="utf-8")
+    except (AttnBackendsError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def page(results: Sequence[Results]) -> str:
+    """The page of some results."""
+    devices = sorted({result.head.device for result in results})
+    rows = [row for result in results for row in result.rows]
+    cycles = [row for row in rows if row["bench"] == "metadata" and row["phase"] == CYCLE]
+    blocks = [
+        "# What a cycle costs around attention",
+        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; how, is said in "
+        "[benchmarks.md](benchmarks.md). Of our kernel (`triton`) all metadata is of our making; a vendor's kernel "
+        "adds its scheduler and its copies, which `vendor` shows alone. A cycle: three drafted tokens, a verify of "
+        "four, a draft extend.",
+        "## Targets",
+        _table(("target", "backend", "kernel", "met", "at worst", "case", ""), _targets(results)),
+        *_hosts(results),
+        "## Host time of a cycle's metadata, us",
+        _table(("backend", "page", "kernel", "batch", "context", *_WAYS, APART), _times(cycles, "host_us")),
+        "## Device time of a cycle's metadata, us",
+        _table(("backend", "page", "kernel", "batch", "context", *_WAYS, APART), _times(cycles, "gpu_us")),
+        "## Launches, copies and synchronisations of a cycle's metadata",
+        _table(("backend", "page", "kernel", "mode", "launches", "copies", "to the host", "syncs"), _counts(cycles)),
+        "## Static buffers of all phases, MB",
+        _table(("backend", "page", "topk", "table", "MB", APART), _memory(rows)),
+        "## Whole cycles",
+        _table(
+            ("backend", "kernel", "model", "batch", "context", "mode", "us", "without planning", "ratio"), _whole(rows)
+        ),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
+    reached = [Reached(**each) for result in results for each in result.own.get("targets", ())]
+    for worst, num_met, num in by_target(reached):
+        share = "" if worst.met is None else f"{num_met} of {num}"
+        verdict = "**missed**" if worst.met is False else worst.verdict
+        yield worst.target, worst.backend, worst.kernel, share, worst.value, worst.case, verdict
+
+
+def _hosts(results: Iterable[Results]) -> Iterator[str]:
+    """How fast the hosts were."""
+    for result in results:
+        loop = result.own.get("calibration")
+        if loop is not None:
+            yield (
+                f"`{result.head.command}`, {result.head.date}: {loop['additions']} additions in Python took "
+                f"{loop['least_us']} to {loop['most_us']} us, {loop['median_us']} in the middle."
+            )
+
+
+def _times(cycles: Sequence[Row], field: str) -> Iterator[tuple[Any, ...]]:
+    """A line for each kernel and size, a column for each way."""
+    sizes = ("backend", "page_size", "kernel", "batch_size", "context")
+    lines: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in cycles:
+        if row["mode"] in _WAYS:
+            lines.setdefault(tuple(row[name] for name in sizes), {})[row["mode"]] = row[field]
+    for (backend, page_size, kernel, *size), times in lines.items():
+        peer = sglang_measured.CYCLES.get((backend, page_size, *size))
+        peers = "" if peer is None else f"{getattr(peer, field):g}"
+        yield backend, page_size, kernel, *size, *(f"{times[way]:.1f}" if way in times else "" for way in _WAYS), peers
+
+
+def _counts(cycles: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
+    """The most over all sizes, for each kernel and mode; and SGLang's."""
+    most: dict[tuple[Any, ...], list[int]] = {}
+    names = ("launches", "copies", "to_host", "syncs")
+    for row in cycles:
+        place = (row["backend"], row["page_size"], row["kernel"], row["mode"])
+        own = [row[name] for name in names]
+        most[place] = [max(pair) for pair in zip(own, most.get(place, own), strict=True)]
+    yield from ((*place, *counts) for place, counts in most.items())
+    for (backend, page_size, batch_size, context), peer in sglang_measured.CYCLES.items():
+        if (batch_size, context) == (32, 4096):
+            yield backend, page_size, "", APART, peer.launches, peer.copies, "", ""
+
+
+def _memory(rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
+    for row in rows:
+        if row["bench"] == "memory" and (row["phase"], row["buffer"]) == (ALL, TOTAL):
+            peer = "" if row["peer_bytes"] is None else f"{row['peer_bytes'] / 1e6:.1f}"
+            yield row["backend"], row["page_size"], row["topk"], row["paging"], f"{row['bytes'] / 1e6:.1f}", peer
+
+
+def _whole(rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
+    names = ("backend", "kernel", "model", "batch_size", "context", "mode")
+    for row in rows:
+        if row["bench"] == "cycle":
+            yield *(row[name] for name in names), f"{row['us']:.0f}", f"{row['peer_us']:.0f}", f"{row['ratio']:.3f}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
