@@ -171,17 +171,18 @@ class RuntimeOptions(Options):
     @field_validator("prefill_buckets", mode="before")
     @classmethod
     def _as_far_as_all_prompts(cls, value: object, info: ValidationInfo) -> object:
-        if value is not None:
-            return value
-        most = info.data.get("max_bs", 1) * info.data.get("prefill_chunk", 1)
-        return (*(size for size in (64 * 4**power for power in range(16)) if size < most), most)
+        if value is None:
+            most = info.data.get("max_bs", 1) * info.data.get("prefill_chunk", 1)
+            return (*(size for size in (64 * 4**power for power in range(16)) if size < most), most)
+        if info.data.get("prefill") == "eager":
+            raise ValueError(f"prefill = 'eager' captures none, got {value}; set 'piecewise' or 'full', or omit them")
+        return value
 
     @field_validator("buckets")
     @classmethod
     def _hold_no_more_than_a_step(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        max_bs = info.data.get("max_bs")
-        if max_bs is not None and max(value) > max_bs:
-            raise ValueError(f"a bucket of {max(value)} requests is larger than max_bs = {max_bs}")
+        if max(value) > info.data.get("max_bs", max(value)):
+            raise ValueError(f"a bucket of {max(value)} requests is larger than max_bs = {info.data['max_bs']}")
         return value
 
     @field_validator("device")
@@ -269,8 +270,7 @@ def load_run_config(
     backends = {name: get_backend(name) for name in run.backend.distinct}
     options = {name: backend_options(name) for name in backends}
     page_size = run.runtime.page_size or _page_size(path, options)
-    kernel = run.runtime.kernel
-    kernels = {name: kernel or (found.kernel if found else "auto") for name, found in options.items()}
+    kernels = {name: run.runtime.kernel or (found.kernel if found else "auto") for name, found in options.items()}
     for name, found in backends.items():
         choose_kernels(name, found.kernels, kernels[name], torch.device(run.runtime.device), Workload(page_size))
     _check_formats(path, run.backend)

@@ -15,7 +15,7 @@ from tests.eagle3_models import tiny_oracle
 from tests.eagle3_oracle import Oracle
 from tests.eagle3_scenes import Place, Watched, accept_any_length, watch, workers
 from tests.mtp_scenes import random_arrivals, steady
-from tests.serving_scenes import Arrival, check_nothing_kept, play, tokens
+from tests.serving_scenes import Arrival, check_nothing_kept, failing_steps, play, tokens
 
 CHAIN, TREE = (1, 3, 4), (3, 3, 10)
 NEAR = 1e-4
@@ -85,6 +85,13 @@ def check_tree(device: str = "cpu") -> None:
     """Trees, whose best nodes are found by log-probabilities over the draft's own vocabulary."""
     _, seen = check_scene(Place(device=device), TREE, steady([1, 3, 9, 14], [12] * 4), 4, chunk=5)
     assert len(accepted_lengths(seen)) > 2, "several lengths are accepted"
+
+
+def check_failures() -> None:
+    """A step that fails, in whichever of its phases, and is tried again, drafts what it would have drafted."""
+    with failing_steps() as failed:
+        check_scene(Place(buckets=(1, 2)), TREE, random_arrivals(8, 6, 20, 12, seed=1), 3, chunk=5)
+    assert failed.keys() >= {"prefill", "draft_prefill", "draft", "verify", "draft_extend"}, f"{failed} failed"
 
 
 def check_graphs(device: str = "cpu") -> None:

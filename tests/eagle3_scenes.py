@@ -80,6 +80,12 @@ class Watched:
     text: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
 
+    def forget_from(self, committed: int) -> None:
+        """Its last cycle failed behind the verify, and is tried again."""
+        if self.cycles and self.cycles[-1].committed == committed:
+            self.cycles.pop()
+            del self.text[committed + 1 :]
+
 
 Chooser = Callable[[Watched, list[int], list[int]], list[int]]
 
@@ -103,6 +109,7 @@ def watch(worker: EagleWorker, choose: Chooser = lambda request, tokens, parents
         drafted, parents = inputs.tokens.tolist(), inputs.parents.tolist()
         for request, committed, (root, *_) in zip(requests, lens, drafted, strict=True):
             request.text = request.text or [*request.prompt, root]
+            request.forget_from(committed)
             assert request.text[committed:] == [root], f"{committed} committed and root {root} after {request.text}"
         chosen = [choose(*given) for given in zip(requests, drafted, parents, strict=True)]
         result = run(runner, step, replace(inputs, tokens=torch.tensor(chosen, device=inputs.tokens.device)))

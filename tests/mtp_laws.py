@@ -31,7 +31,7 @@ from tests.mtp_scenes import (
     steady,
     watch,
 )
-from tests.serving_scenes import PHASES, Arrival, check_nothing_kept, play, tokens
+from tests.serving_scenes import PHASES, Arrival, check_nothing_kept, failing_steps, play, tokens
 
 SHARED = Place("mla", "flashinfer_mla", 4)
 
@@ -209,6 +209,17 @@ def check_sharing(place: Place = SHARED, num_steps: int = 3) -> None:
     requests, _ = check_scene(place, num_steps, scene, max_bs=num_steps + 2, chunk=2 * size)
     found = [request.statistics.num_shared_tokens for request in requests[1:]]
     assert found == [size] * num_steps + [2 * size], f"shared with {found} tokens"
+
+
+def check_failures() -> None:
+    """A step that fails, in whichever of its phases, and is tried again, drafts what it would have drafted."""
+    scene = random_arrivals(12, 6, 24, 16, seed=4)
+    for place in (SHARED, replace(SHARED, buckets=(1, 2), draft_graphs="per_module", host_lag=1)):
+        with failing_steps() as failed:
+            check_scene(place, 3, scene, max_bs=4, chunk=3)
+        further = {"draft_extend_1", "draft_extend_2"} if place.buckets else set[str]()
+        phases = {"prefill", "draft_prefill", "verify", "draft_extend"} | further
+        assert failed.keys() >= phases, f"{failed} failed"
 
 
 def check_refusals() -> None:

@@ -150,6 +150,12 @@ class Watched:
     text: list[int] = field(default_factory=list)
     cycles: list[Cycle] = field(default_factory=list)
 
+    def forget_from(self, committed: int) -> None:
+        """Its last cycle failed behind the verify, and is tried again."""
+        if self.cycles and self.cycles[-1].committed == committed:
+            self.cycles.pop()
+            del self.text[committed + 1 :]
+
 
 Chooser = Callable[[Watched, list[int]], list[int]]
 
@@ -173,6 +179,7 @@ def watch(worker: MtpWorker, choose: Chooser = lambda request, drafts: drafts) -
         chosen = list[list[int]]()
         for request, committed, (root, *drafts) in zip(requests, step.seq_lens.tolist(), drafted, strict=True):
             request.text = request.text or [*request.prompt, root]
+            request.forget_from(committed)
             assert request.text[committed:] == [root], f"{committed} committed and root {root} after {request.text}"
             chosen.append([root, *choose(request, drafts)])
         result = run(runner, step, replace(inputs, tokens=torch.tensor(chosen, device=inputs.tokens.device)))

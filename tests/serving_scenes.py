@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -21,6 +22,7 @@ from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import RecordedGraph
 from attn_backends.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
 from attn_backends.registry import get_backend
+from attn_backends.runner import Runner
 from attn_backends.static_memory import StaticMemory
 from spec_metadata import CacheGeometry, Capacity, Sampling, Step, StepKind
 
@@ -229,3 +231,29 @@ def shared_pages_are_read_only(slots: SlotAllocator) -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AttentionBackend, "_admit", check)
         yield met
+
+
+@contextmanager
+def failing_steps() -> Iterator[Counter[str]]:
+    """While it lasts, every third step of each phase fails once it has run, and a round is tried again until it does
+    not. Yields how often each phase has failed.
+    """
+    ran, failed, run, one_round = Counter[str](), Counter[str](), Runner.run, Server.round
+
+    def failing(runner, step, inputs):
+        result, name = run(runner, step, inputs), runner.phase.name
+        ran[name] += 1
+        if ran[name] % 3 == 0:
+            failed[name] += 1
+            raise torch.OutOfMemoryError("no memory")
+        return result
+
+    def stubborn(server):
+        while True:
+            with suppress(torch.OutOfMemoryError):
+                return one_round(server)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runner, "run", failing)
+        patch.setattr(Server, "round", stubborn)
+        yield failed

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from attn_backends.cli import main
 from attn_backends.eagle.options import WorkerOptions
-from attn_backends.eagle.serving import serve
+from attn_backends.eagle.requests import FinishReason, RequestError, RequestOptions
+from attn_backends.eagle.serving import Server, serve
 from attn_backends.eagle.worker import EagleWorker
 from attn_backends.graphs import RecordedGraph
+from attn_backends.runner import Runner
 from spec_metadata import Capacity
 from tests.mutants.compressed import states_of_the_last_rows_only
 from tests.serving_scenes import (
     CHAIN,
     EAGER,
     GRAPH,
+    check_nothing_kept,
     eagle,
     eagle_worker,
     engine_parts,
@@ -80,6 +84,36 @@ def test_a_worker_can_be_used_again_and_repeats_itself():
     worker = EagleWorker(target, draft, backends, CAPACITY, geometry, WorkerOptions((1, 2, 3), RecordedGraph))
     given = texts(126, 40)
     assert serve(worker, given, 12) == serve(worker, given, 12)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("phase", ["prefill", "draft_prefill", "verify", "draft_extend"])
+def test_a_step_that_fails_loses_its_requests(phase, lag, expected, monkeypatch):
+    """It has overwritten states that it would begin with again. What came before is right, and others go on."""
+    worker, run, ran = eagle_worker("v4", "dsv4", CAPACITY, chunk=50, seed=3, host_lag=lag), Runner.run, []
+    server = Server(worker)
+    requests = [server.submit(text, RequestOptions(NUM_NEW)) for text in texts(*GIVEN)]
+
+    def failing(runner, step, inputs):
+        result = run(runner, step, inputs)
+        ran.extend([runner.phase.name] * (runner.phase.name == phase))
+        if len(ran) == 3:
+            ran.append("failed")
+            raise torch.OutOfMemoryError("no memory")
+        return result
+
+    monkeypatch.setattr(Runner, "run", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        list(server.stream())
+    lost = [request for request in requests if request.finish is FinishReason.FAILED]
+    assert lost
+    with pytest.raises(RequestError, match=r"it has ended \(failed\) already"):
+        server.cancel(lost[0])
+    list(server.stream())
+    check_nothing_kept(worker)
+    for request, text in zip(requests, expected, strict=True):
+        assert request.output == text[: len(request.output) if request in lost else None]
+        assert request.finish == ("failed" if request in lost else "length")
 
 
 def test_an_engine_is_built_from_a_configuration(capsys):

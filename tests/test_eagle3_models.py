@@ -134,6 +134,44 @@ def test_an_embedding_may_be_there_if_it_is_the_target_s(folder: Path, target: T
         load_draft(folder, target)
 
 
+def pickle_weights(folder: Path, content: object = None) -> None:
+    """Puts pytorch_model.bin in the place of model.safetensors. content: None for its tensors."""
+    whole = folder / "model.safetensors"
+    torch.save(load_file(whole) if content is None else content, folder / "pytorch_model.bin")
+    whole.unlink()
+
+
+def test_safeailab_s_own_folders_are_read(folder: Path, target: TargetModel) -> None:
+    """They name the architecture of their target, and hold pickled tensors."""
+    expected = outputs(load_draft(folder, target))
+    pickle_weights(folder)
+    edit_config(folder, architectures=["LlamaForCausalLM"])
+    assert torch.equal(outputs(load_draft(folder, target)), expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"fc.weight": Path("/")}, r"pytorch_model.bin can't be read: .*[Ww]eights.?only"),
+        ({"epoch": 3}, "pytorch_model.bin holds something else than tensors by name"),
+        ([torch.ones(2)], "pytorch_model.bin holds something else than tensors by name"),
+        ({"fc.weight": torch.ones(32, 96)}, r"missing: d2t, lm_head\.weight, "),
+    ],
+    ids=["code", "numbers", "list", "missing"],
+)
+def test_pickles_of_anything_else_are_refused(folder: Path, target: TargetModel, content: object, message: str) -> None:
+    pickle_weights(folder, content)
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(folder, target)
+
+
+def test_a_pickle_that_is_none_is_refused(folder: Path, target: TargetModel) -> None:
+    pickle_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"PK" + bytes(200))
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin can't be read"):
+        load_draft(folder, target)
+
+
 def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)

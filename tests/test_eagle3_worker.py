@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("place", "shape", "chunk"), CASES, ids=str)
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
 def test_drafts_are_those_of_a_full_recompute(place, shape, chunk, graphs):
-    captured = {"prefill_buckets": (6, 16) if place.buckets else (), "prefill_graphs": graphs}
+    captured = {"prefill_buckets": (6, 16), "prefill_graphs": graphs} if place.buckets else {}
     scene = random_arrivals(8, 5, 16, 10, seed=2)
     laws.check_scene(place, shape, scene, 3, chunk=chunk, **captured)
 
@@ -49,6 +49,10 @@ def test_chains():
 
 def test_trees():
     laws.check_tree()
+
+
+def test_a_step_that_fails_is_tried_again_as_it_was():
+    laws.check_failures()
 
 
 def test_batches_in_between_and_above_the_graphs():

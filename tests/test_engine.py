@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ from attn_backends.eagle.engine import Engine
 from attn_backends.eagle.mtp import MtpWorker
 from attn_backends.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends.eagle.worker import EagleWorker
-from attn_backends.errors import UnsupportedStepError
-from attn_backends.models import load_target, load_tokenizer
+from attn_backends.errors import CheckpointError, UnsupportedStepError
+from attn_backends.models import DraftModel, load_draft, load_target, load_tokenizer
 from attn_backends.selection import Workload
 from spec_metadata import CacheGeometry, Capacity, InvalidStepError
 from tests.mtp_models import random_mtp
@@ -90,6 +92,44 @@ def test_one_draft_runs_no_position_again():
     target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
     with pytest.raises(UnsupportedStepError, match=r"EAGLE: num_rerun=1 .*\. Instead: num_rerun=0, or MtpWorker"):
         EagleWorker(target, draft, backends, capacity, geometry)
+
+
+def test_one_draft_has_one_graph():
+    capacity = Capacity(2, 96, 16, num_steps=2, num_draft_tokens=3)
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    with pytest.raises(
+        UnsupportedStepError, match=r"EAGLE: draft_graphs='per_module' .*\. Instead: draft_graphs='one'"
+    ):
+        EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(draft_graphs="per_module"))
+
+
+OTHERS = {
+    "dtype": (
+        lambda target: load_draft("gqa", load_target("gqa", torch.bfloat16)),
+        r"dtype torch.bfloat16 \(.*float32",
+    ),
+    "device": (lambda target: load_draft("gqa", load_target("gqa", torch.float32, "meta")), r"device meta \(.* is cpu"),
+    "model": (lambda target: models("mla")[1], r"a draft of cache format latent \(the target's is kv\)"),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("kind", [EagleWorker, MtpWorker])
+def test_a_draft_is_made_for_its_target(kind, other):
+    """Its first step would find out, with words of torch's."""
+    shape = {"num_steps": 2, "num_draft_tokens": 3, "num_rerun": 1} if kind is MtpWorker else {}
+    capacity, (make, message) = Capacity(2, 96, 16, **shape), OTHERS[other]
+    target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
+    drafts = (draft, make(target)) if kind is MtpWorker else make(target)
+    with pytest.raises(UnsupportedStepError, match=f"{message}.* Instead: what load_draft or load_mtp makes for this"):
+        kind(target, drafts, backends, capacity, geometry)
+
+
+def test_so_are_its_own_weights():
+    target, draft = models("gqa")
+    message = r"weights are torch.float64 on cpu, its target's torch.float32 on cpu; .* draft.to\(torch.float32\)"
+    with pytest.raises(CheckpointError, match=message):
+        DraftModel(copy.deepcopy(draft._draft).double(), target)
 
 
 def test_modules_are_captured_in_one_graph_or_each_in_its_own():

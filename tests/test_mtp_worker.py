@@ -115,6 +115,10 @@ def test_pages_are_shared_with_those_who_agree_on_what_the_modules_saw(place, nu
     laws.check_sharing(place, num_steps)
 
 
+def test_a_step_that_fails_is_tried_again_as_it_was():
+    laws.check_failures()
+
+
 def test_what_is_not_mtp_is_refused():
     laws.check_refusals()
 
@@ -173,7 +177,7 @@ def test_an_idle_rank_runs_every_phase_and_writes_nothing(buckets):
     idle, reserved = Step.idle(worker.slots.paging(rows)), worker.slots.geometry.reserved_page
     with torch.no_grad():
         accepted = worker._run(worker._verify, idle, VerifyInputs.of(worker._trees(rows), SamplingParams.greedy(0)))
-        given = worker._through_pool(rows, rows.int(), accepted)
+        given = worker._window_inputs(rows, rows.int(), accepted)
         window = worker._run(worker._window, idle, given)
         for runner in worker._further:
             window = worker._run(runner, idle, window)

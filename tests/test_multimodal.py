@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nested import nested_tensor
 
 from attn_backends.config import load_run_config
 from attn_backends.eagle.engine import build_engine
@@ -130,7 +131,7 @@ def test_an_idle_rank_runs_windows(buckets: tuple[int, ...]) -> None:
     idle, width = Step.idle(worker.slots.paging(rows)), worker.target.hidden_size
     with torch.no_grad():
         accepted = worker._run(worker._verify, idle, VerifyInputs.of(worker._trees(rows), SamplingParams.greedy(0)))
-        window = worker._run(worker._window, idle, worker._through_pool(rows, worker._lens[rows], accepted))
+        window = worker._run(worker._window, idle, worker._window_inputs(rows, worker._lens[rows], accepted))
     assert window.kept_embeddings.shape == (0, worker.capacity.num_rerun, width)
 
 
@@ -169,9 +170,19 @@ IN_WORDS = rf"a prompt has 3 placeholder tokens {PLACEHOLDER}"
         (
             PROMPT,
             None,
-            rf"{IN_WORDS} and comes with no embeddings; it needs one tensor of embeddings, \[3, 32\] in torch.float32",
+            rf"{IN_WORDS} and comes with no embeddings; it needs one dense tensor of embeddings, \[3, 32\] in ",
         ),
-        (PROMPT, ROWS.tolist(), rf"{IN_WORDS} and comes with a list; it needs one tensor"),
+        (PROMPT, ROWS.tolist(), rf"{IN_WORDS} and comes with a list; it needs one dense tensor"),
+        (
+            PROMPT,
+            ROWS.to_sparse(),
+            rf"{IN_WORDS} and comes with a tensor of layout torch.sparse_coo; it needs one dense",
+        ),
+        (
+            PROMPT,
+            nested_tensor([*ROWS], layout=torch.jagged),
+            rf"{IN_WORDS} and comes with a nested tensor; it needs one dense tensor",
+        ),
         (PROMPT, ROWS[:2], rf"{IN_WORDS} and embeddings \[2, 32\].*must be \[3, 32\].*one for each placeholder"),
         (PROMPT, ROWS[:, :16], rf"{IN_WORDS} and embeddings \[3, 16\]"),
         (PROMPT, ROWS.half(), rf"{IN_WORDS} and embeddings \[3, 32\] in torch.float16 on cpu; they must be .*float32"),
@@ -181,7 +192,20 @@ IN_WORDS = rf"a prompt has 3 placeholder tokens {PLACEHOLDER}"
         (PROMPT, ROWS.clone().index_fill_(0, torch.tensor([1]), torch.nan), r"1 .*not finite.*number 1, at position 3"),
         (PROMPT, ROWS.clone().index_fill_(1, torch.tensor([4]), torch.inf), r"3 .*not finite.*number 0, at position 1"),
     ],
-    ids=["none", "a list", "fewer", "narrower", "dtype", "device", "one row", "no placeholder", "nan", "infinite"],
+    ids=[
+        "none",
+        "a list",
+        "sparse",
+        "nested",
+        "fewer",
+        "narrower",
+        "dtype",
+        "device",
+        "one row",
+        "no placeholder",
+        "nan",
+        "infinite",
+    ],
 )
 def test_embeddings_that_do_not_fit_are_refused(prompt: list[int], given: Tensor | None, message: str) -> None:
     worker = laws.make("chain", laws.PLACE, "eager", placeholder_token=PLACEHOLDER)
@@ -226,6 +250,26 @@ def test_a_callers_embeddings_are_its_own_again_after_submission() -> None:
     assert outputs[0] == outputs[1]
 
 
+STRIDES = {
+    "transposed": lambda rows: rows.t().contiguous().t(),
+    "every other column": lambda rows: torch.stack((rows, rows + 1), dim=2)[..., 0],
+    "with a gradient": lambda rows: rows.clone().requires_grad_(),
+    "negated when read": lambda rows: torch.complex(rows, -rows).conj().imag,
+}
+
+
+@pytest.mark.parametrize("form", STRIDES)
+def test_embeddings_may_have_any_strides(form: str) -> None:
+    outputs, rows = [], torch.linspace(-1, 1, 96).view(3, 32)
+    for given in (rows, STRIDES[form](rows)):
+        assert torch.equal(given, rows)
+        server = Server(laws.make("chain", laws.PLACE, "eager", placeholder_token=PLACEHOLDER))
+        outputs.append(server.submit(PROMPT, RequestOptions(8), given))
+        list(server.stream())
+    assert outputs[0].output == outputs[1].output
+    assert outputs[0].prefix_keys == outputs[1].prefix_keys, "they share no pages"
+
+
 @pytest.mark.parametrize("num_rounds", [0, 2], ids=["waiting", "halfway"])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_cancelled_request_keeps_no_embeddings(lag: int, num_rounds: int) -> None:
@@ -241,6 +285,15 @@ def test_a_cancelled_request_keeps_no_embeddings(lag: int, num_rounds: int) -> N
     server.cancel(request)
     list(server.stream())
     assert rows() is None
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_nor_does_one_whose_prompt_is_through(lag: int) -> None:
+    server = Server(laws.make("chain", replace(laws.PLACE, host_lag=lag), "eager", placeholder_token=PLACEHOLDER))
+    request = server.submit(PROMPT, RequestOptions(20), ROWS)
+    server.round()
+    assert not request.in_prefill
+    assert (request.finish, request.embeddings) == (None, None)
 
 
 def test_a_worker_of_text_has_no_fields_for_embeddings() -> None:

@@ -21,6 +21,8 @@ from attn_backends.errors import CaptureError, ConfigError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Step, StepKind
 from tests import prefill_laws as laws
+from tests import reference_models as rm
+from tests.mm_laws import PREFILLS, eagle3_worker
 from tests.mtp_laws import check_scene
 from tests.mtp_scenes import Place, random_arrivals
 from tests.serving_scenes import CHAIN, GRAPH, eagle, plain, prompts, tokens
@@ -46,6 +48,17 @@ def test_results_are_those_of_eager_prefill(
         place = Place("mla", "trtllm_mla", 32)
     found = laws.check_paths(worker, place, chunk, graphs=graphs)
     assert {ran.result.bucket.num_tokens if ran.result.bucket else 0 for ran in found} >= sizes
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_so_are_the_states_of_several_layers(
+    graphs: PrefillGraphs, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(laws.WORKERS, "eagle3", eagle3_worker)
+    found = laws.check_paths("eagle3", laws.PLACE, chunk, graphs=graphs)
+    widths = {ran.result.value.features.shape[1] for ran in found if ran.phase == PREFILL}
+    assert widths == {3 * rm.HIDDEN}
 
 
 @pytest.mark.parametrize("worker", laws.WORKERS)
@@ -88,10 +101,9 @@ def test_eagle_equals_plain_decoding(model: str, backend: str, graphs: PrefillGr
     assert one.num_graph_steps[PREFILL] > 0 < other.num_graph_steps[DRAFT_PREFILL]
 
 
-@pytest.mark.parametrize("sizes", [(), laws.BUCKETS], ids=["eager", "graph"])
-@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
-def test_an_idle_rank_prefills_nothing(sizes: tuple[int, ...], graphs: PrefillGraphs) -> None:
-    worker = laws.eagle_worker(laws.PLACE, prefill_buckets=sizes, prefill_graphs=graphs, make_graph=RecordedGraph)
+@pytest.mark.parametrize("path", PREFILLS)
+def test_an_idle_rank_prefills_nothing(path: str) -> None:
+    worker = laws.eagle_worker(laws.PLACE, **PREFILLS[path], make_graph=RecordedGraph)
     idle = Step.idle(worker.slots.paging(torch.empty(0, dtype=torch.int64)))
     padding = by_name(worker._prefill.phase.safe_inputs(1))
     given = PrefillInputs(**{name: tensor[:0] for name, tensor in padding.items()})
@@ -134,6 +146,8 @@ def test_a_kernel_that_no_graph_can_hold_prefills_in_pieces(monkeypatch: pytest.
 def test_prefill_graphs_are_of_two_sorts() -> None:
     with pytest.raises(InvalidStepError, match="prefill_graphs must be 'piecewise' or 'full', got 'whole'"):
         WorkerOptions(prefill_graphs="whole")  # type: ignore[arg-type]
+    with pytest.raises(InvalidStepError, match=r"'full' captures nothing without prefill_buckets; give numbers of tok"):
+        WorkerOptions(prefill_graphs="full")
 
 
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
@@ -185,6 +199,7 @@ def test_a_chunk_holds_a_token(chunk: int) -> None:
         ({"prefill": "piecewise"}, (40,)),
         ({"prefill": "piecewise", "prefill_buckets": (12, 48)}, (12, 48)),
         ({"prefill": "piecewise", "path": "eager"}, ()),
+        ({"prefill": "full", "path": "eager"}, ()),
         ({"prefill": "full", "prefill_buckets": (48,)}, (48,)),
     ],
     ids=str,
@@ -193,7 +208,8 @@ def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int
     small = {"max_bs": 2, "buckets": (1,), "max_context": 96, "prefill_chunk": 20}
     engine, given = build_engine(load_run_config("chain", backend="fa3", runtime=small | runtime)), prompts(3, 40)
     assert engine.eagle.options.prefill_buckets == sizes
-    assert engine.eagle.options.prefill_graphs == ("full" if runtime.get("prefill") == "full" else "piecewise")
+    full = bool(sizes) and runtime["prefill"] == "full"
+    assert engine.eagle.options.prefill_graphs == ("full" if full else "piecewise")
     assert [c.tokens for c in engine.generate(given, 8)] == [c.tokens for c in engine.generate_plain(given, 8)]
     for phase in (PREFILL, DRAFT_PREFILL):
         assert bool(engine.ran[phase]["graph"]) == bool(sizes)
@@ -203,8 +219,12 @@ def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int
     ("runtime", "message"),
     [
         ({"prefill": "whole"}, r"runtime.prefill: .*'eager', 'piecewise' or 'full', got 'whole'"),
-        ({"prefill_buckets": (0,)}, r"runtime.prefill_buckets.* got 0"),
-        ({"prefill_buckets": ()}, r"runtime.prefill_buckets"),
+        ({"prefill": "full", "prefill_buckets": (0,)}, r"runtime.prefill_buckets.* got 0"),
+        ({"prefill": "full", "prefill_buckets": ()}, r"runtime.prefill_buckets"),
+        (
+            {"prefill_buckets": [32, 64]},
+            r"runtime.prefill_buckets: prefill = 'eager' captures none, got \[32, 64\]; set 'piecewise' or 'full', or",
+        ),
     ],
     ids=str,
 )

@@ -12,12 +12,14 @@ import torch
 from attn_backends.cli import main
 from attn_backends.config import load_run_config
 from attn_backends.eagle.engine import build_engine
+from attn_backends.eagle.launches import HostCopy
 from attn_backends.eagle.options import WorkerOptions
 from attn_backends.eagle.requests import RequestError, RequestOptions
 from attn_backends.eagle.serving import Server, serve
 from attn_backends.errors import ConfigError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Sampling, StepKind
+from tests import request_laws
 from tests import serving_laws as laws
 from tests.serving_scenes import CHAIN, NEWLINE, TREE, arrivals, eagle_worker, endless, plain_worker
 
@@ -58,7 +60,7 @@ def test_lag_at_the_end_of_the_context():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_request_that_ends_inside_an_accepted_run_emits_nothing_more(lag):
-    laws.check_ends(lag)
+    request_laws.check_ends(lag)
 
 
 def test_the_batch_walks_through_the_buckets_to_idle_and_back():
@@ -78,11 +80,11 @@ def test_chunks_of_a_prompt_go_beside_decoding():
 
 
 def test_the_stream_yields_tokens_as_they_come():
-    laws.check_stream()
+    request_laws.check_stream()
 
 
 def test_statistics_of_a_request():
-    laws.check_statistics()
+    request_laws.check_statistics()
 
 
 def test_a_stream_that_is_left_goes_on_with_what_was_not_taken():
@@ -145,6 +147,48 @@ def test_a_step_that_fails_loses_nothing_of_what_ran_before_it(phase, lag, monke
     assert server.is_idle
 
 
+@pytest.mark.parametrize("failing", ["reserve", "admit"])
+def test_an_admission_that_fails_leaves_the_request_waiting(failing, monkeypatch):
+    worker, prompt = eagle_worker("gqa", "fa3", Capacity(1, 96, 16, **CHAIN)), laws.a_prompt(9)
+    server, owner = laws.server_of(worker), worker.slots if failing == "reserve" else worker
+    request, run, calls = server.submit(prompt, RequestOptions(12)), getattr(owner, failing), []
+
+    def once(*given):
+        run(*given)
+        calls.append(given)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(owner, failing, once)
+    with pytest.raises(torch.OutOfMemoryError):
+        server.round()
+    assert (server.num_waiting, server.num_running, worker.slots.in_use) == (1, 0, False)
+    laws.finish(server)
+    assert [request.output] == laws.plainly([prompt], 12)
+
+
+@pytest.mark.parametrize("make", [plain_worker, eagle_worker])
+def test_a_copy_to_the_host_that_fails_loses_no_token(make, monkeypatch):
+    """Such as one for which the host has no pinned memory: the cycle is tried again."""
+    capacity, given, copy, calls = Capacity(2, 96, 16, **CHAIN), [laws.a_prompt(9)], HostCopy.__init__, []
+    expected = serve(plain_worker("gqa", "fa3", capacity), given, 20)
+
+    def failing(self, *tensors):
+        calls.append(tensors)
+        if len(calls) % 3 == 0:
+            raise torch.OutOfMemoryError("no memory")
+        copy(self, *tensors)
+
+    monkeypatch.setattr(HostCopy, "__init__", failing)
+    server = Server(make("gqa", "fa3", capacity))
+    request = server.submit(given[0], RequestOptions(20))
+    while not server.is_idle:
+        with suppress(torch.OutOfMemoryError):
+            server.round()
+    assert request.output == expected[0].tokens
+    assert len(calls) > 6
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -192,11 +236,11 @@ def test_options_that_are_none_are_refused():
 
 
 def test_bad_requests_are_refused_and_others_go_on():
-    laws.check_refusals()
+    request_laws.check_refusals()
 
 
 def test_cancelling():
-    laws.check_cancel()
+    request_laws.check_cancel()
 
 
 @pytest.mark.parametrize("num_pages", [None, 4], ids=["rows", "pages"])

@@ -8,7 +8,7 @@ import pytest
 
 from attn_backends.eagle.text import GrowingText
 from attn_backends.models.tokenizer import ByteTokenizer
-from tests.serving_laws import check_text, grow
+from tests.request_laws import check_text, grow
 
 
 def decode_bytes(ids):

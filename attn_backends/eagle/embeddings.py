@@ -56,17 +56,18 @@ class EmbeddingForm:
     def take(self, prompt: Sequence[int], given: Tensor | None) -> PromptEmbeddings | None:
         """The embeddings of a prompt, None if it has no placeholder.
 
-        given: [num_placeholders, hidden_size], in the order of the placeholders. The host waits for them and reads
-        their bytes once. Raises `RequestError` if they can't be what the target begins its rows with.
+        given: [num_placeholders, hidden_size], in the order of the placeholders, any strides. The host waits for them
+        and reads their bytes once. Raises `RequestError` if they can't be what the target begins its rows with.
         """
         positions = tuple(place for place, token in enumerate(prompt) if token == self.placeholder_token)
         if given is None and not positions:
             return None
         needed = f"[{len(positions)}, {self.hidden_size}] in {self.dtype} on {self.device}"
         what = f"a prompt has {len(positions)} placeholder tokens {self.placeholder_token}"
-        if not isinstance(given, Tensor):
-            found = "no embeddings" if given is None else f"a {type(given).__name__}"
-            raise RequestError(f"{what} and comes with {found}; it needs one tensor of embeddings, {needed}")
+        if not isinstance(given, Tensor) or given.is_nested or given.layout is not torch.strided:
+            raise RequestError(
+                f"{what} and comes with {_named(given)}; it needs one dense tensor of embeddings, {needed}"
+            )
         form = given.shape, given.dtype, given.device
         if form != ((len(positions), self.hidden_size), self.dtype, self.device):
             found = f"{list(given.shape)} in {given.dtype} on {given.device}"
@@ -81,3 +82,10 @@ class EmbeddingForm:
             )
         contents = (blake2b(row.numpy(), digest_size=16).digest() for row in on_host.view(torch.uint8))
         return PromptEmbeddings(positions, rows, dict(zip(positions, contents, strict=True)))
+
+
+def _named(given: object) -> str:
+    """What came in place of a dense tensor."""
+    if isinstance(given, Tensor):
+        return "a nested tensor" if given.is_nested else f"a tensor of layout {given.layout}"
+    return "no embeddings" if given is None else f"a {type(given).__name__}"

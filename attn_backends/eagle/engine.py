@@ -123,11 +123,12 @@ class Engine:
     def _options(self) -> WorkerOptions:
         runtime = self.config.runtime
         captures = runtime.path == "graph"
+        captures_prefill = captures and runtime.prefill != "eager"
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
             buckets=runtime.buckets if captures else (),
-            prefill_buckets=runtime.prefill_buckets if captures and runtime.prefill != "eager" else (),
-            prefill_graphs="full" if runtime.prefill == "full" else "piecewise",
+            prefill_buckets=runtime.prefill_buckets if captures_prefill else (),
+            prefill_graphs="full" if captures_prefill and runtime.prefill == "full" else "piecewise",
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
             eos_token=self.tokenizer.eos_token_id,

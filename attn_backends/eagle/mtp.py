@@ -28,7 +28,7 @@ from attn_backends.eagle.prefill_phases import ModulesPrefillInputs, modules_pre
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape
 from attn_backends.eagle.tables import kept, to_device
-from attn_backends.eagle.worker import SpeculativeWorker
+from attn_backends.eagle.worker import SpeculativeWorker, check_drafts
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.models.decoder import DraftModel, TargetModel
 from attn_backends.runner import Phase, PhaseRunner
@@ -102,24 +102,20 @@ class MtpWorker(SpeculativeWorker):
         starts = [max(committed - capacity.num_rerun, 0) for committed in max_committed]
         query, bounds = UniformQuery(capacity.extend_width), self._bounds(starts)
         extending = Step.draft_extend(query, (lens - capacity.num_rerun).clamp_min(0), paging, **bounds)
-        window = self._run(self._window, extending, self._through_pool(index, lens, accepted))
+        window = self._run(self._window, extending, self._window_inputs(index, lens, accepted))
         for runner in self._further:
             window = self._run(runner, extending, window)
-        self._chains[index] = chain(window.tokens, window.root, capacity.num_steps)
-        self._lens[index] = lens + accepted.num_accepted
+        chains = chain(window.tokens, window.root, capacity.num_steps)
         timings.mark("draft_extend")
-        return Launch(accepted.tokens, accepted.num_accepted, timings)
+        launch = Launch(accepted.tokens, accepted.num_accepted, timings)
+        self._commit(index, lens, accepted, chains)
+        return launch
 
-    def _through_pool(self, index: Tensor, lens: Tensor, accepted: Accepted) -> WindowInputs:
-        """What was kept of requests and what a verify returned, after the pool took that in turn.
-
-        accepted: the result of the step, whose memory is its own: a graph's buffers hold it only if the graph ran.
-        """
+    def _window_inputs(self, index: Tensor, lens: Tensor, accepted: Accepted) -> WindowInputs:
+        """What was kept of requests, and what a verify returned."""
         num_rerun = self.capacity.num_rerun
         before = lens.long().unsqueeze(1) - num_rerun + torch.arange(num_rerun, device=self.device)
         kept_hidden, kept_tokens = self.pool.read(index.unsqueeze(1), before)
-        ends, offsets = lens + accepted.num_accepted, torch.arange(len(index), device=self.device) * self.max_accepted
-        self.pool.keep(index, lens, ends, accepted.hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
         inputs = WindowInputs(
             num_accepted=accepted.num_accepted,
             tokens=accepted.tokens,
@@ -129,6 +125,16 @@ class MtpWorker(SpeculativeWorker):
             kept_tokens=kept_tokens,
         )
         return inputs if self._kept is None else self._kept.inputs(inputs, index)
+
+    def _commit(self, index: Tensor, lens: Tensor, accepted: Accepted, chains: Tensor) -> None:
+        """Take the results of a cycle, all of which has run: one that failed is tried again on what it had read.
+
+        accepted: the verify's result, whose memory is its own: a graph's buffers hold it only if the graph ran.
+        """
+        ends, offsets = lens + accepted.num_accepted, torch.arange(len(index), device=self.device) * self.max_accepted
+        self.pool.keep(index, lens, ends, accepted.hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
+        self._chains[index] = chains
+        self._lens[index] = ends
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
@@ -143,12 +149,13 @@ class MtpWorker(SpeculativeWorker):
         if begun != list(chunks):
             features = self._with_kept(chunks, features, index[given.request], given.request, given.positions)
         tokens, root = self._prompt_tokens(begun, first)
+        inputs = ModulesPrefillInputs(**by_name(given), tokens=tokens, root=root, hidden=features)
+        chains = self._run(self._first_chains, step, self._with_embeddings(inputs, begun)).tokens
         ends = step.seq_lens + given.last - given.first + 1
         self.pool.keep(index, step.seq_lens, ends, features, tokens[given.request, given.offset], given.first)
         if self._kept is not None:
             self._kept.keep(chunks)
-        inputs = ModulesPrefillInputs(**by_name(given), tokens=tokens, root=root, hidden=features)
-        self._chains[index] = self._run(self._first_chains, step, self._with_embeddings(inputs, begun)).tokens
+        self._chains[index] = chains
 
     def _with_kept(
         self, chunks: Sequence[Chunk], hidden: Tensor, rows: Tensor, request: Tensor, positions: Tensor
@@ -207,7 +214,9 @@ class MtpWorker(SpeculativeWorker):
 
 def _check(target: TargetModel, modules: Sequence[DraftModel], capacity: Capacity) -> None:
     """Refuse what is not multi-layer MTP, or does not fit these models."""
-    num_steps, reasons = capacity.num_steps, []
+    num_steps = capacity.num_steps
+    check_drafts(target, modules[:num_steps])
+    reasons = list[str]()
     if capacity.topk != 1:
         reasons.append(f"topk={capacity.topk} (a module proposes one token: topk=1)")
     if num_steps > len(modules):

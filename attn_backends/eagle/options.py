@@ -68,6 +68,11 @@ class WorkerOptions:
             raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
         if self.prefill_graphs not in get_args(PrefillGraphs):
             raise InvalidStepError(f"prefill_graphs must be 'piecewise' or 'full', got {self.prefill_graphs!r}")
+        if self.prefill_graphs == "full" and not self.prefill_buckets:
+            raise InvalidStepError(
+                "prefill_graphs='full' captures nothing without prefill_buckets; give numbers of tokens, such as "
+                "(64, 256), or leave it out to prefill eagerly"
+            )
         if self.planning not in get_args(Planning):
             raise InvalidStepError(f"planning must be 'before' or 'in_graph', got {self.planning!r}")
 

@@ -77,12 +77,15 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: the end-of-text token, a stop string, its length, or somebody who cancelled it."""
+    """Why a request ended: the end-of-text token, a stop string, its length, somebody who cancelled it, or a step that
+    raised and can't be run again.
+    """
 
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    FAILED = "failed"
 
 
 @dataclass(slots=True)

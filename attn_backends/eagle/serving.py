@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -136,7 +137,8 @@ class Server:
         """One scheduling round: admit, launch one cycle and one step of prefill, read what is due.
 
         Raises `RequestError` while another server's requests run on the worker, and nothing was changed then. If a
-        step raises, as one does that is out of memory, the next round tries it again, and reads what ran before it.
+        step raises, as one does that is out of memory, the next round tries it again, and reads what ran before it;
+        but where a step can't be repeated (`Worker.repeats_steps`), its requests have ended (`FinishReason.FAILED`).
         """
         if not self._running and self.worker.slots.in_use:
             raise RequestError(
@@ -215,11 +217,16 @@ class Server:
                 continue
             if not slots.can_admit(self._reach(request), request.prefix_keys):
                 break
+            row = slots.admit(request.prefix_keys)
+            num_shared = slots.num_held_tokens(row)
+            try:
+                slots.reserve(row, self._reach(request))
+                self.worker.admit(row, request.options.sampling)
+            except BaseException:
+                slots.release(row)
+                raise
+            request.row, request.num_prefilled, request.statistics.num_shared_tokens = row, num_shared, num_shared
             self._waiting.remove(request)
-            request.row = slots.admit(request.prefix_keys)
-            request.num_prefilled = request.statistics.num_shared_tokens = slots.num_held_tokens(request.row)
-            slots.reserve(request.row, self._reach(request))
-            self.worker.admit(request.row, request.options.sampling)
             self._running.append(request)
 
     def _can_share_soon(self, request: Request) -> bool:
@@ -241,7 +248,8 @@ class Server:
         ]
         if requests:
             committed = [self._max_committed(request) for request in requests]
-            launch = self.worker.cycle([request.row for request in requests], committed)
+            with self._lost_if_it_fails(requests):
+                launch = self.worker.cycle([request.row for request in requests], committed)
             for request in requests:
                 request.num_cycles_unread += 1
             yield _Unread(requests, launch, is_cycle=True)
@@ -252,7 +260,8 @@ class Server:
             ends = [min(request.num_prefilled + self.worker.chunk, len(request.prompt)) for request in requests]
             both = zip(requests, ends, strict=True)
             chunks = [Chunk(r.row, r.prompt, r.num_prefilled, end, r.embeddings) for r, end in both]
-            launch = self.worker.prefill(chunks)
+            with self._lost_if_it_fails(requests):
+                launch = self.worker.prefill(chunks)
             for request, end in zip(requests, ends, strict=True):
                 request.num_prefilled = end
                 request.num_prefills_unread += 1
@@ -260,6 +269,17 @@ class Server:
                 if not request.in_prefill:
                     request.embeddings = None
             yield _Unread(requests, launch, is_cycle=False)
+
+    @contextmanager
+    def _lost_if_it_fails(self, requests: Sequence[Request]) -> Iterator[None]:
+        """End the requests of a step that raises, unless it can be launched again."""
+        try:
+            yield
+        except BaseException:
+            if not self.worker.repeats_steps:
+                for request in requests:
+                    request.end(FinishReason.FAILED)
+            raise
 
     def _read_due(self) -> None:
         """Read rounds until the host is as far behind as it may be."""

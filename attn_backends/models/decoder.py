@@ -19,6 +19,7 @@ from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
+from attn_backends.errors import CheckpointError
 from attn_backends.layer import AttentionLayer
 from attn_backends.models.attention import Attention
 
@@ -161,17 +162,36 @@ class TargetModel(PagedModel):
 class DraftModel(PagedModel):
     """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
 
-    Takes over `draft`. feature_layers, feature_size: which features of its target it takes (`TargetModel.tapped`), and
-    how many columns they have.
+    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). feature_layers, feature_size:
+    which features of its target it takes (`TargetModel.tapped`), and how many columns they have.
     """
 
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: DraftHead | Eagle3Draft, target: TargetModel) -> None:
         draft.eval().requires_grad_(False)
+        weight = next(draft.parameters())
+        if (weight.dtype, weight.device) != (target.dtype, target.device):
+            raise CheckpointError(
+                f"a draft's weights are {weight.dtype} on {weight.device}, its target's {target.dtype} on "
+                f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
+            )
         super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
         self._draft = draft
         self.feature_size = self.hidden_size
+
+    def misfits(self, target: TargetModel) -> list[str]:
+        """Why it can't draft for a target, in words; empty if it can."""
+        of_models = {
+            "cache format": (self.cache_format, target.cache_format),
+            "hidden size": (self.hidden_size, target.hidden_size),
+            "vocabulary": (self.vocab_size, target.vocab_size),
+            "dtype": (self.dtype, target.dtype),
+            "device": (self.device, target.device),
+        }
+        return [
+            f"a draft of {what} {own} (the target's is {its})" for what, (own, its) in of_models.items() if own != its
+        ]
 
     def fuse(self, features: Tensor) -> Tensor:
         """What `forward` takes as `hidden` of rows that the target ran: [T, hidden_size] of [T, feature_size]."""

@@ -11,7 +11,8 @@ vLLM's ``llama_eagle3.py``): ``fc``, ``midlayer``, ``norm``, ``lm_head``, and th
 ``d2t`` int64 (draft id i is the target's ``i + d2t[i]``) and ``t2d`` bool (which of the target's ids the draft has).
 The published target of n layers keeps its state before the layers 2, n // 2 and n - 3 (``eagle/model``), so behind 1,
 n // 2 - 1 and n - 4; other layers are named by ``eagle_config.eagle_aux_hidden_state_layer_ids``, those behind which
-the state is taken, as SGLang reads it.
+the state is taken, as SGLang reads it. SafeAILab's own folders (https://huggingface.co/yuhuili, EAGLE3-*) name their
+target's architecture in place of ``LlamaForCausalLMEagle3`` and hold a ``pytorch_model.bin``.
 
 This module imports torch and transformers, as ``draft.py`` does.
 """

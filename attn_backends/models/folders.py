@@ -6,8 +6,10 @@ import json
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
@@ -68,10 +70,15 @@ def _check_servable(path: Path, config: PreTrainedConfig) -> None:
 
 
 def locate_tensors(path: Path) -> dict[str, Path]:
-    """The file of each tensor: model.safetensors, or the shards that model.safetensors.index.json names."""
+    """The file of each tensor: model.safetensors, the shards that model.safetensors.index.json names, or, where neither
+    is there, pytorch_model.bin.
+    """
     from safetensors import SafetensorError, safe_open
 
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    pickled = path / "pytorch_model.bin"
+    if pickled.is_file() and not whole.is_file() and not index.is_file():
+        return dict.fromkeys(_unpickled(pickled), pickled)
     try:
         if whole.is_file() or not index.is_file():
             with safe_open(whole, framework="pt") as file:
@@ -90,12 +97,27 @@ def read_tensors(located: Mapping[str, Path]) -> dict[str, Tensor]:
 
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(located.values())):
+        if path.suffix == ".bin":
+            found = _unpickled(path)
+            tensors |= {name: found[name] for name, place in located.items() if place == path}
+            continue
         try:
             with safe_open(path, framework="pt") as file:
                 tensors |= {name: file.get_tensor(name) for name, place in located.items() if place == path}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} can't be read: {error}") from error
     return tensors
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors that `torch.save` wrote. Reading them runs no code of the file."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise CheckpointError(f"{path} holds something else than tensors by name; save a model's state_dict()")
+    return found
 
 
 def compare_shapes(given: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:

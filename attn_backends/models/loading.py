@@ -75,7 +75,8 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
-    """The draft in a folder of config.json and model.safetensors, or an embedded one by name (`EMBEDDED_DRAFTS`).
+    """The draft in a folder of config.json and tensors (`folders.locate_tensors`), or an embedded one by name
+    (`EMBEDDED_DRAFTS`).
 
     It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
     every drafted step; EAGLE-3 drafts are as `attn_backends.models.eagle3` describes them. Raises `CheckpointError` as
@@ -86,10 +87,12 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
     of_eagle3 = {family.eagle3_architecture: family for family in _families() if family.eagle3_architecture}
     architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
-    if architecture in with_modules:
-        return load_mtp(path, target)[0]
+    if hasattr(config, "draft_vocab_size"):  # SafeAILab's folders say LlamaForCausalLM, as a target's do
+        of_eagle3 |= {family.architecture: family for family in of_eagle3.values()}
     if architecture in of_eagle3:
         return _load_eagle3(path, of_eagle3[architecture], config, target)
+    if architecture in with_modules:
+        return load_mtp(path, target)[0]
     _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = EXPERTS
     draft = families[architecture].draft(config)

@@ -17,10 +17,10 @@ from spec_metadata import Capacity
 from tests.mutants.mutant import mutant
 
 
-def keep_again(worker: MtpWorker, index, lens, ends, accepted, hidden) -> None:
-    """Put other hidden states into the pool, for the positions after a verify's committed ones."""
+def keep_rows(worker: MtpWorker, index, lens, ends, accepted) -> None:
+    """Put positions up to `ends` of a verify's rows into the pool."""
     offsets = torch.arange(len(index), device=index.device) * worker.max_accepted
-    worker.pool.keep(index, lens, ends, hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
+    worker.pool.keep(index, lens, ends, accepted.hidden.flatten(0, 1), accepted.tokens.flatten(), offsets)
 
 
 def over_modules(patch: pytest.MonkeyPatch, *, tokens=None, hidden=None, row=None, early: int = 0) -> None:
@@ -45,41 +45,52 @@ def over_modules(patch: pytest.MonkeyPatch, *, tokens=None, hidden=None, row=Non
 @mutant("SGLang #22832: a pool fed from runner buffers although no graph ran", "mtp.batches", graph=True)
 def pool_fed_from_graph_buffers(patch: pytest.MonkeyPatch) -> None:
     """Hidden states are kept from the outputs of the verify's graph, also where the batch is above the buckets."""
-    through = MtpWorker._through_pool
+    commit = MtpWorker._commit
 
-    def from_buffers(self, index, lens, accepted):
-        given, captured, hidden = through(self, index, lens, accepted), self._verify._captured, accepted.hidden
+    def from_buffers(self, index, lens, accepted, chains):
+        captured, hidden = self._verify._captured, accepted.hidden
         if captured and len(index) > max(captured):
             hidden = torch.cat((captured[max(captured)].outputs.hidden, hidden[max(captured) :]))
-        keep_again(self, index, lens, lens + accepted.num_accepted, accepted, hidden)
-        return given
+        commit(self, index, lens, replace(accepted, hidden=hidden), chains)
 
-    patch.setattr(MtpWorker, "_through_pool", from_buffers)
+    patch.setattr(MtpWorker, "_commit", from_buffers)
 
 
 @mutant("rows of rejected drafts are kept: nothing looked at how many were accepted", "mtp.random")
 def rejected_rows_kept(patch: pytest.MonkeyPatch) -> None:
     """The pool keeps the last rows of a verify, accepted or not."""
-    through = MtpWorker._through_pool
+    commit = MtpWorker._commit
 
-    def all_of_them(self, index, lens, accepted):
-        given = through(self, index, lens, accepted)
-        keep_again(self, index, lens, lens + self.max_accepted, accepted, accepted.hidden)
-        return given
+    def all_of_them(self, index, lens, accepted, chains):
+        commit(self, index, lens, accepted, chains)
+        keep_rows(self, index, lens, lens + self.max_accepted, accepted)
 
-    patch.setattr(MtpWorker, "_through_pool", all_of_them)
+    patch.setattr(MtpWorker, "_commit", all_of_them)
 
 
 @mutant("what is kept replaces what the same cycle needs", "mtp.random")
 def kept_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
     """The pool takes the new positions before the window reads the old ones from it."""
-    through = MtpWorker._through_pool
+    inputs = MtpWorker._window_inputs
 
     def too_early(self, index, lens, accepted):
-        keep_again(self, index, lens, lens + accepted.num_accepted, accepted, accepted.hidden)
-        return through(self, index, lens, accepted)
+        keep_rows(self, index, lens, lens + accepted.num_accepted, accepted)
+        return inputs(self, index, lens, accepted)
 
-    patch.setattr(MtpWorker, "_through_pool", too_early)
+    patch.setattr(MtpWorker, "_window_inputs", too_early)
+
+
+@mutant("what a failed step had kept is read when it is tried again", "mtp.failures")
+def kept_before_the_cycle_has_run(patch: pytest.MonkeyPatch) -> None:
+    """The pool takes the new positions once the old ones are read, while the modules have yet to run."""
+    inputs = MtpWorker._window_inputs
+
+    def early(self, index, lens, accepted):
+        made = inputs(self, index, lens, accepted)
+        keep_rows(self, index, lens, lens + accepted.num_accepted, accepted)
+        return made
+
+    patch.setattr(MtpWorker, "_window_inputs", early)
 
 
 @mutant("a ring's index counted from the position after", "mtp.random")

@@ -13,6 +13,7 @@ LAWS = {
     "mtp.room": "check_room",
     "mtp.paths": "check_paths",
     "mtp.sharing": "check_sharing",
+    "mtp.failures": "check_failures",
     "mtp.refusals": "check_refusals",
 }
 GRAPHS = {"mtp.batches", "mtp.paths"}

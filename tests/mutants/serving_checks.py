@@ -1,37 +1,38 @@
-"""Checks of serving, in the form of the catalogue's: the laws of `tests/serving_laws.py`."""
+"""Checks of serving, in the form of the catalogue's: the laws of `serving_laws` and `request_laws`."""
 
 from __future__ import annotations
+
+from importlib import import_module
 
 from attn_backends.conformance import Case, Check, Measured, Subject
 from spec_metadata import StepKind
 
 # A law, and what it is run with.
 LAWS: dict[str, tuple[str, tuple[tuple, ...]]] = {
-    "serving.random": ("check_random", ((0,), (1,))),
-    "serving.ends": ("check_ends", ((0,), (1,))),
-    "serving.cancel": ("check_cancel", ((),)),
-    "serving.queue": ("check_queue", ((None,), (4,))),
-    "serving.lag": ("check_lag", ((0,), (1,))),
-    "serving.lag_context": ("check_lag_at_the_end_of_the_context", ((),)),
-    "serving.buckets": ("check_buckets", ((),)),
-    "serving.sharing": ("check_sharing", ((),)),
-    "serving.sharing_together": ("check_sharing_together", ((),)),
-    "serving.rounds": ("check_rounds", ((),)),
-    "serving.stream": ("check_stream", ((),)),
-    "serving.text": ("check_text", ((),)),
-    "serving.statistics": ("check_statistics", ((),)),
-    "serving.phase_backends": ("check_phase_backends", ((),)),
-    "serving.refusals": ("check_refusals", ((),)),
+    "serving.random": ("serving_laws.check_random", ((0,), (1,))),
+    "serving.ends": ("request_laws.check_ends", ((0,), (1,))),
+    "serving.cancel": ("request_laws.check_cancel", ((),)),
+    "serving.queue": ("serving_laws.check_queue", ((None,), (4,))),
+    "serving.lag": ("serving_laws.check_lag", ((0,), (1,))),
+    "serving.lag_context": ("serving_laws.check_lag_at_the_end_of_the_context", ((),)),
+    "serving.buckets": ("serving_laws.check_buckets", ((),)),
+    "serving.sharing": ("serving_laws.check_sharing", ((),)),
+    "serving.sharing_together": ("serving_laws.check_sharing_together", ((),)),
+    "serving.rounds": ("serving_laws.check_rounds", ((),)),
+    "serving.stream": ("request_laws.check_stream", ((),)),
+    "serving.text": ("request_laws.check_text", ((),)),
+    "serving.statistics": ("request_laws.check_statistics", ((),)),
+    "serving.phase_backends": ("serving_laws.check_phase_backends", ((),)),
+    "serving.refusals": ("request_laws.check_refusals", ((),)),
 }
 
 
 def run(subject: Subject, case: Case) -> Measured:
     """Run a law with each of its arguments."""
-    from tests import serving_laws  # needs the models' packages
-
-    name, variants = LAWS[case.check]
+    law, variants = LAWS[case.check]
+    module, name = law.split(".")
     for arguments in variants:
-        getattr(serving_laws, name)(*arguments)
+        getattr(import_module(f"tests.{module}"), name)(*arguments)  # needs the models' packages
     return Measured()
 
 
