@@ -13,14 +13,13 @@ import torch
 from torch._C._autograd import DeviceType
 
 from attn_backends import providers
-from attn_backends.bench import counts, sglang, vendor_plans
+from attn_backends.bench import counts, vendor_plans
 from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
 from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
 from attn_backends.bench.metadata import Bench, kernels_of, measure_metadata, ours
 from attn_backends.bench.rows import MetadataRow, Missing
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
 from attn_backends.bench.vendor_plans import VENDOR_PLANS
-from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
 from spec_metadata import StepKind
@@ -394,90 +393,3 @@ def test_a_vendors_own_plan_is_a_way(bench, monkeypatch, vendors_here):
     rows = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
     found = [row.phase for row in rows if isinstance(row, MetadataRow) and row.mode == "vendor"]
     assert found == [*PHASES, CYCLE]
-
-
-def test_sglang_is_refused_where_it_is_not_installed_and_for_trees(monkeypatch):
-    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
-    with pytest.raises(Exception, match="sglang is not installed"):
-        sglang.works("fa3", batch_of())
-    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
-    with pytest.raises(UnsupportedStepError, match="topk=4"):
-        sglang.works("fa3", batch_of(topk=4))
-
-
-class Prepares:
-    """A metadata backend of SGLang that says what it was given."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def init_forward_metadata_out_graph(self, given, in_capture=False):
-        self.calls.append(("capture" if in_capture else "replay", given.forward_mode, given.seq_lens_cpu is None))
-
-    def init_forward_metadata_in_graph(self, given):
-        self.calls.append(("in graph", given.forward_mode, given.seq_lens_cpu is None))
-
-    def init_forward_metadata(self, given):
-        self.calls.append(("eager", given.forward_mode, given.seq_lens_cpu is None))
-
-
-@pytest.fixture
-def sglang_here(monkeypatch):
-    """SGLang's records as plain ones; returns what was called, and the batches that got a plan of their own."""
-    calls, bound = [], []
-    own = Prepares(calls)
-    runner = SimpleNamespace(kv_index_translator=SimpleNamespace(bind_own_plan=bound.append))
-    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
-    monkeypatch.setattr(sglang, "_backends", lambda backend, tables: SimpleNamespace(
-        runner=runner, draft=own, verify=own, draft_extend=own
-    ))  # fmt: skip
-
-    class Names:
-        def __getattr__(self, name):
-            return name
-
-    records = {"ForwardMode": Names(), "CaptureHiddenMode": Names(), "SpeculativeAlgorithm": Names()}
-    monkeypatch.setattr(sglang, "load", lambda path: records.get(path.partition(":")[2], SimpleNamespace))
-    return calls, bound
-
-
-MODES = ["DECODE", "TARGET_VERIFY", "DRAFT_EXTEND_V2"]
-
-
-def test_sglang_gets_each_phase_by_its_own_conventions(sglang_here):
-    batch, (_, bound) = batch_of(page_size=4), sglang_here
-    found = sglang.works("trtllm_mla", batch)
-    assert {phase: name for phase, (name, _) in found.items()} == dict.fromkeys(PHASES, "Prepares")
-    draft, verify, extend = bound
-    assert [given.forward_mode for given in bound] == MODES
-    assert [given.seq_lens.tolist() for given in bound] == [[600, 600], [600, 600], [604, 604]]
-    assert [given.req_pool_indices.tolist() for given in bound] == [[1, 2]] * 3
-    next_tokens = batch.tables.table[1:3, 600:604]
-    assert draft.out_cache_loc.tolist() == next_tokens[:, :3].flatten().tolist()
-    assert draft.positions.tolist() == [600, 600]
-    for given in (verify, extend):
-        assert given.out_cache_loc.tolist() == next_tokens.flatten().tolist()
-        assert given.positions.tolist() == [600, 601, 602, 603] * 2
-    assert verify.spec_info.custom_mask.numel() == 2 * 4 * 604
-    assert verify.spec_info.retrieve_next_token.tolist() == [[1, 2, 3, -1]] * 2
-    assert (extend.extend_prefix_lens.tolist(), extend.extend_seq_lens_cpu) == ([600, 600], [4, 4])
-
-
-def test_sglang_prepares_as_its_runners_do(sglang_here):
-    calls, _ = sglang_here
-    for backend, lens_stay_away in (("fa3", True), ("flashinfer_mla", False)):
-        del calls[:]
-        found = sglang.works(backend, batch_of())
-        captured = MODES if lens_stay_away else MODES[:2]
-        assert calls == [(what, mode, False) for mode in captured for what in ("capture", "in graph")]
-        del calls[:]
-        for _, work in found.values():
-            work.run()
-        expected = [(what, mode, lens_stay_away) for mode in captured for what in ("replay", "in graph")]
-        assert calls == [*expected, *([] if lens_stay_away else [("eager", "DRAFT_EXTEND_V2", False)])]
-
-
-def test_sglangs_cycle_is_one_although_its_classes_are_several(bench, sglang_here):
-    measured = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
-    rows = [row for row in measured if isinstance(row, MetadataRow) and row.mode == "sglang"]
-    assert [(row.phase, row.kernel) for row in rows] == [*((phase, "Prepares") for phase in PHASES), (CYCLE, "")]

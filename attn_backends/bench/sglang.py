@@ -1,8 +1,10 @@
 """SGLang's own metadata of the same steps, as its graph runners prepare it before a replay; used where it is installed.
 
 Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of the test kit in
-its wheel, over our request table and without a cache. What its graph holds of the work, as the kit runs it, is counted
-on the device and not timed on the host. FlashInfer's draft extend has no graph there, and so runs eagerly.
+its wheel, over our request table and without a cache, on batches that carry what these classes read, lengths and rows
+in int64 as in its engine. What its graph holds of the work, as the kit runs it, is counted on the device and not timed
+on the host. FlashInfer's draft extend has no graph there, and so runs eagerly; the lengths that FlashInfer reads on the
+host are there already, which an engine has to fetch.
 """
 
 from __future__ import annotations
@@ -27,6 +29,16 @@ HEADS, RANK, ROPE = 16, 512, 64
 _KIT = "sglang.test.kits.attention_unittest"
 _RUNNER = f"{_KIT}.runner_modes.speculative_draft_runner"
 _INFO, _BATCH = "sglang.srt.speculative.eagle_info", "sglang.srt.model_executor.forward_batch_info"
+_UNREAD_OF_VERIFY = (
+    "draft_token",
+    "retrieve_index",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+    "retrieve_cum_len",
+    "capture_hidden_mode",
+    "seq_lens_sum",
+    "seq_lens_cpu",
+)
 _TINY = 64  # hidden size and vocabulary of the model that is never run
 
 
@@ -78,7 +90,7 @@ def _always(prepare: Callable[[Any], object], given: Any) -> Callable[[], Callab
 @lru_cache(maxsize=1)
 def _backends(backend: str, tables: Tables) -> _Backends:
     """Built and given their static buffers once for all batch sizes."""
-    capacity, device, name = tables.capacity, str(tables.table.device), BACKENDS[backend]
+    capacity, device, name = tables.capacity, tables.table.device.type, BACKENDS[backend]
     context = capacity.max_kv_len
     mla = f"{_KIT}.attention_methods.mla_attention"
     mode = load(f"{_BATCH}:ForwardMode").TARGET_VERIFY
@@ -132,81 +144,47 @@ def _backends(backend: str, tables: Tables) -> _Backends:
 
 
 def _draft(batch: Batch) -> Any:
-    capacity = batch.tables.capacity
-    bs, device = batch.batch_size, batch.tables.table.device
-    spec = load(f"{_INFO}:EagleDraftInput")(
-        topk_p=torch.ones(bs, 1, device=device),
-        topk_index=torch.zeros(bs, 1, dtype=torch.int64, device=device),
-        hidden_states=torch.zeros(bs, _TINY, dtype=torch.bfloat16, device=device),
-        capture_hidden_mode=load(f"{_BATCH}:CaptureHiddenMode").LAST,
-        num_tokens_per_req=1,
-        num_tokens_for_logprob_per_req=1,
-    )
-    slots = _slots(batch, capacity.num_steps)
-    given = _forward_batch(batch, "DECODE", batch.context, _positions(batch, 1), slots, spec)
-    given.spec_algorithm = load("sglang.srt.speculative.spec_info:SpeculativeAlgorithm").EAGLE
-    return given
+    slots = _slots(batch, batch.tables.capacity.num_steps)
+    spec = load(f"{_INFO}:EagleDraftInput")()
+    return _forward_batch(batch, "DECODE", batch.context, _positions(batch, 1), slots, spec)
 
 
 def _verify(batch: Batch) -> Any:
-    width, bs, device = batch.tables.capacity.num_draft_tokens, batch.batch_size, batch.tables.table.device
-    nodes = torch.arange(width, device=device).repeat(bs, 1)
+    width, bs = batch.tables.capacity.num_draft_tokens, batch.batch_size
     positions = _positions(batch, width)
     spec = load(f"{_INFO}:EagleVerifyInput")(
-        draft_token=torch.zeros(bs * width, dtype=torch.int64, device=device),
-        custom_mask=torch.ones(bs * width * (batch.context + width), dtype=torch.bool, device=device),
+        **dict.fromkeys(_UNREAD_OF_VERIFY),
+        custom_mask=torch.ones(bs * width * (batch.context + width), dtype=torch.bool, device=positions.device),
         positions=positions,
-        retrieve_index=nodes,
-        retrieve_next_token=torch.where(nodes + 1 < width, nodes + 1, -1),
-        retrieve_next_sibling=torch.full_like(nodes, -1),
-        retrieve_cum_len=width * torch.arange(bs + 1, dtype=torch.int32, device=device),
         spec_steps=width - 1,
         topk=1,
         draft_token_num=width,
-        capture_hidden_mode=load(f"{_BATCH}:CaptureHiddenMode").FULL,
-        seq_lens_sum=bs * batch.context,
-        seq_lens_cpu=torch.full((bs,), batch.context, dtype=torch.int32),
     )
     return _forward_batch(batch, "TARGET_VERIFY", batch.context, positions, _slots(batch, width), spec)
 
 
 def _draft_extend(batch: Batch) -> Any:
     width, bs, device = batch.tables.capacity.extend_width, batch.batch_size, batch.tables.table.device
-    positions = _positions(batch, width)
     widths = torch.full((bs,), width, dtype=torch.int32, device=device)
-    prefix = torch.full((bs,), batch.context, dtype=torch.int32, device=device)
-    spec = load(f"{_INFO}:EagleDraftExtendInput")(
-        num_correct_drafts=widths - 1,
-        num_accept_tokens=widths,
-        num_accept_tokens_cpu=[width] * bs,
-        input_ids=torch.zeros(bs * width, dtype=torch.int64, device=device),
-        seq_lens=prefix + width,
-        seq_lens_cpu=torch.full((bs,), batch.context + width, dtype=torch.int32),
-        req_pool_indices=batch.tables.paging(bs).rows.int(),
-        positions=positions,
-        capture_hidden_mode=load(f"{_BATCH}:CaptureHiddenMode").LAST,
-        num_tokens_per_req=width,
-        num_tokens_for_logprob_per_req=1,
-    )
+    spec = load(f"{_INFO}:EagleDraftExtendInput")(num_correct_drafts=widths - 1, num_tokens_per_req=width)
     spec.extend_seq_lens_tensor, spec.extend_seq_lens_cpu = widths, [width] * bs
-    slots = _slots(batch, width)
+    positions, slots = _positions(batch, width), _slots(batch, width)
     given = _forward_batch(batch, "DRAFT_EXTEND_V2", batch.context + width, positions, slots, spec)
-    given.extend_prefix_lens, given.extend_prefix_lens_cpu = prefix, [batch.context] * bs
-    given.extend_seq_lens, given.extend_seq_lens_cpu = widths, [width] * bs
-    given.extend_start_loc, given.extend_num_tokens = width * torch.arange(bs, device=device), bs * width
+    given.extend_seq_lens, given.extend_prefix_lens = widths, torch.full_like(widths, batch.context)
+    given.extend_prefix_lens_cpu = [batch.context] * bs
     return given
 
 
 def _forward_batch(batch: Batch, mode: str, num_tokens: int, positions: Tensor, slots: Tensor, spec: Any) -> Any:
     """num_tokens: of each request, as the mode counts its seq_lens."""
-    bs, device = batch.batch_size, positions.device
+    bs = batch.batch_size
     return load(f"{_BATCH}:ForwardBatch")(
         forward_mode=getattr(load(f"{_BATCH}:ForwardMode"), mode),
         batch_size=bs,
-        input_ids=torch.zeros_like(positions),
-        req_pool_indices=batch.tables.paging(bs).rows.int(),
-        seq_lens=torch.full((bs,), num_tokens, dtype=torch.int32, device=device),
-        seq_lens_cpu=torch.full((bs,), num_tokens, dtype=torch.int32),
+        input_ids=None,
+        req_pool_indices=batch.tables.paging(bs).rows,
+        seq_lens=torch.full((bs,), num_tokens, device=positions.device),
+        seq_lens_cpu=torch.full((bs,), num_tokens),
         out_cache_loc=slots,
         seq_lens_sum=bs * num_tokens,
         positions=positions,
