@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.errors import CaptureError
 from attn_backends.kernel import Held, Kernel, LayerShape, Workspaces
-from attn_backends.static_memory import StaticMemory
+from attn_backends.static_memory import StaticMemory, Tenant
 from spec_metadata import (
     Arena,
     Bucket,
@@ -100,11 +100,11 @@ class Arenas:
         buffers = {**own.view(extent), **self._scratch[kernel.name].view(extent)}
         return Workspaces(Buffers(buffers, extent), held)
 
-    def vacate(self) -> None:
-        """Take the static memory from whom it is let to; in checking mode, look first what was done to it."""
+    def vacate(self, successor: Tenant | None = None) -> None:
+        """Let the static memory to another; in checking mode, look first what was done to it."""
         if self.checking:
             self.check()
-        self.memory.let_to(None)
+        self.memory.let_to(successor)
 
     def check(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""

@@ -186,8 +186,7 @@ class AttentionBackend(ABC, Generic[Plan]):
             known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
             lens = self._host_lens(known, meta.step.bs)
         if not self.memory.is_let_to(tenant):
-            self._arenas.vacate()
-            self.memory.let_to(tenant)
+            self._arenas.vacate(tenant)
         if self.checking:
             tenant.arena.reset()
         tenant.copy_inputs(step)

@@ -2,14 +2,17 @@
 
 A phase is prepared for a captured step: raw inputs are copied and planned again, by the torch planner or the fused one
 before the replay, or by a node of the replayed graph. Beside them stand the vendor's own planning call and, where it is
-installed, SGLang. Every call gets a new step, as a worker makes one each cycle; the step itself is the worker's.
+installed, SGLang. Every call gets a new step behind that of the phase before it, as a worker makes one each cycle, and
+lengths change with every cycle; making the step itself is the worker's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,8 +28,9 @@ from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.graphs import Graph
 from attn_backends.kernel import Kernel, LayerShape
+from attn_backends.metadata import Metadata
 from attn_backends.providers import VENDOR_KERNELS
-from spec_metadata import StepKind
+from spec_metadata import Step, StepKind
 from spec_metadata.plans.compressed import Compression
 
 BATCH_SIZES = (1, 32, 128, 512)
@@ -113,20 +117,46 @@ def ours(mode: str, backend: type[AttentionBackend], kernel: Kernel, batch: Batc
     tables = batch.tables
     chosen = dict.fromkeys(PHASES.values(), kernel.name)
     made = backend(tables.capacity, tables.geometry, bench.device, kernel=chosen, planner=PLANNERS[mode])
-    return [Way(mode, phase, kernel.name, _work(mode, made, kind, batch, bench)) for phase, kind in PHASES.items()]
+    captured = [_captured(made, kind, batch) for kind in PHASES.values()]
+    return [Way(mode, phase, kernel.name, _work(mode, made, captured, i, bench)) for i, phase in enumerate(PHASES)]
 
 
-def _work(mode: str, backend: AttentionBackend, kind: StepKind, batch: Batch, bench: Bench) -> Work:
-    capabilities = backend.kernel_of(kind).capabilities[kind]
-    step = batch.step(kind, exact=capabilities.needs_host_lens)
-    meta = backend.capture(step.bucket(), step.paging)
-    for forward in range(step.num_forwards):
+class _Captured(NamedTuple):
+    """A phase's metadata, and its steps in two cycles, of which the second is a token longer."""
+
+    meta: Metadata[Any]
+    steps: tuple[Step, Step]
+
+
+def _captured(backend: AttentionBackend, kind: StepKind, batch: Batch) -> _Captured:
+    exact = backend.kernel_of(kind).capabilities[kind].needs_host_lens
+    shorter = replace(batch, context=batch.context - 1)
+    steps = shorter.step(kind, exact=exact), batch.step(kind, exact=exact)
+    meta = backend.capture(steps[0].bucket(), steps[0].paging)
+    for forward in range(steps[0].num_forwards):
         meta.schedules.planned(forward, _shape(backend))
+    return _Captured(meta, steps)
+
+
+def _work(mode: str, backend: AttentionBackend, captured: Sequence[_Captured], place: int, bench: Bench) -> Work:
+    """Of the phase at a place. As in a cycle, the phase before it has just been prepared, in the memory that they share
+    and from the same lengths; before a draft, from the last cycle's.
+    """
+    (meta, steps), (last, last_steps) = captured[place], captured[place - 1]
+    cycles = itertools.cycle((0, 1))
+    prepare = backend.copy_inputs if mode == "in_graph" else backend.replay
+
+    def ready() -> Callable[[], None]:
+        number = next(cycles)
+        backend.copy_inputs(last, as_new(last_steps[number if place else 1 - number]))
+        return partial(prepare, meta, as_new(steps[number]))
+
     if mode != "in_graph":
-        return Work(lambda: partial(backend.replay, meta, as_new(step)))
+        return Work(ready)
     graph = bench.make_graph()
+    backend.copy_inputs(meta, steps[0])
     graph.capture(partial(backend.refresh, meta))
-    return Work(lambda: partial(backend.copy_inputs, meta, as_new(step)), graph.replay)
+    return Work(ready, graph.replay)
 
 
 def _shape(backend: AttentionBackend) -> LayerShape:

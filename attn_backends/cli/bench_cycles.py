@@ -21,7 +21,7 @@ from attn_backends.bench.rows import CycleRow, MemoryRow, MetadataRow, Missing, 
 from attn_backends.bench.speculation import Tables, speculative
 from attn_backends.bench.targets import Reached, by_target, check_targets
 from attn_backends.bench.timing import CudaClock
-from attn_backends.cli.options import DENSE_BACKENDS, refuse_options, show_missing
+from attn_backends.cli.options import DENSE_BACKENDS, output_console, refuse_options, show_missing
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise BackendUnavailableError(f"bench {args.what}", ["torch sees no CUDA device"], "It times a GPU.")
     measure, tabulate, draw = _COMMANDS[args.what]
     measured = measure(args)
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     console.print(tabulate(measured.rows))
     reached = list(check_targets(map(asdict, measured.rows)))
     _show(console, measured, reached)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from attn_backends.cli.options import output_console
 from attn_backends.conformance import (
     Case,
     Outcome,
@@ -127,7 +128,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[Row], None]]:
 
 def _print(report: Report, code: int, args: argparse.Namespace) -> None:
     """Counts of each backend and group of checks, then every failure."""
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     for (backend, kernel), rows in groupby(report.rows, key=lambda row: (row.backend, row.kernel)):
         listed = list(rows)
         console.print(f"[bold]{escape(backend)}[/] ({escape(kernel)}) on {escape(report.device)}")

@@ -6,12 +6,11 @@ import argparse
 from dataclasses import asdict
 from itertools import product
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from attn_backends import results
-from attn_backends.cli.options import DENSE_BACKENDS, choices_in_words, load_config, token_progress
+from attn_backends.cli.options import DENSE_BACKENDS, choices_in_words, load_config, output_console, token_progress
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.report import Row, demo_prompts, run_row
 from attn_backends.errors import ConfigError
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             engine = build_engine(config)
             rows.append(run_row(engine, prompts, advance))
             chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     console.print(_table(rows))
     lines = [line for of_backend in chosen for line in of_backend]
     for line in lines:

@@ -8,12 +8,12 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
+from attn_backends.cli.options import output_console
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.planners import Planner, choose_planner
 from attn_backends.registry import get_backend, list_backends
@@ -26,7 +26,7 @@ T = TypeVar("T")
 def show_list(*, as_json: bool) -> int:
     """Print every known backend; one that can't be imported is shown with the reason."""
     backends = [_listed(name, target) for name, target in list_backends().items()]
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     if as_json:
         console.print_json(json.dumps({"backends": backends}))
         return 0
@@ -47,7 +47,7 @@ def show_list(*, as_json: bool) -> int:
 def show_info(name: str, *, as_json: bool) -> int:
     """Print all that one backend declares."""
     described = describe(name)
-    console = Console(highlight=False, emoji=False)
+    console = output_console()
     if as_json:
         console.print_json(json.dumps(described))
         return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.rule import Rule
 
-from attn_backends.cli.options import load_config
+from attn_backends.cli.options import load_config, output_console
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.requests import Request, RequestOptions
 from attn_backends.errors import ConfigError
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     config = load_config(args, args.config, args.backend)
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    engine, console = build_engine(config), Console(highlight=False, emoji=False)
+    engine, console = build_engine(config), output_console()
     server = engine.server()
     requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
     view = _InOrder(console, prompts, requests)
