@@ -209,26 +209,44 @@ def test_every_way_plans_the_step_anew(mode, name, bench):
     (kernel,) = kernels_of(backend, CPU)
     assert kernel.name == "torch"
     eager = backend(batch.tables.capacity, batch.tables.geometry, planner="torch")
-    for way, meta in zip(ways := ours(mode, backend, kernel, batch, bench), backend.metas, strict=True):
+    ways = ours(mode, backend, kernel, batch, bench)
+    assert [way.phase for way in ways] == list(PHASES)
+    for way, meta in zip(ways, backend.metas, strict=True):
         assert (way.mode, way.kernel) == (mode, "torch")
-        planned = eager.init_forward_metadata(replace(batch.step(PHASES[way.phase], exact=False), max_committed=None))
-        for _ in range(2):
+        for context in (599, 600):
+            step = replace(batch, context=context).step(PHASES[way.phase], exact=False)
+            planned = eager.init_forward_metadata(replace(step, max_committed=None))
             for buffer in meta.buffers.values():
                 if buffer.dtype is not torch.bool:
                     buffer.fill_(77)
             way.work.run()
             for field in planned.buffers:
                 assert torch.equal(meta.buffers[field], planned.buffers[field]), (way.phase, field)
-    assert [way.phase for way in ways] == list(PHASES)
-    assert len({id(step) for step in backend.steps}) == 6, "a step of its own for each call"
+
+
+def test_a_phase_is_prepared_behind_the_one_before_it_from_lengths_that_change(bench):
+    backend, batch = watched("fa3"), batch_of()
+    (kernel,) = kernels_of(backend, CPU)
+    ways = ours("torch", backend, kernel, batch, bench)
+    assert not backend.steps
+    for way in ways:
+        way.work.run()
+        way.work.run()
+    draft, verify, extend = PHASES.values()
+    assert [(step.kind, step.seq_lens.tolist()) for step in backend.steps] == [
+        *((extend, [600, 600]), (draft, [599, 599]), (extend, [599, 599]), (draft, [600, 600])),
+        *((draft, [599, 599]), (verify, [599, 599]), (draft, [600, 600]), (verify, [600, 600])),
+        *((verify, [599, 599]), (extend, [599, 599]), (verify, [600, 600]), (extend, [600, 600])),
+    ]
+    assert len({id(step) for step in backend.steps}) == 12, "a step of its own for each call"
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_fused_is_the_fused_planner(name, bench, monkeypatch):
     """On Triton's interpreter; `tests/test_fused_plans.py` compares all that it writes."""
     interpreted("triton_plan", "_plan_pages")
-    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     backend, batch = watched(name), batch_of(256 if name == "dsv4" else 64)
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     bind, launches = backend.bind_fused, []
     counted = lambda *args: partial(lambda launch: launches.append(name) or launch(), bind(*args))  # noqa: E731
     monkeypatch.setattr(backend, "bind_fused", counted)
@@ -238,9 +256,9 @@ def test_fused_is_the_fused_planner(name, bench, monkeypatch):
     for way, meta in zip(ways, backend.metas, strict=True):
         meta.buffers["write_slots"].fill_(77)
         way.work.run()
-        slots = batch.tables.table[1:3, 600 : 600 + meta.step.width]
+        slots = batch.tables.table[1:3, 599 : 599 + meta.step.width]
         if way.phase == "draft":
-            assert meta.buffers["write_slots"].tolist() == batch.tables.table[1:3, 600:602].T.tolist()
+            assert meta.buffers["write_slots"].tolist() == batch.tables.table[1:3, 599:601].T.tolist()
         else:
             assert meta.buffers["write_slots"].tolist() == [slots.flatten().tolist()]
     assert launches == [name] * 3, "one a phase"
@@ -267,7 +285,7 @@ def test_what_the_graph_plans_is_not_the_hosts(bench):
     backend, batch = watched("fa3"), batch_of()
     kernels = kernels_of(backend, CPU)
     before, in_graph = (ours(mode, backend, kernels[0], batch, bench)[1] for mode in ("torch", "in_graph"))
-    for way, own in ((before, 600 + 4), (in_graph, 0)):
+    for way, own in ((before, 599 + 4), (in_graph, 0)):
         meta = next(meta for meta in backend.metas[::-1] if meta.step.kind is StepKind.TARGET_VERIFY)
         meta = backend.metas[1] if way is before else meta
         call = way.work.ready()
@@ -275,7 +293,7 @@ def test_what_the_graph_plans_is_not_the_hosts(bench):
         call()
         assert meta.buffers["seqused_k"].tolist() == [[own, own]]
         way.work.in_graph()
-        assert meta.buffers["seqused_k"].tolist() == [[604, 604]]
+        assert meta.buffers["seqused_k"].tolist() == [[603, 603]]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
