@@ -25,10 +25,12 @@ from attn_backends.registry import BUILT_IN
 LIMIT = 600
 OUT = Path("docs/results/h200")
 CLI = "attn_backends.cli"
+SUITE = f"{CLI} conformance --device cuda --require-run"
 PARTS = {
+    **{f"conformance_{name}": f"{SUITE} {name} --json {{file}}" for name in BUILT_IN if name != "dsv4"},
     **{
-        f"conformance_{name}": f"{CLI} conformance {name} --device cuda --require-run --json {{file}}"
-        for name in BUILT_IN
+        f"conformance_dsv4_{kernel}": f"{SUITE} dsv4 --kernel {kernel} --json {{file}}"
+        for kernel in ("flashmla_sparse", "triton", "torch")
     },
     "demo_float32": f"{CLI} demo --device cuda --dtype float32 --kernel torch --json {{file}}",
     "demo_bfloat16": f"{CLI} demo --device cuda --dtype bfloat16 --json {{file}}",
