@@ -12,7 +12,7 @@ from attn_backends import base, providers
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
-from attn_backends.conformance import run_conformance, worlds
+from attn_backends.conformance import Outcome, Subject, run_case, run_conformance, selected_cases, worlds
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
@@ -92,6 +92,17 @@ def test_fused_planners_pass_the_suite_in_a_graph(name: str, monkeypatch: pytest
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     report = run_conformance(name, kernel="torch", quick=True, select="graph.refresh_recorded")
     assert report.exit_code(require_run=True) == 0, [row.reason for row in report.rows]
+
+
+def test_what_a_fused_planner_leaves_as_it_was_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A padded request of a tree had more pages in the graph's capture than the short one that takes its place."""
+    interpreted("triton_plan", "_plan_pages")
+    subject = Subject(get_backend("fa3"), "torch", "cpu")
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    is_tree = lambda case: (case.kind, case.topk > 1, case.page_size) == (StepKind.TARGET_VERIFY, True, 4)  # noqa: E731
+    row = run_case(subject, next(filter(is_tree, selected_cases(subject, "graph.equals_eager"))))
+    assert row.status is Outcome.PASS, row.reason
 
 
 @pytest.mark.parametrize("row_pages", [4, 6, 9, 12])
