@@ -155,7 +155,7 @@ def parts(monkeypatch, tmp_path):
 
     monkeypatch.setattr(gpu_results, "PARTS", {"a": "", "b": ""})
     monkeypatch.setattr(gpu_results, "run_part", run_part)
-    monkeypatch.setattr(results, "device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(results, "device_name", {"cuda": "NVIDIA H200", "cpu": "CPU"}.get)
     monkeypatch.setenv(results.COMMIT_VARIABLE, HEAD.commit)
     return tmp_path / "out", ran
 
@@ -183,10 +183,18 @@ def test_gpu_results_go_on_where_they_were(parts, monkeypatch):
         assert ran == ["a"] * times, commit
 
 
+def test_a_result_that_needs_no_gpu_is_of_any_machine(parts):
+    out, ran = parts
+    out.mkdir()
+    results.write(out / "a.json", replace(HEAD, device="CPU"), [])
+    assert gpu_results.run(["b"], out) == 0
+    assert ran == ["b"]
+
+
 def test_gpu_results_come_from_one_machine(parts, monkeypatch, capsys):
     out, ran = parts
     assert gpu_results.run(["a"], out) == 0
-    monkeypatch.setattr(results, "device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(results, "device_name", {"cuda": "NVIDIA H100", "cpu": "CPU"}.get)
     monkeypatch.setattr("sys.argv", ["results", "--out", str(out), "b"])
     assert gpu_results.main() == 2
     assert "holds results of NVIDIA H200, this is NVIDIA H100" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from attn_backends.bench.memory import ALL, TOTAL
 from attn_backends.bench.speculation import CYCLE
 from attn_backends.bench.targets import Reached, by_target
 from attn_backends.errors import AttnBackendsError, ConfigError
-from attn_backends.results import Results, read
+from attn_backends.results import Results, device_name, read
 
 COMMAND = "python -m attn_backends.bench.cycles_page"
 PAGE, FOLDER = Path("docs/cycles.md"), Path("docs/results/h200")
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def page(results: Sequence[Results]) -> str:
     """The page of some results."""
-    devices = sorted({result.head.device for result in results})
+    devices = sorted({result.head.device for result in results} - {device_name("cpu")})
     rows = [row for result in results for row in result.rows]
     cycles = [row for row in rows if row["bench"] == "metadata" and row["phase"] == CYCLE]
     blocks = [

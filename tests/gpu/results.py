@@ -86,10 +86,10 @@ def run_part(name: str, path: Path) -> int:
 
 
 def other_devices(out: Path, parts: list[str], device: str) -> list[str]:
-    """Devices that results of other parts came from."""
+    """Devices that results of other parts came from, but for those that need no GPU."""
     files = [out / f"{name}.json" for name in PARTS if name not in parts]
     found = {results.read(path).head.device for path in files if path.exists()}
-    return sorted(found - {device})
+    return sorted(found - {device, results.device_name("cpu")})
 
 
 def main() -> int:
