@@ -5,7 +5,6 @@ python -m attn_backends.bench.cycles_page [FOLDER] [--output docs/cycles.md]
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,13 +12,13 @@ from typing import Any
 
 from attn_backends.bench import sglang_measured
 from attn_backends.bench.memory import ALL, TOTAL
+from attn_backends.bench.page import results_of, write_page
 from attn_backends.bench.speculation import CYCLE
 from attn_backends.bench.targets import Reached, by_target
-from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import Results, device_name, read
 
 COMMAND = "python -m attn_backends.bench.cycles_page"
-PAGE, FOLDER = Path("docs/cycles.md"), Path("docs/results/h200")
+PAGE = Path("docs/cycles.md")
 SHOWN = ("bench_memory.json", "bench_metadata_*.json", "bench_cycle.json")
 APART = "SGLang 0.5.23, measured apart on an H200"
 _WAYS = ("torch", "fused", "in_graph", "vendor")
@@ -29,19 +28,12 @@ Row = Mapping[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; 2 if results are missing or can't be read."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="of results; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="default: %(default)s")
-    args = parser.parse_args(arguments)
-    try:
-        paths = [path for form in SHOWN for path in sorted(args.folder.glob(form))]
-        if not paths:
-            raise ConfigError(f"{args.folder} holds none of {', '.join(SHOWN)}; run `make gpu-results` on a GPU")
-        args.output.write_text(page([read(path) for path in paths]), encoding="utf-8")
-    except (AttnBackendsError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    return write_page(COMMAND, __doc__, PAGE, summed_up, arguments)
+
+
+def summed_up(folder: Path, _page: Path) -> str:
+    """The page of a folder of results."""
+    return page([read(path) for path in results_of(folder, SHOWN)])
 
 
 def page(results: Sequence[Results]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,23 +41,42 @@ Row = Mapping[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; 2 if a result is missing or can't be read."""
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    return write_page(COMMAND, __doc__, PAGE, lambda folder, page: summed_up(folder, page.parent), arguments)
+
+
+def write_page(
+    command: str,
+    about: str | None,
+    page: Path,
+    make: Callable[[Path, Path], str],
+    arguments: Sequence[str] | None,
+) -> int:
+    """The command line of a page of results; 2 if it can't be made. page: where it lies. make: (folder of results, file
+    of the page) -> its text.
+    """
+    parser = argparse.ArgumentParser(prog=command, description=about)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="of results; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=page, metavar="FILE", help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        args.output.write_text(summed_up(args.folder, args.output.parent), encoding="utf-8")
+        args.output.write_text(make(args.folder, args.output), encoding="utf-8")
     except (AttnBackendsError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
+def results_of(folder: Path, shown: Sequence[str]) -> list[Path]:
+    """The files of results that a page sums up. shown: their names, as patterns."""
+    paths = [path for form in shown for path in sorted(folder.glob(form))]
+    if not paths:
+        raise ConfigError(f"{folder} holds none of {', '.join(shown)}; run `make gpu-results` on a GPU")
+    return paths
+
+
 def summed_up(folder: Path, beside: Path) -> str:
     """The page of a folder of results. beside: the folder of the page, which its links start from."""
-    paths = [path for form in SHOWN for path in sorted(folder.glob(form))]
-    if not paths:
-        raise ConfigError(f"{folder} holds none of {', '.join(SHOWN)}; run `make gpu-results` on a GPU")
+    paths = results_of(folder, SHOWN)
     links = {path.stem: Path(os.path.relpath(path, beside)) for path in paths}
     pictures = {path.stem for path in paths if path.with_suffix(".png").exists()}
     return page({path.stem: read(path) for path in paths}, links, pictures)
