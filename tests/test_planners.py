@@ -94,6 +94,13 @@ def test_fused_planners_pass_the_suite_in_a_graph(name: str, monkeypatch: pytest
     assert report.exit_code(require_run=True) == 0, [row.reason for row in report.rows]
 
 
+def test_the_suite_runs_torch_kernels_on_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too: what is planted into the definition is to be seen there."""
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    assert World(Setup(FA3Backend, CacheFormat.KV, 4)).backend.planner.name == "torch"
+    assert worlds.planner_of("triton") == "auto"
+
+
 def test_what_a_fused_planner_leaves_as_it_was_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded request of a tree had more pages in the graph's capture than the short one that takes its place."""
     interpreted("triton_plan", "_plan_pages")

@@ -197,6 +197,21 @@ def test_the_same_table_elsewhere_is_refused() -> None:
         world.backend.replay(meta, step)
 
 
+def test_checking_mode_forgets_the_last_replay() -> None:
+    """A planner that leaves something unwritten then leaves padding, and nothing that was right once."""
+    world = world_of()
+    meta, step = capture(world, StepKind.DECODE), Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
+    assert meta.tenant is not None
+    seen, bind = [], meta.tenant.bind_inputs
+    meta.tenant.bind_inputs = lambda like: (
+        lambda given: seen.append(int(meta.buffers["seqused_k"].max())) or bind(like)(given)
+    )
+    for _ in range(2):
+        world.backend.replay(meta, step)
+        assert meta.buffers["seqused_k"].max() == 6
+    assert seen == [0, 0]
+
+
 def test_guards_are_looked_at_before_the_next_phase() -> None:
     world = world_of()
     verify, extend = (capture(world, kind) for kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND))
