@@ -7,7 +7,7 @@ reads what lies behind them, and at a long context that would take longer than a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -59,19 +59,19 @@ def _copy_pages(row, stride, num_given, into, end, reserved_page, BLOCK: tl.cons
 @unspecialized
 def _copy_inputs(
     seq_lens,
-    seq_stride,
     num_real,
     out_cache_loc,
-    loc_stride,
     paging,
+    seq_stride,
+    loc_stride,
     paging_stride,
     column_stride,
-    tree_mask,
     mask_stride,
     mask_row_stride,
     mask_column_stride,
     bs,
     num_given,
+    tree_mask,
     static_lens,
     static_num_real,
     static_loc,
@@ -129,45 +129,33 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     sizes = StaticSizes(static.width, num_writes, geometry.page_size, num_columns, table.stride(0), *reserved)
     constants = (opaque(sizes), has_columns, _BLOCK)
 
-    def outputs(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
+    def fixed(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
         places = (of(static.seq_lens), of(static.num_real), of(static.out_cache_loc), of(table))
-        return (*places, None if mask is None else of(mask), *constants)
+        return (*places, of(mask), *constants) if mask is not None else (None, *places, None, *constants)
 
-    addresses = outputs(Tensor.data_ptr)
+    addresses = fixed(Tensor.data_ptr)
+    directly: dict[Hashable, Callable[..., None] | None] = {}
 
     def bind(like: Step) -> Callable[[Step], None]:
         given = static if like.kind is StepKind.IDLE else like
         lens, loc, paging = given.seq_lens, given.out_cache_loc, given.paging.static_input()
         (lens_stride,), (loc_stride,), strides = lens.stride(), loc.stride(), paging.stride()
-        paging_strides = strides[0], strides[-1]
-        mask_strides = () if given.tree_mask is None else given.tree_mask.stride()
+        mask_strides = (0, 0, 0) if given.tree_mask is None else given.tree_mask.stride()
         sizes = like.seq_lens.shape[0], paging.shape[-1]
-
-        def inputs(step: Step, of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
-            source = static if step.kind is StepKind.IDLE else step
-            nodes = source.tree_mask
-            return (
-                of(source.seq_lens),
-                lens_stride,
-                of(step.num_real),
-                of(source.out_cache_loc),
-                loc_stride,
-                of(source.paging.static_input()),
-                *paging_strides,
-                *((None, 0, 0, 0) if nodes is None else (of(nodes), *mask_strides)),
-                *sizes,
-            )
-
+        layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, *sizes)
         variant = lens.dtype, loc.dtype, paging.dtype
-        direct = launch.direct.get(variant)
+        direct = directly.get(variant)
 
         def fill(step: Step) -> None:
             nonlocal direct
+            source = static if step.kind is StepKind.IDLE else step
+            inputs = [source.seq_lens, step.num_real, source.out_cache_loc, source.paging.static_input()]
+            nodes = [] if source.tree_mask is None else [source.tree_mask]
             if direct is not None:
-                direct(*inputs(step, Tensor.data_ptr), *addresses)
+                direct(*map(Tensor.data_ptr, inputs), *layout, *map(Tensor.data_ptr, nodes))
             else:
-                launch.compile(variant, *inputs(step, _as_bytes), *outputs(_as_bytes))
-                direct = launch.direct.get(variant)
+                launch.compile(variant, *inputs, *layout, *map(_as_bytes, nodes), *fixed(_as_bytes))
+                direct = directly[variant] = launch.bind(variant, addresses)
 
         return fill
 

@@ -1,0 +1,129 @@
+"""Launches of a compiled Triton kernel by the CUDA driver itself, with parameters that were written down beforehand.
+
+Triton parses every argument of every launch, and with forty of them that takes about as long as the launch. Here they
+stand in memory as `cuLaunchKernelEx` takes them, and a launch writes the few that move. Which parameters a
+kernel has the driver is asked (`cuFuncGetParamInfo`, CUDA 12.4): those of its signature, and behind them Triton's
+pointers to scratch memory, null in a kernel that needs none. Where they are others, Triton launches it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+
+_NUM_BYTES = {"i32": 4, "i64": 8}  # of a parameter; of a pointer 8
+
+Parameter = tuple[int, int]
+"""A value, an address or an integer, and its bytes."""
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig` of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("num_shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+def bind_launch(
+    compiled: Any, device: torch.device, grid: tuple[int, int, int], fixed: Sequence[Any]
+) -> Callable[..., None]:
+    """What launches a kernel on the current stream of its device; it takes the arguments before the fixed ones.
+
+    compiled: what the kernel's first launch returned. fixed: the last arguments of every launch; they are read now.
+    Everywhere an address stands for its tensor, and what is not fixed is an address or an integer from 0 on.
+    """
+    types = list(compiled.src.signature.values())
+    num_moving = len(types) - len(fixed)
+    moving, rest = _flattened(types[:num_moving], [0] * num_moving), _flattened(types[num_moving:], fixed)
+    parameters = [*moving, *rest]
+    found = _parameter_sizes(compiled.function)
+    own, scratch = found[: len(parameters)], found[len(parameters) :]
+    if _is_plain(compiled.metadata) and own == [size for _, size in parameters] and set(scratch) <= {8}:
+        values = [value for value, _ in parameters]
+        launch = _prepared(compiled, device, grid, [*values, *(0 for _ in scratch)], num_moving)
+    else:
+        by_triton = compiled[grid]
+
+        def launch(*moving: int) -> None:
+            by_triton(*moving, *fixed)
+
+    return launch if torch.cuda.device_count() == 1 else _guarded(launch, device)
+
+
+def _prepared(
+    compiled: Any, device: torch.device, grid: tuple[int, int, int], values: Sequence[int], num_moving: int
+) -> Callable[..., None]:
+    """Launches with these values, of which the first move."""
+    slots = (ctypes.c_uint64 * len(values))(*(value % 2**64 for value in values))
+    places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(slots) + 8 * i for i in range(len(values))))
+    threads = 32 * compiled.metadata.num_warps
+    config = _Config(grid=grid, block=(threads, 1, 1), num_shared_bytes=compiled.metadata.shared)
+    given = (ctypes.byref(config), ctypes.c_void_p(compiled.function), places, None)
+    start, index = _driver().cuLaunchKernelEx, device.index
+    get_stream, write = triton.runtime.driver.active.get_current_stream, struct.Struct(f"{num_moving}Q").pack_into
+
+    def launch(*moving: int) -> None:
+        write(slots, 0, *moving)
+        config.stream = get_stream(index)
+        if error := start(*given):
+            raise RuntimeError(f"the CUDA driver did not launch {compiled.name} in a grid of {grid}: error {error}")
+
+    return launch
+
+
+def _guarded(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """The same where another device may be the current one."""
+    get_device = triton.runtime.driver.active.get_current_device
+
+    def guarded(*moving: int) -> None:
+        if get_device() == device.index:
+            launch(*moving)
+        else:
+            with torch.cuda.device(device):
+                launch(*moving)
+
+    return guarded
+
+
+def _flattened(types: Any, arguments: Any) -> Iterator[Parameter]:
+    """Parameters of a kernel, one after the other: what stands in tuples too, and no constants."""
+    for type_, argument in zip(types, arguments, strict=True):
+        if isinstance(type_, tuple):
+            yield from _flattened(type_, argument)
+        elif type_ != "constexpr":
+            yield argument, 8 if type_.startswith("*") else _NUM_BYTES[type_]
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether a kernel takes nothing but its parameters and a stream."""
+    needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
+    return metadata.num_ctas == 1 and not any(getattr(metadata, name, False) for name in needs)
+
+
+def _parameter_sizes(function: int) -> list[int]:
+    """Bytes of each parameter; none if the driver is too old to tell."""
+    try:
+        ask = _driver().cuFuncGetParamInfo
+    except (OSError, AttributeError):
+        return []
+    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")

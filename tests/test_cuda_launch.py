@@ -1,0 +1,166 @@
+"""Launches by the CUDA driver: the parameters that it would be given, by a driver that writes them down."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_backends.kernels import cuda_launch
+
+DEVICE = torch.device("cuda", 0)
+GRID = (5, 2, 1)
+SIGNATURE = {"lens": "*i32", "stride": "i32", "mask": "constexpr", "into": "*i64", "sizes": ("i32", ("i64", "*i8"))}
+SIZES = [8, 4, 8, 4, 8, 8]  # of the parameters that the signature has
+SCRATCH = [8, 8]
+FIXED = (None, 4000, (-7, (2**40, 5000)))  # from `mask` on
+
+
+class Driver:
+    """libcuda as far as it is called; keeps what was launched. sizes: of each parameter that a kernel has."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.error, self.launched = sizes, 0, []
+
+    def cuFuncGetParamInfo(self, function, index, offset, size) -> int:
+        assert function.value == 77
+        if index.value >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[index.value]
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, places, extra) -> int:
+        assert (function.value, extra) == (77, None)
+        types = {4: ctypes.c_int32, 8: ctypes.c_int64}
+        values = [types[size].from_address(place).value for place, size in zip(places, self.sizes, strict=True)]
+        how = config._obj
+        self.launched.append((tuple(how.grid), tuple(how.block), how.num_shared_bytes, how.stream, values))
+        return self.error
+
+
+class Kernel:
+    """A compiled kernel; keeps what Triton launched itself."""
+
+    def __init__(self, **metadata: object) -> None:
+        plain = {"num_ctas": 1, "num_warps": 4, "shared": 512, "global_scratch_size": 0, "launch_pdl": False}
+        self.src, self.metadata = SimpleNamespace(signature=SIGNATURE), SimpleNamespace(**{**plain, **metadata})
+        self.function, self.name, self.launched = 77, "kernel", []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((grid, arguments))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """One device with a stream 9, and its driver."""
+    found = SimpleNamespace(driver=Driver(SIZES + SCRATCH), stream=9, device=0)
+    active = SimpleNamespace(get_current_stream=lambda index: found.stream, get_current_device=lambda: found.device)
+    monkeypatch.setattr(cuda_launch.triton.runtime, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(cuda_launch, "_driver", lambda: found.driver)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return found
+
+
+def test_a_launch_gives_the_driver_every_parameter(machine: SimpleNamespace) -> None:
+    """Tuples are flat, constants none, scratch is null, and only what moves is written again."""
+    launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
+    launch(1000, 3)
+    machine.stream = 0
+    launch(2**47 + 8, 4)
+    rest = [4000, -7, 2**40, 5000, 0, 0]
+    assert machine.driver.launched == [
+        (GRID, (128, 1, 1), 512, 9, [1000, 3, *rest]),
+        (GRID, (128, 1, 1), 512, None, [2**47 + 8, 4, *rest]),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES[:-1], 4, *SCRATCH], [*SIZES, 4], []])
+def test_a_kernel_of_other_parameters_is_launched_by_triton(machine: SimpleNamespace, sizes: list[int]) -> None:
+    machine.driver, kernel = Driver(sizes), Kernel()
+    cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
+    assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
+
+
+@pytest.mark.parametrize("needs", [{"num_ctas": 2}, {"global_scratch_size": 64}, {"launch_pdl": True}])
+def test_a_kernel_that_needs_more_is_launched_by_triton(machine: SimpleNamespace, needs: dict[str, object]) -> None:
+    kernel = Kernel(**needs)
+    cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
+    assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
+
+
+def test_a_driver_that_can_not_tell_parameters_leaves_launches_to_triton(machine: SimpleNamespace) -> None:
+    machine.driver, kernel = SimpleNamespace(), Kernel()
+    cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
+    assert kernel.launched == [(GRID, (1000, 3, *FIXED))]
+
+
+def test_an_error_of_the_driver_is_raised(machine: SimpleNamespace) -> None:
+    machine.driver.error = 700
+    launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
+    with pytest.raises(RuntimeError, match=r"kernel in a grid of \(5, 2, 1\): error 700"):
+        launch(1000, 3)
+
+
+def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        entered.append((device, len(machine.driver.launched)))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
+    launch(1000, 3)
+    machine.device = 1
+    launch(1000, 3)
+    assert entered == [(DEVICE, 1)]
+    assert len(machine.driver.launched) == 2
+
+
+COMPILED = """
+import re
+from types import SimpleNamespace
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from attn_backends.kernels import cuda_launch, triton_inputs
+from attn_backends.kernels.triton_launch import Launch
+from spec_metadata import pad_step
+from tests.plan_batches import Case
+
+target = GPUTarget("cuda", 90, 32)
+here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+triton.runtime.driver.set_active(SimpleNamespace(**here))
+bits = dict(u64=8, b64=8, u32=4, b32=4)
+
+def compare(launch, variant, *arguments):
+    compiled = launch.kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=4)
+    entry = compiled.asm["ptx"].split(".entry")[1].split(")")[0]
+    found = [bits[each] for each in re.findall(r"\\.param \\.(\\w+)", entry)]
+    ours = [size for _, size in cuda_launch._flattened(compiled.src.signature.values(), arguments)]
+    assert found[:len(ours)] == ours and set(found[len(ours):]) <= {8}, (found, ours)
+    assert cuda_launch._is_plain(compiled.metadata)
+    print(len(ours), len(found))
+
+Launch.compile = compare
+for kind in ("verify chain", "verify tree"):
+    case = Case(kind, 16, 0)
+    triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
+"""
+
+
+def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
+    """As PTX declares them, of the kernel that is launched so; scratch pointers behind."""
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["24", "26", "26", "28"]
