@@ -50,6 +50,7 @@ PARTS = {
         for name in PAGE_SIZES
     },
     "bench_cycle": f"{CLI} bench cycle --backend trtllm_mla --backend fa3 --json {{file}} --plot {{picture}}",
+    "planners": "tests.gpu.planners --json {file}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
     "syncs": "tests.gpu.syncs --json {file}",
