@@ -63,6 +63,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     active = SimpleNamespace(get_current_stream=lambda index: found.stream, get_current_device=lambda: found.device)
     monkeypatch.setattr(cuda_launch.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(cuda_launch, "_driver", lambda: found.driver)
+    cuda_launch._parameter_sizes.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return found
 

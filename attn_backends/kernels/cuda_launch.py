@@ -50,7 +50,7 @@ def bind_launch(
     parameters = [*moving, *rest]
     found = _parameter_sizes(compiled.function)
     own, scratch = found[: len(parameters)], found[len(parameters) :]
-    if _is_plain(compiled.metadata) and own == [size for _, size in parameters] and set(scratch) <= {8}:
+    if _is_plain(compiled.metadata) and own == tuple(size for _, size in parameters) and set(scratch) <= {8}:
         values = [value for value, _ in parameters]
         launch = _prepared(compiled, device, grid, [*values, *(0 for _ in scratch)], num_moving)
     else:
@@ -112,16 +112,17 @@ def _is_plain(metadata: Any) -> bool:
     return metadata.num_ctas == 1 and not any(getattr(metadata, name, False) for name in needs)
 
 
-def _parameter_sizes(function: int) -> list[int]:
+@cache
+def _parameter_sizes(function: int) -> tuple[int, ...]:
     """Bytes of each parameter; none if the driver is too old to tell."""
     try:
         ask = _driver().cuFuncGetParamInfo
     except (OSError, AttributeError):
-        return []
+        return ()
     offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
     while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
         sizes.append(size.value)
-    return sizes
+    return tuple(sizes)
 
 
 @cache

@@ -7,7 +7,7 @@ reads what lies behind them, and at a long context that would take longer than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ def _copy_inputs(
     num_real,
     out_cache_loc,
     paging,
+    tree_mask,
     seq_stride,
     loc_stride,
     paging_stride,
@@ -71,7 +72,6 @@ def _copy_inputs(
     mask_column_stride,
     bs,
     num_given,
-    tree_mask,
     static_lens,
     static_num_real,
     static_loc,
@@ -129,12 +129,11 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     sizes = StaticSizes(static.width, num_writes, geometry.page_size, num_columns, table.stride(0), *reserved)
     constants = (opaque(sizes), has_columns, _BLOCK)
 
-    def fixed(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
+    def outputs(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
         places = (of(static.seq_lens), of(static.num_real), of(static.out_cache_loc), of(table))
-        return (*places, of(mask), *constants) if mask is not None else (None, *places, None, *constants)
+        return (*places, None if mask is None else of(mask), *constants)
 
-    addresses = fixed(Tensor.data_ptr)
-    directly: dict[Hashable, Callable[..., None] | None] = {}
+    addresses = outputs(Tensor.data_ptr)
 
     def bind(like: Step) -> Callable[[Step], None]:
         given = static if like.kind is StepKind.IDLE else like
@@ -144,18 +143,22 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
         sizes = like.seq_lens.shape[0], paging.shape[-1]
         layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, *sizes)
         variant = lens.dtype, loc.dtype, paging.dtype
-        direct = directly.get(variant)
+        fixed = (*layout, *addresses) if mask is not None else (None, *layout, *addresses)
+        direct = launch.bind(variant, fixed)
 
         def fill(step: Step) -> None:
             nonlocal direct
             source = static if step.kind is StepKind.IDLE else step
-            inputs = [source.seq_lens, step.num_real, source.out_cache_loc, source.paging.static_input()]
-            nodes = [] if source.tree_mask is None else [source.tree_mask]
-            if direct is not None:
-                direct(*map(Tensor.data_ptr, inputs), *layout, *map(Tensor.data_ptr, nodes))
+            lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
+            paging = source.paging.static_input()
+            if direct is None:
+                inputs = (lens, real, loc, paging, None if nodes is None else _as_bytes(nodes))
+                launch.compile(variant, *inputs, *layout, *outputs(_as_bytes))
+                direct = launch.bind(variant, fixed)
+            elif nodes is None:
+                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr())
             else:
-                launch.compile(variant, *inputs, *layout, *map(_as_bytes, nodes), *fixed(_as_bytes))
-                direct = directly[variant] = launch.bind(variant, addresses)
+                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), nodes.data_ptr())
 
         return fill
 
