@@ -13,10 +13,10 @@ import torch
 from torch._C._autograd import DeviceType
 
 from attn_backends import providers
-from attn_backends.bench import counts, vendor_plans
+from attn_backends.bench import counts, metadata, vendor_plans
 from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
 from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
-from attn_backends.bench.metadata import Bench, kernels_of, measure_metadata, ours
+from attn_backends.bench.metadata import Bench, build, kernels_of, measure_metadata, ours
 from attn_backends.bench.rows import MetadataRow, Missing
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
 from attn_backends.bench.vendor_plans import VENDOR_PLANS
@@ -65,6 +65,10 @@ def bench():
 
 def batch_of(page_size=64, topk=1, batch_size=2, context=600):
     return Batch(Tables.of(speculative(4, 1024, page_size, topk, 3), CPU), batch_size, context)
+
+
+def ways_of(mode, backend, kernel, batch, bench):
+    return ours(mode, build(mode, backend, kernel, batch.tables, bench), batch, bench)
 
 
 def test_a_contender_is_timed_between_its_arguments_and_what_its_graph_does():
@@ -209,7 +213,7 @@ def test_every_way_plans_the_step_anew(mode, name, bench):
     (kernel,) = kernels_of(backend, CPU)
     assert kernel.name == "torch"
     eager = backend(batch.tables.capacity, batch.tables.geometry, planner="torch")
-    ways = ours(mode, backend, kernel, batch, bench)
+    ways = ways_of(mode, backend, kernel, batch, bench)
     assert [way.phase for way in ways] == list(PHASES)
     for way, meta in zip(ways, backend.metas, strict=True):
         assert (way.mode, way.kernel) == (mode, "torch")
@@ -227,7 +231,7 @@ def test_every_way_plans_the_step_anew(mode, name, bench):
 def test_a_phase_is_prepared_behind_the_one_before_it_from_lengths_that_change(bench):
     backend, batch = watched("fa3"), batch_of()
     (kernel,) = kernels_of(backend, CPU)
-    ways = ours("torch", backend, kernel, batch, bench)
+    ways = ways_of("torch", backend, kernel, batch, bench)
     assert not backend.steps
     for way in ways:
         way.work.run()
@@ -251,7 +255,7 @@ def test_fused_is_the_fused_planner(name, bench, monkeypatch):
     counted = lambda *args: partial(lambda launch: launches.append(name) or launch(), bind(*args))  # noqa: E731
     monkeypatch.setattr(backend, "bind_fused", counted)
     (kernel,) = kernels_of(backend, CPU)
-    ways = ours("fused", backend, kernel, batch, bench)
+    ways = ways_of("fused", backend, kernel, batch, bench)
     del launches[:]
     for way, meta in zip(ways, backend.metas, strict=True):
         meta.buffers["write_slots"].fill_(77)
@@ -272,7 +276,7 @@ def test_a_layer_attended_before_so_that_its_vendor_plans_along(bench, monkeypat
         kernel, schedule=lambda plan, shape, buffers: SimpleNamespace(refresh=partial(planned.append, shape))
     )
     monkeypatch.setattr(backend, "kernels", (scheduled,))
-    draft, verify, _ = ours("torch", backend, scheduled, batch, bench)
+    draft, verify, _ = ways_of("torch", backend, scheduled, batch, bench)
     del planned[:]
     draft.work.run()
     assert len(planned) == 2, "one for each forward"
@@ -284,7 +288,7 @@ def test_a_layer_attended_before_so_that_its_vendor_plans_along(bench, monkeypat
 def test_what_the_graph_plans_is_not_the_hosts(bench):
     backend, batch = watched("fa3"), batch_of()
     kernels = kernels_of(backend, CPU)
-    before, in_graph = (ours(mode, backend, kernels[0], batch, bench)[1] for mode in ("torch", "in_graph"))
+    before, in_graph = (ways_of(mode, backend, kernels[0], batch, bench)[1] for mode in ("torch", "in_graph"))
     for way, own in ((before, 599 + 4), (in_graph, 0)):
         meta = next(meta for meta in backend.metas[::-1] if meta.step.kind is StepKind.TARGET_VERIFY)
         meta = backend.metas[1] if way is before else meta
@@ -318,6 +322,16 @@ def test_rows_of_every_phase_and_their_cycle(name, bench):
         counted = [(row.launches, row.copies, row.syncs, row.to_host) for row in first[5:]]
         assert counted == [(2, 1, 0, 1), (6, 3, 0, 3), (6, 3, 0, 3)]
     assert bench.calibration_us == [1, 1, 1, 1]
+
+
+def test_all_sizes_take_turns_with_each_other(bench, monkeypatch):
+    """What grows from one to the next is then not the hour."""
+    together = []
+    monkeypatch.setattr(
+        metadata, "take_host_turns", lambda works, *rest: together.append(len(works)) or take_host_turns(works, *rest)
+    )
+    list(measure_metadata(get_backend("fa3"), batch_of().tables, [1, 2], [100, 600], bench))
+    assert together == [4 * (2 * len(PHASES) + 1)] * 2, "once to see how long each takes"
 
 
 def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkeypatch):

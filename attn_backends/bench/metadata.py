@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,42 +83,56 @@ def measure_metadata(
     contexts: Sequence[int],
     bench: Bench,
 ) -> Iterator[MetadataRow | Missing]:
-    """Every way of every phase at every size, all ways of a size in turn."""
+    """Every way of every phase at every size, all of them in turn."""
     kernels = kernels_of(backend, bench.device)
     if not kernels:
         yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
-    for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes):
-        batch = Batch(tables, batch_size, context)
-        ways: list[Way] = []
-        for what, kernel, make in _makers(backend, kernels, batch, bench):
+    makers, sizes = list(_makers(backend, kernels, tables, bench)), list[_Size]()
+    for batch in (Batch(tables, bs, context) for context in contexts for bs in batch_sizes):
+        sizes.append(_Size(batch, []))
+        for what, kernel, make in makers:
             try:
-                ways += make()
+                sizes[-1].ways.extend(make(batch))
             except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
                 yield missing(backend, kernel, f"{what}, {batch}", error)
-        if ways:
-            yield from _rows(backend.name, batch, ways, bench)
+    if any(size.ways for size in sizes):
+        yield from _rows(backend.name, [size for size in sizes if size.ways], bench)
+
+
+class _Size(NamedTuple):
+    """The ways to prepare a batch."""
+
+    batch: Batch
+    ways: list[Way]
 
 
 def _makers(
-    backend: type[AttentionBackend], kernels: Iterable[Kernel], batch: Batch, bench: Bench
-) -> Iterator[tuple[str, str, Callable[[], list[Way]]]]:
-    """Mode, kernel, and what makes its ways."""
+    backend: type[AttentionBackend], kernels: Iterable[Kernel], tables: Tables, bench: Bench
+) -> Iterator[tuple[str, str, Callable[[Batch], list[Way]]]]:
+    """Mode, kernel, and what makes its ways of a batch."""
     for kernel in kernels:
         for mode in PLANNERS:
-            yield mode, kernel.name, partial(ours, mode, backend, kernel, batch, bench)
+            made = cache(partial(build, mode, backend, kernel, tables, bench))
+            yield mode, kernel.name, lambda batch, mode=mode, made=made: ours(mode, made(), batch, bench)  # type: ignore[misc]
         if kernel.name in VENDOR_PLANS:
-            yield "vendor", kernel.name, partial(vendors, kernel, batch)
+            yield "vendor", kernel.name, partial(vendors, kernel)
     if backend.name in sglang.BACKENDS:
-        yield "sglang", "", partial(_sglangs, backend, batch)
+        yield "sglang", "", partial(_sglangs, backend)
 
 
-def ours(mode: str, backend: type[AttentionBackend], kernel: Kernel, batch: Batch, bench: Bench) -> list[Way]:
-    """Each phase on captured metadata, on which a layer has attended, so that its vendor plans along."""
-    tables = batch.tables
+def build(mode: str, backend: type[AttentionBackend], kernel: Kernel, tables: Tables, bench: Bench) -> AttentionBackend:
+    """A backend that plans in a mode."""
     chosen = dict.fromkeys(PHASES.values(), kernel.name)
-    made = backend(tables.capacity, tables.geometry, bench.device, kernel=chosen, planner=PLANNERS[mode])
-    captured = [_captured(made, kind, batch) for kind in PHASES.values()]
-    return [Way(mode, phase, kernel.name, _work(mode, made, captured, i, bench)) for i, phase in enumerate(PHASES)]
+    return backend(tables.capacity, tables.geometry, bench.device, kernel=chosen, planner=PLANNERS[mode])
+
+
+def ours(mode: str, backend: AttentionBackend, batch: Batch, bench: Bench) -> list[Way]:
+    """Each phase on captured metadata, on which a layer has attended, so that its vendor plans along."""
+    captured = [_captured(backend, kind, batch) for kind in PHASES.values()]
+    return [
+        Way(mode, phase, backend.kernel_of(kind).name, _work(mode, backend, captured, place, bench))
+        for place, (phase, kind) in enumerate(PHASES.items())
+    ]
 
 
 class _Captured(NamedTuple):
@@ -183,21 +197,21 @@ def _sglangs(backend: type[AttentionBackend], batch: Batch) -> list[Way]:
     return [Way("sglang", phase, name, work) for phase, (name, work) in found.items()]
 
 
-def _rows(backend: str, batch: Batch, ways: Sequence[Way], bench: Bench) -> Iterator[MetadataRow]:
-    """A row of each way, and of each whole cycle: the sum of its phases."""
-    works = [way.work for way in ways]
-    contenders = [*works, calibration()]
+def _rows(backend: str, sizes: Iterable[_Size], bench: Bench) -> Iterator[MetadataRow]:
+    """A row of each way, and of each whole cycle: the sum of its phases. The calibration loop follows every size."""
+    contenders = [work for size in sizes for work in (*(way.work for way in size.ways), calibration())]
     once = take_host_turns(contenders, [1] * len(contenders), bench.clock)
     rounds = [rounds_of(CALLS * us, bench.rounds, TURNS_US) for us in once]
-    *host, loop_us = take_host_turns(contenders, rounds, bench.clock)
-    bench.calibration_us.append(loop_us)
-    cycles: dict[tuple[str, str], MetadataRow] = {}
-    for way, host_us, counts in zip(ways, host, bench.probe(works), strict=True):
-        row = _row(backend, batch, way, host_us, counts)
-        yield row
-        key = (way.mode, "" if way.mode == "sglang" else way.kernel)
-        cycles[key] = _sum(cycles[key], row) if key in cycles else replace(row, phase=CYCLE, kernel=key[1])
-    yield from cycles.values()
+    host = iter(take_host_turns(contenders, rounds, bench.clock))
+    for batch, ways in sizes:
+        cycles: dict[tuple[str, str], MetadataRow] = {}
+        for way, counts in zip(ways, bench.probe([way.work for way in ways]), strict=True):
+            row = _row(backend, batch, way, next(host), counts)
+            yield row
+            key = (way.mode, "" if way.mode == "sglang" else way.kernel)
+            cycles[key] = _sum(cycles[key], row) if key in cycles else replace(row, phase=CYCLE, kernel=key[1])
+        bench.calibration_us.append(next(host))
+        yield from cycles.values()
 
 
 def _row(backend: str, batch: Batch, way: Way, host_us: float, counts: Counts) -> MetadataRow:
