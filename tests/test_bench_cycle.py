@@ -283,10 +283,11 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bench_cycles.Tables, "of", lambda capacity, device: SimpleNamespace(capacity=capacity))
 
-    def measure(backend, tables, batch_sizes, contexts, bench):
-        asked.append((backend.name, tables.capacity, tuple(batch_sizes), tuple(contexts), bench.rounds))
-        bench.calibration_us.append(300.0 + len(asked))
-        return iter(measured)
+    def measure(problems, batch_sizes, contexts, bench):
+        for backend, tables in problems:
+            asked.append((backend.name, tables.capacity, tuple(batch_sizes), tuple(contexts), bench.rounds))
+            bench.calibration_us.append(300.0 + len(asked))
+            yield from measured
 
     def cycles(backend, batch_sizes, contexts, stage):
         asked.append((backend.name, tuple(batch_sizes), tuple(contexts), stage.rounds))

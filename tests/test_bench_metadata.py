@@ -16,7 +16,7 @@ from attn_backends import providers
 from attn_backends.bench import counts, metadata, vendor_plans
 from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
 from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
-from attn_backends.bench.metadata import Bench, build, kernels_of, measure_metadata, ours
+from attn_backends.bench.metadata import Bench, Problem, build, kernels_of, measure_metadata, ours
 from attn_backends.bench.rows import MetadataRow, Missing
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
 from attn_backends.bench.vendor_plans import VENDOR_PLANS
@@ -96,7 +96,7 @@ def test_a_contender_is_timed_between_its_arguments_and_what_its_graph_does():
     assert take_host_turns(works, [3, 3], clock) == [8, 1]
     assert order[:4] == ["a", "a in graph", "b", "b in graph"], "one run each to warm up"
     assert order[4:] == (["a", "a in graph"] * CALLS + ["b", "b in graph"] * CALLS) * 3
-    assert clock.num_waits == 2 * 3 * CALLS, "the device is idle before every call"
+    assert clock.num_waits == 2 * 2 * 3 * CALLS, "the device is idle before every call"
 
 
 def test_who_takes_long_has_fewer_rounds_spread_over_those_of_the_others():
@@ -304,7 +304,7 @@ def test_what_the_graph_plans_is_not_the_hosts(bench):
 def test_rows_of_every_phase_and_their_cycle(name, bench):
     page_size = 256 if name == "dsv4" else 64
     batch = batch_of(page_size)
-    measured = list(measure_metadata(get_backend(name), batch.tables, [1, 2], [100, 600], bench))
+    measured = list(measure_metadata([Problem(get_backend(name), batch.tables)], [1, 2], [100, 600], bench))
     rows = [row for row in measured if isinstance(row, MetadataRow)]
     absent = {(each.kernel, each.case.split(",")[0]): each for each in measured if isinstance(each, Missing)}
     assert absent.keys() == {("torch", "fused"), *({("", "sglang")} if name != "dsv4" else ())}
@@ -324,21 +324,24 @@ def test_rows_of_every_phase_and_their_cycle(name, bench):
     assert bench.calibration_us == [1, 1, 1, 1]
 
 
-def test_all_sizes_take_turns_with_each_other(bench, monkeypatch):
-    """What grows from one to the next is then not the hour."""
-    together = []
+def test_all_sizes_take_turns_and_none_is_counted_before_all_are_timed(bench, monkeypatch):
+    """What grows from one to the next is then not the hour, and no profiler slows what is timed behind it."""
+    order = []
     monkeypatch.setattr(
-        metadata, "take_host_turns", lambda works, *rest: together.append(len(works)) or take_host_turns(works, *rest)
+        metadata, "take_host_turns", lambda works, *rest: order.append(len(works)) or take_host_turns(works, *rest)
     )
-    list(measure_metadata(get_backend("fa3"), batch_of().tables, [1, 2], [100, 600], bench))
-    assert together == [4 * (2 * len(PHASES) + 1)] * 2, "once to see how long each takes"
+    counting = replace(bench, probe=lambda works: order.append("counted") or run_all(works))
+    problems = [Problem(get_backend(name), batch_of().tables) for name in ("fa3", "trtllm_mla")]
+    list(measure_metadata(problems, [1, 2], [100, 600], counting))
+    timed = [4 * (2 * len(PHASES) + 1)] * 2  # once to see how long each takes
+    assert order == [*timed, *timed, *["counted"] * 8]
 
 
 def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkeypatch):
     backend = watched("fa3")
     monkeypatch.setattr(backend, "refresh", lambda self, meta: (_ for _ in ()).throw(RuntimeError("broken")))
     monkeypatch.setattr(backend, "replay", lambda self, meta, step: None)
-    measured = list(measure_metadata(backend, batch_of().tables, [1], [100], bench))
+    measured = list(measure_metadata([Problem(backend, batch_of().tables)], [1], [100], bench))
     failed = [(each.case, each.reason) for each in measured if isinstance(each, Missing) and each.failed]
     assert failed == [("in_graph, batch 1, context 100, page size 64, topk 1", "RuntimeError: broken")]
     assert {row.mode for row in measured if isinstance(row, MetadataRow)} == {"torch"}
@@ -347,7 +350,7 @@ def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkey
 def test_a_backend_without_a_cycle_is_listed(bench, monkeypatch):
     backend = watched("dsv4")
     monkeypatch.setattr(backend, "kernels", ())
-    (absent,) = measure_metadata(backend, batch_of(256).tables, [1], [100], bench)
+    (absent,) = measure_metadata([Problem(backend, batch_of(256).tables)], [1], [100], bench)
     assert absent == Missing("dsv4", "", "", "no kernel that runs here has every phase of a cycle", failed=False)
 
 
@@ -422,6 +425,6 @@ def test_every_vendor_that_plans_on_this_gpu_generation_is_measured_by_its_own_c
 
 def test_a_vendors_own_plan_is_a_way(bench, monkeypatch, vendors_here):
     monkeypatch.setitem(VENDOR_PLANS, "torch", VENDOR_PLANS["flashmla"])
-    rows = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
+    rows = list(measure_metadata([Problem(get_backend("fa3"), batch_of().tables)], [2], [600], bench))
     found = [row.phase for row in rows if isinstance(row, MetadataRow) and row.mode == "vendor"]
     assert found == [*PHASES, CYCLE]

@@ -12,7 +12,7 @@ import torch
 
 from attn_backends.bench import sglang
 from attn_backends.bench.counts import Counts
-from attn_backends.bench.metadata import Bench, measure_metadata
+from attn_backends.bench.metadata import Bench, Problem, measure_metadata
 from attn_backends.bench.rows import MetadataRow
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, speculative
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
@@ -316,6 +316,6 @@ class Still:
 
 def test_its_cycle_is_one_although_its_classes_are_several(sglang_here):
     bench = Bench(CPU, RecordedGraph, Still(), lambda works: [Counts(0.0, 0, 0, 0) for _ in works], rounds=1)
-    measured = list(measure_metadata(get_backend("fa3"), batch_of().tables, [2], [600], bench))
+    measured = list(measure_metadata([Problem(get_backend("fa3"), batch_of().tables)], [2], [600], bench))
     rows = [row for row in measured if isinstance(row, MetadataRow) and row.mode == "sglang"]
     assert [(row.phase, row.kernel) for row in rows] == [*((phase, "Prepares") for phase in PHASES), (CYCLE, "")]

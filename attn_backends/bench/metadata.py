@@ -77,26 +77,36 @@ def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Ke
 
 
 def measure_metadata(
-    backend: type[AttentionBackend],
-    tables: Tables,
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int],
-    bench: Bench,
+    problems: Iterable[Problem], batch_sizes: Sequence[int], contexts: Sequence[int], bench: Bench
 ) -> Iterator[MetadataRow | Missing]:
-    """Every way of every phase at every size, all of them in turn."""
-    kernels = kernels_of(backend, bench.device)
-    if not kernels:
-        yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
-    makers, sizes = list(_makers(backend, kernels, tables, bench)), list[_Size]()
-    for batch in (Batch(tables, bs, context) for context in contexts for bs in batch_sizes):
-        sizes.append(_Size(batch, []))
-        for what, kernel, make in makers:
-            try:
-                sizes[-1].ways.extend(make(batch))
-            except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
-                yield missing(backend, kernel, f"{what}, {batch}", error)
-    if any(size.ways for size in sizes):
-        yield from _rows(backend.name, [size for size in sizes if size.ways], bench)
+    """Every way of every phase of each problem at every size, all of a problem in turn. All are timed before one is
+    counted: a profiler that ran once slows every launch after it.
+    """
+    timed: list[tuple[type[AttentionBackend], list[_Size], list[float]]] = []
+    for backend, tables in problems:
+        kernels = kernels_of(backend, bench.device)
+        if not kernels:
+            yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
+        makers, sizes = list(_makers(backend, kernels, tables, bench)), list[_Size]()
+        for batch in (Batch(tables, bs, context) for context in contexts for bs in batch_sizes):
+            sizes.append(_Size(batch, []))
+            for what, kernel, make in makers:
+                try:
+                    sizes[-1].ways.extend(make(batch))
+                except (
+                    Exception
+                ) as error:  # of a vendor, which may raise anything; the others are measured all the same
+                    yield missing(backend, kernel, f"{what}, {batch}", error)
+        timed.append((backend, sizes, _host_times(sizes, bench)))
+    for backend, sizes, times in timed:
+        yield from _rows(backend.name, sizes, iter(times), bench)
+
+
+class Problem(NamedTuple):
+    """A backend, and the requests that it is to plan for."""
+
+    backend: type[AttentionBackend]
+    tables: Tables
 
 
 class _Size(NamedTuple):
@@ -197,20 +207,23 @@ def _sglangs(backend: type[AttentionBackend], batch: Batch) -> list[Way]:
     return [Way("sglang", phase, name, work) for phase, (name, work) in found.items()]
 
 
-def _rows(backend: str, sizes: Iterable[_Size], bench: Bench) -> Iterator[MetadataRow]:
-    """A row of each way, and of each whole cycle: the sum of its phases. The calibration loop follows every size."""
+def _host_times(sizes: Sequence[_Size], bench: Bench) -> list[float]:
+    """Of each way at each size, and behind those of a size of the calibration loop."""
     contenders = [work for size in sizes for work in (*(way.work for way in size.ways), calibration())]
     once = take_host_turns(contenders, [1] * len(contenders), bench.clock)
-    rounds = [rounds_of(CALLS * us, bench.rounds, TURNS_US) for us in once]
-    host = iter(take_host_turns(contenders, rounds, bench.clock))
+    return take_host_turns(contenders, [rounds_of(CALLS * us, bench.rounds, TURNS_US) for us in once], bench.clock)
+
+
+def _rows(backend: str, sizes: Iterable[_Size], times: Iterator[float], bench: Bench) -> Iterator[MetadataRow]:
+    """A row of each way, and of each whole cycle: the sum of its phases."""
     for batch, ways in sizes:
         cycles: dict[tuple[str, str], MetadataRow] = {}
         for way, counts in zip(ways, bench.probe([way.work for way in ways]), strict=True):
-            row = _row(backend, batch, way, next(host), counts)
+            row = _row(backend, batch, way, next(times), counts)
             yield row
             key = (way.mode, "" if way.mode == "sglang" else way.kernel)
             cycles[key] = _sum(cycles[key], row) if key in cycles else replace(row, phase=CYCLE, kernel=key[1])
-        bench.calibration_us.append(next(host))
+        bench.calibration_us.append(next(times))
         yield from cycles.values()
 
 

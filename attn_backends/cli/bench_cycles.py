@@ -97,15 +97,16 @@ def _show(console: Console, measured: Measured, reached: Iterable[Reached]) -> N
 def _metadata(args: argparse.Namespace) -> Measured:
     sizes = _sizes(args, metadata.BATCH_SIZES, metadata.CONTEXTS)
     bench = metadata.Bench(torch.device("cuda"), CudaGraph, WallClock(), count_on_cuda, _rounds(args))
-    measured = Measured()
+    problems = []
     for name in args.backend or metadata.PAGE_SIZES:
         backend = get_backend(name)
         page_sizes = metadata.PAGE_SIZES.get(name, (64,)) if args.page_size is None else (args.page_size,)
         for page_size in page_sizes:
             most = max(sizes[0]), max(CAPACITY_CONTEXT, *sizes[1])
             capacity = speculative(*most, page_size, _given(args.topk, 1), metadata.NUM_STEPS)
-            tables = Tables.of(capacity, bench.device)
-            measured.add(metadata.measure_metadata(backend, tables, *sizes, bench))
+            problems.append(metadata.Problem(backend, Tables.of(capacity, bench.device)))
+    measured = Measured()
+    measured.add(metadata.measure_metadata(problems, *sizes, bench))
     loops = bench.calibration_us
     if loops:
         taken = {"least_us": min(loops), "median_us": median(loops), "most_us": max(loops)}
