@@ -9,10 +9,10 @@ is right for other lengths once they are planned into the same workspace.
 
 What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `plan` and `run`. The wrapper
 takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6), and in its graph mode
-copies that workspace and the metadata aside at every plan, to be able to go back; a plan of the module takes 0.3 to
-0.6 ms of an H200's host, a third of that, and gives the same bits. `get_batch_mla_module` hands out a proxy of it,
-whose own `plan` copies the whole list once more on the host, from one page-locked buffer into another. What the wrapper
-checks beside is declared in `mla_capabilities`, or refused here.
+copies that workspace and the metadata aside at every plan, to be able to go back; a plan of the module takes 0.13 to
+0.29 ms of an H200's host, a sixth of that (`docs/results/flashinfer_h200.json`), and gives the same bits.
+`get_batch_mla_module` hands out a proxy of it, whose own `plan` copies the whole list once more on the host, from one
+page-locked buffer into another. What the wrapper checks beside is declared in `mla_capabilities`, or refused here.
 
 The log-sum-exp is natural by FlashInfer's own switch. `fa2` sums the softmax's weights as it multiplies them, rounded
 to the queries' type, so its log-sum-exp is off by up to half a rounding step: 2**-9 in bfloat16.
