@@ -26,7 +26,7 @@ class Driver:
     """libcuda as far as it is called; keeps what was launched. sizes: of each parameter that a kernel has."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.error, self.launched = sizes, 0, []
+        self.sizes, self.errors, self.launched = sizes, [], []
 
     def cuFuncGetParamInfo(self, function, index, offset, size) -> int:
         assert function.value == 77
@@ -41,7 +41,7 @@ class Driver:
         values = [types[size].from_address(place).value for place, size in zip(places, self.sizes, strict=True)]
         how = config._obj
         self.launched.append((tuple(how.grid), tuple(how.block), how.num_shared_bytes, how.stream, values))
-        return self.error
+        return self.errors.pop(0) if self.errors else 0
 
 
 class Kernel:
@@ -102,9 +102,22 @@ def test_a_driver_that_can_not_tell_parameters_leaves_launches_to_triton(machine
 
 
 def test_an_error_of_the_driver_is_raised(machine: SimpleNamespace) -> None:
-    machine.driver.error = 700
+    machine.driver.errors = [700]
     launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
     with pytest.raises(RuntimeError, match=r"kernel in a grid of \(5, 2, 1\): error 700"):
+        launch(1000, 3)
+
+
+def test_a_new_thread_gets_the_context_of_the_device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
+    machine.driver.errors = [201]
+    launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
+    launch(1000, 3)
+    assert asked == [DEVICE]
+    assert machine.driver.launched[0] == machine.driver.launched[1]
+    machine.driver.errors = [201, 201]
+    with pytest.raises(RuntimeError, match="error 201"):
         launch(1000, 3)
 
 

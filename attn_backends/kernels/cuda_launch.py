@@ -18,6 +18,7 @@ import torch
 import triton
 
 _NUM_BYTES = {"i32": 4, "i64": 8}  # of a parameter; of a pointer 8
+_NO_CONTEXT = 201  # what the driver answers a thread that has not called CUDA's runtime yet
 
 Parameter = tuple[int, int]
 """A value, an address or an integer, and its bytes."""
@@ -77,7 +78,11 @@ def _prepared(
     def launch(*moving: int) -> None:
         write(slots, 0, *moving)
         config.stream = get_stream(index)
-        if error := start(*given):
+        error = start(*given)
+        if error == _NO_CONTEXT:
+            torch.cuda.mem_get_info(device)  # any call of CUDA's runtime gives its thread the device's context
+            error = start(*given)
+        if error:
             raise RuntimeError(f"the CUDA driver did not launch {compiled.name} in a grid of {grid}: error {error}")
 
     return launch

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -141,6 +142,17 @@ def warm_up_leaves_nothing(engine: Engine) -> bool:
     return same and close(captured.replay(engine.verify(SECOND)), engine.eager(captured.q, engine.verify(SECOND)))
 
 
+def a_new_thread_replays(engine: Engine) -> bool:
+    """Metadata is prepared by a thread that has not used the GPU before."""
+    captured = engine.captured(StepKind.TARGET_VERIFY)
+    captured.replay(engine.verify(FIRST))
+    step, found = engine.verify(SECOND), list[torch.Tensor]()
+    thread = Thread(target=lambda: found.append(captured.replay(step)))
+    thread.start()
+    thread.join()
+    return len(found) == 1 and close(found[0], engine.eager(captured.q, step))
+
+
 def out_of_memory_leaves_the_backend_usable(engine: Engine) -> bool:
     """A capture that finds no memory says so, and eager steps and a later capture work."""
     step, q = engine.verify(FIRST), engine.queries(4 * CAPACITY.max_bs)
@@ -169,6 +181,7 @@ CHECKS: tuple[Callable[[Engine], bool], ...] = (
     replays_allocate_nothing,
     graphs_survive_each_other,
     warm_up_leaves_nothing,
+    a_new_thread_replays,
     out_of_memory_leaves_the_backend_usable,
 )
 
