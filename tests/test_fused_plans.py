@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
 from tests.plan_batches import KINDS, PACKED_KINDS, Case
-from tests.planner_laws import FORMS, RINGS, Form, check_equal, check_inputs, garbage
+from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage
 from tests.triton_interpreter import interpreted
 
 PAGE_SIZES = (1, 16, 64, 256)
@@ -110,6 +112,30 @@ def test_inputs_of_an_idle_step_are_padding(table: type) -> None:
     case, other = Case("verify tree", 16, 0, form=table), Case("decode", 4, 0)
     idle = Step.idle(other.paging.on_static(other.paging.static_input()[:0]))
     check_inputs(case, case.bs, idle)
+
+
+def test_a_plan_is_repeated_as_it_was_bound_but_where_a_graph_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn_backends.kernels.triton_launch import Launch
+
+    bound: list[tuple[object, ...]] = []
+    monkeypatch.setattr(Launch, "bind", lambda self, variant, fixed: lambda: bound.append(fixed))
+    case, form = Case("verify chain", 16, 0), FORMS["ragged"]
+    buffers = garbage(form.specs, case)
+    plan = form.bind(case.step, buffers)
+    plan()
+    assert not bound, "a plan that is launched once is not bound"
+    planned = {name: buffer.clone() for name, buffer in buffers.items()}
+    plan()
+    plan()
+    assert len(bound) == 2
+    assert {id(buffer) for buffer in buffers.values()} <= {id(given) for given in bound[0]}
+    graph = RecordedGraph()
+    graph.capture(plan)
+    for buffer in buffers.values():
+        buffer.fill_(GARBAGE)
+    graph.replay()
+    assert len(bound) == 2
+    assert all(torch.equal(buffer, planned[name]) for name, buffer in buffers.items())
 
 
 def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.MonkeyPatch) -> None:

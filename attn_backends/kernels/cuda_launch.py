@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 _NUM_BYTES = {"i32": 4, "i64": 8}  # of a parameter; of a pointer 8
 _NO_CONTEXT = 201  # what the driver answers a thread that has not called CUDA's runtime yet
@@ -42,8 +43,8 @@ def bind_launch(
 ) -> Callable[..., None]:
     """What launches a kernel on the current stream of its device; it takes the arguments before the fixed ones.
 
-    compiled: what the kernel's first launch returned. fixed: the last arguments of every launch; they are read now.
-    Everywhere an address stands for its tensor, and what is not fixed is an address or an integer from 0 on.
+    compiled: what the kernel's first launch returned. fixed: the last arguments of every launch, which are read now, of
+    tensors the addresses; the caller keeps them. What is not fixed is an address or an integer from 0 on.
     """
     types = list(compiled.src.signature.values())
     num_moving = len(types) - len(fixed)
@@ -108,7 +109,8 @@ def _flattened(types: Any, arguments: Any) -> Iterator[Parameter]:
         if isinstance(type_, tuple):
             yield from _flattened(type_, argument)
         elif type_ != "constexpr":
-            yield argument, 8 if type_.startswith("*") else _NUM_BYTES[type_]
+            value = argument.data_ptr() if isinstance(argument, Tensor) else argument
+            yield value, 8 if type_.startswith("*") else _NUM_BYTES[type_]
 
 
 def _is_plain(metadata: Any) -> bool:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from attn_backends.kernels.devices import on_its_device
 from spec_metadata import BoundedQuery, Buffers, PackedQuery, RequestTable, Step, StepKind, UniformQuery
@@ -26,6 +28,9 @@ from spec_metadata.plans.block_table import BLOCK_TABLE
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
 from spec_metadata.plans.csr import KV_INDICES
 from spec_metadata.plans.ragged import PAGE_TABLE
+
+if TYPE_CHECKING:
+    from attn_backends.kernels.triton_launch import Prepared
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
@@ -80,10 +85,9 @@ def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Co
         entries += [*own, no_slots if compression.indexed else buffers[f"entry_slots_{compression.ratio}"]]
     ratios, read_windows = [each.ratio for each in rings], [each.read_window for each in rings]
     sizes = (step.width, step.num_steps, *_keys(step), step.paging.geometry.page_size)
-    plan = torch.ops.attn_backends.plan_compressed.default
     outputs = [buffers[name] for name in names]
     lists = (entries, ratios, list(rings.values()), read_windows)
-    return partial(plan, *_inputs(step), *outputs, *lists, INDEX_GROUP, *sizes)
+    return _Repeated("plan_compressed", *_inputs(step), *outputs, *lists, INDEX_GROUP, *sizes)
 
 
 def _keys(step: Step) -> tuple[int, int]:
@@ -102,8 +106,30 @@ def _bind_pages(
 ) -> Callable[[], None]:
     geometry = step.paging.geometry
     sizes = (step.width, step.num_steps, *keys, geometry.page_size, buffers.extent.max_pages)
-    plan = torch.ops.attn_backends.plan_pages.default
-    return partial(plan, *_inputs(step), *outputs, buffers["write_slots"], *sizes, geometry.reserved_page, over_read)
+    rest = (buffers["write_slots"], *sizes, geometry.reserved_page, over_read)
+    return _Repeated("plan_pages", *_inputs(step), *outputs, *rest)
+
+
+class _Repeated:
+    """A plan, launched with every call: by its operator the first time, which is often the only one, and whenever a
+    dispatch mode is to see it, as in a `RecordedGraph`; else what the operator compiled, without looking at arguments.
+    """
+
+    def __init__(self, name: str, *arguments: Any) -> None:
+        self._operator = partial(getattr(torch.ops.attn_backends, name).default, *arguments)
+        self._prepare = partial(_PREPARED[name], *arguments)
+        self._num_calls = 0
+        self._direct: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """Launch."""
+        if self._num_calls == 1:
+            self._direct = self._prepare().bind()
+        self._num_calls += 1
+        if self._direct is None or _get_current_dispatch_mode() is not None:
+            self._operator()
+        else:
+            self._direct()
 
 
 def _inputs(step: Step) -> tuple[Tensor | None, ...]:
@@ -114,8 +140,7 @@ def _inputs(step: Step) -> tuple[Tensor | None, ...]:
     return step.seq_lens, step.num_real, starts, step.out_cache_loc, step.paging.table, rows
 
 
-@on_its_device
-def _plan_pages(
+def _pages(
     seq_lens: Tensor,
     num_real: Tensor,
     query_starts: Tensor | None,
@@ -135,16 +160,15 @@ def _plan_pages(
     max_pages: int,
     reserved_page: int,
     over_read: int,
-) -> None:
+) -> Prepared:
     from attn_backends.kernels import triton_plan
 
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
     sizes = (width, num_steps, first, advance, page_size, max_pages, reserved_page, over_read)
-    triton_plan.plan_pages(*inputs, starts, page_starts, lens, pages, write_slots, *sizes)
+    return triton_plan.plan_pages(*inputs, starts, page_starts, lens, pages, write_slots, *sizes)
 
 
-@on_its_device
-def _plan_compressed(
+def _compressed(
     seq_lens: Tensor,
     num_real: Tensor,
     query_starts: Tensor | None,
@@ -167,7 +191,7 @@ def _plan_compressed(
     first: int,
     advance: int,
     page_size: int,
-) -> None:
+) -> Prepared:
     from attn_backends.kernels import triton_plan_compressed
 
     step = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
@@ -176,10 +200,19 @@ def _plan_compressed(
     found = [triton_plan_compressed.Entries(*entries[i : i + num]) for i in range(0, len(entries), num)]
     compressions = list(zip(ratios, rings, read_windows, strict=True))
     sizes = (width, num_steps, first, advance, page_size)
-    triton_plan_compressed.plan_compressed(*step, *outputs, found, compressions, over_read, *sizes)
+    return triton_plan_compressed.plan_compressed(*step, *outputs, found, compressions, over_read, *sizes)
 
 
-for _name, _launch in (("plan_pages", _plan_pages), ("plan_compressed", _plan_compressed)):
+def _launched(prepare: Callable[..., Prepared]) -> Callable[..., None]:
+    @on_its_device
+    def launch(first: Tensor, *rest: Any) -> None:
+        prepare(first, *rest)()
+
+    return launch
+
+
+_PREPARED: dict[str, Callable[..., Prepared]] = {"plan_pages": _pages, "plan_compressed": _compressed}
+for _name, _prepare in _PREPARED.items():
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _launch, _key)
+        _library.impl(_name, _launched(_prepare), _key)
     torch.library.register_fake(f"attn_backends::{_name}", lambda *_: None, lib=_library)

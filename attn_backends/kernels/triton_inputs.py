@@ -8,7 +8,7 @@ reads what lies behind them, and at a long context that would take longer than a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -129,11 +129,8 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     sizes = StaticSizes(static.width, num_writes, geometry.page_size, num_columns, table.stride(0), *reserved)
     constants = (opaque(sizes), has_columns, _BLOCK)
 
-    def outputs(of: Callable[[Tensor], Tensor | int]) -> tuple[Any, ...]:
-        places = (of(static.seq_lens), of(static.num_real), of(static.out_cache_loc), of(table))
-        return (*places, None if mask is None else of(mask), *constants)
-
-    addresses = outputs(Tensor.data_ptr)
+    into = (static.seq_lens, static.num_real, static.out_cache_loc, table, None if mask is None else _as_bytes(mask))
+    outputs = (*into, *constants)
 
     def bind(like: Step) -> Callable[[Step], None]:
         given = static if like.kind is StepKind.IDLE else like
@@ -143,7 +140,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
         sizes = like.seq_lens.shape[0], paging.shape[-1]
         layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, *sizes)
         variant = lens.dtype, loc.dtype, paging.dtype
-        fixed = (*layout, *addresses) if mask is not None else (None, *layout, *addresses)
+        fixed = (*layout, *outputs) if mask is not None else (None, *layout, *outputs)
         direct = launch.bind(variant, fixed)
 
         def fill(step: Step) -> None:
@@ -153,7 +150,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
             paging = source.paging.static_input()
             if direct is None:
                 inputs = (lens, real, loc, paging, None if nodes is None else _as_bytes(nodes))
-                launch.compile(variant, *inputs, *layout, *outputs(_as_bytes))
+                launch.compile(variant, *inputs, *layout, *outputs)
                 direct = launch.bind(variant, fixed)
             elif nodes is None:
                 direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -68,3 +68,19 @@ class Launch:
         """
         compiled = self._compiled.get(variant)
         return None if compiled is None else bind_launch(compiled, self._device, self._grid, fixed)
+
+
+class Prepared(NamedTuple):
+    """A launch with its arguments."""
+
+    launch: Launch
+    variant: Hashable
+    arguments: tuple[Any, ...]
+
+    def __call__(self) -> None:
+        """Launch."""
+        self.launch(self.variant, *self.arguments)
+
+    def bind(self) -> Callable[[], None] | None:
+        """What repeats it, once it was launched, on tensors that the caller keeps; None on the interpreter."""
+        return self.launch.bind(self.variant, self.arguments)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
+from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 
 _BLOCK = 1024
 _MOST_PROGRAMS = 2048
@@ -203,8 +203,8 @@ def plan_pages(
     max_pages: int,
     reserved_page: int,
     over_read: int,
-) -> None:
-    """Launch; arguments as of the operator (`plan_operators`)."""
+) -> Prepared:
+    """The launch; arguments as of the operator (`plan_operators`)."""
     bs, num_forwards = seq_lens.shape[0], write_slots.shape[0]
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
     step = step_sizes(*inputs, width, num_steps, num_forwards, first, advance, page_size, max_pages)
@@ -212,7 +212,7 @@ def plan_pages(
     sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1], reserved_page, over_read))
     variant = (*types(*inputs), starts is None, page_starts is None)
     launch = _launch(seq_lens.device, (bs + 1, num_parts(bs + 1, max_pages + over_read), 1))
-    launch(variant, *inputs, starts, page_starts, lens, pages, write_slots, step, sizes, _BLOCK)
+    return Prepared(launch, variant, (*inputs, starts, page_starts, lens, pages, write_slots, step, sizes, _BLOCK))
 
 
 @cache

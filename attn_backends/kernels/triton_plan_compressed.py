@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
+from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_plan import first_row, number, page_ids, page_row, step_sizes, types, visible_keys
 
 _BLOCK = 128
@@ -267,8 +267,8 @@ def plan_compressed(
     first: int,
     advance: int,
     page_size: int,
-) -> None:
-    """Launch; arguments as of the operator (`plan_operators`). compressions: ratio, ring and read window of each."""
+) -> Prepared:
+    """The launch; arguments as of the operator (`plan_operators`). compressions: ratio, ring, read window of each."""
     bs, num_forwards, max_pages = seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
     outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
@@ -280,7 +280,7 @@ def plan_compressed(
     most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))
     launch = _launch(seq_lens.device, (bs + 1, min(width, most) * (len(entries) + 1), max(num_forwards, 1)))
     given = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
-    launch((*types(*inputs), aligned), *inputs, *outputs, *given, len(entries), _BLOCK)
+    return Prepared(launch, (*types(*inputs), aligned), (*inputs, *outputs, *given, len(entries), _BLOCK))
 
 
 @cache
