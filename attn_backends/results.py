@@ -35,6 +35,7 @@ DISTRIBUTIONS = {
     "sgl-kernel": "sgl_kernel",
     "flash-attn-3": "flash_attn_interface",
     "vllm": "vllm",
+    "sglang": "sglang",
 }  # and the module of each, which may be there without the package's metadata
 
 

@@ -43,8 +43,6 @@ def verdicts(target, *rows):
         (DEVICE, replace(OURS, gpu_us=25.1, batch_size=128, backend="dsv4", page_size=256), (25.1, False)),
         (DEVICE, replace(OURS, gpu_us=59.0, batch_size=128, page_size=1), (59, True)),
         (DEVICE, replace(OURS, gpu_us=61.0, batch_size=128, page_size=1), (61, False)),
-        (SGLANGS, HOST, (0.333, True)),
-        (SGLANGS, replace(HOST, host_us=800.0), (0.337, False)),
         ("phases", HOST, (0, False)),
         ("static", STATIC, (4, True)),
         ("static", replace(STATIC, bytes=4_000_001), (4, False)),
@@ -82,6 +80,13 @@ def test_of_a_vendors_kernel_what_it_adds_is_told_and_nothing_promised():
     assert verdicts(LAUNCHES, VENDORS) == verdicts(DEVICE, VENDORS) == []
 
 
+def test_host_time_is_held_against_sglangs_of_the_same_run():
+    theirs = replace(HOST, mode="sglang", kernel="", host_us=2400.0)
+    assert verdicts(SGLANGS, replace(HOST, host_us=800.0), theirs) == [(0.333, True)]
+    assert verdicts(SGLANGS, replace(HOST, host_us=810.0), theirs) == [(0.338, False)]
+    assert verdicts(SGLANGS, HOST, replace(theirs, batch_size=128)) == [], "of another size"
+
+
 def test_growth_compares_the_same_kernel_at_two_sizes():
     long, many = replace(OURS, context=131072, host_us=22.1), replace(OURS, batch_size=512, host_us=21.0)
     one = replace(OURS, batch_size=1, host_us=17.0)
@@ -107,7 +112,7 @@ def test_a_line_says_how_many_met_a_target_and_the_worst():
 def folder(tmp_path):
     head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "attn-backends bench metadata")
     rows = [OURS, replace(OURS, mode="torch", host_us=2000.0), VENDORS, replace(VENDORS, mode="vendor", host_us=150.0)]
-    rows.append(replace(OURS, context=1024, host_us=30.0))
+    rows += [replace(OURS, context=1024, host_us=30.0), replace(OURS, mode="sglang", kernel="", host_us=357.0)]
     loop = {"additions": 10_000, "least_us": 300.0, "median_us": 310.0, "most_us": 320.0}
     for name, own, more in [
         ("bench_metadata_fa3", rows, {"calibration": loop}),
@@ -125,9 +130,11 @@ def test_the_page_says_what_was_measured(folder):
     assert cycles_page.main([str(folder), "--output", str(path)]) == 0
     lines = path.read_text().splitlines()
     for line in (
-        "| fa3 | 64 | triton | 32 | 4096 | 2000.0 |  | 20.0 |  | 357 |",
-        "| fa3 | 64 | vllm_flash_attn | 32 | 4096 |  |  | 20.0 | 150.0 | 357 |",
-        "| fa3 | 64 | vllm_flash_attn | 32 | 4096 |  |  | 18.0 | 18.0 | 29.4 |",
+        "| fa3 | 64 | triton | 32 | 4096 | 2000.0 |  | 20.0 |  | 357.0 |",
+        "| fa3 | 64 | vllm_flash_attn | 32 | 4096 |  |  | 20.0 | 150.0 | 357.0 |",
+        "| fa3 | 64 | vllm_flash_attn | 32 | 4096 |  |  | 18.0 | 18.0 | 11.0 |",
+        "| fa3 | 64 | triton | 32 | 1024 |  |  | 30.0 |  |  |",
+        "| fa3 | 64 |  | sglang | 6 | 0 | 0 | 0 |",
         "| fa3 | 64 | triton | in_graph | 6 | 0 | 0 | 0 |",
         "| fa3 | 64 | 4 | block_table | 4.0 |  |",
         "| fa3 | 64 | 1 | block_table | 4.0 | 21.0 |",

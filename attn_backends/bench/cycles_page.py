@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn_backends.bench import sglang_measured
 from attn_backends.bench.memory import ALL, TOTAL
 from attn_backends.bench.page import results_of, write_page
 from attn_backends.bench.speculation import CYCLE
@@ -21,7 +20,7 @@ COMMAND = "python -m attn_backends.bench.cycles_page"
 PAGE = Path("docs/cycles.md")
 SHOWN = ("bench_memory.json", "bench_metadata_*.json", "bench_cycle.json")
 APART = "SGLang 0.5.23, measured apart on an H200"
-_WAYS = ("torch", "fused", "in_graph", "vendor")
+_WAYS = ("torch", "fused", "in_graph", "vendor", "sglang")
 
 Row = Mapping[str, Any]
 
@@ -45,15 +44,15 @@ def page(results: Sequence[Results]) -> str:
         "# What a cycle costs around attention",
         f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; how, is said in "
         "[benchmarks.md](benchmarks.md). Of our kernel (`triton`) all metadata is of our making; a vendor's kernel "
-        "adds its scheduler and its copies, which `vendor` shows alone. A cycle: three drafted tokens, a verify of "
-        "four, a draft extend.",
+        "adds its scheduler and its copies, which `vendor` shows alone. `sglang` are SGLang's classes in the same run"
+        f"{_versions(results)}. A cycle: three drafted tokens, a verify of four, a draft extend.",
         "## Targets",
         _table(("target", "backend", "kernel", "met", "at worst", "case", ""), _targets(results)),
         *_hosts(results),
         "## Host time of a cycle's metadata, us",
-        _table(("backend", "page", "kernel", "batch", "context", *_WAYS, APART), _times(cycles, "host_us")),
+        _table(("backend", "page", "kernel", "batch", "context", *_WAYS), _times(cycles, "host_us")),
         "## Device time of a cycle's metadata, us",
-        _table(("backend", "page", "kernel", "batch", "context", *_WAYS, APART), _times(cycles, "gpu_us")),
+        _table(("backend", "page", "kernel", "batch", "context", *_WAYS), _times(cycles, "gpu_us")),
         "## Launches, copies and synchronisations of a cycle's metadata",
         _table(("backend", "page", "kernel", "mode", "launches", "copies", "to the host", "syncs"), _counts(cycles)),
         "## Static buffers of all phases, MB",
@@ -64,6 +63,11 @@ def page(results: Sequence[Results]) -> str:
         ),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _versions(results: Iterable[Results]) -> str:
+    found = {result.head.versions["sglang"] for result in results if "sglang" in result.head.versions}
+    return f" ({', '.join(sorted(found))})" if found else ""
 
 
 def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
@@ -86,20 +90,21 @@ def _hosts(results: Iterable[Results]) -> Iterator[str]:
 
 
 def _times(cycles: Sequence[Row], field: str) -> Iterator[tuple[Any, ...]]:
-    """A line for each kernel and size, a column for each way."""
-    sizes = ("backend", "page_size", "kernel", "batch_size", "context")
-    lines: dict[tuple[Any, ...], dict[str, float]] = {}
+    """A line for each kernel and size, a column for each way; SGLang's, which has kernels of its own, on every line."""
+    sizes = ("backend", "page_size", "batch_size", "context")
+    lines: dict[tuple[Any, ...], dict[str, dict[str, float]]] = {}
     for row in cycles:
-        if row["mode"] in _WAYS:
-            lines.setdefault(tuple(row[name] for name in sizes), {})[row["mode"]] = row[field]
-    for (backend, page_size, kernel, *size), times in lines.items():
-        peer = sglang_measured.CYCLES.get((backend, page_size, *size))
-        peers = "" if peer is None else f"{getattr(peer, field):g}"
-        yield backend, page_size, kernel, *size, *(f"{times[way]:.1f}" if way in times else "" for way in _WAYS), peers
+        kernels = lines.setdefault(tuple(row[name] for name in sizes), {})
+        kernels.setdefault(row["kernel"], {})[row["mode"]] = row[field]
+    for (backend, page_size, *size), kernels in lines.items():
+        peer = kernels.pop("", {})
+        for kernel, own in kernels.items():
+            times = own | peer
+            yield backend, page_size, kernel, *size, *(f"{times[way]:.1f}" if way in times else "" for way in _WAYS)
 
 
 def _counts(cycles: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
-    """The most over all sizes, for each kernel and mode; and SGLang's."""
+    """The most over all sizes, for each kernel and mode."""
     most: dict[tuple[Any, ...], list[int]] = {}
     names = ("launches", "copies", "to_host", "syncs")
     for row in cycles:
@@ -107,9 +112,6 @@ def _counts(cycles: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
         own = [row[name] for name in names]
         most[place] = [max(pair) for pair in zip(own, most.get(place, own), strict=True)]
     yield from ((*place, *counts) for place, counts in most.items())
-    for (backend, page_size, batch_size, context), peer in sglang_measured.CYCLES.items():
-        if (batch_size, context) == (32, 4096):
-            yield backend, page_size, "", APART, peer.launches, peer.copies, "", ""
 
 
 def _memory(rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:

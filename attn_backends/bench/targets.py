@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from attn_backends.bench.ceilings import Ceilings
 from attn_backends.bench.memory import ALL, MAX_BS, MAX_CONTEXT, TOTAL
-from attn_backends.bench.sglang_measured import CYCLES as SGLANG
 from attn_backends.bench.speculation import CYCLE, PHASES
 
 OURS = "triton"
@@ -110,9 +109,9 @@ def of_the_vendors_kernel(row: Measured, beside: Beside) -> float | None:
 
 
 def of_sglangs_host(row: Measured, beside: Beside) -> float | None:
-    """Host time as a share of SGLang's, which was measured apart; None at sizes where it was not."""
-    peer = SGLANG.get((row["backend"], row["page_size"], row["batch_size"], row["context"]))
-    return None if row["kernel"] == OURS or peer is None else row["host_us"] / peer.host_us
+    """Host time as a share of SGLang's beside it; None where SGLang is not installed."""
+    peer = beside.like(row, mode="sglang", kernel="")
+    return None if peer is None else row["host_us"] / peer["host_us"]
 
 
 def phases(row: Measured, beside: Beside) -> float:
