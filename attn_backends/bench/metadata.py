@@ -83,8 +83,8 @@ def measure_metadata(
     counted: a profiler that ran once slows every launch after it.
     """
     timed: list[tuple[type[AttentionBackend], list[_Size], list[float]]] = []
-    for backend, tables in problems:
-        kernels = kernels_of(backend, bench.device)
+    found = [(backend, tables, kernels_of(backend, bench.device)) for backend, tables in problems]
+    for backend, tables, kernels in found:
         if not kernels:
             yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
         makers, sizes = list(_makers(backend, kernels, tables, bench)), list[_Size]()
