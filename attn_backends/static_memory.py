@@ -97,18 +97,19 @@ class Tenant:
     bind_inputs: Callable[[Step], CopyInputs]
     copy_inputs: CopyInputs = field(init=False)
     _layout: Hashable = field(default=None, init=False)
+    _table: Hashable = field(default=None, init=False)
     _longest: int = field(default=-1, init=False)
 
     def admits(self, step: Step) -> bool:
         """Whether a step like this one was taken already."""
-        is_known = _layout_of(step, self.captured_on) == self._layout
+        is_known = step.layout == self._layout and _table_of(step.paging, self.captured_on) == self._table
         return is_known and longest_promised(step, self.capacity) <= self._longest
 
     def admit(self, step: Step) -> None:
         """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
         self.copy_inputs = self.bind_inputs(step)
         if isinstance(step.query, UniformQuery):
-            self._layout = _layout_of(step, self.captured_on)
+            self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)
 
     def check(self) -> None:
@@ -130,31 +131,12 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def _layout_of(step: Step, captured_on: Tensor) -> Hashable:
-    """What decides, beside its lengths, whether a graph and its kernels take a uniform step, and how its tensors are
-    read; no values. As this is asked at every replay, what follows from other parts is left out: shapes of most
-    tensors, and all of a table but its address if it is the very one that was captured on.
-    """
-    lens, slots, paging, query, mask = step.seq_lens, step.out_cache_loc, step.paging, step.query, step.tree_mask
-    table, rows = paging.table, None
-    if isinstance(paging, RequestTable):
-        rows = table.data_ptr(), paging.rows.dtype, paging.rows.stride()
-    return (
-        step.kind,
-        type(query),
-        query.width,
-        step.num_steps,
-        paging.geometry,
-        lens.get_device(),
-        lens.shape,
-        lens.dtype,
-        lens.stride(),
-        slots.dtype,
-        slots.stride(),
-        None if mask is None else mask.stride(),
-        None if table is captured_on else (table.shape, table.dtype, table.stride()),
-        rows,
-    )
+def _table_of(paging: Paging, captured_on: Tensor) -> Hashable:
+    """Where a request table is read in place, and how; nothing of a block table, which is copied as its layout says."""
+    if not isinstance(paging, RequestTable):
+        return None
+    table = paging.table
+    return table.data_ptr(), None if table is captured_on else (table.shape, table.dtype, table.stride())
 
 
 def _too_large(owner: str, num_bytes: int, sizes: Sizes, found: str) -> str:

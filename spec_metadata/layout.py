@@ -7,8 +7,8 @@ in `spec_metadata.visibility`. The query layouts are types of their own (`spec_m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Self, TypedDict, Unpack
 
 import torch
@@ -48,7 +48,8 @@ class Step:
     [bs * topk * num_steps] in (batch, topk, step) order. num_real: [1] int32, leading rows that are real requests, the
     rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
     tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
-    max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
+    max_committed, seq_lens_cpu: what the host knows (`HostBounds`). layout: what decides how the tensors of a uniform
+    step are read, but for a request table, which is read in place; steps of one layout differ in values alone.
     """
 
     kind: StepKind
@@ -61,6 +62,7 @@ class Step:
     tree_mask: Tensor | None = None
     max_committed: int | None = None
     seq_lens_cpu: tuple[int, ...] | None = None
+    layout: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
@@ -80,6 +82,7 @@ class Step:
             self.tree_mask.shape != expected_mask or self.tree_mask.dtype is not torch.bool
         ):
             raise InvalidStepError(f"tree_mask must be {expected_mask} bool, got {_describe(self.tree_mask)}")
+        object.__setattr__(self, "layout", _layout_of(self))
 
     @property
     def bs(self) -> int:
@@ -225,9 +228,10 @@ class Step:
         tree_mask: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        _check_requests(query, num_steps, seq_lens, paging)
-        max_committed, exact = host.get("max_committed"), _exact_lens(seq_lens.shape[0], **host)
+        bs, max_committed = seq_lens.numel(), host.get("max_committed")
+        exact = _exact_lens(bs, **host)
         if out_cache_loc is None:
+            _check_requests(query, num_steps, seq_lens, paging)
             num_added, most = min_added(query, num_steps), max_committed if exact is None else max(exact, default=0)
             if most is not None and most + num_added > paging.row_tokens:
                 raise InvalidStepError(
@@ -235,8 +239,29 @@ class Step:
                     f"{num_added} more. Make the table wider, or give out_cache_loc"
                 )
             out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
-        num_real = torch.full((1,), seq_lens.shape[0], dtype=torch.int32, device=seq_lens.device)
+        num_real = torch.full((1,), bs, dtype=torch.int32, device=seq_lens.device)
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
+
+
+def _layout_of(step: Step) -> Hashable:
+    """Without what follows from the rest, as layouts are compared with every replay."""
+    lens, slots, pages, mask = step.seq_lens, step.out_cache_loc, step.paging.static_input(), step.tree_mask
+    return (
+        step.kind,
+        type(step.query),
+        step.query.width,
+        step.num_steps,
+        step.paging.geometry,
+        lens.device,
+        lens.dtype,
+        lens.stride(),
+        slots.dtype,
+        slots.stride(),
+        pages.shape,
+        pages.dtype,
+        pages.stride(),
+        None if mask is None else mask.stride(),
+    )
 
 
 def _check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:

@@ -390,3 +390,38 @@ def test_misfit_sees_another_view_of_the_same_memory() -> None:
     static = pad_step(step, step.bucket(2), CAPACITY)
     assert misfit(static, Step.decode(lens, replace(one, rows=torch.tensor([4])), slots)) == []
     assert misfit(static, Step.decode(lens, two, slots)) != []
+
+
+def test_steps_of_one_layout_differ_in_values_alone() -> None:
+    """A replay of a layout that was taken asks about nothing else."""
+    rows, pages = torch.tensor([0, 1, 2], dtype=torch.int32), torch.zeros(3, 8, dtype=torch.int32)
+    request, block = RequestTable(pages.repeat(2, 4), rows, GEOMETRY), BlockTable(pages, GEOMETRY)
+    lens, slots, mask = torch.tensor([4, 4, 9]), torch.arange(12), torch.ones(3, 4, 4, dtype=torch.bool)
+    step = Step.target_verify(4, lens, request, slots)
+    again = Step.target_verify(4, lens + 1, replace(request, rows=rows + 1), slots + 4, max_committed=20)
+    assert again.layout == step.layout
+    on_meta = replace(request, table=request.table.to("meta"), rows=rows.to("meta"))
+    strided_slots, other = torch.arange(24)[::2], CacheGeometry(60, 4, reserved_page=6, reserved_row=1)
+    layouts = [
+        step.layout,
+        Step.target_verify(4, lens.to("meta"), on_meta, slots.to("meta")).layout,
+        Step.draft_extend(UniformQuery(4), lens, request, slots).layout,
+        Step.draft_extend(PackedQuery.of([4, 4, 4]), lens, request, slots).layout,
+        Step.target_verify(2, lens, request, slots[:6]).layout,
+        Step.draft_decode(1, 3, lens, request, slots[:9]).layout,
+        Step.draft_decode(1, 4, lens, request, slots).layout,
+        Step.target_verify(4, lens, replace(request, geometry=other), slots).layout,
+        Step.target_verify(4, lens[:2], replace(request, rows=rows[:2]), slots[:8]).layout,
+        Step.target_verify(4, lens.int(), request, slots).layout,
+        Step.target_verify(4, strided(lens), request, slots).layout,
+        Step.target_verify(4, lens, request, slots.int()).layout,
+        Step.target_verify(4, lens, request, strided_slots).layout,
+        Step.target_verify(4, lens, replace(request, rows=rows.long()), slots).layout,
+        Step.target_verify(4, lens, replace(request, rows=strided(rows)), slots).layout,
+        Step.target_verify(4, lens, block, slots).layout,
+        Step.target_verify(4, lens, replace(block, table=pages[:, :7]), slots).layout,
+        Step.target_verify(4, lens, replace(block, table=strided(pages)), slots).layout,
+        Step.target_verify(4, lens, request, slots, tree_mask=mask).layout,
+        Step.target_verify(4, lens, request, slots, tree_mask=mask.transpose(1, 2)).layout,
+    ]
+    assert len(set(layouts)) == len(layouts)
