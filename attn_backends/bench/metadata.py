@@ -89,14 +89,13 @@ def measure_metadata(
             yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", failed=False)
         makers, sizes = list(_makers(backend, kernels, tables, bench)), list[_Size]()
         for batch in (Batch(tables, bs, context) for context in contexts for bs in batch_sizes):
-            sizes.append(_Size(batch, []))
+            ways: list[Way] = []
             for what, kernel, make in makers:
                 try:
-                    sizes[-1].ways.extend(make(batch))
-                except (
-                    Exception
-                ) as error:  # of a vendor, which may raise anything; the others are measured all the same
+                    ways += make(batch)
+                except Exception as error:  # a vendor may raise anything; the others are measured all the same
                     yield missing(backend, kernel, f"{what}, {batch}", error)
+            sizes.append(_Size(batch, ways))
         timed.append((backend, sizes, _host_times(sizes, bench)))
     for backend, sizes, times in timed:
         yield from _rows(backend.name, sizes, iter(times), bench)

@@ -3,7 +3,8 @@
 Triton parses every argument of every launch, and with forty of them that takes about as long as the launch. Here they
 stand in memory as `cuLaunchKernelEx` takes them, and a launch writes the few that move. Which parameters a
 kernel has the driver is asked (`cuFuncGetParamInfo`, CUDA 12.4): those of its signature, and behind them Triton's
-pointers to scratch memory, null in a kernel that needs none. Where they are others, Triton launches it.
+pointers to scratch memory, null in a kernel that needs none. Where they are others, Triton launches it. Triton's launch
+hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
 """
 
 from __future__ import annotations

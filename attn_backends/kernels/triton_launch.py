@@ -2,7 +2,8 @@
 
 Before each launch Triton looks at every argument for what its compiler could use, such as a pointer's alignment, which
 takes several times as long as the launch. An `unspecialized` kernel uses none of it and is the same for all arguments
-of the same types, so that what was compiled first is launched directly ever after.
+of the same types, so that what was compiled first is launched directly ever after. What is launched with the same
+arguments again and again, but for a few, is bound to them once (`cuda_launch`).
 
 Of what stands in a tuple Triton uses all, whatever it is told. So numbers are `opaque` there, and the alignment of
 pointers belongs to the variant of a `Launch`.
