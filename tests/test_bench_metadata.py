@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
 
 from attn_backends import providers
-from attn_backends.bench import counts, metadata, vendor_plans
-from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
-from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
+from attn_backends.bench import metadata, vendor_plans
+from attn_backends.bench.counts import Counts
+from attn_backends.bench.host import take_host_turns
 from attn_backends.bench.metadata import Bench, Problem, build, kernels_of, measure_metadata, ours
 from attn_backends.bench.rows import MetadataRow, Missing
 from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
@@ -29,20 +26,6 @@ CPU = torch.device("cpu")
 BACKENDS = ("trtllm_mla", "fa3", "flashinfer_mla", "dsv4")
 
 
-class HostTicks:
-    """A host's clock that work moves, and waiting too."""
-
-    def __init__(self):
-        self.time, self.num_waits = 0.0, 0
-
-    def now(self):
-        return self.time
-
-    def wait(self):
-        self.num_waits += 1
-        self.time += 1000.0
-
-
 def run_all(works):
     """A probe that runs what it counts."""
     for work in works:
@@ -50,8 +33,14 @@ def run_all(works):
     return [Counts(float(number), 2, 1, 0, 0, 1) for number in range(len(works))]
 
 
-class Steady(HostTicks):
+class Steady:
     """A host's clock on which everything takes a microsecond."""
+
+    def __init__(self):
+        self.time = 0.0
+
+    def wait(self):
+        pass
 
     def now(self):
         self.time += 1.0
@@ -69,101 +58,6 @@ def batch_of(page_size=64, topk=1, batch_size=2, context=600):
 
 def ways_of(mode, backend, kernel, batch, bench):
     return ours(mode, build(mode, backend, kernel, batch.tables, bench), batch, bench)
-
-
-def test_a_contender_is_timed_between_its_arguments_and_what_its_graph_does():
-    clock, order = HostTicks(), []
-
-    def work(name, times):
-        left = iter(times)
-
-        def call():
-            order.append(name)
-            clock.time += next(left)
-
-        def ready():
-            clock.time += 50.0
-            return call
-
-        def in_graph():
-            clock.time += 70.0
-            order.append(f"{name} in graph")
-
-        return Work(ready, in_graph)
-
-    rounds = [[7, 9, 8, 900, 8], [5, 6, 700, 6, 6], [800, 9, 9, 9, 9]]
-    works = [work("a", [1000, *chain(*rounds)]), work("b", [1] * 16)]
-    assert take_host_turns(works, [3, 3], clock) == [8, 1]
-    assert order[:4] == ["a", "a in graph", "b", "b in graph"], "one run each to warm up"
-    assert order[4:] == (["a", "a in graph"] * CALLS + ["b", "b in graph"] * CALLS) * 3
-    assert clock.num_waits == 2 * 2 * 3 * CALLS, "the device is idle before every call"
-
-
-def test_who_takes_long_has_fewer_rounds_spread_over_those_of_the_others():
-    assert [rounds_of(us, 20, 30e3) for us in (0, 1000, 3000, 5000, 1e6)] == [20, 20, 10, 6, MIN_ROUNDS]
-    assert rounds_of(1e6, 2, 30e3) == 2, "no more than there are"
-    order = []
-    works = [Work(lambda name=name: lambda: order.append(name)) for name in "ab"]
-    take_host_turns(works, [6, 3], HostTicks())
-    assert order == ["a", "b", *(["a"] * CALLS + ["a"] * CALLS + ["b"] * CALLS) * 3]
-
-
-def test_the_collector_waits_until_all_is_timed():
-    was_on = []
-    with pytest.raises(ZeroDivisionError):
-        take_host_turns(
-            [Work(lambda: lambda: was_on.append(gc.isenabled()) or 1 // (len(was_on) < 4))], [1], HostTicks()
-        )
-    assert was_on == [True, False, False, False]
-    assert gc.isenabled()
-
-
-def test_the_calibration_loop_does_the_same_work_each_time():
-    assert {calibration().ready()() for _ in range(3)} == {10_000 * 9_999 // 2}
-
-
-def event(name, start, end, device=DeviceType.CPU):
-    return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
-
-
-on_device = partial(event, device=DeviceType.CUDA)
-EVENTS = [
-    event("cudaDeviceSynchronize", 5, 9),
-    event("first", 10, 30),
-    event("first, host", 10, 20),
-    on_device("first", 12, 19),
-    event("cudaLaunchKernel", 11, 12),
-    event("cudaStreamSynchronize", 13, 14),
-    event("cudaMemcpy", 14, 15),
-    event("cudaMemcpyAsync", 15, 16),
-    on_device("kernel", 12, 14.5),
-    on_device("Memset (Device)", 16, 17),
-    on_device("Memcpy HtoD (Pinned -> Device)", 21, 24),
-    event("cudaDeviceSynchronize", 22, 29),
-    on_device("what makes the arguments of the second", 32, 35),
-    event("second", 40, 60),
-    event("second, host", 40, 50),
-    event("cudaGraphLaunch", 41, 42),
-    on_device("node of a graph", 45, 52),
-]
-
-
-def test_the_device_is_counted_until_it_was_waited_for_and_the_host_until_it_waits(monkeypatch):
-    monkeypatch.setattr(counts, "_MARK", "first")  # ranges are shown on the device too
-    assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2, 1), Counts(7, 1, 0, 0)]
-
-
-def test_the_profiler_shows_the_marks_that_are_looked_for(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    works = [Work(lambda: lambda: torch.zeros(3) + 1), Work(lambda: lambda: None)]
-    assert count_on_cuda(works) == [Counts(0.0, 0, 0, 0)] * 2
-
-
-def test_times_are_medians_and_counts_the_most(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    seen = [Counts(9.0, 1, 0, 0), Counts(1.0, 2, 0, 0), Counts(2.0, 1, 0, 1)]
-    monkeypatch.setattr(counts, "counts_by_mark", lambda names, events: seen)
-    assert count_on_cuda([Work(lambda: lambda: None)]) == [Counts(2.0, 2, 0, 1)]
 
 
 def test_requests_share_no_page_and_padding_has_its_own():

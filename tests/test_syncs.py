@@ -28,7 +28,7 @@ from tests.gpu.syncs import (
     worker_of,
 )
 from tests.host_traffic import HostTraffic
-from tests.test_bench_metadata import event, on_device
+from tests.test_bench_host import event, on_device
 
 STAGE = Stage(torch.device("cpu"), RecordedGraph, CudaClock(), rounds=1)
 PLACE = PLACES[2]
