@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class StaticMemory:
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
-        self._needs: list[Callable[[Paging], int]] = []
+        self._needs: list[WeakMethod[Callable[[Paging], int]]] = []
         self._tenant: Tenant | None = None
 
     @property
@@ -42,8 +43,10 @@ class StaticMemory:
         return sum(block.numel() for block in self._blocks)
 
     def join(self, needed: Callable[[Paging], int]) -> None:
-        """Announce a backend. needed: a table of the engine -> bytes of the backend's largest phase on it."""
-        self._needs.append(needed)
+        """Announce a backend, for as long as it lives. needed: its method, a table of the engine -> bytes of its
+        largest phase on it.
+        """
+        self._needs.append(WeakMethod(needed))
 
     def block(self, owner: str, num_bytes: int, sizes: Sizes, paging: Paging, device: torch.device) -> Tensor:
         """[num_bytes or more] uint8. owner, sizes: whose buffers are to lie in it, for a refusal before allocation."""
@@ -56,7 +59,8 @@ class StaticMemory:
         fitting = [block for block in self._blocks if block.numel() >= num_bytes]
         if fitting:
             return fitting[0]
-        most = max([num_bytes, *(needed(paging) for needed in self._needs)])
+        living = [needed for needed in (each() for each in self._needs) if needed is not None]
+        most = max([num_bytes, *(needed(paging) for needed in living)])
         free = free_bytes(device)
         if free is not None and most > free:
             raise CaptureError(_too_large(owner, most, sizes, f"{device} has {free:,} free"))

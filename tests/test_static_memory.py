@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,19 @@ def test_a_refused_capture_takes_the_memory_from_nobody() -> None:
     with pytest.raises(UnsupportedStepError, match="no kernel for decode was asked for"):
         capture(world, StepKind.DECODE)
     verify.at()
+
+
+def test_a_backend_that_is_gone_needs_no_memory() -> None:
+    world, sizes = world_of(checking=False), []
+    for num_others in (0, 1):
+        memory, larger = StaticMemory(), replace(world.capacity, max_bs=64 * MAX_BS)
+        for _ in range(num_others):
+            FA3Backend(larger, world.geometry, world.device, kernel="torch", memory=memory)
+        gc.collect()
+        world.backend = FA3Backend(world.capacity, world.geometry, world.device, kernel="torch", memory=memory)
+        capture(world, StepKind.DECODE)
+        sizes.append(memory.num_bytes)
+    assert sizes[0] == sizes[1]
 
 
 def test_backends_on_two_devices_share_no_memory() -> None:
