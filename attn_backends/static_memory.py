@@ -43,8 +43,8 @@ class StaticMemory:
         return sum(block.numel() for block in self._blocks)
 
     def join(self, needed: Callable[[Paging], int]) -> None:
-        """Announce a backend, for as long as it lives. needed: its method, a table of the engine -> bytes of its
-        largest phase on it.
+        """Announce a backend, until it is collected. needed: its method, a table of the engine -> bytes of its largest
+        phase on it.
         """
         self._needs.append(WeakMethod(needed))
 
@@ -59,8 +59,8 @@ class StaticMemory:
         fitting = [block for block in self._blocks if block.numel() >= num_bytes]
         if fitting:
             return fitting[0]
-        living = [needed for needed in (each() for each in self._needs) if needed is not None]
-        most = max([num_bytes, *(needed(paging) for needed in living)])
+        self._needs = [each for each in self._needs if each() is not None]
+        most = max([num_bytes, *(needed(paging) for each in self._needs if (needed := each()))])
         free = free_bytes(device)
         if free is not None and most > free:
             raise CaptureError(_too_large(owner, most, sizes, f"{device} has {free:,} free"))

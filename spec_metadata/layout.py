@@ -73,6 +73,8 @@ class Step:
                 f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
                 f"{_describe(self.out_cache_loc)}"
             )
+        if self.num_real.shape != (1,) or self.num_real.dtype is not torch.int32:
+            raise InvalidStepError(f"num_real must be [1] int32, got {_describe(self.num_real)}")
         if self.out_cache_loc.dtype not in (torch.int32, torch.int64):
             raise InvalidStepError(f"out_cache_loc must be int32 or int64, got {self.out_cache_loc.dtype}")
         if self.seq_lens_cpu is not None and len(self.seq_lens_cpu) > self.bs:
@@ -228,10 +230,11 @@ class Step:
         tree_mask: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        bs, max_committed = seq_lens.numel(), host.get("max_committed")
+        if out_cache_loc is None or seq_lens.ndim != 1:  # else it is asked when the step is made
+            _check_requests(query, num_steps, seq_lens, paging)
+        bs, max_committed = seq_lens.shape[0], host.get("max_committed")
         exact = _exact_lens(bs, **host)
         if out_cache_loc is None:
-            _check_requests(query, num_steps, seq_lens, paging)
             num_added, most = min_added(query, num_steps), max_committed if exact is None else max(exact, default=0)
             if most is not None and most + num_added > paging.row_tokens:
                 raise InvalidStepError(

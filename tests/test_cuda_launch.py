@@ -19,6 +19,12 @@ GRID = (5, 2, 1)
 SIGNATURE = {"lens": "*i32", "stride": "i32", "mask": "constexpr", "into": "*i64", "sizes": ("i32", ("i64", "*i8"))}
 SIZES = [8, 4, 8, 4, 8, 8]  # of the parameters that the signature has
 SCRATCH = [8, 8]
+PLAIN = {
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+}
 FIXED = (None, 4000, (-7, (2**40, 5000)))  # from `mask` on
 
 
@@ -26,10 +32,12 @@ class Driver:
     """libcuda as far as it is called; keeps what was launched. sizes: of each parameter that a kernel has."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.errors, self.launched = sizes, [], []
+        self.sizes, self.errors, self.has_context, self.launched = sizes, [], True, []
 
     def cuFuncGetParamInfo(self, function, index, offset, size) -> int:
         assert function.value == 77
+        if not self.has_context:
+            return 201
         if index.value >= len(self.sizes):
             return 1
         size._obj.value = self.sizes[index.value]
@@ -43,13 +51,18 @@ class Driver:
         self.launched.append((tuple(how.grid), tuple(how.block), how.num_shared_bytes, how.stream, values))
         return self.errors.pop(0) if self.errors else 0
 
+    def cuGetErrorName(self, error, name) -> int:
+        name._obj.value = b"CUDA_ERROR_ILLEGAL_ADDRESS"
+        return 0
+
 
 class Kernel:
     """A compiled kernel; keeps what Triton launched itself."""
 
     def __init__(self, **metadata: object) -> None:
-        plain = {"num_ctas": 1, "num_warps": 4, "shared": 512, "global_scratch_size": 0, "launch_pdl": False}
-        self.src, self.metadata = SimpleNamespace(signature=SIGNATURE), SimpleNamespace(**{**plain, **metadata})
+        self.src = SimpleNamespace(signature=SIGNATURE)
+        given = {"num_ctas": 1, "num_warps": 4, "shared": 512, **PLAIN, **metadata}
+        self.metadata = SimpleNamespace(**{name: value for name, value in given.items() if value is not None})
         self.function, self.name, self.launched = 77, "kernel", []
 
     def __getitem__(self, grid):
@@ -81,18 +94,32 @@ def test_a_launch_gives_the_driver_every_parameter(machine: SimpleNamespace) -> 
     ]
 
 
-@pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES[:-1], 4, *SCRATCH], [*SIZES, 4], []])
+@pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES[:-1], 4, *SCRATCH], [*SIZES, 4], [*SIZES, 8, 8, 8], []])
 def test_a_kernel_of_other_parameters_is_launched_by_triton(machine: SimpleNamespace, sizes: list[int]) -> None:
     machine.driver, kernel = Driver(sizes), Kernel()
     cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
     assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
 
 
-@pytest.mark.parametrize("needs", [{"num_ctas": 2}, {"global_scratch_size": 64}, {"launch_pdl": True}])
+@pytest.mark.parametrize("needs", [{"num_ctas": 2}, *({name: 1} for name in PLAIN), *({name: None} for name in PLAIN)])
 def test_a_kernel_that_needs_more_is_launched_by_triton(machine: SimpleNamespace, needs: dict[str, object]) -> None:
+    """None: a Triton that calls it otherwise."""
     kernel = Kernel(**needs)
     cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
     assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
+
+
+def test_a_type_that_is_not_known_leaves_launches_to_triton(machine: SimpleNamespace) -> None:
+    kernel = Kernel()
+    kernel.src.signature = {**SIGNATURE, "into": "fp32"}
+    cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
+    assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
+
+
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1])
+def test_an_integer_that_is_too_large_is_refused(machine: SimpleNamespace, number: int) -> None:
+    with pytest.raises(OverflowError, match=f"integers of 32 bits, and one is {number}"):
+        cuda_launch.bind_launch(Kernel(), DEVICE, GRID, (None, 4000, (number, (0, 5000))))
 
 
 def test_a_driver_that_can_not_tell_parameters_leaves_launches_to_triton(machine: SimpleNamespace) -> None:
@@ -104,21 +131,30 @@ def test_a_driver_that_can_not_tell_parameters_leaves_launches_to_triton(machine
 def test_an_error_of_the_driver_is_raised(machine: SimpleNamespace) -> None:
     machine.driver.errors = [700]
     launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
-    with pytest.raises(RuntimeError, match=r"kernel in a grid of \(5, 2, 1\): error 700"):
+    with pytest.raises(RuntimeError, match=r"kernel in a grid of \(5, 2, 1\): CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         launch(1000, 3)
 
 
 def test_a_new_thread_gets_the_context_of_the_device(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
+
+    def mem_get_info(device: torch.device) -> None:
+        asked.append(device)
+        machine.driver.has_context = True
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     machine.driver.errors = [201]
     launch = cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)
     launch(1000, 3)
     assert asked == [DEVICE]
     assert machine.driver.launched[0] == machine.driver.launched[1]
     machine.driver.errors = [201, 201]
-    with pytest.raises(RuntimeError, match="error 201"):
+    with pytest.raises(RuntimeError, match="201"):
         launch(1000, 3)
+    cuda_launch._parameter_sizes.cache_clear()
+    machine.driver.has_context = False
+    cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)(1000, 3)
+    assert len(machine.driver.launched) == 5
 
 
 def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +184,7 @@ from attn_backends.kernels import cuda_launch, triton_inputs
 from attn_backends.kernels.triton_launch import Launch
 from spec_metadata import pad_step
 from tests.plan_batches import Case
+from tests.planner_laws import FORMS, RINGS, garbage
 
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -161,9 +198,12 @@ def compare(launch, variant, *arguments):
     ours = [size for _, size in cuda_launch._flattened(compiled.src.signature.values(), arguments)]
     assert found[:len(ours)] == ours and set(found[len(ours):]) <= {8}, (found, ours)
     assert cuda_launch._is_plain(compiled.metadata)
-    print(len(ours), len(found))
+    print(len(found) - len(ours))
 
-Launch.compile = compare
+Launch.compile = Launch.__call__ = compare
+for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
+    case = Case("verify chain", 256, 0)
+    form.bind(case.step, garbage(form.specs, case))()
 for kind in ("verify chain", "verify tree"):
     case = Case(kind, 16, 0)
     triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
@@ -171,10 +211,10 @@ for kind in ("verify chain", "verify tree"):
 
 
 def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
-    """As PTX declares them, of the kernel that is launched so; scratch pointers behind."""
+    """As PTX declares them, of the kernels that are launched so; scratch pointers behind."""
     environment = {"PATH": "", "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["24", "26", "26", "28"]
+    assert done.stdout.split() == ["2"] * 5, "scratch pointers, of each launch"

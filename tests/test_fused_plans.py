@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -112,6 +114,49 @@ def test_inputs_of_an_idle_step_are_padding(table: type) -> None:
     case, other = Case("verify tree", 16, 0, form=table), Case("decode", 4, 0)
     idle = Step.idle(other.paging.on_static(other.paging.static_input()[:0]))
     check_inputs(case, case.bs, idle)
+
+
+def elsewhere(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same in other memory."""
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("kind", ["verify chain", "verify tree"])
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+def test_a_bound_copy_is_launched_as_a_compiled_one(
+    kind: str, table: type, idle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another step of the same layout, argument by argument."""
+    from attn_backends.kernels.triton_inputs import bind_inputs
+    from attn_backends.kernels.triton_launch import Launch
+
+    launches: list[list[object]] = []
+
+    def launch(*arguments: object) -> None:
+        launches.append([each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments])
+
+    def bound(launch_: Launch, variant: object, fixed: tuple[object, ...]) -> object:
+        return (lambda *moving: launch(*moving, *fixed)) if launches else None
+
+    monkeypatch.setattr(Launch, "compile", lambda self, variant, *arguments: launch(*arguments))
+    monkeypatch.setattr(Launch, "bind", bound)
+    case = Case(kind, 16, 0, form=table)
+    first = Step.idle(case.paging.on_static(case.paging.static_input()[:0])) if idle else case.step
+    static = pad_step(case.step, case.step.bucket(case.bs), case.capacity)
+    moved = {name: elsewhere(getattr(first, name)) for name in ("seq_lens", "out_cache_loc", "num_real", "tree_mask")}
+    second = replace(first, paging=first.paging.on_static(elsewhere(first.paging.static_input())), **moved)
+    assert second.layout == first.layout
+    fill = bind_inputs(static)(first)
+    fill(first)
+    fill(second)
+    monkeypatch.setattr(Launch, "bind", lambda self, variant, fixed: None)
+    bind_inputs(static)(second)(second)
+    assert len(launches) == 3
+    assert launches[1] == launches[2]
+    assert launches[0] != launches[1]
 
 
 def test_a_plan_is_repeated_as_it_was_bound_but_where_a_graph_records_it(monkeypatch: pytest.MonkeyPatch) -> None:

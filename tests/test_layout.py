@@ -191,6 +191,9 @@ BAD: dict[str, Callable[[], object]] = {
     "at least 1, got -2 and 2": lambda: Step.draft_decode(2, -2, SEQ_LENS, PAGING),
     "at least 1, got 1 and 0": lambda: Step.target_verify(0, SEQ_LENS, PAGING),
     r"seq_lens must be \[bs\].*float32": lambda: Step.decode(SEQ_LENS.float(), PAGING, SLOTS[:3]),
+    r"seq_lens must be \[bs\].*\[1, 3\]": lambda: Step.decode(
+        SEQ_LENS[None], PAGING, SLOTS[:3], seq_lens_cpu=tuple(LENS)
+    ),
     r"seq_lens must be \[bs\].*\[3, 1\]": lambda: Step.decode(SEQ_LENS.unsqueeze(1), PAGING, SLOTS[:3]),
     r"seq_lens must be \[bs\] int32 or int64, got \[1, 3\]": lambda: Step.target_verify(4, SEQ_LENS[None], BLOCKS),
     "seq_lens holds 4 requests but the paging 3": lambda: Step.decode(torch.tensor([7, 0, 12, 3]), BLOCKS),
@@ -252,6 +255,12 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     "rows is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING.on_static(SLOTS[:3].to("meta"))),
     "out_cache_loc is on meta and seq_lens on cpu": lambda: Step.decode(SEQ_LENS, PAGING, SLOTS[:3].to("meta")),
+    r"num_real must be \[1\] int32, got \[1\] torch.int64": lambda: replace(
+        Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(1, dtype=torch.int64)
+    ),
+    r"num_real must be \[1\] int32, got \[0\]": lambda: replace(
+        Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(0, dtype=torch.int32)
+    ),
     "num_real is on meta and seq_lens on cpu": lambda: replace(
         Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(1, device="meta")
     ),

@@ -44,7 +44,7 @@ OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bench:
-    """Where to measure. calibration_us: what the fixed loop took beside each problem, which measuring fills in."""
+    """Where to measure. calibration_us: what the fixed loop took at each size, which measuring fills in."""
 
     device: torch.device
     make_graph: Callable[[], Graph]

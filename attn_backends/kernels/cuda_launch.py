@@ -1,10 +1,10 @@
 """Launches of a compiled Triton kernel by the CUDA driver itself, with parameters that were written down beforehand.
 
 Triton parses every argument of every launch, and with forty of them that takes about as long as the launch. Here they
-stand in memory as `cuLaunchKernelEx` takes them, and a launch writes the few that move. Which parameters a
-kernel has the driver is asked (`cuFuncGetParamInfo`, CUDA 12.4): those of its signature, and behind them Triton's
-pointers to scratch memory, null in a kernel that needs none. Where they are others, Triton launches it. Triton's launch
-hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
+stand in memory as `cuLaunchKernelEx` takes them, and a launch writes the few that move. The driver says how large the
+parameters of a kernel are (`cuFuncGetParamInfo`, CUDA 12.4). They must be those of its signature, and behind them at
+most two pointers to scratch memory, which Triton 3.6 adds and a kernel that needs none never reads; else Triton
+launches it. Triton's launch hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
 """
 
 from __future__ import annotations
@@ -42,20 +42,22 @@ class _Config(ctypes.Structure):
 def bind_launch(
     compiled: Any, device: torch.device, grid: tuple[int, int, int], fixed: Sequence[Any]
 ) -> Callable[..., None]:
-    """What launches a kernel on the current stream of its device; it takes the arguments before the fixed ones.
+    """What launches a kernel on the current stream of its device, in one thread at a time; it takes the arguments
+    before the fixed ones, addresses of tensors.
 
     compiled: what the kernel's first launch returned. fixed: the last arguments of every launch, which are read now, of
-    tensors the addresses; the caller keeps them. What is not fixed is an address or an integer from 0 on.
+    tensors the addresses; the caller keeps them. Raises OverflowError for an integer that its parameter can't hold.
     """
     types = list(compiled.src.signature.values())
     num_moving = len(types) - len(fixed)
-    moving, rest = _flattened(types[:num_moving], [0] * num_moving), _flattened(types[num_moving:], fixed)
-    parameters = [*moving, *rest]
-    found = _parameter_sizes(compiled.function)
+    moving = list(_flattened(types[:num_moving], [0] * num_moving))
+    assert len(moving) == num_moving, "a constant is among the arguments that move"
+    parameters = [*moving, *_flattened(types[num_moving:], fixed)]
+    found = _parameter_sizes(compiled.function, device)
     own, scratch = found[: len(parameters)], found[len(parameters) :]
-    if _is_plain(compiled.metadata) and own == tuple(size for _, size in parameters) and set(scratch) <= {8}:
-        values = [value for value, _ in parameters]
-        launch = _prepared(compiled, device, grid, [*values, *(0 for _ in scratch)], num_moving)
+    if _is_plain(compiled.metadata) and own == tuple(size for _, size in parameters) and scratch in ((), (8,), (8, 8)):
+        values = [_fitting(value, size, compiled.name) for value, size in parameters]
+        launch = _by_driver(compiled, device, grid, [*values, *(0 for _ in scratch)], num_moving)
     else:
         by_triton = compiled[grid]
 
@@ -65,11 +67,11 @@ def bind_launch(
     return launch if torch.cuda.device_count() == 1 else _guarded(launch, device)
 
 
-def _prepared(
+def _by_driver(
     compiled: Any, device: torch.device, grid: tuple[int, int, int], values: Sequence[int], num_moving: int
 ) -> Callable[..., None]:
     """Launches with these values, of which the first move."""
-    slots = (ctypes.c_uint64 * len(values))(*(value % 2**64 for value in values))
+    slots = (ctypes.c_uint64 * len(values))(*values)
     places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(slots) + 8 * i for i in range(len(values))))
     threads = 32 * compiled.metadata.num_warps
     config = _Config(grid=grid, block=(threads, 1, 1), num_shared_bytes=compiled.metadata.shared)
@@ -82,10 +84,10 @@ def _prepared(
         config.stream = get_stream(index)
         error = start(*given)
         if error == _NO_CONTEXT:
-            torch.cuda.mem_get_info(device)  # any call of CUDA's runtime gives its thread the device's context
+            _make_context(device)
             error = start(*given)
         if error:
-            raise RuntimeError(f"the CUDA driver did not launch {compiled.name} in a grid of {grid}: error {error}")
+            raise RuntimeError(f"the CUDA driver did not launch {compiled.name} in a grid of {grid}: {_reason(error)}")
 
     return launch
 
@@ -111,26 +113,48 @@ def _flattened(types: Any, arguments: Any) -> Iterator[Parameter]:
             yield from _flattened(type_, argument)
         elif type_ != "constexpr":
             value = argument.data_ptr() if isinstance(argument, Tensor) else argument
-            yield value, 8 if type_.startswith("*") else _NUM_BYTES[type_]
+            yield value, 8 if type_.startswith("*") else _NUM_BYTES.get(type_, 0)
+
+
+def _fitting(value: int, num_bytes: int, kernel: str) -> int:
+    """A value as the eight bytes of its slot, of which an integer of four takes the first."""
+    if num_bytes == 4 and not -(2**31) <= value < 2**31:
+        raise OverflowError(f"{kernel} was compiled for integers of 32 bits, and one is {value}")
+    return value % 2**64
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether a kernel takes nothing but its parameters and a stream."""
+    """Whether a kernel takes nothing but its parameters and a stream, as far as this is known."""
     needs = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-    return metadata.num_ctas == 1 and not any(getattr(metadata, name, False) for name in needs)
+    return metadata.num_ctas == 1 and all(getattr(metadata, name, None) in (0, False) for name in needs)
 
 
 @cache
-def _parameter_sizes(function: int) -> tuple[int, ...]:
-    """Bytes of each parameter; none if the driver is too old to tell."""
+def _parameter_sizes(function: int, device: torch.device) -> tuple[int, ...]:
+    """Bytes of each parameter; none where no driver tells: one before CUDA 12.4, or another vendor's."""
     try:
         ask = _driver().cuFuncGetParamInfo
     except (OSError, AttributeError):
         return ()
     offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
-    while not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+    place = ctypes.c_void_p(function), ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
+    if ask(*place) == _NO_CONTEXT:
+        _make_context(device)
+    while not ask(*place):  # until there is no such parameter
         sizes.append(size.value)
+        place[1].value += 1
     return tuple(sizes)
+
+
+def _make_context(device: torch.device) -> None:
+    """Any call of CUDA's runtime gives its thread the device's context."""
+    torch.cuda.mem_get_info(device)
+
+
+def _reason(error: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(error, ctypes.byref(name))
+    return f"{(name.value or b'error').decode()} ({error}), which may be of a kernel before it"
 
 
 @cache

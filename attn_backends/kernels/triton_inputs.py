@@ -137,8 +137,8 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
         lens, loc, paging = given.seq_lens, given.out_cache_loc, given.paging.static_input()
         (lens_stride,), (loc_stride,), strides = lens.stride(), loc.stride(), paging.stride()
         mask_strides = (0, 0, 0) if given.tree_mask is None else given.tree_mask.stride()
-        sizes = like.seq_lens.shape[0], paging.shape[-1]
-        layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, *sizes)
+        bs, num_given = like.seq_lens.shape[0], paging.shape[-1]
+        layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, bs, num_given)
         variant = lens.dtype, loc.dtype, paging.dtype
         fixed = (*layout, *outputs) if mask is not None else (None, *layout, *outputs)
         direct = launch.bind(variant, fixed)

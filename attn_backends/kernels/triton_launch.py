@@ -40,7 +40,9 @@ def opaque(numbers: Numbers) -> Numbers:
 
 
 class Launch:
-    """Launches of an `unspecialized` kernel on one device in one grid, on the current stream."""
+    """Launches of an `unspecialized` kernel on one device in one grid, on the current stream. Who calls it makes the
+    device the current one; what was bound does so itself.
+    """
 
     def __init__(self, kernel: Any, device: torch.device, grid: tuple[int, int, int], num_warps: int = 4) -> None:
         self.kernel, self._device, self._grid, self._num_warps = kernel, device, grid, num_warps
