@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from attn_backends.bench import memory, plot
+from attn_backends.bench import memory
 from attn_backends.bench.cycle import AHEAD
 from attn_backends.bench.host import LOOP
 from attn_backends.bench.rows import CycleRow, MetadataRow, Missing
 from attn_backends.bench.speculation import speculative
 from attn_backends.cli import bench_cycles, main
+from tests.matplotlib_stand_in import Figure, install_matplotlib
 
 METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0, 0)
 CYCLE = CycleRow("cycle", "fa3", "triton", "Llama-3-70B", 1, 4096, "graph", 510.0, f"graph, {AHEAD}", 500.0, 1.02)
@@ -148,49 +147,8 @@ def test_sizes_below_one_are_refused(fake_gpu, capsys):
     assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
 
 
-class Figure:
-    """Matplotlib's, as far as it is used; keeps what is drawn."""
-
-    drawn: list
-
-    def __init__(self, **_):
-        Figure.drawn = []
-
-    def suptitle(self, text):
-        Figure.drawn.append(text)
-
-    def subplots(self, rows, columns, **_):
-        def axes():
-            return SimpleNamespace(
-                plot=lambda x, y, label, **_: Figure.drawn.append((label, x, y)),
-                bar=lambda names, heights, color: Figure.drawn.append((names, heights, color)),
-                scatter=lambda names, heights, **_: Figure.drawn.append((names, heights)),
-                set=lambda title, **_: Figure.drawn.append(title),
-                bar_label=lambda bars, labels, **_: Figure.drawn.append(labels),
-                set_xlabel=lambda text: None,
-                set_xticks=lambda *_, **__: None,
-                legend=lambda **_: None,
-            )
-
-        grid = np.empty((rows, columns), dtype=object)
-        for place in np.ndindex(rows, columns):
-            grid[place] = axes()
-        return grid
-
-    def savefig(self, path, **_):
-        path.write_text("picture")
-
-
-@pytest.fixture
-def matplotlib_here(monkeypatch):
-    module = ModuleType("matplotlib.figure")
-    module.Figure = Figure
-    monkeypatch.setattr(plot, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-
-
-def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, matplotlib_here):
+def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, monkeypatch):
+    install_matplotlib(monkeypatch)
     others = [
         replace(METADATA, phase="draft", host_us=1.0),
         replace(METADATA, context=1024),
@@ -209,7 +167,8 @@ def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, 
     assert on_device == ("fused triton", [1, 32], [4.0, 9.5])
 
 
-def test_the_picture_of_cycles_shows_what_is_left_without_planning(fake_gpu, tmp_path, matplotlib_here):
+def test_the_picture_of_cycles_shows_what_is_left_without_planning(fake_gpu, tmp_path, monkeypatch):
+    install_matplotlib(monkeypatch)
     fake_gpu[0].extend(
         [replace(CYCLE, mode="eager"), CYCLE, replace(CYCLE, mode="loop", us=400.0, peer_us=390.0, ratio=1.026)]
     )

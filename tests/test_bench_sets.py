@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import weakref
 from dataclasses import asdict, replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -28,6 +26,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
 from spec_metadata import StepKind
+from tests.matplotlib_stand_in import Figure, install_matplotlib
 from tests.test_bench import CPU, Ticks
 
 ONE = Ceilings(1.0, 1.0)  # a terabyte, or 1e12 operations, a second
@@ -374,41 +373,8 @@ def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys,
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-class Figure:
-    """Matplotlib's, as far as it is used; keeps what is drawn."""
-
-    drawn: list
-
-    def __init__(self, **_):
-        Figure.drawn = []
-
-    def suptitle(self, text):
-        Figure.drawn.append(text)
-
-    def subplots(self, rows, columns, **_):
-        def axes():
-            return SimpleNamespace(
-                plot=lambda x, y, label, **_: Figure.drawn.append((label, x, y)),
-                scatter=lambda x, y, label, **_: Figure.drawn.append((label, x, y)),
-                set=lambda title, **_: Figure.drawn.append(title),
-                set_xlabel=lambda text: None,
-                legend=lambda **_: None,
-            )
-
-        grid = np.empty((rows, columns), dtype=object)
-        grid[:, 0] = [axes() for _ in range(rows)]
-        return grid
-
-    def savefig(self, path, **_):
-        path.write_text("picture")
-
-
 def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, monkeypatch):
-    module = ModuleType("matplotlib.figure")
-    module.Figure = Figure
-    monkeypatch.setattr(plot, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
+    install_matplotlib(monkeypatch)
     slow = replace(ROW, batch_size=1, tb_per_s=2.0, tflop_per_s=10.0)
     fake_gpu += [replace(ROW, tb_per_s=2.0), slow, replace(ROW, kernel="torch", heads=64), replace(ROW, tb_per_s=0.0)]
     path = tmp_path / "kernels.svg"

@@ -107,8 +107,9 @@ def test_what_a_fused_planner_leaves_as_it_was_is_no_difference(monkeypatch: pyt
     subject = Subject(get_backend("fa3"), "torch", "cpu")
     monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
-    is_tree = lambda case: (case.kind, case.topk > 1, case.page_size) == (StepKind.TARGET_VERIFY, True, 4)  # noqa: E731
-    row = run_case(subject, next(filter(is_tree, selected_cases(subject, "graph.equals_eager"))))
+    wanted = (StepKind.TARGET_VERIFY, True, 4)
+    cases = selected_cases(subject, "graph.equals_eager")
+    row = run_case(subject, next(each for each in cases if (each.kind, each.topk > 1, each.page_size) == wanted))
     assert row.status is Outcome.PASS, row.reason
 
 

@@ -121,12 +121,20 @@ def _makers(
     """Mode, kernel, and what makes its ways of a batch."""
     for kernel in kernels:
         for mode in PLANNERS:
-            made = cache(partial(build, mode, backend, kernel, tables, bench))
-            yield mode, kernel.name, lambda batch, mode=mode, made=made: ours(mode, made(), batch, bench)  # type: ignore[misc]
+            yield (
+                mode,
+                kernel.name,
+                _on_one_backend(mode, cache(partial(build, mode, backend, kernel, tables, bench)), bench),
+            )
         if kernel.name in VENDOR_PLANS:
             yield "vendor", kernel.name, partial(vendors, kernel)
     if backend.name in sglang.BACKENDS:
         yield "sglang", "", partial(_sglangs, backend)
+
+
+def _on_one_backend(mode: str, built: Callable[[], AttentionBackend], bench: Bench) -> Callable[[Batch], list[Way]]:
+    """built: the same backend for every batch."""
+    return lambda batch: ours(mode, built(), batch, bench)
 
 
 def build(mode: str, backend: type[AttentionBackend], kernel: Kernel, tables: Tables, bench: Bench) -> AttentionBackend:
