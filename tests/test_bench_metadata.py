@@ -231,6 +231,22 @@ def test_all_sizes_take_turns_and_none_is_counted_before_all_are_timed(bench, mo
     assert order == [*timed, *timed, *["counted"] * 8]
 
 
+def test_each_time_is_that_of_its_own_way(bench, monkeypatch):
+    monkeypatch.setattr(metadata, "take_host_turns", lambda works, *_: [float(number) for number in range(len(works))])
+    problems = [Problem(get_backend("fa3"), batch_of().tables)]
+    rows = [row for row in measure_metadata(problems, [1, 2], [100], bench) if isinstance(row, MetadataRow)]
+    assert [row.host_us for row in rows if row.phase != CYCLE] == [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]
+    assert bench.calibration_us == [6, 13]
+
+
+def test_one_backend_of_a_mode_plans_for_all_sizes(bench, monkeypatch):
+    """Static memory for the largest of them, once."""
+    modes, build_one = [], metadata.build
+    monkeypatch.setattr(metadata, "build", lambda mode, *rest: (build_one(mode, *rest), modes.append(mode))[0])
+    list(measure_metadata([Problem(get_backend("fa3"), batch_of().tables)], [1, 2], [100, 600], bench))
+    assert modes == ["torch", "in_graph"], "the fused planner needs a GPU"
+
+
 def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkeypatch):
     backend = watched("fa3")
     monkeypatch.setattr(backend, "refresh", lambda self, meta: (_ for _ in ()).throw(RuntimeError("broken")))

@@ -121,11 +121,8 @@ def _makers(
     """Mode, kernel, and what makes its ways of a batch."""
     for kernel in kernels:
         for mode in PLANNERS:
-            yield (
-                mode,
-                kernel.name,
-                _on_one_backend(mode, cache(partial(build, mode, backend, kernel, tables, bench)), bench),
-            )
+            built = cache(partial(build, mode, backend, kernel, tables, bench))
+            yield mode, kernel.name, _on_one_backend(mode, built, bench)
         if kernel.name in VENDOR_PLANS:
             yield "vendor", kernel.name, partial(vendors, kernel)
     if backend.name in sglang.BACKENDS:
