@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.errors import CaptureError
 from attn_backends.kernel import Held, Kernel, LayerShape, Workspaces
-from attn_backends.static_memory import StaticMemory, Tenant
+from attn_backends.static_memory import StaticMemory
 from spec_metadata import (
     Arena,
     Bucket,
@@ -67,7 +67,8 @@ class Arenas:
 
     def captured(self, bucket: Bucket | TokenBucket, paging: Paging) -> Arena:
         """The arena of a bucket in static memory, as it was allocated; what else lay in the memory is lost."""
-        self.vacate()
+        self.check()
+        self.memory.let_to(None)
         largest = replace(bucket, bs=self.capacity.max_bs)
         key = (largest, type(paging))
         if key not in self._captured:
@@ -99,12 +100,6 @@ class Arenas:
             self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
         buffers = {**own.view(extent), **self._scratch[kernel.name].view(extent)}
         return Workspaces(Buffers(buffers, extent), held)
-
-    def vacate(self, successor: Tenant | None = None) -> None:
-        """Let the static memory to another; in checking mode, look first what was done to it."""
-        if self.checking:
-            self.check()
-        self.memory.let_to(successor)
 
     def check(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""

@@ -185,10 +185,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         if meta.schedules.needs_lens:
             known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
             lens = self._host_lens(known, meta.step.bs)
-        if not self.memory.is_let_to(tenant):
-            self._arenas.vacate(tenant)
         if self.checking:
+            self._arenas.check()
             tenant.arena.reset()
+        self.memory.let_to(tenant)
         tenant.copy_inputs(step)
         if lens is not None:
             meta.schedules.plan_host(lens)

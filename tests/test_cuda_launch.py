@@ -17,8 +17,8 @@ from attn_backends.kernels import cuda_launch
 DEVICE = torch.device("cuda", 0)
 GRID = (5, 2, 1)
 SIGNATURE = {"lens": "*i32", "stride": "i32", "mask": "constexpr", "into": "*i64", "sizes": ("i32", ("i64", "*i8"))}
-SIZES = [8, 4, 8, 4, 8, 8]  # of the parameters that the signature has
-SCRATCH = [8, 8]
+PLACES = [(0, 8), (8, 4), (16, 8), (24, 4), (32, 8), (40, 8)]  # offset and bytes of the signature's parameters
+SCRATCH = [(48, 8), (56, 8)]
 PLAIN = {
     "global_scratch_size": 0,
     "profile_scratch_size": 0,
@@ -29,26 +29,28 @@ FIXED = (None, 4000, (-7, (2**40, 5000)))  # from `mask` on
 
 
 class Driver:
-    """libcuda as far as it is called; keeps what was launched. sizes: of each parameter that a kernel has."""
+    """libcuda as far as it is called; keeps what was launched. places: of each parameter that a kernel has."""
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.errors, self.has_context, self.launched = sizes, [], True, []
+    def __init__(self, places: list[tuple[int, int]]) -> None:
+        self.places, self.errors, self.has_context, self.launched = places, [], True, []
 
     def cuFuncGetParamInfo(self, function, index, offset, size) -> int:
         assert function.value == 77
         if not self.has_context:
             return 201
-        if index.value >= len(self.sizes):
+        if index.value >= len(self.places):
             return 1
-        size._obj.value = self.sizes[index.value]
+        offset._obj.value, size._obj.value = self.places[index.value]
         return 0
 
-    def cuLaunchKernelEx(self, config, function, places, extra) -> int:
-        assert (function.value, extra) == (77, None)
+    def cuLaunchKernel(self, function, *sizes_stream_and_parameters) -> int:
+        *sizes, stream, pointers, extra = sizes_stream_and_parameters
+        assert (function.value, pointers, len(sizes)) == (77, None, 7)
+        assert [extra[0], extra[2], extra[4]] == [1, 2, None]
+        assert ctypes.c_size_t.from_address(extra[3]).value == sum(self.places[-1])
         types = {4: ctypes.c_int32, 8: ctypes.c_int64}
-        values = [types[size].from_address(place).value for place, size in zip(places, self.sizes, strict=True)]
-        how = config._obj
-        self.launched.append((tuple(how.grid), tuple(how.block), how.num_shared_bytes, how.stream, values))
+        values = [types[size].from_address(extra[1] + offset).value for offset, size in self.places]
+        self.launched.append((sizes, stream.value, values))
         return self.errors.pop(0) if self.errors else 0
 
     def cuGetErrorName(self, error, name) -> int:
@@ -72,11 +74,11 @@ class Kernel:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """One device with a stream 9, and its driver."""
-    found = SimpleNamespace(driver=Driver(SIZES + SCRATCH), stream=9, device=0)
+    found = SimpleNamespace(driver=Driver(PLACES + SCRATCH), stream=9, device=0)
     active = SimpleNamespace(get_current_stream=lambda index: found.stream, get_current_device=lambda: found.device)
     monkeypatch.setattr(cuda_launch.triton.runtime, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(cuda_launch, "_driver", lambda: found.driver)
-    cuda_launch._parameter_sizes.cache_clear()
+    cuda_launch._parameter_places.cache_clear()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return found
 
@@ -89,14 +91,26 @@ def test_a_launch_gives_the_driver_every_parameter(machine: SimpleNamespace) -> 
     launch(2**47 + 8, 4)
     rest = [4000, -7, 2**40, 5000, 0, 0]
     assert machine.driver.launched == [
-        (GRID, (128, 1, 1), 512, 9, [1000, 3, *rest]),
-        (GRID, (128, 1, 1), 512, None, [2**47 + 8, 4, *rest]),
+        ([*GRID, 128, 1, 1, 512], 9, [1000, 3, *rest]),
+        ([*GRID, 128, 1, 1, 512], None, [2**47 + 8, 4, *rest]),
     ]
 
 
-@pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES[:-1], 4, *SCRATCH], [*SIZES, 4], [*SIZES, 8, 8, 8], []])
-def test_a_kernel_of_other_parameters_is_launched_by_triton(machine: SimpleNamespace, sizes: list[int]) -> None:
-    machine.driver, kernel = Driver(sizes), Kernel()
+OTHER_PLACES = {
+    "none are told": [],
+    "fewer": PLACES[:-1],
+    "a smaller one": [*PLACES[:-1], (40, 4), *SCRATCH],
+    "an integer behind": [*PLACES, (48, 4)],
+    "three scratch pointers": [*PLACES, *SCRATCH, (64, 8)],
+    "packed more closely": [(0, 8), (8, 4), (12, 8), (20, 4), (24, 8), (32, 8)],
+}
+
+
+@pytest.mark.parametrize("places", OTHER_PLACES.values(), ids=OTHER_PLACES)
+def test_a_kernel_of_other_parameters_is_launched_by_triton(
+    machine: SimpleNamespace, places: list[tuple[int, int]]
+) -> None:
+    machine.driver, kernel = Driver(places), Kernel()
     cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
     assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
 
@@ -151,7 +165,7 @@ def test_a_new_thread_gets_the_context_of_the_device(machine: SimpleNamespace, m
     machine.driver.errors = [201, 201]
     with pytest.raises(RuntimeError, match="201"):
         launch(1000, 3)
-    cuda_launch._parameter_sizes.cache_clear()
+    cuda_launch._parameter_places.cache_clear()
     machine.driver.has_context = False
     cuda_launch.bind_launch(Kernel(), DEVICE, GRID, FIXED)(1000, 3)
     assert len(machine.driver.launched) == 5
@@ -176,7 +190,7 @@ def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, mon
 
 
 COMPILED = """
-import re
+import re, struct
 from types import SimpleNamespace
 import torch, triton
 from triton.backends.compiler import GPUTarget
@@ -195,7 +209,8 @@ def compare(launch, variant, *arguments):
     compiled = launch.kernel.warmup(*arguments, grid=(1, 1, 1), num_warps=4)
     entry = compiled.asm["ptx"].split(".entry")[1].split(")")[0]
     found = [bits[each] for each in re.findall(r"\\.param \\.(\\w+)", entry)]
-    ours = [size for _, size in cuda_launch._flattened(compiled.src.signature.values(), arguments)]
+    codes = [code for _, code in cuda_launch._flattened(compiled.src.signature.values(), arguments)]
+    ours = [struct.calcsize(code) for code in codes]
     assert found[:len(ours)] == ours and set(found[len(ours):]) <= {8}, (found, ours)
     assert cuda_launch._is_plain(compiled.metadata)
     print(len(found) - len(ours))

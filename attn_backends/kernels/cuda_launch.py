@@ -1,10 +1,10 @@
 """Launches of a compiled Triton kernel by the CUDA driver itself, with parameters that were written down beforehand.
 
 Triton parses every argument of every launch, and with forty of them that takes about as long as the launch. Here they
-stand in memory as `cuLaunchKernelEx` takes them, and a launch writes the few that move. The driver says how large the
-parameters of a kernel are (`cuFuncGetParamInfo`, CUDA 12.4). They must be those of its signature, and behind them at
-most two pointers to scratch memory, which Triton 3.6 adds and a kernel that needs none never reads; else Triton
-launches it. Triton's launch hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
+stand in memory as the kernel reads them, which the driver copies whole, and a launch writes the few that move. The
+driver says where the parameters of a kernel lie (`cuFuncGetParamInfo`, CUDA 12.4). They must be those of its signature,
+and behind them at most two pointers to scratch memory, which Triton 3.6 adds and a kernel that needs none never reads;
+else Triton launches it. Triton's launch hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
 """
 
 from __future__ import annotations
@@ -19,24 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
-_NUM_BYTES = {"i32": 4, "i64": 8}  # of a parameter; of a pointer 8
+_CODES = {"i32": "i", "i64": "q"}  # of a parameter, as `struct` calls it; of a pointer "Q"
+_AT, _OF_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
 _NO_CONTEXT = 201  # what the driver answers a thread that has not called CUDA's runtime yet
 
-Parameter = tuple[int, int]
-"""A value, an address or an integer, and its bytes."""
-
-
-class _Config(ctypes.Structure):
-    """`CUlaunchConfig` of cuda.h."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("num_shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("num_attributes", ctypes.c_uint),
-    )
+Parameter = tuple[int, str]
+"""A value, an address or an integer, and the code of its type; "?" of one that is not known."""
 
 
 def bind_launch(
@@ -53,11 +41,13 @@ def bind_launch(
     moving = list(_flattened(types[:num_moving], [0] * num_moving))
     assert len(moving) == num_moving, "a constant is among the arguments that move"
     parameters = [*moving, *_flattened(types[num_moving:], fixed)]
-    found = _parameter_sizes(compiled.function, device)
-    own, scratch = found[: len(parameters)], found[len(parameters) :]
-    if _is_plain(compiled.metadata) and own == tuple(size for _, size in parameters) and scratch in ((), (8,), (8, 8)):
-        values = [_fitting(value, size, compiled.name) for value, size in parameters]
-        launch = _by_driver(compiled, device, grid, [*values, *(0 for _ in scratch)], num_moving)
+    codes = "".join(code for _, code in parameters)
+    found = _parameter_places(compiled.function, device)
+    num_scratch = next((n for n in range(3) if _places(codes + n * "Q") == found), None)
+    if _is_plain(compiled.metadata) and "?" not in codes and num_scratch is not None:
+        values = [_fitting(value, code, compiled.name) for value, code in parameters]
+        layout = struct.Struct(codes + num_scratch * "Q")
+        launch = _by_driver(compiled, device, grid, layout, [*values, *num_scratch * [0]], num_moving)
     else:
         by_triton = compiled[grid]
 
@@ -68,20 +58,27 @@ def bind_launch(
 
 
 def _by_driver(
-    compiled: Any, device: torch.device, grid: tuple[int, int, int], values: Sequence[int], num_moving: int
+    compiled: Any,
+    device: torch.device,
+    grid: tuple[int, int, int],
+    layout: struct.Struct,
+    values: Sequence[int],
+    num_moving: int,
 ) -> Callable[..., None]:
     """Launches with these values, of which the first move."""
-    slots = (ctypes.c_uint64 * len(values))(*values)
-    places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(slots) + 8 * i for i in range(len(values))))
-    threads = 32 * compiled.metadata.num_warps
-    config = _Config(grid=grid, block=(threads, 1, 1), num_shared_bytes=compiled.metadata.shared)
-    given = (ctypes.byref(config), ctypes.c_void_p(compiled.function), places, None)
-    start, index = _driver().cuLaunchKernelEx, device.index
-    get_stream, write = triton.runtime.driver.active.get_current_stream, struct.Struct(f"{num_moving}Q").pack_into
+    memory = ctypes.create_string_buffer(8 + layout.size)  # the size of the parameters, and they
+    struct.pack_into("N", memory, 0, layout.size)
+    layout.pack_into(memory, 8, *values)
+    extra = (ctypes.c_void_p * 5)(_AT, ctypes.addressof(memory) + 8, _OF_SIZE, ctypes.addressof(memory), _END)
+    block, stream = (32 * compiled.metadata.num_warps, 1, 1), ctypes.c_void_p()
+    given = (ctypes.c_void_p(compiled.function), *grid, *block, compiled.metadata.shared, stream, None, extra)
+    start, index = _driver().cuLaunchKernel, device.index
+    get_stream = triton.runtime.driver.active.get_current_stream
+    write = struct.Struct(layout.format[:num_moving]).pack_into
 
     def launch(*moving: int) -> None:
-        write(slots, 0, *moving)
-        config.stream = get_stream(index)
+        write(memory, 8, *moving)
+        stream.value = get_stream(index)
         error = start(*given)
         if error == _NO_CONTEXT:
             _make_context(device)
@@ -113,14 +110,19 @@ def _flattened(types: Any, arguments: Any) -> Iterator[Parameter]:
             yield from _flattened(type_, argument)
         elif type_ != "constexpr":
             value = argument.data_ptr() if isinstance(argument, Tensor) else argument
-            yield value, 8 if type_.startswith("*") else _NUM_BYTES.get(type_, 0)
+            yield value, "Q" if type_.startswith("*") else _CODES.get(type_, "?")
 
 
-def _fitting(value: int, num_bytes: int, kernel: str) -> int:
-    """A value as the eight bytes of its slot, of which an integer of four takes the first."""
-    if num_bytes == 4 and not -(2**31) <= value < 2**31:
+def _fitting(value: int, code: str, kernel: str) -> int:
+    if code == "i" and not -(2**31) <= value < 2**31:
         raise OverflowError(f"{kernel} was compiled for integers of 32 bits, and one is {value}")
-    return value % 2**64
+    return value
+
+
+def _places(codes: str) -> tuple[tuple[int, int], ...]:
+    """Where parameters of these types lie: the offset of each, and its bytes."""
+    sizes = [struct.calcsize(code) for code in codes]
+    return tuple((struct.calcsize(codes[: i + 1]) - size, size) for i, size in enumerate(sizes))
 
 
 def _is_plain(metadata: Any) -> bool:
@@ -130,20 +132,20 @@ def _is_plain(metadata: Any) -> bool:
 
 
 @cache
-def _parameter_sizes(function: int, device: torch.device) -> tuple[int, ...]:
-    """Bytes of each parameter; none where no driver tells: one before CUDA 12.4, or another vendor's."""
+def _parameter_places(function: int, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """Offset and bytes of each parameter; none where no driver tells: one before CUDA 12.4, or another vendor's."""
     try:
         ask = _driver().cuFuncGetParamInfo
     except (OSError, AttributeError):
         return ()
-    offset, size, sizes = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+    offset, size, places = ctypes.c_size_t(), ctypes.c_size_t(), list[tuple[int, int]]()
     place = ctypes.c_void_p(function), ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
     if ask(*place) == _NO_CONTEXT:
         _make_context(device)
     while not ask(*place):  # until there is no such parameter
-        sizes.append(size.value)
+        places.append((offset.value, size.value))
         place[1].value += 1
-    return tuple(sizes)
+    return tuple(places)
 
 
 def _make_context(device: torch.device) -> None:

@@ -133,7 +133,8 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     outputs = (*into, *constants)
 
     def bind(like: Step) -> Callable[[Step], None]:
-        given = static if like.kind is StepKind.IDLE else like
+        is_idle = like.kind is StepKind.IDLE
+        given = static if is_idle else like
         lens, loc, paging = given.seq_lens, given.out_cache_loc, given.paging.static_input()
         (lens_stride,), (loc_stride,), strides = lens.stride(), loc.stride(), paging.stride()
         mask_strides = (0, 0, 0) if given.tree_mask is None else given.tree_mask.stride()
@@ -145,7 +146,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
 
         def fill(step: Step) -> None:
             nonlocal direct
-            source = static if step.kind is StepKind.IDLE else step
+            source = static if is_idle else step
             lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
             paging = source.paging.static_input()
             if direct is None:

@@ -3,7 +3,8 @@
     python -m tests.gpu.planners --json FILE [--batches N]
 
 Every batch must be equal in every integer that a planner must write, and hold in all others what it held. A row counts
-the batches of a planner and kind of step, and those that differ; the command exits with 1 if one does.
+the batches of a planner and kind of step, those that differ, and those that the driver launched too (`cuda_launch`);
+the command exits with 1 if one differs, or was launched by Triton alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from attn_backends import results
+from attn_backends.kernels import cuda_launch
 from spec_metadata import BlockTable, RequestTable
 from tests.plan_batches import KINDS, PACKED_KINDS, Case
 from tests.planner_laws import FORMS, RINGS, Form, check_equal, check_inputs
@@ -65,30 +67,49 @@ def _copied(kind: str, seed: int, options: dict[str, Any]) -> None:
     check_inputs(case, case.step.bs + seed % 4)
 
 
+class CountedStart:
+    """Takes the place of the driver's launch, and counts."""
+
+    def __init__(self) -> None:
+        driver = cuda_launch._driver()
+        self.number, self._start = 0, driver.cuLaunchKernel
+        driver.cuLaunchKernel = self
+
+    def __call__(self, *arguments: object) -> int:
+        """Launch."""
+        self.number += 1
+        error: int = self._start(*arguments)
+        return error
+
+
 def main() -> int:
-    """Compare all; 1 if a batch differs."""
+    """Compare all; 1 if a batch differs, or was launched by Triton alone."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE")
     parser.add_argument("--batches", type=int, default=500, help="random batches of each planner (%(default)s)")
     arguments = parser.parse_args()
-    compared, differ = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    compared, differ, by_driver = (Counter[tuple[str, str]]() for _ in range(3))
+    start = CountedStart()
     in_turns = list(comparisons(range(arguments.batches)))
     Random(0).shuffle(in_turns)  # small after large, as memory of many sizes is used again
     for what, compare in in_turns:
         compared[what] += 1
+        before = start.number
         try:
             compare()
         except Exception as error:  # the other batches are of interest all the same
             differ[what] += 1
             print(*what, type(error).__name__, str(error)[:500], flush=True)
+        by_driver[what] += start.number > before
     rows = [
-        {"planner": planner, "kind": kind, "batches": number, "differ": differ[planner, kind]}
-        for (planner, kind), number in sorted(compared.items())
+        {"planner": what[0], "kind": what[1], "batches": n, "differ": differ[what], "by_driver": by_driver[what]}
+        for what, n in sorted(compared.items())
     ]
-    print(f"{compared.total()} batches, {differ.total()} differ", flush=True)
+    by_triton = compared.total() - by_driver.total()
+    print(f"{compared.total()} batches, {differ.total()} differ, {by_triton} launched by Triton alone", flush=True)
     command = ["python", "-m", "tests.gpu.planners", "--json", str(arguments.json)]
     results.write(arguments.json, results.head(command, "cuda"), rows)
-    return int(differ.total() > 0 or not rows)
+    return int(differ.total() + by_triton > 0 or not rows)
 
 
 if __name__ == "__main__":
