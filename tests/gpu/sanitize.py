@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 
@@ -142,7 +143,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
     parser.add_argument(
-        "--limit", type=float, default=120, metavar="SECONDS", help="for each path (default: %(default)s)"
+        "--limit",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="for the two paths, side by side (default: %(default)s)",
     )
     parser.add_argument(
         "--path", choices=tuple(PATHS), help="run its cases here, without memcheck, and write bare rows"
@@ -151,11 +156,10 @@ def main() -> int:
     if args.path:
         args.json.write_text(json.dumps(list(run_cases(args.path, args.limit))))
         return 0
-    rows: list[dict] = []
-    logs: dict[str, str] = {}
-    for path in PATHS:
-        found, logs[path] = under_memcheck(path, args.limit)
-        rows += found
+    with ThreadPoolExecutor() as side_by_side:
+        found = list(side_by_side.map(lambda path: under_memcheck(path, args.limit), PATHS))
+    rows = [row for own, _ in found for row in own]
+    logs = {path: log for path, (_, log) in zip(PATHS, found, strict=True)}
     errors = [error for log in logs.values() for error in memory_errors(log)]
     status, reason = verdict(rows, errors, logs)
     head = results.head(("python", "-m", "tests.gpu.sanitize", *sys.argv[1:]), "cuda")
