@@ -32,7 +32,7 @@ from attn_backends.kernel import Kernel, LayerShape, Schedules
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
-from attn_backends.planners import bind_inputs, choose_planner, is_fused
+from attn_backends.planners import bind_inputs, choose_planner
 from attn_backends.selection import Workload, choose_kernels
 from attn_backends.static_memory import StaticMemory, Tenant
 from spec_metadata import (
@@ -275,7 +275,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
-        write = self.bind_fused(step, buffers) if is_fused(self.planner, step) else self._bind_torch(step, buffers)
+        write = self.bind_fused(step, buffers) if self.planner.is_fused else self._bind_torch(step, buffers)
         write()
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket

@@ -10,7 +10,7 @@ import torch
 from attn_backends import providers
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.static_memory import CopyInputs
-from spec_metadata import BoundedQuery, Step, copy_step
+from spec_metadata import Step, copy_step
 
 PLANNERS = ("auto", "torch", "fused")
 
@@ -22,6 +22,11 @@ class Planner:
     name: str
     reason: str
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether it plans a phase in one launch."""
+        return self.name == "fused"
+
 
 def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: bool) -> Planner:
     """The planner of a backend on a device. owner: the backend's name. has_fused: whether it declares a fused one."""
@@ -31,25 +36,18 @@ def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: b
         return Planner("torch", "asked for")
     reasons = providers.runs_on_triton(device) if has_fused else [f"{owner} declares none"]
     if not reasons:
-        why = {"fused": "asked for", "auto": "one launch a phase, but for packed rows in a graph"}
+        why = {"fused": "asked for", "auto": "one launch a phase"}
         return Planner("fused", why[asked])
     if asked == "fused":
         raise BackendUnavailableError(f"the fused planner of {owner}", reasons, "Take planner='torch' or 'auto'.")
     return Planner("torch", f"no fused planner: {'; '.join(reasons)}")
 
 
-def is_fused(planner: Planner, step: Step) -> bool:
-    """Whether a step is planned by one launch. A graph's packed rows, of which the device alone knows the lengths, are
-    planned by the definition.
-    """
-    return planner.name == "fused" and not isinstance(step.query, BoundedQuery)
-
-
 def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
     """A step -> what fills a static step from raw inputs of that one's layout, padded; in one launch too where the
     planner is fused.
     """
-    if is_fused(planner, static) and static.device.type == "cuda":
+    if planner.is_fused and static.device.type == "cuda":
         from attn_backends.kernels import triton_inputs  # Triton is imported by those that run it
 
         return triton_inputs.bind_inputs(static)

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from spec_metadata import (
     BlockTable,
+    Bucket,
     CacheGeometry,
     Capacity,
     PackedQuery,
     Paging,
     RequestTable,
     Step,
+    TokenBucket,
     UniformQuery,
     pad_step,
 )
@@ -70,7 +72,7 @@ class Case:
         self.paging = self._paging(form)
         self.step = self._step()
         if pad:
-            self.step = pad_step(self.step, self.step.bucket(self.bs + pad), self.capacity)
+            self.step = pad_step(self.step, self.bucket(pad), self.capacity)
 
     def _length(self) -> int:
         """Committed tokens, often around an edge."""
@@ -95,7 +97,8 @@ class Case:
 
     def _step(self) -> Step:
         lens, width = self._tensor(self.lens, self.dtype), self.widths[0]
-        query = PackedQuery.of(self.widths, self.device)
+        query = PackedQuery.of(self.widths)
+        query = replace(query, cu_seqlens=self._tensor(query.cu_seqlens, torch.int32))
         sees = [[[i == j or self.rng.random() < 0.5 for i in range(width)] for j in range(width)] for _ in self.lens]
         mask = torch.tensor(sees, device=self.device).transpose(1, 2)
         match self.kind:
@@ -114,6 +117,12 @@ class Case:
             case _:
                 step = Step.draft_extend(query, lens, self.paging)
         return replace(step, out_cache_loc=self._tensor(step.out_cache_loc, self.other))
+
+    def bucket(self, num_more: int) -> Bucket | TokenBucket:
+        """One with room for more requests than the step has, and for three packed rows of each of them."""
+        if self.kind in PACKED_KINDS:
+            return TokenBucket(self.step.kind, self.step.bs + num_more, self.step.num_tokens + 3 * num_more)
+        return self.step.bucket(self.step.bs + num_more)
 
     @property
     def causal(self) -> bool:

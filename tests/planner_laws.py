@@ -24,7 +24,7 @@ from spec_metadata import (
 )
 from spec_metadata.plans import block_table, compressed, csr, ragged
 from spec_metadata.plans.compressed import Compression
-from spec_metadata.visibility import leading
+from spec_metadata.visibility import leading, query_starts
 from tests.plan_batches import Case
 
 GARBAGE = 12345
@@ -109,12 +109,11 @@ def launches(case: Case) -> tuple[str, ...]:
     return ("compiled", "bound") if torch.device(case.device).type == "cuda" else ("interpreted",)
 
 
-def check_inputs(case: Case, bs: int, step: Step | None = None) -> None:
+def check_inputs(case: Case, num_more: int, step: Step | None = None) -> None:
     """The static step is `copy_step`'s, in a block table as far as tokens reach; garbage stays behind them."""
     from attn_backends.kernels import triton_inputs  # it imports Triton, which those that call this have
 
-    step = step or case.step
-    bucket = case.step.bucket(bs)
+    step, bucket = step or case.step, case.bucket(num_more)
     extent = Extent.of_bucket(bucket, case.capacity, case.geometry.num_pages)
     specs = input_specs(bucket, case.paging)
     expected, given = (allocate(specs, extent, torch.device(case.device)) for _ in range(2))
@@ -128,7 +127,7 @@ def check_inputs(case: Case, bs: int, step: Step | None = None) -> None:
     assert all(torch.equal(tensor, untouched[name]) for name, tensor in given.items()), "bound, and written"
     masks = {}
     if isinstance(case.paging, BlockTable):
-        num_writes = bucket.width * bucket.num_steps
+        num_writes = query_starts(static).diff() * static.num_steps
         masks["paging"] = leading(-(-(static.seq_lens + num_writes) // case.page_size), extent.max_pages)
     for launch in launches(case):
         fill(step)

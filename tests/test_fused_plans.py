@@ -31,8 +31,6 @@ def _interpreted() -> None:
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "tree" not in kind])
 def test_fused_compressed(kind: str, table: type, pad: int) -> None:
-    if kind in PACKED_KINDS and pad:
-        return
     for seed, (page_size, rings) in enumerate(RINGS.values()):
         check_equal(rings.form, Case(kind, page_size, seed, form=table, pad=pad))
 
@@ -53,7 +51,7 @@ def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FORMS)
 def test_fused_pages(name: str, kind: str, table: type, pad: int) -> None:
-    if kind in PACKED_KINDS and (pad or name == "block_table"):
+    if kind in PACKED_KINDS and name == "block_table":
         return
     for seed, page_size in enumerate(PAGE_SIZES):
         check_equal(FORMS[name], Case(kind, page_size, seed, form=table, pad=pad))
@@ -99,21 +97,24 @@ def test_an_idle_step_has_ends_alone(form: Form) -> None:
 
 @pytest.mark.parametrize("pad", [0, 1])
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
-@pytest.mark.parametrize("kind", UNIFORM_KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_copied_inputs(kind: str, table: type, pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pad: whether the step brings padding of its own."""
+    """pad: whether the step brings padding of its own; a packed one has none."""
+    if kind in PACKED_KINDS and pad:
+        return
     for seed, page_size in enumerate(PAGE_SIZES):
         monkeypatch.setattr(interpreted("triton_inputs", "_copy_inputs"), "_BLOCK", (4, 256)[seed % 2])
         case = Case(kind, page_size, seed, form=table, pad=pad, context=40)
-        for bs in (case.step.bs, case.step.bs + 3):
-            check_inputs(case, bs)
+        for num_more in (0, 3):
+            check_inputs(case, num_more)
 
 
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
-def test_inputs_of_an_idle_step_are_padding(table: type) -> None:
-    case, other = Case("verify tree", 16, 0, form=table), Case("decode", 4, 0)
+@pytest.mark.parametrize("kind", ["verify tree", "packed extend"])
+def test_inputs_of_an_idle_step_are_padding(kind: str, table: type) -> None:
+    case, other = Case(kind, 16, 0, form=table), Case("decode", 4, 0)
     idle = Step.idle(other.paging.on_static(other.paging.static_input()[:0]))
-    check_inputs(case, case.bs, idle)
+    check_inputs(case, 0, idle)
 
 
 def elsewhere(tensor: torch.Tensor | None) -> torch.Tensor | None:

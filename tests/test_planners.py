@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
     ("asked", "has_fused", "runs", "name", "reason"),
     [
         ("torch", True, True, "torch", "asked for"),
-        ("auto", True, True, "fused", "one launch a phase, but for packed rows in a graph"),
+        ("auto", True, True, "fused", "one launch a phase"),
         ("fused", True, True, "fused", "asked for"),
         ("auto", True, False, "torch", "no fused planner: no GPU"),
         ("auto", False, True, "torch", "no fused planner: mine declares none"),

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from attn_backends.kernels.devices import on_its_device
-from spec_metadata import BoundedQuery, Buffers, PackedQuery, RequestTable, Step, StepKind, UniformQuery
+from spec_metadata import Buffers, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.block_table import BLOCK_TABLE
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
@@ -134,8 +134,7 @@ class _Repeated:
 
 def _inputs(step: Step) -> tuple[Tensor | None, ...]:
     """seq_lens, num_real, query_starts of a packed query, out_cache_loc, table, and rows of a request table."""
-    assert not isinstance(step.query, BoundedQuery), "a graph's packed rows are planned by the definition"
-    starts = step.query.cu_seqlens if isinstance(step.query, PackedQuery) else None
+    starts = None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens
     rows = step.paging.rows if isinstance(step.paging, RequestTable) else None
     return step.seq_lens, step.num_real, starts, step.out_cache_loc, step.paging.table, rows
 

@@ -7,32 +7,63 @@ reads what lies behind them, and at a long context that would take longer than a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
 from attn_backends.kernels.triton_plan import number
-from spec_metadata import BlockTable, Step, StepKind
+from spec_metadata import BlockTable, Step, StepKind, UniformQuery
 
 _BLOCK = 256
 _MOST_PROGRAMS = 2048
 
 
 class StaticSizes(NamedTuple):
-    """Of a static step. num_writes: slots of a request. num_columns, paging_stride: of a block table."""
+    """Of a static step. num_writes: slots of a request, if all have as many. num_rows, max_real: of packed rows.
+    num_columns, paging_stride: of a block table.
+    """
 
     width: int
     num_writes: int
+    num_rows: int
+    max_real: int
     page_size: int
     num_columns: int
     paging_stride: int
     reserved_page: int
     reserved_row: int
+
+
+@triton.jit
+def _first_write(given_starts, starts_stride, bs, request, sizes):
+    """First write slot of a request: packed ones start where they are said to, then come requests without a row, and
+    then those that have what is left.
+    """
+    if given_starts is None:
+        return request * number(sizes.num_writes)
+    else:
+        place = tl.minimum(request, bs)
+        given = tl.load(given_starts + place * starts_stride, mask=place > 0, other=0)
+        left_over = tl.maximum(request - number(sizes.max_real), 0) * number(sizes.width)
+        return tl.minimum(given + left_over, number(sizes.num_rows))
+
+
+@triton.jit
+def _copy_slots(given, stride, num_given, into, begin, end, sizes, BLOCK: tl.constexpr):
+    """The write slots of a request; behind the given ones those of the reserved page, walked round and round."""
+    part, num_parts, page_size = tl.program_id(1), tl.num_programs(1), number(sizes.page_size)
+    for start in range(begin + part * BLOCK, end, num_parts * BLOCK):
+        write = start + tl.arange(0, BLOCK)
+        is_given = (write < num_given) & (write < end)
+        slots = tl.load(given + write.to(tl.int64) * stride, mask=is_given, other=0).to(tl.int64)
+        padding = number(sizes.reserved_page).to(tl.int64) * page_size + (write - num_given) % page_size
+        tl.store(into + write, tl.where(is_given, slots, padding), mask=write < end)
 
 
 @triton.jit
@@ -63,8 +94,10 @@ def _copy_inputs(
     out_cache_loc,
     paging,
     tree_mask,
+    given_starts,
     seq_stride,
     loc_stride,
+    starts_stride,
     paging_stride,
     column_stride,
     mask_stride,
@@ -77,29 +110,29 @@ def _copy_inputs(
     static_loc,
     static_paging,
     static_mask,
+    static_starts,
     sizes,
     HAS_COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All inputs of a request; a padded one commits nothing and writes to the reserved page, walked round and round.
+    """All inputs of a request; a padded one commits nothing and writes to the reserved page.
 
-    paging: rows of a table of slots, or a block table if it has columns, num_given of them. tree_mask, static_mask:
-    None where a step has none.
+    paging: rows of a table of slots, or a block table if it has columns, num_given of them. tree_mask, static_mask,
+    given_starts (of packed rows), static_starts: None where a step has none.
     """
-    request, part = tl.program_id(0), tl.program_id(1)
-    real, num_writes, page_size = request < bs, number(sizes.num_writes), number(sizes.page_size)
+    request, part, real = tl.program_id(0), tl.program_id(1), tl.program_id(0) < bs
+    begin = _first_write(given_starts, starts_stride, bs, request, sizes)
+    end = _first_write(given_starts, starts_stride, bs, request + 1, sizes)
+    num_slots = _first_write(given_starts, starts_stride, bs, bs, sizes)
+    _copy_slots(out_cache_loc, loc_stride, num_slots, static_loc, begin, end, sizes, BLOCK)
     committed = tl.load(seq_lens + request * seq_stride, mask=real, other=0).to(tl.int32)
     if part == 0:
         if request == 0:
             tl.store(static_num_real, tl.load(num_real).to(tl.int32))
         tl.store(static_lens + request, committed)
-        for start in range(0, num_writes, BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            write, live = request * num_writes + place, place < num_writes
-            padding = number(sizes.reserved_page).to(tl.int64) * page_size + (write - bs * num_writes) % page_size
-            given = out_cache_loc + write.to(tl.int64) * loc_stride
-            slots = tl.load(given, mask=live & real, other=0).to(tl.int64)
-            tl.store(static_loc + write, tl.where(real, slots, padding), mask=live)
+        if static_starts is not None:
+            tl.store(static_starts + request, begin)
+            tl.store(static_starts + request + 1, end)
         if tree_mask is not None:
             node = tree_mask + request.to(tl.int64) * mask_stride
             mask = static_mask + request * number(sizes.width) * number(sizes.width)
@@ -109,10 +142,10 @@ def _copy_inputs(
             row = tl.load(paging + request * paging_stride, mask=real, other=0).to(tl.int64)
             tl.store(static_paging + request, tl.where(real, row, number(sizes.reserved_row)))
     else:
-        end = tl.minimum(tl.cdiv(committed + num_writes, page_size), number(sizes.num_columns))
+        num_pages = tl.minimum(tl.cdiv(committed + end - begin, number(sizes.page_size)), number(sizes.num_columns))
         into = static_paging + request.to(tl.int64) * number(sizes.paging_stride)
         row, num_given = paging + request.to(tl.int64) * paging_stride, tl.where(real, num_given, 0)
-        _copy_pages(row, column_stride, num_given, into, end, number(sizes.reserved_page), BLOCK)
+        _copy_pages(row, column_stride, num_given, into, num_pages, number(sizes.reserved_page), BLOCK)
 
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
@@ -120,47 +153,75 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     what fills it from steps of that one's types, shapes and strides. A step's tensors lie on one device, so an address
     will do.
     """
-    table, geometry, mask = static.paging.static_input(), static.paging.geometry, static.tree_mask
-    has_columns = isinstance(static.paging, BlockTable)
-    num_columns = table.shape[1] if has_columns else 1
-    num_parts = max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // static.bs))
+    table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
+    num_columns, starts = table.shape[1] if has_columns else 1, _starts(static)
+    num_writes = static.num_writes // static.bs if starts is None else static.num_writes
+    num_parts = max(1, min(triton.cdiv(max(num_columns, num_writes), _BLOCK), _MOST_PROGRAMS // static.bs))
     launch = Launch(_copy_inputs, static.device, (static.bs, num_parts, 1))
-    num_writes, reserved = static.num_writes // static.bs, (geometry.reserved_page, geometry.reserved_row)
-    sizes = StaticSizes(static.width, num_writes, geometry.page_size, num_columns, table.stride(0), *reserved)
-    constants = (opaque(sizes), has_columns, _BLOCK)
-
-    into = (static.seq_lens, static.num_real, static.out_cache_loc, table, None if mask is None else _as_bytes(mask))
-    outputs = (*into, *constants)
+    nodes = None if static.tree_mask is None else _as_bytes(static.tree_mask)
+    into = (static.seq_lens, static.num_real, static.out_cache_loc, table, nodes, starts)
+    outputs = (*into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns, _BLOCK)
 
     def bind(like: Step) -> Callable[[Step], None]:
         is_idle = like.kind is StepKind.IDLE
         given = static if is_idle else like
-        lens, loc, paging = given.seq_lens, given.out_cache_loc, given.paging.static_input()
-        (lens_stride,), (loc_stride,), strides = lens.stride(), loc.stride(), paging.stride()
-        mask_strides = (0, 0, 0) if given.tree_mask is None else given.tree_mask.stride()
-        bs, num_given = like.seq_lens.shape[0], paging.shape[-1]
-        layout = (lens_stride, loc_stride, strides[0], strides[-1], *mask_strides, bs, num_given)
-        variant = lens.dtype, loc.dtype, paging.dtype
-        fixed = (*layout, *outputs) if mask is not None else (None, *layout, *outputs)
-        direct = launch.bind(variant, fixed)
+        inputs, bs = (given.seq_lens, given.out_cache_loc, given.paging.static_input()), like.seq_lens.shape[0]
+        layout = (*_strides_of(given), bs, inputs[-1].shape[-1])
+        variant = tuple(each.dtype for each in inputs)
+        fixed = (None,) * (2 if nodes is None else 1) + (*layout, *outputs)
+        direct = None if starts is not None else launch.bind(variant, fixed)
 
         def fill(step: Step) -> None:
             nonlocal direct
             source = static if is_idle else step
-            lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
+            lens, real, loc, mask = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
             paging = source.paging.static_input()
-            if direct is None:
-                inputs = (lens, real, loc, paging, None if nodes is None else _as_bytes(nodes))
-                launch.compile(variant, *inputs, *layout, *outputs)
+            if starts is not None:  # a packed step is bound anew each time, and its launch would be
+                _launch(lens, launch, variant, real, loc, paging, None, _starts(source), *layout, *outputs)
+            elif direct is None:
+                masks = (None if mask is None else _as_bytes(mask), None)
+                launch.compile(variant, lens, real, loc, paging, *masks, *layout, *outputs)
                 direct = launch.bind(variant, fixed)
-            elif nodes is None:
+            elif mask is None:
                 direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr())
             else:
-                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), nodes.data_ptr())
+                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), mask.data_ptr())
 
         return fill
 
     return bind
+
+
+@on_its_device
+def _launch(lens: Tensor, launch: Launch, variant: Hashable, *arguments: Any) -> None:
+    launch(variant, lens, *arguments)
+
+
+def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
+    geometry = static.paging.geometry
+    return StaticSizes(
+        width=static.width,
+        num_writes=num_writes,
+        num_rows=static.num_writes,
+        max_real=static.max_real,
+        page_size=geometry.page_size,
+        num_columns=num_columns,
+        paging_stride=static.paging.static_input().stride(0),
+        reserved_page=geometry.reserved_page,
+        reserved_row=geometry.reserved_row,
+    )
+
+
+def _strides_of(step: Step) -> tuple[int, ...]:
+    """Of lengths, slots, starts, what a table gives, and masks, as the kernel takes them."""
+    starts, paging = _starts(step), step.paging.static_input().stride()
+    own = (step.seq_lens.stride(0), step.out_cache_loc.stride(0), 0 if starts is None else starts.stride(0))
+    return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
+
+
+def _starts(step: Step) -> Tensor | None:
+    """First rows of packed requests, and the end."""
+    return None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class StepSizes(NamedTuple):
     """
 
     seq_stride: int
+    starts_stride: int
     loc_stride: int
     table_stride: int
     column_stride: int
@@ -69,7 +70,10 @@ def number(hidden):
 def first_row(given_starts, step, request):
     """First query row of requests, and from `bs` on the end. given_starts: of a packed query, else None."""
     place = tl.minimum(request, number(step.bs))
-    return place * number(step.width) if given_starts is None else tl.load(given_starts + place)
+    if given_starts is None:
+        return place * number(step.width)
+    else:
+        return tl.load(given_starts + place * number(step.starts_stride))
 
 
 @triton.jit
@@ -230,9 +234,9 @@ def step_sizes(
     *counts: int,
 ) -> StepSizes:
     """The sizes of a step as kernels take them. counts: those behind `bs`."""
-    rows_stride = 0 if rows is None else rows.stride(0)
-    strides = (seq_lens.stride(0), out_cache_loc.stride(0), table.stride(0), table.stride(1), rows_stride)
-    return opaque(StepSizes(*strides, seq_lens.shape[0], *counts))
+    starts_stride, rows_stride = (0 if each is None else each.stride(0) for each in (query_starts, rows))
+    strides = (seq_lens.stride(0), starts_stride, out_cache_loc.stride(0), table.stride(0), table.stride(1))
+    return opaque(StepSizes(*strides, rows_stride, seq_lens.shape[0], *counts))
 
 
 def types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
