@@ -262,6 +262,15 @@ def test_one_way_that_raises_is_listed_and_the_others_are_measured(bench, monkey
     assert {row.mode for row in measured if isinstance(row, MetadataRow)} == {"torch"}
 
 
+def test_a_way_that_raises_when_it_runs_is_listed_too(bench, monkeypatch):
+    backend = watched("fa3")
+    monkeypatch.setattr(backend, "replay", lambda self, meta, step: (_ for _ in ()).throw(RuntimeError("broken")))
+    measured = list(measure_metadata([Problem(backend, batch_of().tables)], [1], [100], bench))
+    failed = [(each.case, each.reason) for each in measured if isinstance(each, Missing) and each.failed]
+    assert failed == [("torch, batch 1, context 100, page size 64, topk 1", "RuntimeError: broken")]
+    assert {row.mode for row in measured if isinstance(row, MetadataRow)} == {"in_graph"}
+
+
 def test_a_backend_without_a_cycle_is_listed(bench, monkeypatch):
     backend = watched("dsv4")
     monkeypatch.setattr(backend, "kernels", ())
