@@ -1,12 +1,9 @@
-"""Every backend, step kind and path against a float64 oracle that works from tokens; and what backends refuse."""
+"""Every backend, step kind and path against a float64 oracle that works from tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,30 +14,18 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.base import AttentionBackend
-from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
-from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
-from attn_backends.conformance.worlds import MAX_BS, Setup, World, capacity_of, view_of
-from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
-from attn_backends.metadata import ForwardMetadata, Metadata
-from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery, copy_step
-from tests.checks import check_eager, check_identical, check_outputs, check_replay
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import MAX_BS, Setup, World, capacity_of
+from spec_metadata import BlockTable, RequestTable, Step, StepKind, copy_step
+from tests.backend_worlds import BACKENDS, GRAPH_KINDS, KV, LATENT, MID, assert_refused, ready
+from tests.checks import check_eager, check_outputs, check_replay
 
-KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
-BACKENDS = [
-    (FlashInferMLABackend, LATENT, (1, 4, 16, 64)),
-    (TrtllmMLABackend, LATENT, (32, 64)),
-    (FA3Backend, KV, (1, 4, 16, 64)),
-    (FA3Backend, LATENT, (1, 16)),
-    (ReferenceBackend, KV, (1, 16)),
-    (ReferenceBackend, LATENT, (4,)),
-]
 SETUPS = [
     Setup(backend, format, page_size, topk, block_table=bool(index % 2) ^ (topk > 1))
     for backend, format, page_sizes in BACKENDS
     for index, page_size in enumerate(page_sizes)
     for topk in (1, 3)
 ]
-GRAPH_KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
 
 
 def around_pages(setup: Setup) -> tuple[int, ...]:
@@ -232,167 +217,6 @@ def freeze_second_copy(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.setattr(planners, "copy_step", copy_but_one)
 
 
-@contextmanager
-def nothing_written(world: World, meta: Metadata | None = None) -> Iterator[None]:
-    """Inside, neither the cache nor captured buffers may change."""
-    tensors = [world.memory, *(meta.buffers.values() if meta else ())]
-    before = [tensor.clone() for tensor in tensors]
-    yield
-    for tensor, old in zip(tensors, before, strict=True):
-        check_identical("memory", tensor, old)
-
-
-def assert_refused(world: World, batch: Batch, reason: str) -> None:
-    """An eager step that is refused for a reason, with nothing written."""
-    scene = Scene(world, batch)
-    scene.reset_memory()
-    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
-        world.backend.init_forward_metadata(scene.step())
-
-
-def captured(world: World, kind: StepKind, bs: int = 2) -> Metadata:
-    """Captured metadata that describes a batch."""
-    meta = world.backend.capture(world.capacity.bucket(kind, bs), world.paging())
-    world.backend.replay(meta, Scene(world, Batch(kind, (5, 3))).step())
-    return meta
-
-
-MID = [Setup(backend, format, 32) for backend, format, _ in BACKENDS]
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_captured_graph_refuses_packed_draft_extend(setup: Setup) -> None:
-    world = World(setup)
-    meta = captured(world, StepKind.DRAFT_EXTEND)
-    step = Scene(world, Batch(StepKind.DRAFT_EXTEND, (5, 3), (4, 4))).step()
-    for call in (world.backend.replay, world.backend.copy_inputs):
-        with (
-            nothing_written(world, meta),
-            pytest.raises(UnsupportedStepError, match=r"packed query \(lengths \(4, 4\)"),
-        ):
-            call(meta, step)
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_captured_graph_refuses_what_it_was_not_captured_for(setup: Setup) -> None:
-    world = World(setup)
-    meta = captured(world, StepKind.TARGET_VERIFY)
-    step = Scene(world, Batch(StepKind.TARGET_VERIFY, (5, 3))).step()
-    other_table = RequestTable(world.table.clone(), torch.tensor([0, 2]), world.geometry)
-    pages = BlockTable(torch.zeros(2, world.capacity.max_pages, dtype=torch.int32), world.geometry)
-    mask = torch.eye(4, dtype=torch.bool).expand(2, -1, -1)
-    slots = step.out_cache_loc
-    misfits = {
-        "width=4.*width=3": Step.target_verify(3, step.seq_lens, step.paging, slots[:6]),
-        "target_verify.*draft_extend": Step.draft_extend(UniformQuery(4), step.seq_lens, step.paging, slots),
-        "tree": Step.target_verify(4, step.seq_lens, step.paging, slots, tree_mask=mask),
-        "brings another one": Step.target_verify(4, step.seq_lens, other_table, slots),
-        "has a BlockTable": Step.target_verify(4, step.seq_lens, pages, slots),
-        "for 2 requests, the step has 3": Scene(world, Batch(StepKind.TARGET_VERIFY, (1, 2, 3))).step(),
-    }
-    for reason, misfit in misfits.items():
-        with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match=reason) as error:
-            world.backend.replay(meta, misfit)
-        assert "run the step eagerly" in str(error.value)
-
-
-def test_captured_draft_refuses_another_depth() -> None:
-    world = World(Setup(FA3Backend, KV, 4))
-    meta = captured(world, StepKind.DRAFT_DECODE)
-    step = Step.draft_decode(1, 2, torch.tensor([3, 4]), world.paging(torch.tensor([0, 2])))
-    with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match=r"num_steps=3.*num_steps=2"):
-        world.backend.replay(meta, step)
-
-
-def test_replay_takes_captured_metadata_only() -> None:
-    world = World(Setup(FA3Backend, KV, 4))
-    step = Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
-    meta = world.backend.init_forward_metadata(step)
-    with nothing_written(world, meta), pytest.raises(CaptureError, match="eager"):
-        world.backend.replay(meta, step)
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, *GRAPH_KINDS])
-def test_page_size_that_a_backend_lacks(page_size: int, kind: StepKind) -> None:
-    world = World(Setup(TrtllmMLABackend, LATENT, page_size))
-    widths = (2, 1) if kind is StepKind.PREFILL else ()
-    assert_refused(world, Batch(kind, (5, 3), widths), f"page size {page_size} .it takes 32, 64")
-    if kind is not StepKind.PREFILL:
-        with pytest.raises(UnsupportedStepError, match=f"page size {page_size}"):
-            world.backend.capture(world.capacity.bucket(kind, 2), world.paging())
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_more_requests_than_the_capacity(setup: Setup) -> None:
-    world = World(setup)
-    lens = torch.ones(MAX_BS + 1, dtype=torch.int64)
-    rows = torch.tensor([0, 2, 3, 4, 5, 6])
-    with nothing_written(world), pytest.raises(UnsupportedStepError, match=f"max_bs={MAX_BS}"):
-        world.backend.init_forward_metadata(Step.decode(lens, world.paging(rows), torch.arange(MAX_BS + 1)))
-    with pytest.raises(CaptureError, match=f"max_bs={MAX_BS}"):
-        world.backend.capture(world.capacity.bucket(StepKind.DECODE, MAX_BS + 1), world.paging())
-
-
-def test_geometry_that_is_not_the_backends() -> None:
-    world, other = World(Setup(FA3Backend, KV, 16)), World(Setup(FA3Backend, KV, 4))
-    step = Scene(other, Batch(StepKind.DECODE, (5, 3))).step()
-    with nothing_written(world), pytest.raises(UnsupportedStepError, match="a table over CacheGeometry"):
-        world.backend.init_forward_metadata(step)
-    with pytest.raises(UnsupportedStepError, match="page size 16, the cache 4"):
-        FA3Backend(world.capacity, other.geometry)
-
-
-def test_unknown_kernel() -> None:
-    world = World(Setup(FA3Backend, KV, 16))
-    with pytest.raises(BackendUnavailableError, match=r"'flash_attn_4'.*torch"):
-        FA3Backend(world.capacity, world.geometry, kernel="flash_attn_4")
-
-
-def ready(setup: Setup) -> tuple[World, ForwardMetadata, ForwardInputs]:
-    """A decode step of two requests, planned."""
-    world = World(setup)
-    scene = Scene(world, Batch(StepKind.DECODE, (5, 3)))
-    scene.reset_memory()
-    return world, world.backend.init_forward_metadata(scene.step()).at(), scene.inputs()[0]
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [({"window": 4}, "sliding window of 4"), ({"sinks": torch.zeros(3)}, "attention sinks")],
-    ids=["window", "sinks"],
-)
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_layer_extras_that_a_kernel_lacks(setup: Setup, extra: dict[str, Any], reason: str) -> None:
-    check_refused(setup, extra, reason)
-
-
-@pytest.mark.parametrize("extra", [{"k_scale": 0.5}, {"v_scale": 2.0}], ids=["k_scale", "v_scale"])
-@pytest.mark.parametrize("setup", [setup for setup in MID if setup.format is LATENT], ids=str)
-def test_latents_have_one_scale(setup: Setup, extra: dict[str, float]) -> None:
-    check_refused(setup, extra, "which are key and value at once")
-
-
-def check_refused(setup: Setup, extra: dict[str, Any], reason: str) -> None:
-    """A layer with an extra is refused, and nothing written."""
-    world, meta, given = ready(setup)
-    layer = replace(world.layer, **extra)
-    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
-        world.backend.store(given.stored, world.cache, meta, layer)
-    with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
-        world.backend.forward(given.q, world.cache, meta, layer)
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_query_of_another_shape_or_type(setup: Setup) -> None:
-    world, meta, given = ready(setup)
-    for q in (given.q[:1], given.q[:, :1], given.q[..., :1], given.q.flatten(1)):
-        with pytest.raises(UnsupportedStepError, match="q is"):
-            world.backend.forward(q, world.cache, meta, world.layer)
-    with pytest.raises(UnsupportedStepError, match=r"torch\.int32"):
-        world.backend.forward(given.q.int(), world.cache, meta, world.layer)
-
-
 @pytest.mark.parametrize("setup", MID, ids=str)
 def test_autocast_changes_nothing(setup: Setup) -> None:
     world, meta, given = ready(replace(setup, dtype=torch.float32))
@@ -402,53 +226,6 @@ def test_autocast_changes_nothing(setup: Setup) -> None:
             world.backend.store(given.stored, world.cache, meta, world.layer)
             found.append(world.backend.forward(given.q, world.cache, meta, world.layer))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_cache_of_another_geometry_or_format(setup: Setup) -> None:
-    world, meta, given = ready(setup)
-    memory = world.memory
-    caches = {
-        "holds 9 pages": view_of(memory[:9], setup.format),
-        "of 16 tokens": view_of(memory.unflatten(1, (2, 16)).flatten(0, 1), setup.format),
-    }
-    if setup.backend in (FlashInferMLABackend, TrtllmMLABackend):
-        caches["a cache of kv"] = PagedKV(memory[:, :, 0], memory[:, :, 1])
-    for reason, cache in caches.items():
-        with nothing_written(world), pytest.raises(UnsupportedStepError, match=reason):
-            world.backend.store(given.stored, cache, meta, world.layer)
-        with pytest.raises(UnsupportedStepError, match=reason):
-            world.backend.forward(given.q, cache, meta, world.layer)
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_store_refuses_inputs_that_do_not_fit(setup: Setup) -> None:
-    """Fewer rows or heads than the cache takes would be broadcast, silently."""
-    world, meta, given = ready(setup)
-    kv = setup.format is CacheFormat.KV
-    tensors = given.tensors()[1:]
-    kind = KeyValues if kv else Latents
-    wrong = [kind(*(t[:1] for t in tensors)), kind(*(t[..., :1] for t in tensors))]
-    if kv:
-        k, v = tensors
-        wrong += [KeyValues(k[:, :1], v[:, :1]), KeyValues(k, v[..., :5]), Latents(k[:, 0])]
-    else:
-        wrong.append(KeyValues(tensors[0].unsqueeze(1), tensors[0].unsqueeze(1)))
-    for inputs in wrong:
-        with nothing_written(world), pytest.raises(UnsupportedStepError):
-            world.backend.store(inputs, world.cache, meta, world.layer)
-
-
-@pytest.mark.parametrize("setup", MID, ids=str)
-def test_layer_that_is_not_the_caches(setup: Setup) -> None:
-    world, meta, given = ready(setup)
-    heads = world.layer.num_heads
-    layer = replace(world.layer, num_kv_heads=heads)
-    with pytest.raises(UnsupportedStepError):
-        world.backend.forward(given.q, world.cache, meta, layer)
-    layer = replace(world.layer, v_head_dim=world.layer.v_head_dim - 1)
-    with pytest.raises(UnsupportedStepError):
-        world.backend.forward(given.q, world.cache, meta, layer)
 
 
 @pytest.mark.parametrize("block_table", [False, True], ids=["request_table", "block_table"])
