@@ -111,7 +111,7 @@ class Tenant:
 
     def admit(self, step: Step) -> None:
         """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
-        self.copy_inputs = self.bind_inputs(step)
+        self.copy_inputs, self._layout = self.bind_inputs(step), None
         if isinstance(step.query, UniformQuery):
             self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)

@@ -25,6 +25,7 @@ from spec_metadata.query import (
     check_query,
     min_added,
     packed_rows,
+    packed_starts,
 )
 
 
@@ -277,8 +278,7 @@ def _check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: P
     check_query(query, num_steps, bs)
     if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
         raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
-    starts = None if isinstance(query, UniformQuery) else query.cu_seqlens
-    _check_device(seq_lens, table=paging.table, rows=paging.static_input(), cu_seqlens=starts)
+    _check_device(seq_lens, table=paging.table, rows=paging.static_input(), cu_seqlens=packed_starts(query))
 
 
 def _check_device(seq_lens: Tensor, **others: Tensor | None) -> None:

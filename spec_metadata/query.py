@@ -70,6 +70,11 @@ AnyPacked = PackedQuery | BoundedQuery
 AnyQuery = UniformQuery | AnyPacked
 
 
+def packed_starts(query: AnyQuery) -> Tensor | None:
+    """[bs + 1] int32: first query row of each request, and the end; None where all have as many."""
+    return None if isinstance(query, UniformQuery) else query.cu_seqlens
+
+
 def min_added(query: AnyQuery, num_steps: int) -> int:
     """Tokens that every request of a layout writes, at the least."""
     if isinstance(query, UniformQuery):

@@ -124,8 +124,9 @@ def test_a_kernel_that_needs_more_is_launched_by_triton(machine: SimpleNamespace
 
 
 def test_a_type_that_is_not_known_leaves_launches_to_triton(machine: SimpleNamespace) -> None:
-    kernel = Kernel()
-    kernel.src.signature = {**SIGNATURE, "into": "fp32"}
+    """Though the driver says that it takes as many bytes as a truth value, which it would be written as."""
+    machine.driver, kernel = Driver([*PLACES[:2], (12, 1), (16, 4), (24, 8), (32, 8)]), Kernel()
+    kernel.src.signature = {**SIGNATURE, "into": "i8"}
     cuda_launch.bind_launch(kernel, DEVICE, GRID, FIXED)(1000, 3)
     assert (kernel.launched, machine.driver.launched) == ([(GRID, (1000, 3, *FIXED))], [])
 

@@ -95,18 +95,21 @@ def test_an_idle_step_has_ends_alone(form: Form) -> None:
     check_equal(form, case)
 
 
-@pytest.mark.parametrize("pad", [0, 1])
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "pad"), [*((kind, 0) for kind in KINDS), *((kind, 1) for kind in UNIFORM_KINDS)])
 def test_copied_inputs(kind: str, table: type, pad: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """pad: whether the step brings padding of its own; a packed one has none."""
-    if kind in PACKED_KINDS and pad:
-        return
     for seed, page_size in enumerate(PAGE_SIZES):
         monkeypatch.setattr(interpreted("triton_inputs", "_copy_inputs"), "_BLOCK", (4, 256)[seed % 2])
         case = Case(kind, page_size, seed, form=table, pad=pad, context=40)
         for num_more in (0, 3):
             check_inputs(case, num_more)
+
+
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize("kind", PACKED_KINDS)
+def test_packed_rows_of_which_more_are_padding_than_a_request_can_have(kind: str, table: type) -> None:
+    check_inputs(Case(kind, 16, 0, form=table, context=40), 40)
 
 
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
@@ -205,10 +208,12 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
     monkeypatch.setattr(Launch, "compile", look)
     num_launches = 0
     for seed in range(40):
-        kind, table = UNIFORM_KINDS[seed % 3], (RequestTable, BlockTable)[seed % 2]
-        case = Case(kind, PAGE_SIZES[seed % 4], seed, form=table, sizes=(1, 2, 16))
-        for form in (*FORMS.values(), RINGS["small"][1].form)[: 3 + ("tree" not in kind)]:
+        kind, table = [*UNIFORM_KINDS[:3], "packed extend"][seed % 4], (RequestTable, BlockTable)[seed // 4 % 2]
+        case = Case(kind, PAGE_SIZES[seed // 8 % 4], seed, form=table, sizes=(1, 2, 16))
+        forms = [FORMS["ragged"], FORMS["csr"]]
+        forms += [FORMS["block_table"]] * (kind not in PACKED_KINDS) + [RINGS["small"][1].form] * ("tree" not in kind)
+        for form in forms:
             form.bind(case.step, garbage(form.specs, case))()
             num_launches += 1
-        bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
+        bind_inputs(pad_step(case.step, case.bucket(0), case.capacity))(case.step)(case.step)
     assert len(compiled) < num_launches

@@ -21,7 +21,17 @@ from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.conformance.worlds import MAX_BS, Setup, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.static_memory import StaticMemory
-from spec_metadata import BlockTable, Bucket, CacheGeometry, Capacity, Paging, RequestTable, StepKind, pad_step
+from spec_metadata import (
+    BlockTable,
+    Bucket,
+    CacheGeometry,
+    Capacity,
+    Paging,
+    RequestTable,
+    StepKind,
+    TokenBucket,
+    pad_step,
+)
 from tests.checks import check_identical
 
 MB = 2**20
@@ -233,6 +243,20 @@ def test_guards_are_looked_at_before_the_next_phase() -> None:
     lens.as_strided((1,), (1,), lens.storage_offset() + lens.numel()).zero_()
     with pytest.raises(CaptureError, match="seqused_k"):
         world.backend.replay(verify, Scene(world, Batch(StepKind.TARGET_VERIFY, (5, 3))).step())
+    with pytest.raises(CaptureError, match="seqused_k"):
+        capture(world, StepKind.DECODE)
+
+
+def test_an_idle_step_behind_a_packed_one_is_bound_again() -> None:
+    world = world_of(checking=False)
+    meta = world.backend.capture(TokenBucket(StepKind.PREFILL, 4, 12), world.paging())
+    packed = Scene(world, Batch(StepKind.PREFILL, (5, 3), (2, 1))).step()
+    idle = Scene(world, Batch(StepKind.IDLE, ())).step()
+    bound, bind = [], meta.tenant.bind_inputs
+    meta.tenant.bind_inputs = lambda like: bound.append(like) or bind(like)
+    for step in (idle, packed, idle):
+        world.backend.replay(meta, step)
+    assert bound == [idle, packed, idle]
 
 
 def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

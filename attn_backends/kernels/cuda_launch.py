@@ -66,7 +66,7 @@ def _by_driver(
     num_moving: int,
 ) -> Callable[..., None]:
     """Launches with these values, of which the first move."""
-    memory = ctypes.create_string_buffer(8 + layout.size)  # the size of the parameters, and they
+    memory = ctypes.create_string_buffer(8 + layout.size)  # their size, then the parameters
     struct.pack_into("N", memory, 0, layout.size)
     layout.pack_into(memory, 8, *values)
     extra = (ctypes.c_void_p * 5)(_AT, ctypes.addressof(memory) + 8, _OF_SIZE, ctypes.addressof(memory), _END)

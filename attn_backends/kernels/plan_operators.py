@@ -28,6 +28,7 @@ from spec_metadata.plans.block_table import BLOCK_TABLE
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
 from spec_metadata.plans.csr import KV_INDICES
 from spec_metadata.plans.ragged import PAGE_TABLE
+from spec_metadata.query import packed_starts
 
 if TYPE_CHECKING:
     from attn_backends.kernels.triton_launch import Prepared
@@ -134,9 +135,8 @@ class _Repeated:
 
 def _inputs(step: Step) -> tuple[Tensor | None, ...]:
     """seq_lens, num_real, query_starts of a packed query, out_cache_loc, table, and rows of a request table."""
-    starts = None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens
     rows = step.paging.rows if isinstance(step.paging, RequestTable) else None
-    return step.seq_lens, step.num_real, starts, step.out_cache_loc, step.paging.table, rows
+    return step.seq_lens, step.num_real, packed_starts(step.query), step.out_cache_loc, step.paging.table, rows
 
 
 def _pages(

@@ -7,7 +7,7 @@ reads what lies behind them, and at a long context that would take longer than a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,23 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
 from attn_backends.kernels.triton_plan import number
-from spec_metadata import BlockTable, Step, StepKind, UniformQuery
+from spec_metadata import BlockTable, Step, StepKind
+from spec_metadata.query import packed_starts
 
 _BLOCK = 256
 _MOST_PROGRAMS = 2048
 
 
 class StaticSizes(NamedTuple):
-    """Of a static step. num_writes: slots of a request, if all have as many. num_rows, max_real: of packed rows.
-    num_columns, paging_stride: of a block table.
+    """Of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no padding of
+    packed rows. num_columns, paging_stride: of a block table.
     """
 
     width: int
     num_writes: int
-    num_rows: int
     max_real: int
     page_size: int
     num_columns: int
@@ -51,7 +50,7 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
         place = tl.minimum(request, bs)
         given = tl.load(given_starts + place * starts_stride, mask=place > 0, other=0)
         left_over = tl.maximum(request - number(sizes.max_real), 0) * number(sizes.width)
-        return tl.minimum(given + left_over, number(sizes.num_rows))
+        return tl.minimum(given + left_over, number(sizes.num_writes))
 
 
 @triton.jit
@@ -150,51 +149,53 @@ def _copy_inputs(
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one, ->
-    what fills it from steps of that one's types, shapes and strides. A step's tensors lie on one device, so an address
-    will do.
+    what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's tensors lie
+    on one device, so an address will do.
     """
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
-    num_columns, starts = table.shape[1] if has_columns else 1, _starts(static)
+    num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
     num_writes = static.num_writes // static.bs if starts is None else static.num_writes
     num_parts = max(1, min(triton.cdiv(max(num_columns, num_writes), _BLOCK), _MOST_PROGRAMS // static.bs))
     launch = Launch(_copy_inputs, static.device, (static.bs, num_parts, 1))
-    nodes = None if static.tree_mask is None else _as_bytes(static.tree_mask)
-    into = (static.seq_lens, static.num_real, static.out_cache_loc, table, nodes, starts)
+    mask = None if static.tree_mask is None else _as_bytes(static.tree_mask)
+    into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
     outputs = (*into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns, _BLOCK)
 
     def bind(like: Step) -> Callable[[Step], None]:
         is_idle = like.kind is StepKind.IDLE
-        given = static if is_idle else like
-        inputs, bs = (given.seq_lens, given.out_cache_loc, given.paging.static_input()), like.seq_lens.shape[0]
-        layout = (*_strides_of(given), bs, inputs[-1].shape[-1])
-        variant = tuple(each.dtype for each in inputs)
-        fixed = (None,) * (2 if nodes is None else 1) + (*layout, *outputs)
-        direct = None if starts is not None else launch.bind(variant, fixed)
+        given, bs = static if is_idle else like, like.seq_lens.shape[0]
+        tensors = (given.seq_lens, given.out_cache_loc, given.paging.static_input())
+        variant = tuple(each.dtype for each in tensors)
+        fixed = (*_strides_of(given), bs, tensors[-1].shape[-1], *outputs)
+        if starts is not None:
+            return lambda step: _launch_packed(launch, variant, static if is_idle else step, step.num_real, fixed)
+        bound = (None,) * (2 if mask is None else 1) + fixed
+        direct = launch.bind(variant, bound)
 
         def fill(step: Step) -> None:
             nonlocal direct
             source = static if is_idle else step
-            lens, real, loc, mask = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
+            lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
             paging = source.paging.static_input()
-            if starts is not None:  # a packed step is bound anew each time, and its launch would be
-                _launch(lens, launch, variant, real, loc, paging, None, _starts(source), *layout, *outputs)
-            elif direct is None:
-                masks = (None if mask is None else _as_bytes(mask), None)
-                launch.compile(variant, lens, real, loc, paging, *masks, *layout, *outputs)
-                direct = launch.bind(variant, fixed)
-            elif mask is None:
+            if direct is None:
+                masks = (None if nodes is None else _as_bytes(nodes), None)
+                launch.compile(variant, lens, real, loc, paging, *masks, *fixed)
+                direct = launch.bind(variant, bound)
+            elif nodes is None:
                 direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr())
             else:
-                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), mask.data_ptr())
+                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), nodes.data_ptr())
 
         return fill
 
     return bind
 
 
-@on_its_device
-def _launch(lens: Tensor, launch: Launch, variant: Hashable, *arguments: Any) -> None:
-    launch(variant, lens, *arguments)
+def _launch_packed(launch: Launch, variant: Hashable, step: Step, num_real: Tensor, fixed: Sequence[Any]) -> None:
+    """Every packed step has a layout of its own, so that its launch would be bound for one call."""
+    inputs = (step.seq_lens, num_real, step.out_cache_loc, step.paging.static_input(), None, packed_starts(step.query))
+    with torch.cuda.device_of(step.seq_lens):
+        launch(variant, *inputs, *fixed)
 
 
 def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
@@ -202,7 +203,6 @@ def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
     return StaticSizes(
         width=static.width,
         num_writes=num_writes,
-        num_rows=static.num_writes,
         max_real=static.max_real,
         page_size=geometry.page_size,
         num_columns=num_columns,
@@ -214,14 +214,9 @@ def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
 
 def _strides_of(step: Step) -> tuple[int, ...]:
     """Of lengths, slots, starts, what a table gives, and masks, as the kernel takes them."""
-    starts, paging = _starts(step), step.paging.static_input().stride()
+    starts, paging = packed_starts(step.query), step.paging.static_input().stride()
     own = (step.seq_lens.stride(0), step.out_cache_loc.stride(0), 0 if starts is None else starts.stride(0))
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
-
-
-def _starts(step: Step) -> Tensor | None:
-    """First rows of packed requests, and the end."""
-    return None if isinstance(step.query, UniformQuery) else step.query.cu_seqlens
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

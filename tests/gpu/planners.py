@@ -64,8 +64,8 @@ def _planned(
 
 
 def _copied(kind: str, seed: int, options: dict[str, Any]) -> None:
-    case = Case(kind, PAGE_SIZES[seed % 4], seed, **options)
-    check_inputs(case, seed % 4)
+    rng = Random(f"{kind} {seed}")
+    check_inputs(Case(kind, rng.choice(PAGE_SIZES), seed, **options), rng.choice((0, 1, 3, 40)))
 
 
 class CountedStart:
