@@ -217,9 +217,10 @@ def compare(launch, variant, *arguments):
     print(len(found) - len(ours))
 
 Launch.compile = Launch.__call__ = compare
-for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
-    case = Case("verify chain", 256, 0)
-    form.bind(case.step, garbage(form.specs, case))()
+for kind in ("verify chain", "packed extend"):
+    for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
+        case = Case(kind, 256, 0)
+        form.bind(case.step, garbage(form.specs, case))()
 for kind in ("verify chain", "verify tree"):
     case = Case(kind, 16, 0)
     triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
@@ -233,4 +234,4 @@ def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 5, "scratch pointers, of each launch"
+    assert done.stdout.split() == ["2"] * 8, "scratch pointers, of each launch"

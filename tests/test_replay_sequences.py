@@ -30,8 +30,9 @@ from spec_metadata.plans.ragged import specified_ragged
 from spec_metadata.visibility import leading, query_starts
 from tests.triton_interpreter import interpreted
 
-CAPACITY = Capacity(max_bs=4, max_context=21, page_size=4, topk=2, num_steps=3, num_draft_tokens=4)
-GEOMETRY = CacheGeometry(num_pages=2 + 6 * CAPACITY.max_pages, page_size=4, reserved_page=1, reserved_row=0)
+PAGE_SIZE = 4
+CAPACITY = Capacity(max_bs=4, max_context=21, page_size=PAGE_SIZE, topk=2, num_steps=3, num_draft_tokens=4)
+GEOMETRY = CacheGeometry(num_pages=2 + 6 * CAPACITY.max_pages, page_size=PAGE_SIZE, reserved_page=1, reserved_row=0)
 KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.PREFILL]
 INTEGERS = (torch.int32, torch.int64)
 
@@ -43,7 +44,7 @@ class Engine:
         self.rng, self.form = random.Random(0), form
         pages = 2 + torch.randperm(6 * CAPACITY.max_pages, generator=torch.Generator().manual_seed(0))
         self.pages = torch.cat((torch.ones(1, CAPACITY.max_pages, dtype=torch.int64), pages.view(6, -1)))
-        self.table = (self.pages.unsqueeze(2) * 4 + torch.arange(4)).flatten(1).int()
+        self.table = (self.pages.unsqueeze(2) * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten(1).int()
 
     def tensor(self, values: Sequence[int] | Tensor) -> Tensor:
         given = torch.as_tensor(values).to(self.rng.choice(INTEGERS))
@@ -92,7 +93,7 @@ def written(meta: Metadata) -> dict[str, Tensor]:
     step, masks = meta.step, specified_ragged(meta.step, meta.buffers)
     if isinstance(step.paging, BlockTable):
         num_writes = query_starts(step).diff() * step.num_steps
-        masks["paging"] = leading(-(-(step.seq_lens + num_writes) // 4), CAPACITY.max_pages)
+        masks["paging"] = leading(-(-(step.seq_lens + num_writes) // PAGE_SIZE), CAPACITY.max_pages)
     return {
         name: torch.where(masks[name], buffer, -1) if name in masks else buffer.clone()
         for name, buffer in meta.buffers.items()
@@ -117,7 +118,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("fused")
 def test_a_replay_depends_on_nothing_before_it(kind: StepKind, form: type) -> None:
-    """On graphs of a kind and of another, which share their memory."""
+    """On two graphs of a kind and one of any, which share their memory."""
     engine = Engine(form)
     backend = FA3Backend(CAPACITY, GEOMETRY, kernel="torch", planner="fused")
     buckets = [engine.bucket(each) for each in (kind, kind, engine.rng.choice(KINDS))]
