@@ -27,10 +27,10 @@ test-full: $(INSTALLED)  ## the whole crosses
 	$(RUN) pytest -n 2 -m full
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
-	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
+	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
-$(INSTALLED): pyproject.toml requirements-cpu.txt
+$(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --constraint requirements-cpu.txt --editable '.[models,test]'
+	$(BIN)/python -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]' --editable ./reference
 	@touch $@

@@ -3,9 +3,10 @@
 Importing this package imports torch, no vendor package, and touches no GPU.
 """
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV, PagedLatent
-from attn_backends.capabilities import Capabilities, LseBase
+from attn_backends.contract.capabilities import Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import (
     AttnBackendsError,
     BackendUnavailableError,
@@ -15,9 +16,8 @@ from attn_backends.errors import (
     PlanError,
     UnsupportedStepError,
 )
-from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
 
 __all__ = [

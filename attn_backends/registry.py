@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.errors import BackendUnavailableError
 
 ENTRY_POINT_GROUP = "attn_backends.backends"

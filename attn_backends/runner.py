@@ -18,10 +18,10 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph, PiecewiseGraph
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
 Given = TypeVar("Given")

@@ -15,7 +15,7 @@ from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import StepKind
 from tests.checks import check_identical
 

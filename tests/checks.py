@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.base import Metadata
+from attn_backends.backend import Metadata
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs
 from attn_backends.conformance.scenes import Batch, ForwardInputs, Scene
 from attn_backends.conformance.worlds import World

@@ -18,7 +18,7 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.compressed_cache import CompressedCache
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.kernels.torch_compressed import rotate_tail
-from attn_backends.metadata import ForwardMetadata
+from attn_backends.planning.metadata import ForwardMetadata
 from spec_metadata.plans.compressed import Compression
 
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]

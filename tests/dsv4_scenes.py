@@ -19,7 +19,7 @@ from attn_backends.backends import dsv4
 from attn_backends.compressed_cache import CompressedCache, EntryPools, Fp8Pages, Pages
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.layer import AttentionOutput
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Paging, RequestTable, Step, UniformQuery
 from tests.dsv4_model import CompressedAttention, CompressedForward, Sizes
 

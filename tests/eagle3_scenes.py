@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 
-from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.runner import PhaseRunner

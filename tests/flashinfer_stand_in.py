@@ -13,8 +13,8 @@ from torch import Tensor
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.worlds import Setup
+from attn_backends.contract.kernel import Kernel
 from attn_backends.graphs import RecordedGraph
-from attn_backends.kernel import Kernel
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.vendors import flashinfer
 from spec_metadata.plans import csr

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from attn_backends.bench import plot
+from benchmarks import plot
 
 
 class Figure:

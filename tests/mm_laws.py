@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from attn_backends_reference.eagle.mtp_phases import Window
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
+from attn_backends_reference.eagle.requests import Request, RequestOptions
+from attn_backends_reference.eagle.serving import Server
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker, TargetWorker
 from torch import Tensor
 
-from attn_backends.eagle.mtp_phases import Window
-from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.prefill_phases import DRAFT_PREFILL
-from attn_backends.eagle.requests import Request, RequestOptions
-from attn_backends.eagle.serving import Server
-from attn_backends.eagle.worker import EagleWorker, PlainWorker, TargetWorker
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.runner import Runner, StepResult

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from attn_backends_reference.eagle.requests import Request, RequestOptions
+from attn_backends_reference.eagle.serving import Server
+from attn_backends_reference.eagle.worker import SpeculativeWorker, TargetWorker
 
-from attn_backends.eagle.requests import Request, RequestOptions
-from attn_backends.eagle.serving import Server
-from attn_backends.eagle.worker import SpeculativeWorker, TargetWorker
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from spec_metadata import Capacity
 from tests import eagle3_shipped, mtp_shipped

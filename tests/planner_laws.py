@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import plan_operators
-from attn_backends.metadata import WRITE_SLOTS
+from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
     Buffers,

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from attn_backends.eagle.options import PhaseBackends, PrefillGraphs, WorkerOptions
-from attn_backends.eagle.phases import Model, by_name
-from attn_backends.eagle.prefill_phases import (
+from attn_backends_reference.eagle.options import PhaseBackends, PrefillGraphs, WorkerOptions
+from attn_backends_reference.eagle.phases import Model, by_name
+from attn_backends_reference.eagle.prefill_phases import (
     DRAFT_PREFILL,
     PREFILL,
     Prefilled,
     PrefillInputs,
     prefill_phase,
 )
-from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.worker import EagleWorker, SpeculativeWorker
+from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.worker import EagleWorker, SpeculativeWorker
+from attn_backends_reference.models.decoder import DraftModel
+from torch import Tensor
+
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
-from attn_backends.models.decoder import DraftModel
 from attn_backends.registry import get_backend
 from attn_backends.runner import Forward, PackedPhase, PerToken, PhaseRunner, PiecewiseRunner, Runner, StepResult, whole
 from spec_metadata import CacheGeometry, Capacity, Sampling, pad_step

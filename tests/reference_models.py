@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
+from attn_backends_reference.models.decoder import Family, PagedModel
+from attn_backends_reference.models.deepseek import DEEPSEEK
+from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.llama import LLAMA
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedKV
-from attn_backends.models import DraftModel, ForwardAttention, TargetModel
-from attn_backends.models.decoder import Family, PagedModel
-from attn_backends.models.deepseek import DEEPSEEK
-from attn_backends.models.draft import EagleDraft
-from attn_backends.models.llama import LLAMA
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32

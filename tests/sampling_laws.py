@@ -9,10 +9,10 @@ from itertools import product
 from typing import Any
 
 import torch
+from attn_backends_reference.eagle import phases
 from torch import Tensor
 
 from attn_backends.backends.reference import ReferenceBackend
-from attn_backends.eagle import phases
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import PhaseRunner
 from spec_metadata import (
@@ -243,9 +243,10 @@ def check_filters(width: int = 24) -> None:
 
 def check_lossless(draft: dict[str, int], path: dict[str, object], num_tokens: int = 24) -> None:
     """Sampled EAGLE emits the tokens of sampled plain decoding with the same seeds, on a trained model."""
-    from attn_backends.eagle.options import WorkerOptions
-    from attn_backends.eagle.serving import serve  # needs the models' packages
-    from attn_backends.eagle.worker import EagleWorker, PlainWorker
+    from attn_backends_reference.eagle.options import WorkerOptions
+    from attn_backends_reference.eagle.serving import serve  # needs the models' packages
+    from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
+
     from tests.serving_scenes import engine_parts, prompts, tokens
 
     capacity, given = Capacity(3, 96, 16, **draft), prompts(6, 60)

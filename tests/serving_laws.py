@@ -9,16 +9,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from attn_backends_reference.config import load_run_config
+from attn_backends_reference.eagle.engine import build_engine
+from attn_backends_reference.eagle.launches import Launch
+from attn_backends_reference.eagle.requests import FinishReason, Request, RequestOptions
+from attn_backends_reference.eagle.serving import Server, serve
+from attn_backends_reference.eagle.worker import EagleWorker
+from attn_backends_reference.models import load_tokenizer
 
-from attn_backends.base import AttentionBackend
-from attn_backends.config import load_run_config
-from attn_backends.eagle.engine import build_engine
-from attn_backends.eagle.launches import Launch
-from attn_backends.eagle.requests import FinishReason, Request, RequestOptions
-from attn_backends.eagle.serving import Server, serve
-from attn_backends.eagle.worker import EagleWorker
+from attn_backends.backend import AttentionBackend
 from attn_backends.graphs import RecordedGraph
-from attn_backends.models import load_tokenizer
 from attn_backends.runner import PhaseRunner
 from spec_metadata import Capacity, Sampling
 from tests.serving_scenes import (

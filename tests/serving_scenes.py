@@ -12,18 +12,18 @@ from importlib import resources
 
 import pytest
 import torch
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.requests import Request, RequestOptions
+from attn_backends_reference.eagle.serving import Completion, Server, serve
+from attn_backends_reference.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
+from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
 
-from attn_backends.base import AttentionBackend
-from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.requests import Request, RequestOptions
-from attn_backends.eagle.serving import Completion, Server, serve
-from attn_backends.eagle.slots import SlotAllocator
-from attn_backends.eagle.worker import EagleWorker, PlainWorker
+from attn_backends.backend import AttentionBackend
 from attn_backends.graphs import RecordedGraph
-from attn_backends.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
+from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
 from attn_backends.runner import Runner
-from attn_backends.static_memory import StaticMemory
 from spec_metadata import CacheGeometry, Capacity, Sampling, Step, StepKind
 
 CHAIN = {"topk": 1, "num_steps": 3, "num_draft_tokens": 4}
@@ -42,7 +42,9 @@ def models(name: str, device: str = "cpu") -> tuple[TargetModel, DraftModel]:
 @cache
 def heldout() -> list[str]:
     """The held-out files."""
-    files = sorted(resources.files("attn_backends.models").joinpath("heldout").iterdir(), key=lambda path: path.name)
+    files = sorted(
+        resources.files("attn_backends_reference.models").joinpath("heldout").iterdir(), key=lambda path: path.name
+    )
     return [path.read_text(encoding="utf-8") for path in files if path.name.endswith(".py.txt")]
 
 

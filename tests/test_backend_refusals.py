@@ -15,7 +15,7 @@ from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import MAX_BS, Setup, World, view_of
 from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery
 from tests.backend_worlds import GRAPH_KINDS, KV, LATENT, MID, assert_refused, nothing_written, ready
 

@@ -9,16 +9,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attn_backends.bench import attention, peers, shapes
-from attn_backends.bench.attention import Missing, Row, Stage, contenders, measure_attention
-from attn_backends.bench.peers import Peer
-from attn_backends.bench.shapes import LAYERS, fill_pool, problem
-from attn_backends.bench.timing import take_turns
 from attn_backends.cache import CacheFormat, PagedLatent
-from attn_backends.cli import bench, main
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
+from benchmarks import attention, peers, shapes
+from benchmarks import cli_attention as bench
+from benchmarks.__main__ import main
+from benchmarks.attention import Missing, Row, Stage, contenders, measure_attention
+from benchmarks.peers import Peer
+from benchmarks.shapes import LAYERS, fill_pool, problem
+from benchmarks.timing import take_turns
 
 CPU = torch.device("cpu")
 KEYS = "bench backend kernel batch_size context heads width us peer peer_us ratio"
@@ -252,7 +253,7 @@ def test_every_vendor_kernel_of_this_gpu_generation_has_a_peer():
 )
 def test_the_command_refuses_with_a_reason(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "attention", *arguments]) == 2
+    assert main(["attention", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -277,10 +278,10 @@ ROW = Row("attention", "fa3", "vllm_flash_attn", 1, 4096, 32, 1, 10.2, "raw", 10
 def test_the_command_writes_rows_and_what_is_missing(fake_gpu, missing, code, tmp_path, capsys):
     fake_gpu += [ROW, *missing]
     path = tmp_path / "rows.json"
-    assert main(["bench", "attention", "--json", str(path)]) == code
+    assert main(["attention", "--json", str(path)]) == code
     written = json.loads(path.read_text())
     assert [list(row) for row in written["rows"]] == [KEYS.split()]
-    assert (written["device"], written["command"]) == ("NVIDIA H200", "attn-backends bench attention --json FILE")
+    assert (written["device"], written["command"]) == ("NVIDIA H200", "python -m benchmarks attention --json FILE")
     assert [absent["reason"] for absent in written["missing"]] == [absent.reason for absent in missing]
     output = capsys.readouterr().out
     assert "1.020" in output
@@ -288,4 +289,4 @@ def test_the_command_writes_rows_and_what_is_missing(fake_gpu, missing, code, tm
 
 
 def test_nothing_measured_is_an_error(fake_gpu):
-    assert main(["bench", "attention"]) == 2
+    assert main(["attention"]) == 2

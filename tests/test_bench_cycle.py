@@ -1,19 +1,19 @@
-"""`bench cycle` runs whole cycles of the worker, and `bench memory` adds up declarations. On a CPU."""
+"""`benchmarks cycle` runs whole cycles of the worker, and `benchmarks memory` adds up declarations. On a CPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from attn_backends.bench import cycle, memory, stacks
-from attn_backends.bench.cycle import AHEAD, CYCLES, Loop, Setting, SteadyWorker, compare, measure_cycles, take_cycles
-from attn_backends.bench.memory import measure_memory
-from attn_backends.bench.rows import CycleRow, Missing, Stage
-from attn_backends.bench.speculation import PHASES, Tables, speculative
-from attn_backends.bench.stacks import SHAPES, Projected, StackShape
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
+from benchmarks import cycle, memory, stacks
+from benchmarks.cycle import AHEAD, CYCLES, Loop, Setting, SteadyWorker, compare, measure_cycles, take_cycles
+from benchmarks.memory import measure_memory
+from benchmarks.rows import CycleRow, Missing, Stage
+from benchmarks.speculation import PHASES, Tables, speculative
+from benchmarks.stacks import SHAPES, Projected, StackShape
 from spec_metadata import StepKind
 from tests.test_bench import CPU, Ticks
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from attn_backends import results
-from attn_backends.bench import cycles_page
-from attn_backends.bench.page import FOLDER
-from attn_backends.bench.rows import CycleRow, MemoryRow, MetadataRow
-from attn_backends.bench.targets import by_target, check_targets
+from benchmarks import cycles_page
+from benchmarks.page import FOLDER
+from benchmarks.rows import CycleRow, MemoryRow, MetadataRow
+from benchmarks.targets import by_target, check_targets
 
 ROOT = Path(__file__).parent.parent
 OURS = MetadataRow("metadata", "fa3", "triton", "cycle", "in_graph", 32, 4096, 64, 1, 20.0, 11.0, 6, 0, 0, 0)
@@ -110,7 +110,7 @@ def test_a_line_says_how_many_met_a_target_and_the_worst():
 
 @pytest.fixture
 def folder(tmp_path):
-    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "attn-backends bench metadata")
+    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "python -m benchmarks metadata")
     rows = [OURS, replace(OURS, mode="torch", host_us=2000.0), VENDORS, replace(VENDORS, mode="vendor", host_us=150.0)]
     rows += [replace(OURS, context=1024, host_us=30.0), replace(OURS, mode="sglang", kernel="", host_us=357.0)]
     loop = {"additions": 10_000, "least_us": 300.0, "median_us": 310.0, "most_us": 320.0}

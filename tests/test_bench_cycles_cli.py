@@ -1,4 +1,4 @@
-"""The commands `bench metadata`, `bench memory` and `bench cycle`: what they ask for, write, draw and refuse."""
+"""The benchmarks `metadata`, `memory` and `cycle`: what they ask for, write, draw and refuse."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_backends.bench import memory
-from attn_backends.bench.cycle import AHEAD
-from attn_backends.bench.host import LOOP
-from attn_backends.bench.rows import CycleRow, MetadataRow, Missing
-from attn_backends.bench.speculation import speculative
-from attn_backends.cli import bench_cycles, main
+from benchmarks import cli_cycles as bench_cycles
+from benchmarks import memory
+from benchmarks.__main__ import main
+from benchmarks.cycle import AHEAD
+from benchmarks.host import LOOP
+from benchmarks.rows import CycleRow, MetadataRow, Missing
+from benchmarks.speculation import speculative
 from tests.matplotlib_stand_in import Figure, install_matplotlib
 
 METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0, 0)
@@ -50,7 +51,7 @@ def test_bench_metadata_measures_each_backend_at_its_page_sizes(fake_gpu, tmp_pa
     measured, asked = fake_gpu
     measured += [METADATA, ABSENT]
     path = tmp_path / "rows.json"
-    assert main(["bench", "metadata", "--json", str(path)]) == 0
+    assert main(["metadata", "--json", str(path)]) == 0
     places = [(name, capacity.page_size, capacity.topk, capacity.max_context) for name, capacity, *_ in asked]
     assert places == [
         (name, page_size, 1, 131072)
@@ -76,8 +77,8 @@ def test_bench_metadata_is_quick_and_takes_sizes(fake_gpu):
     measured, asked = fake_gpu
     measured += [METADATA]
     words = ["--backend", "fa3", "--page-size", "16", "--topk", "4"]
-    assert main(["bench", "metadata", "--quick", *words]) == 0
-    assert main(["bench", "metadata", *words, "--batch-size", "3", "--context", "200000"]) == 0
+    assert main(["metadata", "--quick", *words]) == 0
+    assert main(["metadata", *words, "--batch-size", "3", "--context", "200000"]) == 0
     (quick, given) = asked
     assert quick == ("fa3", speculative(128, 131072, 16, 4, 3), (32, 128), (4096,), 5)
     assert given == ("fa3", speculative(3, 200000, 16, 4, 3), (3,), (200000,), 20)
@@ -88,7 +89,7 @@ def test_bench_cycle_writes_rows(fake_gpu, tmp_path, capsys, monkeypatch):
     measured, asked = fake_gpu
     measured += [CYCLE, replace(ABSENT, failed=True)]
     path = tmp_path / "rows.json"
-    assert main(["bench", "cycle", "--json", str(path)]) == 1
+    assert main(["cycle", "--json", str(path)]) == 1
     assert asked == [(name, (1, 32), (4096,), 20) for name in ("flashinfer_mla", "trtllm_mla", "fa3")]
     written = json.loads(path.read_text())
     assert written["rows"] == [asdict(CYCLE)] * 3
@@ -105,45 +106,45 @@ def test_bench_memory_needs_no_gpu(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "rows.json"
-    assert main(["bench", "memory", "--json", str(path)]) == 0
+    assert main(["memory", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     places = {(row["backend"], row["page_size"], row["topk"]) for row in rows}
     assert places == {(name, *case) for name, cases in memory.CASES.items() for case in cases}
     assert "1,357,947,904" in capsys.readouterr().out
     words = ["--backend", "fa3", "--page-size", "16", "--batch-size", "2", "--context", "100"]
-    assert main(["bench", "memory", *words, "--json", str(path)]) == 0
+    assert main(["memory", *words, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
     tables = [row["bytes"] for row in rows if (row["phase"], row["buffer"]) == ("verify", "page_table")]
     assert tables == [4 * 2 * 7] * 2, "7 pages of 16 hold 100 tokens and 5 nodes"
 
 
 def test_nothing_measured_is_an_error(fake_gpu):
-    assert main(["bench", "cycle"]) == 2
+    assert main(["cycle"]) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["metadata"], "bench metadata can't run here: torch sees no CUDA device"),
-        (["cycle"], "bench cycle can't run here: torch sees no CUDA device"),
-        (["cycle", "--topk", "2"], "bench cycle has no --topk"),
-        (["cycle", "--set", "trees", "--page-size", "4"], "bench cycle has no --set or --page-size"),
-        (["memory", "--plot", "a.png"], "bench memory has no --plot"),
-        (["memory", "--batch-size", "1", "2"], "bench memory takes one --batch-size and one --context"),
+        (["metadata"], "benchmarks metadata can't run here: torch sees no CUDA device"),
+        (["cycle"], "benchmarks cycle can't run here: torch sees no CUDA device"),
+        (["cycle", "--topk", "2"], "benchmarks cycle has no --topk"),
+        (["cycle", "--set", "trees", "--page-size", "4"], "benchmarks cycle has no --set or --page-size"),
+        (["memory", "--plot", "a.png"], "benchmarks memory has no --plot"),
+        (["memory", "--batch-size", "1", "2"], "benchmarks memory takes one --batch-size and one --context"),
         (["memory", "--topk", "0"], "topk must be at least 1, got 0"),
         (["memory", "--json", "no/rows.json"], "there is no folder no"),
-        (["attention", "--topk", "2"], "bench attention has no --topk"),
+        (["attention", "--topk", "2"], "benchmarks attention has no --topk"),
         (["metadata", "--plot", "a.jpg"], "a picture ends in .png or .svg"),
     ],
 )
 def test_the_commands_refuse_with_a_reason(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", *arguments]) == 2
+    assert main([*arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_sizes_below_one_are_refused(fake_gpu, capsys):
-    assert main(["bench", "cycle", "--batch-size", "0"]) == 2
+    assert main(["cycle", "--batch-size", "0"]) == 2
     assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
 
 
@@ -157,7 +158,7 @@ def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, 
     ]
     fake_gpu[0].extend([METADATA, *others])
     path = tmp_path / "metadata.svg"
-    assert main(["bench", "metadata", "--backend", "fa3", "--page-size", "64", "--plot", str(path)]) == 0
+    assert main(["metadata", "--backend", "fa3", "--page-size", "64", "--plot", str(path)]) == 0
     assert path.read_text() == "picture"
     title, ours, sglangs, host, on_device, *_ = Figure.drawn
     assert title == "metadata of a cycle on NVIDIA H200"
@@ -173,7 +174,7 @@ def test_the_picture_of_cycles_shows_what_is_left_without_planning(fake_gpu, tmp
         [replace(CYCLE, mode="eager"), CYCLE, replace(CYCLE, mode="loop", us=400.0, peer_us=390.0, ratio=1.026)]
     )
     path = tmp_path / "cycle.png"
-    assert main(["bench", "cycle", "--backend", "fa3", "--plot", str(path)]) == 0
+    assert main(["cycle", "--backend", "fa3", "--plot", str(path)]) == 0
     title, bars, marks, ratios, panel = Figure.drawn
     assert title == "cycles on NVIDIA H200; black: without planning"
     names = ["graph\n1 x 4096", "loop\n1 x 4096"]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch._C._autograd import DeviceType
 
-from attn_backends.bench import counts
-from attn_backends.bench.counts import Counts, count_on_cuda, counts_by_mark
-from attn_backends.bench.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
+from benchmarks import counts
+from benchmarks.counts import Counts, count_on_cuda, counts_by_mark
+from benchmarks.host import CALLS, MIN_ROUNDS, Work, calibration, rounds_of, take_host_turns
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""`bench metadata` prepares what it says, in every way, and counts what it says. On a CPU; no time is asserted."""
+"""`benchmarks metadata` prepares what it says, in every way, and counts what it says. On a CPU; no time is asserted."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_backends import providers
-from attn_backends.bench import metadata, vendor_plans
-from attn_backends.bench.counts import Counts
-from attn_backends.bench.host import take_host_turns
-from attn_backends.bench.metadata import Bench, Problem, build, kernels_of, measure_metadata, ours
-from attn_backends.bench.rows import MetadataRow, Missing
-from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
-from attn_backends.bench.vendor_plans import VENDOR_PLANS
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
+from attn_backends.selection import providers
+from benchmarks import metadata, vendor_plans
+from benchmarks.counts import Counts
+from benchmarks.host import take_host_turns
+from benchmarks.metadata import Bench, Problem, build, kernels_of, measure_metadata, ours
+from benchmarks.rows import MetadataRow, Missing
+from benchmarks.speculation import CYCLE, PHASES, Batch, Tables, as_new, speculative
+from benchmarks.vendor_plans import VENDOR_PLANS
 from spec_metadata import StepKind
 from tests.triton_interpreter import interpreted
 

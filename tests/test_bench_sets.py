@@ -1,4 +1,4 @@
-"""The sets of `bench attention` beside the default one: kernels beside each other, trees beside chains. On a CPU."""
+"""The sets of `benchmarks attention` beside the default one: kernels beside each other, trees beside chains."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_backends.bench import ceilings, compressed, kernels, plot, shapes, trees
-from attn_backends.bench.ceilings import Ceilings, measure_ceilings
-from attn_backends.bench.compressed import COMPRESSION, TOPK, WINDOW, compressed_problems
-from attn_backends.bench.kernels import compare_kernels, measure_kernels, runnable_kernels
-from attn_backends.bench.rows import KernelRow, Missing, Row, Stage
-from attn_backends.bench.shapes import LAYERS, dense_problems, fill_pool, problem
-from attn_backends.bench.trees import NUM_NODES, measure_trees, tree_mask
 from attn_backends.cache import CacheFormat
-from attn_backends.cli import bench, main
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
+from benchmarks import ceilings, compressed, kernels, plot, shapes, trees
+from benchmarks import cli_attention as bench
+from benchmarks.__main__ import main
+from benchmarks.ceilings import Ceilings, measure_ceilings
+from benchmarks.compressed import COMPRESSION, TOPK, WINDOW, compressed_problems
+from benchmarks.kernels import compare_kernels, measure_kernels, runnable_kernels
+from benchmarks.rows import KernelRow, Missing, Row, Stage
+from benchmarks.shapes import LAYERS, dense_problems, fill_pool, problem
+from benchmarks.trees import NUM_NODES, measure_trees, tree_mask
 from spec_metadata import StepKind
 from tests.matplotlib_stand_in import Figure, install_matplotlib
 from tests.test_bench import CPU, Ticks
@@ -322,7 +323,7 @@ ROW = KernelRow("kernels", "fa3", "triton", 8, 4096, 32, 1, 10.2, "vllm_flash_at
 def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys):
     fake_gpu += [ROW, *[Missing("fa3", "torch", f"batch {n}", "many keys", False) for n in (1, 2, 3)]]
     path = tmp_path / "rows.json"
-    assert main(["bench", "attention", "--set", "kernels", "--json", str(path)]) == 0
+    assert main(["attention", "--set", "kernels", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert written["rows"] == [asdict(ROW)]
     assert written["ceilings"] == {"copy_tb_per_s": 4.1, "matmul_tflop_per_s": 790.0}
@@ -339,7 +340,7 @@ def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys):
 def test_a_table_in_a_file_is_not_cut_to_a_terminal(fake_gpu, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     fake_gpu += [replace(ROW, backend="flashinfer_mla", kernel="flashinfer_fa3", batch_size=128, context=131072)]
-    assert main(["bench", "attention", "--set", "kernels"]) == 0
+    assert main(["attention", "--set", "kernels"]) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if "131072" in line)
     words = ("flashinfer_mla", "flashinfer_fa3", "vllm_flash_attn", "128", "131072", "10.2", "1.020", "3.30", "44")
     assert all(word in row for word in words)
@@ -349,7 +350,7 @@ def test_the_command_measures_trees(fake_gpu, tmp_path):
     row = Row("trees", "fa3", "triton", 8, 4096, 32, 16, 12.0, "triton, a chain", 10.0, 1.2)
     fake_gpu += [row]
     path = tmp_path / "rows.json"
-    assert main(["bench", "attention", "--set", "trees", "--json", str(path)]) == 0
+    assert main(["attention", "--set", "trees", "--json", str(path)]) == 0
     written = json.loads(path.read_text())
     assert written["rows"] == [asdict(row)]
     assert "ceilings" not in written
@@ -369,7 +370,7 @@ def test_the_command_measures_trees(fake_gpu, tmp_path):
 )
 def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys, monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    assert main(["bench", "attention", *arguments]) == 2
+    assert main(["attention", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -378,7 +379,7 @@ def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, mo
     slow = replace(ROW, batch_size=1, tb_per_s=2.0, tflop_per_s=10.0)
     fake_gpu += [replace(ROW, tb_per_s=2.0), slow, replace(ROW, kernel="torch", heads=64), replace(ROW, tb_per_s=0.0)]
     path = tmp_path / "kernels.svg"
-    assert main(["bench", "attention", "--set", "kernels", "--plot", str(path)]) == 0
+    assert main(["attention", "--set", "kernels", "--plot", str(path)]) == 0
     assert path.read_text() == "picture"
     roof = [2.5, 790.0 / 4.1, 44.0]
     roof.sort()

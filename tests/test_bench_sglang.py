@@ -1,4 +1,4 @@
-"""What `bench metadata` hands to SGLang, on stand-ins that take what its 0.5.23 takes and nothing else."""
+"""What `benchmarks metadata` hands to SGLang, on stand-ins that take what its 0.5.23 takes and nothing else."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.bench import sglang
-from attn_backends.bench.counts import Counts
-from attn_backends.bench.metadata import Bench, Problem, measure_metadata
-from attn_backends.bench.rows import MetadataRow
-from attn_backends.bench.speculation import CYCLE, PHASES, Batch, Tables, speculative
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
+from benchmarks import sglang
+from benchmarks.counts import Counts
+from benchmarks.metadata import Bench, Problem, measure_metadata
+from benchmarks.rows import MetadataRow
+from benchmarks.speculation import CYCLE, PHASES, Batch, Tables, speculative
 
 CPU = torch.device("cpu")
 

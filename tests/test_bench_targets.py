@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from attn_backends import results
-from attn_backends.bench import page
-from attn_backends.bench.ceilings import Ceilings
-from attn_backends.bench.rows import KernelRow, Row
-from attn_backends.bench.targets import check_targets
+from benchmarks import page
+from benchmarks.ceilings import Ceilings
+from benchmarks.rows import KernelRow, Row
+from benchmarks.targets import check_targets
 
 TEN = Ceilings(10.0, 100.0)
 MLA = KernelRow("kernels", "trtllm_mla", "triton", 128, 4096, 16, 1, 100.0, "flashmla", 90.0, 1.1111, 8.0, 9.0)
@@ -68,7 +68,7 @@ def test_without_ceilings_no_share_of_them_is_said():
 
 @pytest.fixture
 def folder(tmp_path):
-    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "attn-backends bench attention --set kernels")
+    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "python -m benchmarks attention --set kernels")
     rows = [
         MLA,
         replace(MLA, batch_size=8, ratio=1.5, tb_per_s=2.0),
@@ -118,7 +118,7 @@ def test_the_page_says_what_is_missing_and_links_rows_and_pictures(folder):
 
 
 def test_the_committed_page_is_what_the_committed_results_give():
-    root = Path(page.__file__).parents[2]
+    root = Path(page.__file__).parents[1]
     given = page.summed_up(root / page.FOLDER, (root / page.PAGE).parent)
     assert (root / page.PAGE).read_text() == given, f"run `{page.COMMAND}`"
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World

@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
+from attn_backends_reference.cli import demo
+from attn_backends_reference.eagle.report import Row
 
 from attn_backends import list_backends
-from attn_backends.cli import demo, main
-from attn_backends.eagle.report import Row
-from attn_backends.providers import _vendor_reasons
+from attn_backends.cli import main
+from attn_backends.selection.providers import _vendor_reasons
 
 ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", "float32", 6, 3.5, True, True, 0, 0.0)
 FIELDS = (
@@ -88,7 +89,7 @@ def fresh_reasons():
 
 def test_info_recognizes_flash_attention_2(capsys, monkeypatch, fresh_reasons):
     installed = {"flash-attn": "2.8.3"}
-    monkeypatch.setattr("attn_backends.providers._version", installed.get)
+    monkeypatch.setattr("attn_backends.selection.providers._version", installed.get)
     reasons = {kernel["name"]: kernel["reasons"] for kernel in run_json(capsys, "info", "fa3")["kernels"]}
     assert (
         "cuda: installed flash-attn 2.8.3 is FlashAttention-2; FA3 is a source build of its hopper folder"

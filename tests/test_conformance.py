@@ -13,7 +13,6 @@ from attn_backends import BackendUnavailableError, ConfigError, get_backend, lis
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat
 from attn_backends.cli import main
-from attn_backends.config import DTYPES
 from attn_backends.conformance import (
     CATALOGUE,
     Case,
@@ -30,7 +29,8 @@ from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
 from attn_backends.conformance.exercise import run_case_eagerly, setup_of
 from attn_backends.conformance.worlds import head_sizes, layer_of, query_heads, scaled_to_fill
-from attn_backends.kernel import Kernel
+from attn_backends.contract.capabilities import DTYPES
+from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionOutput
 from spec_metadata import StepKind
 from tests.mutants.hosted import HostedBackend, ScheduledBackend

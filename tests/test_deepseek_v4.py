@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from attn_backends_reference.eagle.engine import serve
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.phases import VerifyInputs
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker, kept
+from attn_backends_reference.models import load_draft, load_target
+from attn_backends_reference.models.attention import ForwardAttention
+from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
+from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.eagle.engine import serve
-from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.phases import VerifyInputs
-from attn_backends.eagle.worker import EagleWorker, PlainWorker, kept
 from attn_backends.graphs import RecordedGraph
-from attn_backends.models import load_draft, load_target
-from attn_backends.models.attention import ForwardAttention
-from attn_backends.models.decoder import DraftModel, PagedModel, TargetModel
-from attn_backends.models.deepseek_v4_draft import MtpDraft
 from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, SamplingParams, Step
 from training.compressed_plans import Nodes
 from training.corpus import load_heldout

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base
+from attn_backends import backend as base
 from attn_backends.backends import dsv4
 from attn_backends.errors import PlanError, UnsupportedStepError
 from attn_backends.kernels import torch_compressed

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.base import AttentionBackend
 from attn_backends.conformance import Outcome, Report, compressed_oracle, run_conformance
 from attn_backends.kernels import fp8_pages
 from attn_backends.vendors import flashmla_sparse

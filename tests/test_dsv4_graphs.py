@@ -138,7 +138,7 @@ def test_padding_changes_no_real_row_and_writes_only_the_reserved_page(kind: Ste
 
 
 def test_a_frozen_input_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attn_backends.planners.copy_step", lambda static, step: None)
+    monkeypatch.setattr("attn_backends.planning.planners.copy_step", lambda static, step: None)
     with pytest.raises(AssertionError):
         check_replays(StepKind.TARGET_VERIFY, block_table=False, record_refresh=False)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_backends_reference.eagle.options import WorkerOptions
+from attn_backends_reference.eagle.requests import FinishReason, RequestError, RequestOptions
+from attn_backends_reference.eagle.serving import Server, serve
+from attn_backends_reference.eagle.worker import EagleWorker
 
 from attn_backends.cli import main
-from attn_backends.eagle.options import WorkerOptions
-from attn_backends.eagle.requests import FinishReason, RequestError, RequestOptions
-from attn_backends.eagle.serving import Server, serve
-from attn_backends.eagle.worker import EagleWorker
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import Runner
 from spec_metadata import Capacity

@@ -13,10 +13,10 @@ from attn_backends import CaptureError, UnsupportedStepError
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
+from attn_backends.contract.kernel import Held, Kernel, LayerShape, Schedule, Scheduled, Schedules, Workspaces
 from attn_backends.graphs import RecordedGraph
-from attn_backends.kernel import Held, Kernel, LayerShape, Schedule, Scheduled, Schedules, Workspaces
 from attn_backends.layer import AttentionLayer
-from attn_backends.metadata import check_frozen
+from attn_backends.planning.metadata import check_frozen
 from spec_metadata import Buffers, BufferSpec, InvalidStepError, StepKind, copy_step
 from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
 from spec_metadata.capacity import Extent

@@ -10,7 +10,7 @@ import torch
 
 from attn_backends import AttentionLayer, Capabilities, UnsupportedStepError
 from attn_backends.cache import CacheFormat
-from attn_backends.capabilities import extras_reasons
+from attn_backends.contract.capabilities import extras_reasons
 
 LAYER = AttentionLayer(0, 4, 2, 16, 16, 0.25)
 FLOAT = torch.float32

@@ -14,7 +14,7 @@ from attn_backends.cache import CacheFormat, PagedLatent
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import InvalidStepError, Step, StepKind
 
 FORWARDS = {StepKind.DECODE: 1, StepKind.TARGET_VERIFY: 1, StepKind.DRAFT_DECODE: 2}

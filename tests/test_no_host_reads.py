@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_backends_reference.eagle.protocol import Chunk
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.compressed_worlds import is_compressed, small
-from attn_backends.eagle.protocol import Chunk
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import BUILT_IN, get_backend

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import base, providers
+from attn_backends import backend as base
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
@@ -16,8 +16,9 @@ from attn_backends.conformance import Outcome, Subject, run_case, run_conformanc
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
-from attn_backends.planners import choose_planner
+from attn_backends.planning.planners import choose_planner
 from attn_backends.registry import get_backend
+from attn_backends.selection import providers
 from spec_metadata import BlockTable, Buffers, CacheGeometry, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.admission import check_table_room, most_committed
 from tests.triton_interpreter import interpreted

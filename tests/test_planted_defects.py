@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch
 from attn_backends.conformance.worlds import NUM_STEPS, Setup, World

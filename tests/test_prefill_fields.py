@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from attn_backends_reference.eagle.phases import Model
+from attn_backends_reference.eagle.prefill_phases import PrefillInputs, prefill_phase
+from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.worker import TargetWorker, last_rows
 
-from attn_backends.eagle.phases import Model
-from attn_backends.eagle.prefill_phases import PrefillInputs, prefill_phase
-from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.worker import TargetWorker, last_rows
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import (
     Forward,

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base, providers
+from attn_backends import backend as base
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
+from attn_backends.selection import providers
 from spec_metadata import (
     BlockTable,
     Bucket,

@@ -10,49 +10,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(path for package in ("spec_metadata", "attn_backends") for path in (ROOT / package).rglob("*.py"))
+PACKAGES = {
+    "spec_metadata": ROOT,
+    "attn_backends": ROOT,
+    "attn_backends_reference": ROOT / "reference",
+    "benchmarks": ROOT,
+}
+SOURCES = sorted(path for package, folder in PACKAGES.items() for path in (folder / package).rglob("*.py"))
 MAX_MODULE, MAX_FUNCTION = 350, 60
 
 # A module imports its own layer and those above it in this list.
 LAYERS = [
     ["spec_metadata"],
     ["attn_backends.kernels", "attn_backends.errors", "attn_backends.results"],
-    [
-        f"attn_backends.{name}"
-        for name in (
-            "layer",
-            "cache",
-            "capabilities",
-            "providers",
-            "graphs",
-            "kernel",
-            "paged_kernel",
-            "compressed_cache",
-            "compressed_layer",
-        )
-    ],
-    [
-        f"attn_backends.{name}"
-        for name in ("vendors", "selection", "planners", "static_memory", "arenas", "metadata", "base")
-    ],
-    [
-        "attn_backends.runner",
-        "attn_backends.backends",
-        "attn_backends.registry",
-        "attn_backends",
-        "attn_backends.models",
-    ],
-    ["attn_backends.adapters", "attn_backends.config", "attn_backends.forms"],
-    ["attn_backends.eagle"],
-    ["attn_backends.conformance", "attn_backends.bench"],
+    ["attn_backends.layer", "attn_backends.cache", "attn_backends.compressed_cache", "attn_backends.compressed_layer"],
+    ["attn_backends.graphs"],
+    ["attn_backends.contract"],
+    ["attn_backends.selection"],
+    ["attn_backends.memory"],
+    ["attn_backends.planning"],
+    ["attn_backends.backend"],
+    ["attn_backends.vendors"],
+    ["attn_backends.runner", "attn_backends.backends"],
+    ["attn_backends.registry", "attn_backends", "attn_backends.config"],
+    ["attn_backends.adapters"],
+    ["attn_backends.conformance"],
     ["attn_backends.cli"],
+    ["attn_backends_reference", "attn_backends_reference.models"],
+    ["attn_backends_reference.config"],
+    ["attn_backends_reference.eagle"],
+    ["attn_backends_reference.cli", "attn_backends_reference.__main__"],
+    ["benchmarks"],
 ]
 RANKS = {prefix: rank for rank, prefixes in enumerate(LAYERS) for prefix in prefixes}
 
 
 def module_name(path: Path) -> str:
     """The dotted name of a source file."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    folder = next(folder for package, folder in PACKAGES.items() if path.is_relative_to(folder / package))
+    return ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -92,12 +88,14 @@ def test_imports_go_one_way(path):
     ("name", "source"),
     [
         ("spec_metadata.tree", "import attn_backends.errors"),
-        ("attn_backends.kernels.torch_attention", "from attn_backends.base import Kernel"),
+        ("attn_backends.kernels.torch_attention", "from attn_backends.backend import Kernel"),
         ("attn_backends.kernels.torch_attention", "from attn_backends import backends"),
-        ("attn_backends.base", "def f():\n    from attn_backends.backends.fa3 import FA3Backend"),
+        ("attn_backends.backend", "def f():\n    from attn_backends.backends.fa3 import FA3Backend"),
         ("attn_backends.backends.fa3", "from attn_backends.backends import reference"),
-        ("attn_backends.backends.fa3", "from attn_backends.eagle.worker import EagleWorker"),
-        ("attn_backends.eagle.worker", "from attn_backends.cli import main"),
+        ("attn_backends.backends.fa3", "from attn_backends_reference.eagle.worker import EagleWorker"),
+        ("attn_backends_reference.eagle.worker", "from attn_backends_reference.cli import demo"),
+        ("attn_backends.cli", "from attn_backends_reference.cli import demo"),
+        ("attn_backends_reference.cli", "from benchmarks import metadata"),
     ],
 )
 def test_a_wrong_direction_is_seen(name, source):

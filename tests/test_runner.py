@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.backend import Metadata
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.base import Metadata
 from attn_backends.cache import CacheFormat, KeyValues
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import HEAD_DIM, HEADS, KV_HEADS, MAX_BS, Setup, World

@@ -9,10 +9,10 @@ import torch
 
 from attn_backends import BackendUnavailableError, UnsupportedStepError
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.capabilities import Capabilities, LseBase, listed
-from attn_backends.kernel import Kernel
+from attn_backends.contract.capabilities import Capabilities, LseBase, listed
+from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionLayer
-from attn_backends.selection import Workload, choose_kernels
+from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Step, StepKind
 from tests.torch_kernels import torch_kernel
 

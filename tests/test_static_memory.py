@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import static_memory
+from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.conformance.worlds import MAX_BS, Setup, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
-from attn_backends.static_memory import StaticMemory
+from attn_backends.memory import static_memory
+from attn_backends.memory.static_memory import StaticMemory
 from spec_metadata import (
     BlockTable,
     Bucket,

@@ -7,14 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from attn_backends_reference.eagle import launches
+from attn_backends_reference.eagle.worker import EagleWorker
 from torch._C._autograd import DeviceType
 
-from attn_backends.bench.counts import Counts, counts_by_mark
-from attn_backends.bench.rows import Stage
-from attn_backends.bench.timing import CudaClock
-from attn_backends.eagle import launches
-from attn_backends.eagle.worker import EagleWorker
 from attn_backends.graphs import RecordedGraph
+from benchmarks.counts import Counts, counts_by_mark
+from benchmarks.rows import Stage
+from benchmarks.timing import CudaClock
 from tests.gpu.syncs import (
     CONTEXT,
     NUM_STEPS,

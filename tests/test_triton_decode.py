@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import paged_kernel, providers
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend
 from attn_backends.conformance.runner import Subject, run_case, selected_cases
+from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
-from attn_backends.kernel import Kernel, LayerShape
 from attn_backends.kernels import devices, paged_operators
 from attn_backends.kernels.paged_operators import paged_attention
+from attn_backends.selection import providers
+from attn_backends.vendors import ours as paged_kernel
 from tests.triton_interpreter import interpreted
 
 NAN = float("nan")

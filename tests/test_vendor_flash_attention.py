@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
@@ -19,6 +18,7 @@ from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
+from attn_backends.selection import providers
 from attn_backends.vendors import flash_attention
 from spec_metadata import StepKind
 from tests.checks import check_eager, check_replay

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
-from attn_backends.bench.rows import Stage
-from attn_backends.bench.timing import CudaClock
 from attn_backends.cache import PagedLatent
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import MAX_BS, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
-from attn_backends.metadata import Metadata
-from attn_backends.providers import VendorCall, VendorKernel
+from attn_backends.planning.metadata import Metadata
+from attn_backends.selection import providers
+from attn_backends.selection.providers import VendorCall, VendorKernel
 from attn_backends.vendors import flashinfer
+from benchmarks.rows import Stage
+from benchmarks.timing import CudaClock
 from spec_metadata import Step, StepKind
 from spec_metadata.plans import csr
 from spec_metadata.visibility import HostLens

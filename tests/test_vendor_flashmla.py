@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.scenes import Batch
+from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
 from spec_metadata import StepKind
 from tests.checks import check_eager, check_replay

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.compressed_cache import CompressedCache, FloatPages
+from attn_backends.contract.kernel import Kernel, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.kernel import Kernel, Scheduled
 from attn_backends.layer import AttentionOutput
-from attn_backends.metadata import Metadata
-from attn_backends.selection import Workload
+from attn_backends.planning.metadata import Metadata
+from attn_backends.selection import providers
+from attn_backends.selection.choose import Workload
 from attn_backends.vendors import flashmla, flashmla_sparse
 from spec_metadata import PackedQuery, Step, StepKind, UniformQuery
 from tests.dsv4_model import SMALL, Sizes, tiny_model

@@ -12,14 +12,22 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "reference"
+MOST_BYTES = 1_500_000
 
 USE = """
 import attn_backends
 from attn_backends.cli import main
-from attn_backends.config import load_run_config
+from attn_backends.config.backend_files import backend_options
 assert attn_backends.__file__.startswith({folder!r}), attn_backends.__file__
-assert load_run_config("tree").source.startswith({folder!r})
+assert backend_options("fa3").name == "fa3"
 raise SystemExit(main(["list"]))
+"""
+USE_REFERENCE = """
+import attn_backends_reference
+from attn_backends_reference.config import load_run_config
+assert attn_backends_reference.__file__.startswith({folder!r}), attn_backends_reference.__file__
+assert load_run_config("tree").source.startswith({folder!r})
 """
 
 
@@ -28,28 +36,55 @@ def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the contents of the wheel."""
-    folder = tmp_path_factory.mktemp("wheel")
-    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+def unpacked(project: Path, folder: Path) -> Path:
+    """The wheel of a project, unpacked into a folder."""
+    (wheel,) = WheelBuilder(str(project)).build(directory=str(folder / "dist"), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
+    return Path(wheel)
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """A folder with the library's wheel alone."""
+    folder = tmp_path_factory.mktemp("core")
+    assert unpacked(ROOT, folder).stat().st_size < MOST_BYTES
     return folder / "site"
 
 
-def test_the_wheel_holds_all_files_of_the_packages_and_the_configurations(installed):
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Path:
+    """A folder with both wheels."""
+    folder = tmp_path_factory.mktemp("both")
+    for project in (ROOT, ROOT / "reference"):
+        unpacked(project, folder)
+    return folder / "site"
+
+
+def run(code: str, site: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Code in a folder from which nothing of the repository is seen."""
+    command = [sys.executable, "-c", code.format(folder=str(site))]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_wheels_hold_all_files_of_their_packages_and_configurations(both):
     packages = [path.relative_to(ROOT) for name in ("spec_metadata", "attn_backends") for path in files(ROOT / name)]
+    packages += [path.relative_to(REFERENCE) for path in files(REFERENCE / "attn_backends_reference")]
     configs = ["attn_backends" / path.relative_to(ROOT) for path in files(ROOT / "configs")]
-    assert len(configs) >= 6
-    assert [file for file in packages + configs if not (installed / file).is_file()] == []
+    presets = ["attn_backends_reference" / path.relative_to(REFERENCE) for path in files(REFERENCE / "configs")]
+    assert len(configs) == 5
+    assert len(presets) == 5
+    assert [file for file in (*packages, *configs, *presets) if not (both / file).is_file()] == []
 
 
-def test_the_wheel_works_in_an_empty_folder(installed, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    code = USE.format(folder=str(installed))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+def test_the_library_works_alone_in_an_empty_folder(core, tmp_path):
+    assert not (core / "attn_backends_reference").exists()
+    done = run(USE, core, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "flashinfer_mla" in done.stdout
+
+
+def test_both_work_in_an_empty_folder(both, tmp_path):
+    done = run(USE_REFERENCE, both, tmp_path)
+    assert done.returncode == 0, done.stderr

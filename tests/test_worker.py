@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_backends_reference.eagle.options import WorkerOptions
+from attn_backends_reference.eagle.phases import VerifyInputs
+from attn_backends_reference.eagle.requests import RequestError
+from attn_backends_reference.eagle.serving import serve
+from attn_backends_reference.eagle.worker import EagleWorker, kept
 
-from attn_backends.eagle.options import WorkerOptions
-from attn_backends.eagle.phases import VerifyInputs
-from attn_backends.eagle.requests import RequestError
-from attn_backends.eagle.serving import serve
-from attn_backends.eagle.worker import EagleWorker, kept
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, SamplingParams, Step

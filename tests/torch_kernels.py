@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from attn_backends.base import AttentionBackend
-from attn_backends.kernel import Kernel
+from attn_backends.backend import AttentionBackend
+from attn_backends.contract.kernel import Kernel
 
 
 def torch_kernel(backend: type[AttentionBackend]) -> Kernel:

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import providers
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
+from attn_backends.selection import providers
 from spec_metadata import StepKind
 
 

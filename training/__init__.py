@@ -1,1 +1,1 @@
-"""Training and evaluation of the byte-level checkpoints in ``attn_backends/models/checkpoints``."""
+"""Training and evaluation of the byte-level checkpoints in ``reference/attn_backends_reference/models/checkpoints``."""

@@ -1,6 +1,6 @@
 """The byte corpus: Python's standard library, split by a fixed rule into three parts.
 
-* ``heldout``: about a dozen typical files, frozen in ``attn_backends/models/heldout``;
+* ``heldout``: about a dozen typical files, frozen in ``reference/attn_backends_reference/models/heldout``;
 * ``valid``: one file in fifty, watched during training;
 * ``train``: the rest, without any file that is nearly a copy of a held-out one.
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SEPARATOR = b"\0"
-HELDOUT_DIR = Path("attn_backends/models/heldout")
+HELDOUT_DIR = Path("reference/attn_backends_reference/models/heldout")
 SKIP_DIRS = {"site-packages", "__pycache__"}
 SKIP_PREFIXES = ("_sysconfigdata", "config-3")  # describe one build machine, not the library
 TABLE_DIRS = {"encodings", "pydoc_data", "data", "bad_coding", "crashers"}  # not typical source

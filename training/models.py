@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
+from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle3 import Eagle3Draft
+from attn_backends_reference.models.mtp import MtpModule, module_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,13 +24,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from attn_backends.models.deepseek_v4_draft import MtpDraft
-from attn_backends.models.draft import EagleDraft
-from attn_backends.models.eagle3 import Eagle3Draft
-from attn_backends.models.mtp import MtpModule, module_config
 from training import attention, compressed, compressed_plans
 
-CHECKPOINTS = Path("attn_backends/models/checkpoints")
+CHECKPOINTS = Path("reference/attn_backends_reference/models/checkpoints")
 NAMES = ("gqa", "mla", "v4")
 COMMON = {
     "vocab_size": 256,

@@ -21,9 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache
-from attn_backends.capabilities import FLOAT_TYPES, Capabilities, LseBase
 from attn_backends.compressed_cache import (
     CompressedCache,
     CompressedFormat,
@@ -32,15 +31,16 @@ from attn_backends.compressed_cache import (
     cache_reasons,
 )
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
+from attn_backends.contract.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.kernels.compressor_operators import write_entries, write_states
 from attn_backends.kernels.plan_operators import bind_compressed
 from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
 from attn_backends.kernels.torch_compressed import Keys, attend_rows
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import ForwardMetadata
-from attn_backends.providers import runs_anywhere, runs_on_triton
+from attn_backends.planning.metadata import ForwardMetadata
+from attn_backends.selection.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
 from spec_metadata import BoundedQuery, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed

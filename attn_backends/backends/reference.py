@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
-from attn_backends.kernel import Kernel
+from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import slot_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.providers import runs_anywhere
+from attn_backends.selection.providers import runs_anywhere
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import slots
 

@@ -14,16 +14,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
-from attn_backends.kernel import Kernel
+from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.plan_operators import bind_block_table, bind_ragged
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.paged_kernel import triton_kernel
-from attn_backends.providers import runs_anywhere
+from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
+from attn_backends.vendors.ours import triton_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import block_table, ragged
 

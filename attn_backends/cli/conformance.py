@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from attn_backends.cli import Command
 from attn_backends.cli.options import output_console
 from attn_backends.conformance import (
     Case,
@@ -172,3 +173,23 @@ def _again(row: Row, case: Case, args: argparse.Namespace) -> str:
     name = next((n for n in args.backends or list_backends() if resolve(n).name == row.backend), row.backend)
     words = ["attn-backends", "conformance", name, "--device", args.device, "--kernel", row.kernel, "--case", str(path)]
     return shlex.join(words)
+
+
+def _add_arguments(suite: argparse.ArgumentParser) -> None:
+    suite.add_argument("backends", nargs="*", metavar="NAME", help="names, or module:Class (default: all known)")
+    suite.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
+    suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
+    suite.add_argument("--select", default="*", metavar="PATTERN", help="ids of checks, such as 'graph.*'")
+    suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
+    suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
+    suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
+    suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")
+
+
+COMMAND = Command(
+    "Exit code 0: nothing failed. 1: a check failed. 2: a check broke, nothing ran, or bad input.",
+    _add_arguments,
+    run,
+)

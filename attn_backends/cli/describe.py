@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,11 +12,12 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Capabilities
+from attn_backends.backend import AttentionBackend
+from attn_backends.cli import Command
 from attn_backends.cli.options import output_console
+from attn_backends.contract.capabilities import Capabilities
 from attn_backends.errors import BackendUnavailableError
-from attn_backends.planners import Planner, choose_planner
+from attn_backends.planning.planners import Planner, choose_planner
 from attn_backends.registry import get_backend, list_backends
 
 DEVICES = ("cpu", "cuda")
@@ -173,3 +175,16 @@ def _shown(field: str, value: object) -> str:
     if value is None:
         return "none" if field == "lse" else "any"
     return str(value)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="a backend's name, or module:Class")
+    _add_json(parser)
+
+
+LIST = Command("Known backends.", _add_json, lambda args: show_list(as_json=args.json))
+INFO = Command("All that one backend declares.", _add_name, lambda args: show_info(args.name, as_json=args.json))

@@ -12,7 +12,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.config import DTYPES
+from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Capabilities
+from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.cases import Case
-from attn_backends.kernel import Kernel
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.kernel import Kernel
 from spec_metadata import StepKind
 
 

@@ -42,7 +42,7 @@ from attn_backends.conformance.situations import (
 from attn_backends.conformance.worlds import MAX_BS, NUM_STEPS, World
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import Step, StepKind
 
 VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE

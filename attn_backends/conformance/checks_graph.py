@@ -43,7 +43,7 @@ from attn_backends.conformance.situations import (
     spacious,
 )
 from attn_backends.errors import CaptureError, UnsupportedStepError
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, StepKind
 
 

@@ -13,7 +13,7 @@ from attn_backends.conformance.comparisons import compare_identical
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind
 from spec_metadata.buffers import out_of_range
 

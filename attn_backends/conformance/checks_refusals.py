@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from attn_backends.cache import CacheFormat
-from attn_backends.capabilities import Capabilities
-from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical
@@ -31,6 +29,7 @@ from attn_backends.conformance.situations import (
 )
 from attn_backends.conformance.situations import cache_dtype as cache_dtype_of
 from attn_backends.conformance.worlds import with_extra
+from attn_backends.contract.capabilities import DTYPES, Capabilities
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from spec_metadata import StepKind

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.compressed_cache import (
     CompressedCache,
     CompressedFormat,
@@ -26,7 +26,7 @@ from attn_backends.compressed_cache import (
 from attn_backends.compressed_layer import CompressedLayer, Compressor
 from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES
 from attn_backends.conformance.worlds import SCALE, Setup, World, aligned, head_sizes, memory_of, query_heads
-from attn_backends.kernel import Kernel
+from attn_backends.contract.kernel import Kernel
 from spec_metadata.plans.compressed import Compression
 
 LAYERS = ("window", "selected", "entries")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
 from attn_backends.conformance.compressed_scenes import CompressedScene
@@ -17,10 +16,11 @@ from attn_backends.conformance.compressed_worlds import REAL_PAGE, CompressedWor
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
+from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.layer import AttentionOutput
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import Bucket, Step, StepKind, TokenBucket, pad_step, padding_step
 
 CONTENTS = {"nan": float("nan"), "finite": 77.0}

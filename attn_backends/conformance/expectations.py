@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from attn_backends.config import backend_options, conformance_options
+from attn_backends.config.backend_files import backend_options, conformance_options
 from attn_backends.conformance.catalogue import CATALOGUE, Subject
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.errors import ConfigError

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from attn_backends.capabilities import Capabilities, listed
 from attn_backends.conformance.catalogue import CATALOGUE
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.report import WORST_FIRST, by_cell, distinct
+from attn_backends.contract.capabilities import Capabilities, listed
 from attn_backends.errors import AttnBackendsError
 from attn_backends.registry import BUILT_IN, get_backend
 from attn_backends.results import Head, Results, read

@@ -14,7 +14,7 @@ import torch
 
 import attn_backends
 import spec_metadata
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject
 from attn_backends.conformance.exercise import setup_of, world_of

@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import product
 
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.config import DTYPES
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.compressed_worlds import COMPRESSIONS, LAYERS, is_compressed
 from attn_backends.conformance.worlds import MAX_BS, AnyFormat, capacity_of, sizes_of
+from attn_backends.contract.capabilities import DTYPES
 from spec_metadata import StepKind
 
 Cases = Callable[[Subject], list[Case]]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
-from attn_backends.capabilities import Capabilities
 from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import ConfigError
-from attn_backends.kernel import Kernel
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import ForwardMetadata
+from attn_backends.planning.metadata import ForwardMetadata
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, StepKind
 
 NUM_STEPS, MAX_BS = 3, 5

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.cache import PagedCache, PagedLatent
-from attn_backends.capabilities import Capabilities, LseBase
+from attn_backends.contract.capabilities import Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import CaptureError, UnsupportedStepError
-from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import ONE, Dim, Producer
 from spec_metadata.capacity import ceil_div

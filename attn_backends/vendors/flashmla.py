@@ -21,11 +21,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from attn_backends import providers
 from attn_backends.cache import PagedCache, PagedLatent
-from attn_backends.capabilities import Capabilities, LseBase
-from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.contract.capabilities import Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
 from spec_metadata.plans.block_table import BlockTablePlan

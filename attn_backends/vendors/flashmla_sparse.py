@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_backends import providers
-from attn_backends.capabilities import FP8_TYPES, Capabilities, LseBase
 from attn_backends.compressed_cache import CompressedCache, Fp8Pages
+from attn_backends.contract.capabilities import FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.kernels.fp8_pages import ROW_DIM
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, Dim

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_backends import results
-from attn_backends.bench.timing import CudaClock, take_turns
 from attn_backends.kernels import compressor_operators, fp8_pages, sparse_operators, torch_compressed
 from attn_backends.kernels.torch_compressed import Keys
+from benchmarks.timing import CudaClock, take_turns
 from tests.compressed_arguments import attention_scene, entry_scene, index_scene, poisoned
 from tests.gpu.sparse import REPEATS, many
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from attn_backends import results
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
-from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedLatent
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from attn_backends.vendors.flashinfer import FP8
 from spec_metadata import (
     CacheGeometry,

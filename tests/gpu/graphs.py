@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from attn_backends import results
-from attn_backends.base import AttentionBackend
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import Metadata
+from attn_backends.planning.metadata import Metadata
 from attn_backends.registry import get_backend
 from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind
 

@@ -18,13 +18,14 @@ import time
 from pathlib import Path
 
 from attn_backends import results
-from attn_backends.bench.metadata import PAGE_SIZES
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.registry import BUILT_IN
+from benchmarks.metadata import PAGE_SIZES
 
 LIMIT = 600
 OUT = Path("docs/results/h200")
 CLI = "attn_backends.cli"
+REFERENCE = "attn_backends_reference"
 SUITE = f"{CLI} conformance --device cuda --require-run"
 PARTS = {
     **{f"conformance_{name}": f"{SUITE} {name} --json {{file}}" for name in BUILT_IN if name != "dsv4"},
@@ -32,24 +33,24 @@ PARTS = {
         f"conformance_dsv4_{kernel}": f"{SUITE} dsv4 --kernel {kernel} --json {{file}}"
         for kernel in ("flashmla_sparse", "triton", "torch")
     },
-    "demo_float32": f"{CLI} demo --device cuda --dtype float32 --kernel torch --json {{file}}",
-    "demo_bfloat16": f"{CLI} demo --device cuda --dtype bfloat16 --json {{file}}",
-    "demo_8bit": f"{CLI} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "
+    "demo_float32": f"{REFERENCE} demo --device cuda --dtype float32 --kernel torch --json {{file}}",
+    "demo_bfloat16": f"{REFERENCE} demo --device cuda --dtype bfloat16 --json {{file}}",
+    "demo_8bit": f"{REFERENCE} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "
     "--json {file}",
-    "bench_attention": f"{CLI} bench attention --json {{file}}",
+    "bench_attention": "benchmarks attention --json {file}",
     **{
-        f"kernels_{name}": f"{CLI} bench attention --set kernels --backend {name} --json {{file}} --plot {{picture}}"
+        f"kernels_{name}": f"benchmarks attention --set kernels --backend {name} --json {{file}} --plot {{picture}}"
         for name in BUILT_IN
         if name != "reference"
     },
-    "kernels_prefill": f"{CLI} bench attention --set prefill --json {{file}} --plot {{picture}}",
-    "trees": f"{CLI} bench attention --set trees --json {{file}}",
-    "bench_memory": f"{CLI} bench memory --json {{file}}",
+    "kernels_prefill": "benchmarks attention --set prefill --json {file} --plot {picture}",
+    "trees": "benchmarks attention --set trees --json {file}",
+    "bench_memory": "benchmarks memory --json {file}",
     **{
-        f"bench_metadata_{name}": f"{CLI} bench metadata --backend {name} --json {{file}} --plot {{picture}}"
+        f"bench_metadata_{name}": f"benchmarks metadata --backend {name} --json {{file}} --plot {{picture}}"
         for name in PAGE_SIZES
     },
-    "bench_cycle": f"{CLI} bench cycle --backend trtllm_mla --backend fa3 --json {{file}} --plot {{picture}}",
+    "bench_cycle": "benchmarks cycle --backend trtllm_mla --backend fa3 --json {file} --plot {picture}",
     "planners": "tests.gpu.planners --json {file}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",

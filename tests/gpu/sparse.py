@@ -25,14 +25,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attn_backends import providers, results
-from attn_backends.bench.timing import CudaClock, take_turns
+from attn_backends import results
+from attn_backends.contract.kernel import LayerShape, Scheduled
 from attn_backends.graphs import CudaGraph
-from attn_backends.kernel import LayerShape, Scheduled
 from attn_backends.kernels import fp8_pages
 from attn_backends.layer import AttentionOutput
+from attn_backends.selection import providers
 from attn_backends.vendors import flashmla_sparse
 from attn_backends.vendors.flashmla_sparse import RowSchedule
+from benchmarks.timing import CudaClock, take_turns
 from spec_metadata import PackedQuery, Step, UniformQuery
 from tests.gpu.sparse_scene import DEVICE, MAX_CONTEXT, NUM_STEPS, Case, Scene, attention
 

@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attn_backends_reference.eagle.launches import Launch
+from attn_backends_reference.eagle.options import PhaseBackends
 
 from attn_backends import results
-from attn_backends.base import AttentionBackend
-from attn_backends.bench.counts import Probe, count_on_cuda
-from attn_backends.bench.cycle import Setting, SteadyWorker
-from attn_backends.bench.host import Work
-from attn_backends.bench.rows import Stage
-from attn_backends.bench.speculation import PHASES, speculative
-from attn_backends.bench.stacks import StackShape, stack
-from attn_backends.bench.timing import CudaClock
-from attn_backends.eagle.launches import Launch
-from attn_backends.eagle.options import PhaseBackends
+from attn_backends.backend import AttentionBackend
 from attn_backends.errors import AttnBackendsError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
-from attn_backends.selection import Workload
+from attn_backends.selection.choose import Workload
+from benchmarks.counts import Probe, count_on_cuda
+from benchmarks.cycle import Setting, SteadyWorker
+from benchmarks.host import Work
+from benchmarks.rows import Stage
+from benchmarks.speculation import PHASES, speculative
+from benchmarks.stacks import StackShape, stack
+from benchmarks.timing import CudaClock
 from spec_metadata import CacheGeometry, StepKind
 from tests.serving_scenes import models
 

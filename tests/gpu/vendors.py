@@ -23,9 +23,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.base import AttentionBackend
 from attn_backends.cache import PagedKV, PagedLatent
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput

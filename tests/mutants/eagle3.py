@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_backends_reference.eagle import phases
+from attn_backends_reference.models.decoder import TargetModel
+from attn_backends_reference.models.eagle3 import Eagle3Model
 from torch import Tensor
 
-from attn_backends.eagle import phases
-from attn_backends.models.decoder import TargetModel
-from attn_backends.models.eagle3 import Eagle3Model
 from attn_backends.runner import PhaseRunner, PiecewiseRunner
 from tests.mutants.mutant import mutant
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import BufferSpec
 from spec_metadata.buffers import BS, NUM_FORWARDS

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base, cache, kernel
-from attn_backends.base import AttentionBackend
-from attn_backends.kernel import Schedules
+from attn_backends import backend as base
+from attn_backends import cache
+from attn_backends.backend import AttentionBackend
+from attn_backends.contract import kernel
+from attn_backends.contract.kernel import Schedules
 from attn_backends.kernels import torch_attention
 from spec_metadata import Step
 from spec_metadata.visibility import HostLens

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from attn_backends.eagle import multimodal
-from attn_backends.eagle.kept_embeddings import KeptEmbeddings
-from attn_backends.eagle.multimodal import (
+from attn_backends_reference.eagle import multimodal
+from attn_backends_reference.eagle.kept_embeddings import KeptEmbeddings
+from attn_backends_reference.eagle.multimodal import (
     MultimodalDraftPrefillInputs,
     MultimodalModulesPrefillInputs,
     MultimodalPrefill,
 )
-from attn_backends.eagle.prefill_phases import DRAFT_PREFILL
-from attn_backends.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
+from attn_backends_reference.eagle.slots import SlotAllocator
+
 from attn_backends.runner import Runner
 from tests.mutants.mutant import mutant
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Capabilities
+from attn_backends.backend import AttentionBackend
+from attn_backends.contract.capabilities import Capabilities
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.metadata import Metadata
-from attn_backends.selection import Choice
+from attn_backends.planning.metadata import Metadata
+from attn_backends.selection.choose import Choice
 from spec_metadata import Bucket, Paging
 from tests.mutants.mutant import mutant
 

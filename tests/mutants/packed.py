@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from attn_backends.base import AttentionBackend
-from attn_backends.capabilities import Capabilities
+from attn_backends.backend import AttentionBackend
+from attn_backends.contract.capabilities import Capabilities
 from spec_metadata import BoundedQuery, PackedQuery, TokenBucket, UniformQuery, static_inputs
 from tests.mutants.mutant import mutant
 

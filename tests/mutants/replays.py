@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base, planners
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
-from attn_backends.base import AttentionBackend, Metadata
 from attn_backends.graphs import is_capturing
-from attn_backends.static_memory import StaticMemory
+from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.planning import planners
 from spec_metadata import Arena, Bucket, Buffers, PackedQuery, Paging, Step, StepKind, UniformQuery, static_inputs
 from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant

@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from attn_backends_reference.eagle import worker
+from attn_backends_reference.eagle.launches import Timings
+from attn_backends_reference.eagle.options import PhaseBackends
+from attn_backends_reference.eagle.phases import DraftState
+from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.requests import Request, RequestOptions, Statistics
+from attn_backends_reference.eagle.serving import Server
+from attn_backends_reference.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.text import GrowingText
 
-from attn_backends.eagle import worker
-from attn_backends.eagle.launches import Timings
-from attn_backends.eagle.options import PhaseBackends
-from attn_backends.eagle.phases import DraftState
-from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.requests import Request, RequestOptions, Statistics
-from attn_backends.eagle.serving import Server
-from attn_backends.eagle.slots import SlotAllocator
-from attn_backends.eagle.text import GrowingText
 from attn_backends.runner import PhaseRunner
 from tests.mutants.mutant import mutant
 

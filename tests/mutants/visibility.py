@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base, metadata
+from attn_backends import backend as base
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.kernels import torch_attention
+from attn_backends.planning import metadata
 from spec_metadata import BlockTable, Capacity, Extent, PackedQuery, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import (

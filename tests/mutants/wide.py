@@ -10,10 +10,10 @@ from torch import Tensor
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.conformance.situations import UNIFORM_KINDS
-from attn_backends.kernel import Kernel
+from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import attend
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.providers import runs_anywhere
+from attn_backends.selection.providers import runs_anywhere
 from spec_metadata.plans import slots
 
 _EXTRAS = {"window": True, "sinks": True, "cache_dtypes": frozenset()}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import base
-from attn_backends.base import AttentionBackend
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache, PagedKV
-from attn_backends.metadata import ForwardMetadata, Metadata
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import CacheGeometry, Step, StepKind, static_inputs
 from tests.mutants.mutant import mutant
 

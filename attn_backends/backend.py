@@ -1,0 +1,349 @@
+"""The contract of an attention backend, and the metadata interface that follows from it.
+
+A backend declares its buffers, writes all that a step's forwards need of them in one function, `write` (rule R1), and
+says in another how they are read, `plans`. Eager, capture and replay all run it and differ only in the destination:
+
+    meta = backend.init_forward_metadata(step)      # eager: fresh buffers
+    meta = backend.capture(bucket, paging)          # static buffers with safe contents
+    backend.replay(meta, step)                      # copies the raw inputs, then refresh(meta)
+    backend.refresh(meta)                           # device only and recordable: may be a graph's first node instead
+    backend.store(inputs, cache, meta.at(i), layer)
+    out = backend.forward(q, cache, meta.at(i), layer)
+
+Metadata is returned and passed in (rule R7); a backend keeps only its arenas.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
+from attn_backends.contract.capabilities import extras_reasons, listed
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
+from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
+from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory.arenas import Arenas
+from attn_backends.memory.static_memory import StaticMemory, Tenant
+from attn_backends.planning.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
+from attn_backends.planning.planners import bind_inputs, choose_planner
+from attn_backends.selection.choose import Workload, choose_kernels
+from spec_metadata import (
+    Arena,
+    Bucket,
+    Buffers,
+    BufferSpec,
+    CacheGeometry,
+    Capacity,
+    Paging,
+    Step,
+    StepKind,
+    TokenBucket,
+    input_specs,
+    misfit,
+    static_step,
+    write_slots,
+)
+from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on
+from spec_metadata.buffers import out_of_range
+from spec_metadata.static_inputs import padding_step
+from spec_metadata.visibility import HostLens, chain_parts, host_lens
+
+Plan = TypeVar("Plan")
+
+
+class AttentionBackend(ABC, Generic[Plan]):
+    """An attention backend bound to one engine's capacity, cache geometry and device.
+
+    A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
+    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens alone, and read
+    what they drafted by slot, in a chain too.
+
+    capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
+    name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
+    workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
+    or "auto" for that where it runs. memory: what captured steps lie in, one for all backends of a worker (None: its
+    own). checking: guard words around plans and static buffers, ranges and step values checked on the device; reads it
+    back, so it is for tests and debugging.
+    """
+
+    name: ClassVar[str]
+    formats: ClassVar[frozenset[CacheFormat]]
+    kernels: ClassVar[tuple[Kernel, ...]]
+    prefix_only: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        device: torch.device | str = "cpu",
+        *,
+        kernel: str | Mapping[StepKind, str] = "auto",
+        workload: Workload | None = None,
+        planner: str = "auto",
+        memory: StaticMemory | None = None,
+        checking: bool = False,
+    ) -> None:
+        self.capacity = capacity
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self.checking = checking
+        workload = replace(workload or Workload(geometry.page_size), capacity=capacity)
+        self.choices = choose_kernels(self.name, self.kernels, kernel, self.device, workload)
+        self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
+        self.memory = memory or StaticMemory()
+        place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
+        self._arenas = Arenas(self.name, *place)
+        if capacity.page_size != geometry.page_size:
+            raise UnsupportedStepError(
+                self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
+            )
+
+    def kernel_of(self, kind: StepKind) -> Kernel[Plan]:
+        """The kernel of a step kind that the backend has; of an idle step, which launches none, any."""
+        choice = next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]
+        return choice.kernel
+
+    @classmethod
+    @abstractmethod
+    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
+        """The declared buffers of a step kind, of all forwards."""
+
+    @classmethod
+    def page_multiple(cls) -> int:
+        """What every page size must be a multiple of, in tokens, whatever the kernel."""
+        return 1
+
+    @abstractmethod
+    def plans(self, step: Step, buffers: Buffers) -> tuple[Plan, ...]:
+        """The plan of each forward of a step, as views of buffers that `write` fills. Host only, no device work."""
+
+    @abstractmethod
+    def write(self, step: Step, buffers: Buffers) -> None:
+        """Write the metadata of all forwards into buffers. Device only, fixed shapes, no host reads."""
+
+    @classmethod
+    def has_fused(cls) -> bool:
+        """Whether it has a fused planner."""
+        return cls.bind_fused is not AttentionBackend.bind_fused
+
+    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        """A launch that writes what `write` does, and the write slots; it may be repeated, and recorded."""
+        raise NotImplementedError(f"{self.name} has no fused planner")
+
+    def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
+        """Metadata of an eager step, in fresh buffers."""
+        self._admit(step)
+        extent = step.extent(self.capacity)
+        arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
+        meta = self._metadata(step, arena.view(extent), step)
+        self._arenas.check_guards([arena])
+        return meta
+
+    def capture(self, bucket: Bucket | TokenBucket, paging: Paging) -> Metadata[Plan]:
+        """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place.
+
+        It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
+        """
+        if bucket.bs > self.capacity.max_bs:
+            raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
+        check_capture_room(paging, self.capacity)
+        padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
+        reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
+        if reasons:
+            raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
+        arena = self._arenas.captured(bucket, paging)
+        buffers = arena.view(self._arenas.extent(bucket))
+        step = static_step(bucket, paging, buffers)
+        tenant = Tenant(bucket, self.capacity, self.memory, arena, paging.table, bind_inputs(self.planner, step))
+        self.memory.let_to(tenant)
+        return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
+
+    def replay(self, meta: Metadata[Plan], step: Step) -> None:
+        """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
+        self.copy_inputs(meta, step)
+        self.refresh(meta)
+
+    def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
+        """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
+        tenant = meta.tenant
+        if tenant is None:
+            raise CaptureError("this metadata is eager; replay takes what capture() returned")
+        if self.checking or not tenant.admits(step):
+            if reasons := misfit(meta.step, step):
+                raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
+            self._admit(step)
+            tenant.admit(step)
+        lens = None
+        if meta.schedules.needs_lens:
+            known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
+            lens = self._host_lens(known, meta.step.bs)
+        if self.checking:
+            self._arenas.check()
+            tenant.arena.reset()
+        self.memory.let_to(tenant)
+        tenant.copy_inputs(step)
+        if lens is not None:
+            meta.schedules.plan_host(lens)
+
+    def refresh(self, meta: Metadata[Plan]) -> None:
+        """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
+        recorded then.
+        """
+        if meta.tenant is not None:
+            meta.tenant.check()
+        meta.write()
+        meta.schedules.refresh()
+        if self.checking:
+            self._check_ranges(meta)
+            check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
+
+    def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
+        """Write the keys and values of this forward's rows to their slots."""
+        self._check_layer(cache, meta, layer, inputs.dtype)
+        cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
+
+    def forward(
+        self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
+    ) -> AttentionOutput:
+        """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
+        self._check_layer(cache, meta, layer, q.dtype)
+        expected = (meta.write_slots.shape[0], layer.num_heads, layer.head_dim)
+        if q.shape != expected:
+            raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
+        if q.shape[0] == 0:
+            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            empty = q.new_empty(0, layer.num_heads, layer.v_head_dim)
+            return AttentionOutput(empty, empty.new_empty(empty.shape[:2], dtype=lse_dtype))
+        planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
+        dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
+        if meta.tree is None:
+            return dense
+        scales = (layer.scale, layer.k_scale, layer.v_scale)
+        return AttentionOutput(*tree_join(q, *cache.pages, meta.tree.slots, meta.tree.mask, *dense, *scales))
+
+    def unsupported_reasons(self, step: Step) -> list[str]:
+        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        if step.kind is StepKind.IDLE:
+            return []
+        if step.kind not in self.choices:
+            able = [kernel.name for kernel in self.kernels if step.kind in kernel.capabilities]
+            return [f"no kernel for {step.kind} was asked for ({', '.join(able) or 'none'} has it)"]
+        reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
+        num_keys = step.width * step.num_steps
+        if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
+            reasons.append(f"a draft tree of {num_keys} tokens a request (on a GPU at most {MAX_TREE_KEYS})")
+        if step.max_real > self.capacity.max_bs:
+            reasons.append(f"{step.max_real} requests (the capacity says max_bs={self.capacity.max_bs})")
+        if step.paging.geometry != self.geometry:
+            reasons.append(f"a table over {step.paging.geometry} (the backend was built for {self.geometry})")
+        if not is_on(step, self.device):
+            reasons.append(f"tensors on {step.device} (the backend was built for {self.device})")
+        return reasons
+
+    def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
+        """Why the kernel of a bucket's kind can't be captured in it; empty if it can."""
+        kernel = self.kernel_of(bucket.kind)
+        reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
+        return [f"kernel {kernel.name} {reason}" for reason in reasons]
+
+    def static_bytes(self, paging: Paging) -> dict[StepKind, dict[str, int]]:
+        """Bytes of the static buffers of each uniform phase that can be captured; they lie over each other. paging: a
+        table of the engine's form.
+        """
+        return self._arenas.sizes(paging)
+
+    def check_buffers(self) -> None:
+        """In checking mode: raise if anybody wrote next to a static buffer."""
+        self._arenas.check()
+
+    def _admit(self, step: Step) -> None:
+        reasons = self.unsupported_reasons(step)
+        if reasons:
+            kernel = f" ({self.kernel_of(step.kind).name})" if step.kind in self.choices else ""
+            raise UnsupportedStepError(f"{self.name}{kernel} can't take a {step.kind} step", reasons)
+        check_table_room(step, self.capacity)
+        if self.checking:
+            check_values(step, self.capacity)
+
+    def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
+        """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
+        write = self.bind_fused(step, buffers) if self.planner.is_fused else self._bind_torch(step, buffers)
+        write()
+        plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
+        bucket = None if tenant is None else tenant.bucket
+        schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
+        chains = chain_parts(step) if self.prefix_only else ()
+        meta = Metadata(step, buffers, plans, schedules, write, chains, tenant)
+        if self.checking:
+            self._check_ranges(meta)
+        return meta
+
+    def _bind_torch(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+        def write() -> None:
+            for forward in range(step.num_forwards):
+                buffers[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
+            self.write(step, buffers)
+
+        return write
+
+    def _check_ranges(self, meta: Metadata[Plan]) -> None:
+        if problems := out_of_range(self.buffers(meta.step.kind), meta.buffers):
+            raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
+
+    def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
+        """What the kernel's host half needs, None if it has none."""
+        if step.kind is StepKind.IDLE or not self.kernel_of(step.kind).capabilities[step.kind].needs_host_lens:
+            return None
+        self.kernel_of(step.kind).check_host_lens(self.name, step)
+        forwards = (None,) if self.prefix_only else range(step.num_forwards)
+        return tuple(host_lens(step, bs, forward) for forward in forwards)
+
+    def _static_specs(self, bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
+        """The static buffers of a captured step, its inputs among them."""
+        return (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
+
+    def _check_layer(
+        self,
+        cache: PagedCache,
+        meta: ForwardMetadata[Plan],
+        layer: AttentionLayer,
+        dtype: torch.dtype,
+    ) -> None:
+        """Refuse metadata, a cache or a layer. dtype: of queries, or of rows to store."""
+        self._check_metadata(meta)
+        if cache.format not in self.formats:
+            raise UnsupportedStepError(
+                f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]
+            )
+        check_cache(cache, self.geometry, layer)
+        if meta.kind is StepKind.IDLE:
+            return
+        kernel = self.kernel_of(meta.kind)
+        reasons = kernel.capabilities[meta.kind].layer_reasons(layer, dtype, cache.dtype)
+        reasons += extras_reasons(layer, cache.format, meta.tree is not None)
+        if reasons:
+            raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)
+
+    def _check_metadata(self, meta: ForwardMetadata[Plan]) -> None:
+        """Refuse what is not the metadata of one forward, is stale by now, or was planned by another backend."""
+        if not isinstance(meta, ForwardMetadata):
+            raise UnsupportedStepError(
+                self.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
+            )
+        if meta.tenant is not None:
+            meta.tenant.check()
+        chosen = self.choices.get(meta.kind)
+        if meta.kind is not StepKind.IDLE and (chosen is None or chosen.kernel is not meta.schedules.kernel):
+            raise UnsupportedStepError(
+                self.name,
+                [f"metadata of a {meta.kind} step that another backend planned, for its {meta.schedules.kernel.name}"],
+                "plan the step with the backend that attends",
+            )

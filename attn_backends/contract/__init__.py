@@ -1,0 +1,1 @@
+"""What the author of a backend declares: kernels, and what each of them can do."""

@@ -1,0 +1,215 @@
+"""A kernel of a backend: how it is launched, what it can do, and what its vendor plans before the launch.
+
+Some vendors turn a plan into a schedule first: which block of threads reads which keys. A schedule depends on the shape
+of the layers, so it is made when a layer of a shape first attends under a metadata, and renewed with it ever after: on
+the device by `refresh`, and on the host by `plan_host` where the vendor plans there (rule R9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.cache import PagedCache
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import is_capturing
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata.visibility import HostLens
+
+Plan = TypeVar("Plan")
+
+
+class LayerShape(NamedTuple):
+    """What of a layer a vendor's schedule depends on. dtype, cache_dtype: of queries and of the cache's entries.
+    window: of a sliding-window layer. variant: what else of a backend's own layers a schedule depends on.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    window: int | None = None
+    variant: Hashable = None
+
+    @classmethod
+    def of(cls, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> LayerShape:
+        """The shape of a layer."""
+        sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.v_head_dim)
+        return cls(*sizes, layer.scale, dtype, cache_dtype, layer.window)
+
+
+class Schedule:
+    """What a vendor planned for one forward and one shape of layers; a kernel's own class derives from it."""
+
+    def plan_host(self, lens: HostLens) -> None:
+        """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture. What
+        it writes it writes in the order of the current stream, on which another step may still read the workspaces.
+        """
+
+    def adopts(self, last: Schedule) -> bool:
+        """Whether what another one, or itself, planned into the same workspaces from equal lengths will do, and takes
+        over what of it is not there: then `plan_host` is not called. Both are of one kernel and shape of layers.
+        """
+        return False
+
+    def refresh(self) -> None:
+        """Plan on the device from the plan's tensors; recordable. Called whenever those were written."""
+
+
+class HostPlan(NamedTuple):
+    """What the host planned: who did, and from which lengths."""
+
+    schedule: Schedule
+    lens: HostLens
+
+
+class Held(dict[int, HostPlan]):
+    """What the host planned last into each leading row of a kernel's workspaces; missing are those of which that is not
+    known.
+    """
+
+
+class Workspaces(NamedTuple):
+    """What schedules of one kernel and shape of layers plan into: its workspaces and scratch, and what the host planned
+    into them. Captured phases of a backend share them as they do static memory: each plans before it is used.
+    """
+
+    buffers: Buffers
+    held: Held
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheduled(Generic[Plan]):
+    """A plan and what the vendor made of it: what the launch of a kernel with a schedule is given."""
+
+    plan: Plan
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel(Generic[Plan]):
+    """One implementation of a backend's attention.
+
+    launch: (q, cache, plan, layer) -> AttentionOutput of the dense part; with a schedule, the plan is a `Scheduled`.
+    capabilities: per step kind; a kind that is missing is not supported. unavailable_reasons: why it can't run on a
+    device, empty if it can. architectures: major CUDA compute capabilities that it is built for, none if it runs on any
+    device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
+    package; its name if it stands alone.
+    schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
+    buffers that a schedule plans into, one leading row for each forward with a plan of its own. scratch: buffers that
+    hold nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of
+    sizes that no step changes.
+    """
+
+    name: str
+    launch: Callable[[Tensor, PagedCache, Any, AttentionLayer], AttentionOutput]
+    capabilities: Mapping[StepKind, Capabilities]
+    unavailable_reasons: Callable[[torch.device], list[str]]
+    architectures: frozenset[int] = frozenset()
+    source: str = ""
+    schedule: Callable[[Plan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
+    workspaces: tuple[BufferSpec, ...] = ()
+    scratch: tuple[BufferSpec, ...] = ()
+
+    def is_built_for(self, device: torch.device) -> bool:
+        """Whether a device is of an architecture that it was built for, present or not."""
+        if not self.architectures:
+            return True
+        if device.type != "cuda" or not torch.cuda.is_available():
+            return False
+        return torch.cuda.get_device_capability(device)[0] in self.architectures
+
+    def check_host_lens(self, owner: str, step: Step) -> None:
+        """Refuse a step that can't be planned on the host now. owner: the backend's name."""
+        if is_capturing():
+            raise CaptureError(f"{owner} ({self.name}) plans {step.kind} on the host: do that before the capture")
+        if step.seq_lens_cpu is None:
+            raise UnsupportedStepError(
+                f"{owner} ({self.name}) can't take a {step.kind} step",
+                ["it plans on the host and needs exact lengths there"],
+                "pass seq_lens_cpu to the step, or choose a kernel without needs_host_lens",
+            )
+
+
+class Schedules(Generic[Plan]):
+    """The schedules of one metadata, by plan and shape of layers: forwards that share a plan share its schedule.
+
+    plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
+    allocate: shape -> what its schedules plan into.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel[Plan],
+        plans: Sequence[Plan],
+        lens: Sequence[HostLens] | None,
+        allocate: Callable[[LayerShape], Workspaces],
+    ) -> None:
+        self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
+        distinct = list({id(plan): None for plan in plans})
+        self._place = [distinct.index(id(plan)) for plan in plans]
+        self._made: dict[tuple[int, LayerShape], Schedule] = {}
+        self._workspaces: dict[LayerShape, Workspaces] = {}
+
+    def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
+        """What the kernel is launched on."""
+        plan = self._plans[forward]
+        if self.kernel.schedule is None:
+            return plan
+        place = self._place[forward]
+        if (place, shape) not in self._made:
+            self._made[place, shape] = self._make(plan, place, shape)
+        return Scheduled(plan, self._made[place, shape])
+
+    @property
+    def needs_lens(self) -> bool:
+        """Whether a replay must plan on the host."""
+        return self._lens is not None
+
+    def plan_host(self, lens: Sequence[HostLens]) -> None:
+        """The host half of a replay."""
+        assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
+        assert len(lens) == len(self._lens), "a replay has the plans of its capture"
+        self._lens = lens
+        for (place, shape), schedule in self._made.items():
+            self._plan(schedule, place, shape)
+
+    def refresh(self) -> None:
+        """The device half of a replay."""
+        for schedule in self._made.values():
+            schedule.refresh()
+
+    def _make(self, plan: Plan, place: int, shape: LayerShape) -> Schedule:
+        assert self.kernel.schedule is not None
+        if self._lens is not None and is_capturing():
+            raise CaptureError(
+                f"kernel {self.kernel.name} plans on the host, which a graph can't hold: run the region once with "
+                "this metadata before it is captured"
+            )
+        if shape not in self._workspaces:
+            self._workspaces[shape] = self._allocate(shape)
+        scratch, buffers = {spec.name for spec in self.kernel.scratch}, self._workspaces[shape].buffers
+        own = {name: t if name in scratch else t[place] for name, t in buffers.items()}
+        schedule = self.kernel.schedule(plan, shape, own)
+        if self._lens is not None:
+            self._plan(schedule, place, shape)
+        schedule.refresh()
+        return schedule
+
+    def _plan(self, schedule: Schedule, place: int, shape: LayerShape) -> None:
+        """Plan on the host what the workspaces do not hold yet."""
+        assert self._lens is not None
+        lens, held = self._lens[place], self._workspaces[shape].held
+        last = held.pop(place, None)  # nobody knows what a plan that raises has written
+        if last is None or last.lens != lens or not schedule.adopts(last.schedule):
+            schedule.plan_host(lens)
+        held[place] = HostPlan(schedule, lens)

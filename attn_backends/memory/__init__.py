@@ -1,0 +1,1 @@
+"""Where the buffers of captured steps lie."""

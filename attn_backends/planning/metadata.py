@@ -1,0 +1,118 @@
+"""What a backend makes of a step: metadata, and the part of it that one forward needs. Passed in, never stashed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.contract.kernel import Schedules
+from attn_backends.errors import CaptureError
+from attn_backends.memory.static_memory import Tenant
+from spec_metadata import (
+    Bucket,
+    Buffers,
+    BufferSpec,
+    InvalidStepError,
+    Step,
+    StepKind,
+    TokenBucket,
+    TreePart,
+    tree_part,
+)
+from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
+
+Plan = TypeVar("Plan")
+
+WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "where the rows of a forward write")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardMetadata(Generic[Plan]):
+    """What one forward of a step needs.
+
+    schedules, forward: the backend's plan of the forward, and the vendor's. write_slots: [num_tokens] int64, dense.
+    tree: the drafted tokens, None for a chain. kind: of the step. tenant: as of the step's metadata.
+    """
+
+    schedules: Schedules[Plan]
+    forward: int
+    write_slots: Tensor
+    tree: TreePart | None
+    kind: StepKind
+    tenant: Tenant | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metadata(Generic[Plan]):
+    """The metadata of a step: one plan per forward over named buffers, and what the kernel's vendor makes of each.
+
+    plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only. chains:
+    the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what captured
+    metadata has of static memory, where its step and buffers lie; None if eager.
+    """
+
+    step: Step
+    buffers: Buffers
+    plans: tuple[Plan, ...]
+    schedules: Schedules[Plan]
+    write: Callable[[], None]
+    chains: tuple[TreePart, ...] = ()
+    tenant: Tenant | None = None
+
+    @property
+    def bucket(self) -> Bucket | TokenBucket | None:
+        """What it was captured for; None if eager."""
+        return None if self.tenant is None else self.tenant.bucket
+
+    def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
+        """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
+        topk > 1 (`spec_metadata.tree_part`). Refuses captured metadata that another replay has overwritten.
+        """
+        if self.tenant is not None:
+            self.tenant.check()
+        forward = 0 if self.step.kind is StepKind.IDLE else forward
+        if not 0 <= forward < self.step.num_forwards:
+            raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
+        return ForwardMetadata(
+            schedules=self.schedules,
+            forward=forward,
+            write_slots=self.buffers[WRITE_SLOTS.name][forward],
+            tree=self.chains[forward] if self.chains else tree_part(self.step, forward, ancestors),
+            kind=self.step.kind,
+            tenant=self.tenant,
+        )
+
+
+def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:
+    """Refuse plans of a graph that would be of other tensors or Python values now: no kernel would see these."""
+    for old, new in zip(captured, planned, strict=True):
+        before, after = ({name: _frozen(part) for name, part in _parts(plan).items()} for plan in (old, new))
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name):
+                raise CaptureError(
+                    f"{type(old).__name__}.{name} was {before.get(name)} at capture and is {after.get(name)} now; a "
+                    "graph keeps what it was captured with, so write into the declared buffers and take sizes from "
+                    "their extent"
+                )
+
+
+def _frozen(value: Any) -> Any:
+    """What a graph keeps of a value: of a tensor its place, of a record or collection what it keeps of each part."""
+    if isinstance(value, Tensor):
+        return value.data_ptr(), tuple(value.shape), value.stride()
+    if is_dataclass(value) or isinstance(value, (Mapping, tuple, list)):
+        return {name: _frozen(part) for name, part in _parts(value).items()}
+    return value
+
+
+def _parts(value: Any) -> Mapping[Any, Any]:
+    """The parts of a record or collection by name or place; anything else is its own only part."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, (tuple, list)):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    return value if isinstance(value, Mapping) else {"value": value}

@@ -1,0 +1,54 @@
+"""Which planner writes a backend's metadata: its definition in torch, or one fused launch a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends.errors import BackendUnavailableError
+from attn_backends.memory.static_memory import CopyInputs
+from attn_backends.selection import providers
+from spec_metadata import Step, copy_step
+
+PLANNERS = ("auto", "torch", "fused")
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """A planner, "torch" or "fused", and why it was taken."""
+
+    name: str
+    reason: str
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it plans a phase in one launch."""
+        return self.name == "fused"
+
+
+def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: bool) -> Planner:
+    """The planner of a backend on a device. owner: the backend's name. has_fused: whether it declares a fused one."""
+    if asked not in PLANNERS:
+        raise BackendUnavailableError(f"planner {asked!r} of {owner}", [f"there are {', '.join(PLANNERS)}"])
+    if asked == "torch":
+        return Planner("torch", "asked for")
+    reasons = providers.runs_on_triton(device) if has_fused else [f"{owner} declares none"]
+    if not reasons:
+        why = {"fused": "asked for", "auto": "one launch a phase"}
+        return Planner("fused", why[asked])
+    if asked == "fused":
+        raise BackendUnavailableError(f"the fused planner of {owner}", reasons, "Take planner='torch' or 'auto'.")
+    return Planner("torch", f"no fused planner: {'; '.join(reasons)}")
+
+
+def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
+    """A step -> what fills a static step from raw inputs of that one's layout, padded; in one launch too where the
+    planner is fused.
+    """
+    if planner.is_fused and static.device.type == "cuda":
+        from attn_backends.kernels import triton_inputs  # Triton is imported by those that run it
+
+        return triton_inputs.bind_inputs(static)
+    return lambda like: lambda step: copy_step(static, step)

@@ -1,0 +1,1 @@
+"""Which kernel runs: where vendors' packages are, and what `auto` takes."""

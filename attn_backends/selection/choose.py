@@ -1,0 +1,95 @@
+"""Which kernel of a backend runs a step kind: the best that runs on the device and suits what it will be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.kernel import Kernel
+from attn_backends.errors import BackendUnavailableError
+from attn_backends.layer import AttentionLayer
+from spec_metadata import Capacity, StepKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """What a backend will be asked for, as far as it is known when kernels are chosen.
+
+    page_size: tokens. layers, dtype, cache_dtype: of the models, none if unknown. capacity: of the steps, which a
+    backend fills in.
+    """
+
+    page_size: int
+    layers: Sequence[AttentionLayer] = ()
+    dtype: torch.dtype | None = None
+    cache_dtype: torch.dtype | None = None
+    capacity: Capacity | None = None
+
+    def reasons_against(self, capabilities: Capabilities, kind: StepKind) -> list[str]:
+        """Why a kernel can't serve its steps of a kind; empty if it can."""
+        reasons = capabilities.page_reasons(self.page_size)
+        if self.capacity is not None and kind is not StepKind.PREFILL:
+            bucket = self.capacity.bucket(kind, 1)
+            reasons += capabilities.width_reasons(bucket.width, bucket.tree)
+        if self.dtype is not None:
+            for layer in self.layers:
+                reasons += capabilities.layer_reasons(layer, self.dtype, self.cache_dtype or self.dtype)
+        return list(dict.fromkeys(reasons))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The kernel of a step kind. passed_over: why each better one was not taken, in words."""
+
+    kernel: Kernel
+    passed_over: tuple[str, ...] = ()
+
+
+def choose_kernels(
+    owner: str,
+    kernels: Sequence[Kernel],
+    asked: str | Mapping[StepKind, str],
+    device: torch.device,
+    workload: Workload,
+) -> dict[StepKind, Choice]:
+    """The kernel of each step kind.
+
+    owner: the backend's name. kernels: its own, best first. asked: "auto"; a name, which runs every kind that it has,
+    the others being chosen as "auto"; or a name for each kind, and then there are no others. Raises with everyone's
+    reasons if a kernel that was asked for, or for some kind none, runs on the device.
+    """
+    known = {kernel.name: kernel for kernel in kernels}
+    names = {asked} if isinstance(asked, str) else set(asked.values())
+    for name in sorted(names - {"auto", *known}):
+        raise BackendUnavailableError(f"{owner} kernel {name!r}", ["unknown name"], f"It has {', '.join(known)}.")
+    choices = {}
+    for kind in dict.fromkeys(kind for kernel in kernels for kind in kernel.capabilities):
+        if isinstance(asked, str):
+            name = asked if asked in known and kind in known[asked].capabilities else "auto"
+        elif kind in asked:
+            name = asked[kind]
+        else:
+            continue
+        able = [kernel for kernel in kernels if kind in kernel.capabilities and name in ("auto", kernel.name)]
+        choices[kind] = _choose(f"{owner} on {device}, {kind}", able, kind, device, workload)
+    return choices
+
+
+def _choose(what: str, able: Sequence[Kernel], kind: StepKind, device: torch.device, workload: Workload) -> Choice:
+    """The first that runs and suits the workload, or else the first that runs, which refuses with its reasons."""
+    passed_over: list[str] = []
+    running: list[Kernel] = []
+    for kernel in able:
+        reasons = kernel.unavailable_reasons(device)
+        if not reasons:
+            running.append(kernel)
+            reasons = workload.reasons_against(kernel.capabilities[kind], kind)
+        if not reasons:
+            return Choice(kernel, tuple(passed_over))
+        passed_over += [f"{kernel.name}: {reason}" for reason in reasons]
+    if not running:
+        raise BackendUnavailableError(what, passed_over or ["no kernel of that name has this kind of step"])
+    return Choice(running[0], tuple(passed_over))

@@ -1,0 +1,62 @@
+"""`python -m benchmarks`: what layers, their metadata and whole cycles cost, beside vendors and SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from attn_backends.cli import Command, guarded, run_command
+from benchmarks import cli_attention, cli_cycles
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a benchmark; returns its exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    return guarded(lambda: run_command("python -m benchmarks", COMMAND, words))
+
+
+def _run(args: argparse.Namespace) -> int:
+    return (cli_attention if args.what == "attention" else cli_cycles).run(args)
+
+
+def _add_arguments(bench: argparse.ArgumentParser) -> None:
+    bench.add_argument(
+        "what",
+        choices=("attention", "metadata", "memory", "cycle"),
+        help="attention: a layer's forward, under graphs. metadata: preparing each phase of a cycle. memory: bytes of "
+        "static buffers. cycle: whole cycles of the worker",
+    )
+    bench.add_argument(
+        "--set",
+        choices=("layer", "kernels", "prefill", "trees"),
+        help="of attention. layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each "
+        "other and the device's ceilings, in decodes and verifies. prefill: likewise. trees: the verify of a tree "
+        "beside that of a chain",
+    )
+    bench.add_argument(
+        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that suit)"
+    )
+    bench.add_argument(
+        "--batch-size", type=int, nargs="+", metavar="N", help="requests, of memory the most (default: several)"
+    )
+    bench.add_argument(
+        "--context", type=int, nargs="+", metavar="N", help="tokens of each, of memory the most (default: several)"
+    )
+    bench.add_argument("--page-size", type=int, metavar="N", help="of metadata and memory (default: the backend's)")
+    bench.add_argument("--topk", type=int, metavar="N", help="of metadata and memory: branches of a draft level")
+    bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
+    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
+
+
+COMMAND = Command(
+    "All but memory needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can be measured, or "
+    "bad input.",
+    _add_arguments,
+    _run,
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""SGLang's own metadata of the same steps, as its graph runners prepare it before a replay; used where it is installed.
+
+Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of the test kit in
+its wheel, over our request table and without a cache, on batches that carry what these classes read, lengths and rows
+in int64 as in its engine. What its graph holds of the work, as the kit runs it, is counted on the device and not timed
+on the host. FlashInfer's draft extend has no graph there, and so runs eagerly; the lengths that FlashInfer reads on the
+host are there already, which an engine has to fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
+from attn_backends.selection.providers import load
+from benchmarks.host import Work, nothing
+from benchmarks.speculation import Batch, Tables
+
+BACKENDS = {"flashinfer_mla": "flashinfer", "trtllm_mla": "trtllm_mla", "fa3": "fa3"}
+HEADS, RANK, ROPE = 16, 512, 64
+_KIT = "sglang.test.kits.attention_unittest"
+_RUNNER = f"{_KIT}.runner_modes.speculative_draft_runner"
+_INFO, _BATCH = "sglang.srt.speculative.eagle_info", "sglang.srt.model_executor.forward_batch_info"
+_UNREAD_OF_VERIFY = (
+    "draft_token",
+    "retrieve_index",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+    "retrieve_cum_len",
+    "capture_hidden_mode",
+    "seq_lens_sum",
+    "seq_lens_cpu",
+)
+_TINY = 64  # hidden size and vocabulary of the model that is never run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Backends:
+    """What prepares each phase, over one table."""
+
+    runner: Any
+    draft: Any
+    verify: Any
+    draft_extend: Any
+
+
+def works(backend: str, batch: Batch) -> dict[str, tuple[str, Work]]:
+    """By phase, SGLang's class and what it does before a replay. Raises if it is not here or has no such step."""
+    if find_spec("sglang") is None:
+        raise BackendUnavailableError("SGLang", ["sglang is not installed"])
+    if batch.tables.capacity.topk > 1:
+        raise UnsupportedStepError("SGLang", [f"topk={batch.tables.capacity.topk} (this adapter drafts chains)"])
+    made = _backends(backend, batch.tables)
+    batches = {"draft": _draft(batch), "verify": _verify(batch), "draft_extend": _draft_extend(batch)}
+    found = {}
+    for phase, given in batches.items():
+        own = getattr(made, phase)
+        made.runner.kv_index_translator.bind_own_plan(given)
+        is_eager = backend == "flashinfer_mla" and phase == "draft_extend"
+        found[phase] = (type(own).__name__, _eager(own, given) if is_eager else _captured(own, given, backend))
+    return found
+
+
+def _captured(own: Any, given: Any, backend: str) -> Work:
+    """A replay; what was captured are the same requests."""
+    own.init_forward_metadata_out_graph(given, in_capture=True)
+    own.init_forward_metadata_in_graph(given)
+    if backend != "flashinfer_mla":  # the others never read lengths on the host, which an engine then does not fetch
+        given.seq_lens_cpu = given.seq_lens_sum = None
+    view = SimpleNamespace(**vars(given), actual_forward_mode=given.forward_mode, num_padding=0)
+    return Work(_always(own.init_forward_metadata_out_graph, view), lambda: own.init_forward_metadata_in_graph(view))
+
+
+def _eager(own: Any, given: Any) -> Work:
+    return Work(_always(own.init_forward_metadata, given), nothing)
+
+
+def _always(prepare: Callable[[Any], object], given: Any) -> Callable[[], Callable[[], object]]:
+    return lambda: lambda: prepare(given)
+
+
+@lru_cache(maxsize=1)
+def _backends(backend: str, tables: Tables) -> _Backends:
+    """Built and given their static buffers once for all batch sizes."""
+    capacity, device, name = tables.capacity, tables.table.device.type, BACKENDS[backend]
+    context = capacity.max_kv_len
+    mla = f"{_KIT}.attention_methods.mla_attention"
+    mode = load(f"{_BATCH}:ForwardMode").TARGET_VERIFY
+    case = load(f"{mla}:MLAAttentionCase")(
+        "bench", name, mode, HEADS, capacity.page_size, (1,), (capacity.num_draft_tokens,)
+    )
+    sizes = {"kv_lora_rank": RANK, "qk_rope_head_dim": ROPE}
+    config = load(f"{mla}:TinyMLAModelConfig")(num_heads=HEADS, hidden_size=_TINY, context_len=context, **sizes)
+    runner = load(f"{mla}:MockMLAModelRunner")(
+        case=case,
+        model_config=config,
+        dtype=torch.bfloat16,
+        device=device,
+        max_context_len=2 * capacity.page_size,  # of its cache, which nothing reads
+        disable_cuda_graph=False,
+        **sizes,
+    )
+    runner.max_running_requests = capacity.max_bs
+    pool = load("sglang.srt.mem_cache.memory_pool:ReqToTokenPool")
+    runner.req_to_token_pool = pool(
+        size=capacity.max_bs, max_context_len=context, device=device, enable_memory_saver=False
+    )
+    runner.req_to_token_pool.req_to_token.copy_(tables.table)
+    runner.init_kv_index_translator()
+    settings = load(f"{_RUNNER}:EagleDraftRunnerSettings")(
+        topk=1,
+        speculative_num_steps=capacity.num_steps,
+        speculative_num_draft_tokens=capacity.num_draft_tokens,
+        capture_batch_size=capacity.max_bs,
+        hidden_size=_TINY,
+        vocab_size=_TINY,
+        max_context_len=context,
+        dtype=torch.bfloat16,
+        device=device,
+        atol=0.0,
+        rtol=0.0,
+    )
+    load(f"{_RUNNER}:_configure_runner_for_eagle_draft")(runner, case, settings)
+    runner.is_draft_worker = False
+    verify = load("sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS")[name](runner)
+    runner.is_draft_worker = True
+    factory = load("sglang.srt.speculative.draft_utils:DraftBackendFactory")(runner, 1, capacity.num_steps)
+    made = _Backends(runner, factory.create_decode_backend(), verify, factory.create_draft_extend_backend())
+    for own, width in (
+        (made.draft, 1),
+        (verify, capacity.num_draft_tokens),
+        (made.draft_extend, capacity.extend_width),
+    ):
+        own.init_cuda_graph_state(capacity.max_bs, capacity.max_bs * width)
+    return made
+
+
+def _draft(batch: Batch) -> Any:
+    slots = _slots(batch, batch.tables.capacity.num_steps)
+    spec = load(f"{_INFO}:EagleDraftInput")()
+    return _forward_batch(batch, "DECODE", batch.context, _positions(batch, 1), slots, spec)
+
+
+def _verify(batch: Batch) -> Any:
+    width, bs = batch.tables.capacity.num_draft_tokens, batch.batch_size
+    positions = _positions(batch, width)
+    spec = load(f"{_INFO}:EagleVerifyInput")(
+        **dict.fromkeys(_UNREAD_OF_VERIFY),
+        custom_mask=torch.ones(bs * width * (batch.context + width), dtype=torch.bool, device=positions.device),
+        positions=positions,
+        spec_steps=width - 1,
+        topk=1,
+        draft_token_num=width,
+    )
+    return _forward_batch(batch, "TARGET_VERIFY", batch.context, positions, _slots(batch, width), spec)
+
+
+def _draft_extend(batch: Batch) -> Any:
+    width, bs, device = batch.tables.capacity.extend_width, batch.batch_size, batch.tables.table.device
+    widths = torch.full((bs,), width, dtype=torch.int32, device=device)
+    spec = load(f"{_INFO}:EagleDraftExtendInput")(num_correct_drafts=widths - 1, num_tokens_per_req=width)
+    spec.extend_seq_lens_tensor, spec.extend_seq_lens_cpu = widths, [width] * bs
+    positions, slots = _positions(batch, width), _slots(batch, width)
+    given = _forward_batch(batch, "DRAFT_EXTEND_V2", batch.context + width, positions, slots, spec)
+    given.extend_seq_lens, given.extend_prefix_lens = widths, torch.full_like(widths, batch.context)
+    given.extend_prefix_lens_cpu = [batch.context] * bs
+    return given
+
+
+def _forward_batch(batch: Batch, mode: str, num_tokens: int, positions: Tensor, slots: Tensor, spec: Any) -> Any:
+    """num_tokens: of each request, as the mode counts its seq_lens."""
+    bs = batch.batch_size
+    return load(f"{_BATCH}:ForwardBatch")(
+        forward_mode=getattr(load(f"{_BATCH}:ForwardMode"), mode),
+        batch_size=bs,
+        input_ids=None,
+        req_pool_indices=batch.tables.paging(bs).rows,
+        seq_lens=torch.full((bs,), num_tokens, device=positions.device),
+        seq_lens_cpu=torch.full((bs,), num_tokens),
+        out_cache_loc=slots,
+        seq_lens_sum=bs * num_tokens,
+        positions=positions,
+        spec_info=spec,
+    )
+
+
+def _positions(batch: Batch, width: int) -> Tensor:
+    """[batch_size * width] int64."""
+    return (batch.context + torch.arange(width, device=batch.tables.table.device)).repeat(batch.batch_size)
+
+
+def _slots(batch: Batch, num: int) -> Tensor:
+    """[batch_size * num] int64: of each request's next tokens."""
+    return batch.tables.table[1 : 1 + batch.batch_size, batch.context : batch.context + num].flatten().long()

@@ -1,0 +1,1 @@
+"""The commands that the reference engine adds to `attn-backends`."""

@@ -1,0 +1,163 @@
+"""From a run's configuration to models, backends and workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.errors import ConfigError
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.registry import get_backend
+from attn_backends.selection.choose import Workload
+from attn_backends_reference.config import PHASES, RunConfig
+from attn_backends_reference.eagle.mtp import MtpWorker
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.serving import Completion, Server, serve
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
+from attn_backends_reference.models import (
+    DraftModel,
+    TargetModel,
+    Tokenizer,
+    load_draft,
+    load_mtp,
+    load_target,
+    load_tokenizer,
+)
+from spec_metadata import CacheGeometry
+
+
+class Engine:
+    """A target and what drafts for it with their backends; generates speculatively, or plainly with the target alone.
+
+    drafts: the draft of EAGLE, or the modules of MTP.
+    """
+
+    def __init__(
+        self, config: RunConfig, target: TargetModel, drafts: Sequence[DraftModel], tokenizer: Tokenizer
+    ) -> None:
+        self.config, self.target, self.drafts, self.tokenizer = config, target, drafts, tokenizer
+        capacity = config.capacity
+        self.geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
+        if config.eagle.worker == "mtp" and capacity.num_steps > len(drafts):
+            raise ConfigError(
+                f"{config.source}: eagle.num_steps {capacity.num_steps} takes as many modules; {config.model.draft} "
+                f"has {len(drafts)}. Draft fewer steps, or all of them with its first module (worker = 'eagle')"
+            )
+        longest = capacity.max_context + capacity.draft_room
+        limit = min(model.max_positions for model in (target, *drafts))
+        if longest > limit:
+            raise ConfigError(
+                f"{config.source}: runtime.max_context {capacity.max_context} and {capacity.draft_room} drafted tokens "
+                f"need {longest} positions; the models have {limit}"
+            )
+        memory = StaticMemory()
+        made = {name: self._backend(name, memory) for name in config.backends.distinct}
+        self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
+
+    @cached_property
+    def eagle(self) -> EagleWorker | MtpWorker:
+        """The speculative worker; its graphs are captured at the first use."""
+        place = self.backends, self.config.capacity, self.geometry, self._options
+        if self.config.eagle.worker == "mtp":
+            return MtpWorker(self.target, self.drafts, *place)
+        return EagleWorker(self.target, self.drafts[0], *place)
+
+    @cached_property
+    def plain(self) -> PlainWorker:
+        """The worker that decodes one token a step."""
+        return PlainWorker(self.target, self.backends, self.config.capacity, self.geometry, self._options)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """The kernel of each phase of the run."""
+        phases = self.config.phases
+        return {phase: getattr(self.backends, phase).kernel_of(kind).name for phase, kind in phases.items()}
+
+    @property
+    def ran(self) -> dict[str, dict[str, int]]:
+        """How many steps of each phase the workers ran through graphs and how many eagerly."""
+        counts: dict[str, dict[str, int]] = {}
+        workers = [self.__dict__[name] for name in ("eagle", "plain") if name in self.__dict__]
+        for worker in workers:
+            for path, steps in (("graph", worker.num_graph_steps), ("eager", worker.num_eager_steps)):
+                for phase, number in steps.items():
+                    counts.setdefault(phase, {"graph": 0, "eager": 0})[path] += number
+        return counts
+
+    def server(self) -> Server:
+        """Serves requests speculatively as they come and go, and makes text of them; one at a time."""
+        return Server(self.eagle, self.tokenizer.decode)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Generate speculatively, greedily. on_progress gets the number of tokens newly emitted."""
+        return serve(self.eagle, prompts, max_new_tokens, on_progress)
+
+    def generate_plain(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        on_progress: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """Generate with the target alone, greedily: what `generate` must equal."""
+        return serve(self.plain, prompts, max_new_tokens, on_progress)
+
+    def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
+        config, backend = self.config, get_backend(name)
+        if self.target.cache_format not in backend.formats:
+            raise ConfigError(
+                f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
+                f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
+            )
+        layers = tuple(layer for model in (self.target, *self.drafts) for layer in model.layers)
+        workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
+        return backend(
+            config.capacity,
+            self.geometry,
+            config.device,
+            kernel=config.kernels[name],
+            workload=workload,
+            planner=config.runtime.planner,
+            memory=memory,
+        )
+
+    @property
+    def _options(self) -> WorkerOptions:
+        runtime = self.config.runtime
+        captures = runtime.path == "graph"
+        captures_prefill = captures and runtime.prefill != "eager"
+        make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
+        return WorkerOptions(
+            buckets=runtime.buckets if captures else (),
+            prefill_buckets=runtime.prefill_buckets if captures_prefill else (),
+            prefill_graphs="full" if captures_prefill and runtime.prefill == "full" else "piecewise",
+            make_graph=make_graph,
+            chunk=runtime.prefill_chunk,
+            eos_token=self.tokenizer.eos_token_id,
+            seed=runtime.seed,
+            host_lag=runtime.host_lag,
+            planning=runtime.planning,
+            draft_graphs=self.config.eagle.draft_graphs or "one",
+            cache_dtype=self.config.cache_dtype,
+            placeholder_token=self.config.model.placeholder_token,
+        )
+
+
+def build_engine(config: RunConfig) -> Engine:
+    """Load the models of a run and put them on its backends.
+
+    Raises `ConfigError`, `CheckpointError` or `BackendUnavailableError` before anything is computed.
+    """
+    target = load_target(config.model.target, config.dtype, config.device)
+    if config.eagle.worker == "mtp":
+        drafts = load_mtp(config.model.draft, target)
+    else:
+        drafts = (load_draft(config.model.draft, target),)
+    tokenizer = load_tokenizer(config.model.target, target.vocab_size)
+    return Engine(config, target, drafts, tokenizer)

@@ -1,0 +1,80 @@
+"""How a worker runs: its backends, and the options that hold for all of its requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Literal, get_args
+
+import torch
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.graphs import Graph
+from attn_backends.runner import Planning
+from spec_metadata import InvalidStepError
+
+DraftGraphs = Literal["one", "per_module"]
+PrefillGraphs = Literal["piecewise", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBackends:
+    """The backend of each phase; they share one cache geometry and format."""
+
+    prefill: AttentionBackend
+    decode: AttentionBackend
+    draft: AttentionBackend
+    verify: AttentionBackend
+    draft_extend: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a worker runs.
+
+    buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
+    request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
+    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
+    of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
+    each has its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs
+    between its attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that
+    come with them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as
+    its first node.
+    """
+
+    buckets: tuple[int, ...] = ()
+    make_graph: Callable[[], Graph] | None = None
+    chunk: int = 512
+    eos_token: int | None = None
+    seed: int = 0
+    host_lag: int = 0
+    cache_dtype: torch.dtype | None = None
+    draft_graphs: DraftGraphs = "one"
+    prefill_buckets: tuple[int, ...] = ()
+    prefill_graphs: PrefillGraphs = "piecewise"
+    placeholder_token: int | None = None
+    planning: Planning = "before"
+
+    def __post_init__(self) -> None:
+        for name, sizes in (("buckets", self.buckets), ("prefill_buckets", self.prefill_buckets)):
+            if not isinstance(sizes, Sequence) or not all(isinstance(size, Integral) for size in sizes):
+                raise InvalidStepError(f"{name} must be a tuple of whole numbers, such as (1, 2, 4); got {sizes!r}")
+        if self.host_lag not in (0, 1):
+            raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
+        if self.chunk < 1:
+            raise InvalidStepError(f"chunk must be at least 1 prompt token, got {self.chunk}")
+        if self.draft_graphs not in get_args(DraftGraphs):
+            raise InvalidStepError(f"draft_graphs must be 'one' or 'per_module', got {self.draft_graphs!r}")
+        if self.prefill_graphs not in get_args(PrefillGraphs):
+            raise InvalidStepError(f"prefill_graphs must be 'piecewise' or 'full', got {self.prefill_graphs!r}")
+        if self.prefill_graphs == "full" and not self.prefill_buckets:
+            raise InvalidStepError(
+                "prefill_graphs='full' captures nothing without prefill_buckets; give numbers of tokens, such as "
+                "(64, 256), or leave it out to prefill eagerly"
+            )
+        if self.planning not in get_args(Planning):
+            raise InvalidStepError(f"planning must be 'before' or 'in_graph', got {self.planning!r}")
+
+
+DEFAULTS = WorkerOptions()

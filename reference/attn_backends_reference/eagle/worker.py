@@ -1,0 +1,331 @@
+"""The reference workers that drive the backends: plain decoding, and EAGLE's draft, verify, accept and draft extend,
+for many requests at once.
+
+They show how a worker drives the backends, and the library's own tests run on them; a serving engine brings its own. A
+step is launched without reading the device: lengths, draft states and how requests sample stay there, in tables with an
+entry for each row of the request-to-token table, and the host reads what was emitted when it likes. Target and draft
+keep KV in the same slots, each in its cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner, whole
+from attn_backends_reference.eagle.embeddings import EmbeddingForm
+from attn_backends_reference.eagle.launches import Launch, Timings
+from attn_backends_reference.eagle.multimodal import MultimodalPrefill
+from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.phases import (
+    DecodeInputs,
+    Model,
+    VerifyInputs,
+    by_name,
+    decode_phase,
+    draft_phase,
+    extend_phase,
+    verify_phase,
+)
+from attn_backends_reference.eagle.prefill_phases import (
+    DraftPrefillInputs,
+    Prefilled,
+    PrefillInputs,
+    draft_prefill_phase,
+    prefill_phase,
+)
+from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.requests import DraftShape
+from attn_backends_reference.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.tables import keep, kept, to_device
+from attn_backends_reference.models.decoder import DraftModel, TargetModel
+from spec_metadata import (
+    CacheGeometry,
+    Capacity,
+    PackedQuery,
+    Paging,
+    Sampling,
+    SamplingParams,
+    Step,
+    StepKind,
+    UniformQuery,
+    token_positions,
+)
+
+Inputs = TypeVar("Inputs")
+Outputs = TypeVar("Outputs")
+
+
+class TargetWorker:
+    """What plain and speculative decoding share: the target, its cache, prompts, and the tables of requests.
+
+    num_graph_steps, num_eager_steps: how often each phase ran which way.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        if capacity.max_context > target.max_positions:
+            reasons = [f"max_context={capacity.max_context} (the target has {target.max_positions} positions)"]
+            raise UnsupportedStepError("a worker", reasons, f"max_context={target.max_positions}, or less")
+        self.target, self.backends, self.capacity, self.options = target, backends, capacity, options
+        self.max_context, self.eos_token, self.vocab_size = capacity.max_context, options.eos_token, target.vocab_size
+        self.chunk, self.host_lag = options.chunk, options.host_lag
+        self.device = target.device
+        placeholder = options.placeholder_token
+        self.embedding_form = form = None if placeholder is None else EmbeddingForm.of(target, placeholder)
+        self._multimodal = None if form is None else MultimodalPrefill(form, capacity.num_steps)
+        self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
+        self.target_caches = target.allocate_caches(backends.prefill, options.cache_dtype)
+        self.repeats_steps = isinstance(target.cache_format, CacheFormat)  # others hold states of the last tokens alone
+        self.num_graph_steps: dict[str, int] = {}
+        self.num_eager_steps: dict[str, int] = {}
+        num_rows = capacity.max_bs + 1
+        self._lens = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
+        self._sampling = SamplingParams.greedy(num_rows, target.device)
+        phase = prefill_phase(Model(target, self.target_caches, backends.prefill), capacity)
+        self._prefill = self._prefill_runner(phase)
+
+    def admit(self, row: int, sampling: Sampling) -> None:
+        """A request begins in a table row."""
+        keep(self._sampling, self._index([row]), SamplingParams.of([sampling]))
+
+    @torch.no_grad()
+    def target_prefill(self, chunks: Sequence[Chunk]) -> Prefilled:
+        """Run chunks of prompts, and let rows whose prompt ends begin to decode.
+
+        The token after a chunk means something where the chunk ends its prompt.
+        """
+        step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
+        self._lens[rows] = to_device([chunk.end for chunk in chunks], torch.int32, self.device)
+        inputs = PrefillInputs(
+            **by_name(kept(self._sampling, rows)),
+            tokens=to_device([token for chunk in chunks for token in chunk.tokens], torch.int64, self.device),
+            positions=token_positions(step),
+            last=last_rows(step),
+        )
+        return self._run(self._prefill, step, self._with_embeddings(inputs, chunks))
+
+    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs]) -> Runner[Inputs, Outputs]:
+        options, backend = self.options, self.backends.prefill
+        if self._multimodal is not None:
+            phase = self._multimodal.phase(phase)
+        if options.prefill_graphs == "piecewise":
+            return PiecewiseRunner(phase, backend, options.prefill_buckets, options.make_graph)
+        for size in options.prefill_buckets:
+            reasons = backend.capture_reasons(self.capacity.prefill_bucket(size))
+            if reasons:
+                instead = "prefill in pieces ('piecewise'), which any kernel can"
+                raise UnsupportedStepError(f"{backend.name} can't capture prefill in full", reasons, instead)
+        place = (self._paging(), options.prefill_buckets, options.make_graph, options.planning)
+        return PhaseRunner(whole(phase), backend, *place)
+
+    def _with_embeddings(self, inputs: Inputs, chunks: Sequence[Chunk]) -> Inputs:
+        """The inputs of a phase of prefill, with what came with the prompts if this worker takes embeddings."""
+        return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
+
+    def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
+        options = self.options
+        return PhaseRunner(phase, backend, self._paging(), options.buckets, options.make_graph, options.planning)
+
+    def _paging(self) -> Paging:
+        """The table, of no request."""
+        return self.slots.paging(self._index([]))
+
+    def _run(self, runner: Runner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
+        result = runner.run(step, inputs)
+        counts = self.num_graph_steps if result.ran_graph else self.num_eager_steps
+        counts[runner.phase.name] = counts.get(runner.phase.name, 0) + 1
+        return result.value
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return to_device(rows, torch.int64, self.device)
+
+    def _bounds(self, max_committed: Sequence[int]) -> dict[str, Any]:
+        """What the host can tell a step of its lengths: exact ones only while it reads every cycle before the next."""
+        exact = tuple(max_committed) if self.host_lag == 0 else None
+        return {"max_committed": max(max_committed), "seq_lens_cpu": exact}
+
+    def _prefill_step(self, chunks: Sequence[Chunk]) -> Step:
+        starts, widths = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        cu_seqlens = to_device([0, *accumulate(widths)], torch.int32, self.device)
+        query = PackedQuery(cu_seqlens, tuple(widths))
+        paging = self.slots.paging(self._index([chunk.row for chunk in chunks]))
+        lens = to_device(starts, torch.int32, self.device)
+        return Step.prefill(query, lens, paging, max_committed=max(starts), seq_lens_cpu=starts)
+
+    def _check_lag(self, backends: Mapping[StepKind, AttentionBackend]) -> None:
+        """Refuse kernels that plan from exact lengths, if the host won't know them."""
+        kernels = {kind: backend.kernel_of(kind) for kind, backend in backends.items()}
+        reasons = [
+            f"kernel {kernel.name} plans {kind} on the host from exact lengths, which the host learns a cycle late"
+            for kind, kernel in kernels.items()
+            if kernel.capabilities[kind].needs_host_lens
+        ]
+        if self.host_lag and reasons:
+            raise UnsupportedStepError("host_lag=1", reasons, "host_lag=0, or kernels that plan on the device")
+
+
+class PlainWorker(TargetWorker):
+    """Plain decoding of the target: what speculative decoding must equal."""
+
+    draft_room = max_accepted = 1
+    draft_shape: DraftShape | None = None
+
+    def __init__(
+        self,
+        target: TargetModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        super().__init__(target, backends, capacity, geometry, options)
+        self._check_lag({StepKind.DECODE: backends.decode})
+        phase = decode_phase(Model(target, self.target_caches, backends.decode), capacity)
+        self._decode = self._runner(phase, backends.decode)
+        self._last_tokens = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
+        """Commit the next tokens of prompts; a chunk that ends one emits the first new token."""
+        timings = Timings(self.device)
+        tokens = self.target_prefill(chunks).tokens
+        self._last_tokens[self._index([chunk.row for chunk in chunks])] = tokens
+        timings.mark("prefill")
+        return Launch(tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
+
+    @torch.no_grad()
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
+        """One token for each request."""
+        timings, index = Timings(self.device), self._index(rows)
+        step = Step.decode(self._lens[index], self.slots.paging(index), **self._bounds(max_committed))
+        inputs = DecodeInputs.of(self._last_tokens[index], kept(self._sampling, index))
+        tokens = self._run(self._decode, step, inputs).tokens
+        timings.mark("decode")
+        launch = Launch(tokens.unsqueeze(1), [1] * len(rows), timings)
+        self._last_tokens[index] = tokens
+        self._lens[index] += 1
+        return launch
+
+
+class SpeculativeWorker(TargetWorker, ABC):
+    """What EAGLE and MTP share: something drafts, with KV in the slots of the target."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        super().__init__(target, backends, capacity, geometry, options)
+        self.draft_room, self.max_accepted = capacity.draft_room, capacity.max_accepted
+        self.draft_shape: DraftShape | None = DraftShape.of(capacity)
+
+    def prefill(self, chunks: Sequence[Chunk]) -> Launch:
+        """Commit the next tokens of prompts to target and drafts; a chunk that ends one emits the first new token."""
+        timings = Timings(self.device)
+        prefilled = self.target_prefill(chunks)
+        self._draft_prefill(chunks, prefilled.features, prefilled.tokens)
+        timings.mark("prefill")
+        return Launch(prefilled.tokens.unsqueeze(1), [int(chunk.ends_prompt) for chunk in chunks], timings)
+
+    @abstractmethod
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
+        """Draft over chunks. features: [num_tokens, F], the target's. first: [bs] int64, the tokens after prompts."""
+
+
+class EagleWorker(SpeculativeWorker):
+    """EAGLE: the draft proposes a chain or tree, the target verifies it in one forward."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: DraftModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        check_drafts(target, [draft])
+        if capacity.num_rerun:
+            reasons = [f"num_rerun={capacity.num_rerun} (one draft runs no position again)"]
+            raise UnsupportedStepError("EAGLE", reasons, "num_rerun=0, or MtpWorker with a module for each step")
+        if options.draft_graphs != "one":
+            reasons = [f"draft_graphs={options.draft_graphs!r} (one draft runs all steps, in one graph)"]
+            raise UnsupportedStepError("EAGLE", reasons, "draft_graphs='one', or MtpWorker")
+        if capacity.topk > draft.head.out_features:
+            reasons = [f"topk={capacity.topk} (the draft has {draft.head.out_features} tokens to propose)"]
+            raise UnsupportedStepError("EAGLE", reasons, f"topk={draft.head.out_features}, or less")
+        target = target.tapped(draft.feature_layers)
+        super().__init__(target, backends, capacity, geometry, options)
+        steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+        self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
+        self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
+        drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
+        verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
+        extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
+        prefilling = draft_prefill_phase(Model(draft, self.draft_caches, backends.prefill), capacity)
+        self._first_drafts = self._prefill_runner(prefilling)
+        self._draft = self._runner(drafting, backends.draft)
+        self._verify = self._runner(verifying, backends.verify)
+        self._extend = self._runner(extending, backends.draft_extend)
+        self._state = drafting.safe_inputs(capacity.max_bs + 1)
+
+    @torch.no_grad()
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
+        """One cycle, which emits the accepted drafts and the target's own token after them."""
+        timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
+        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
+        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds)
+        tree = self._run(self._draft, drafting, kept(self._state, index))
+        timings.mark("draft")
+        mask = tree.mask if capacity.topk > 1 else None
+        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, tree_mask=mask, **bounds)
+        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        timings.mark("verify")
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
+        state = self._run(self._extend, extending, accepted)
+        timings.mark("draft_extend")
+        launch = Launch(accepted.tokens, accepted.num_accepted, timings)
+        keep(self._state, index, state)
+        self._lens[index] = lens + accepted.num_accepted
+        return launch
+
+    @torch.no_grad()
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
+        """Run the draft over chunks: behind a prompt, it takes `first`."""
+        step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
+        tokens = to_device([token for chunk in chunks for token in chunk.following], torch.int64, self.device)
+        ends_prompt = to_device([chunk.ends_prompt for chunk in chunks], torch.bool, self.device)
+        last = last_rows(step)
+        tokens[last] = torch.where(ends_prompt, first, tokens[last])
+        inputs = DraftPrefillInputs(tokens=tokens, features=features, positions=token_positions(step), last=last)
+        keep(self._state, rows, self._run(self._first_drafts, step, self._with_embeddings(inputs, chunks)))
+
+
+def check_drafts(target: TargetModel, drafts: Sequence[DraftModel]) -> None:
+    """Refuse drafts that are not made for a target, which their first step would find out."""
+    reasons = [reason for draft in drafts for reason in draft.misfits(target)]
+    if reasons:
+        raise UnsupportedStepError("speculative decoding", reasons, "what load_draft or load_mtp makes for this target")
+
+
+def last_rows(step: Step) -> Tensor:
+    """[bs] int64: the last query row of each request of a packed step."""
+    assert isinstance(step.query, PackedQuery)
+    return step.query.cu_seqlens[1:].long() - 1

@@ -1,0 +1,221 @@
+"""A target and a draft as a worker sees them: tokens in, hidden states out, attention passed in.
+
+transformers' modules hold the weights and compute everything but attention. The decoder layers are run one by one, not
+through transformers' own forward, which builds masks and may read the device: this forward has fixed shapes and reads
+nothing, so it can be recorded into a graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
+from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
+from attn_backends.compressed_layer import CompressedLayer
+from attn_backends.errors import CheckpointError
+from attn_backends.layer import AttentionLayer
+from attn_backends_reference.models.attention import Attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from attn_backends.backends.dsv4 import DSV4Backend
+    from attn_backends_reference.models.draft import DraftHead, EagleDraft
+    from attn_backends_reference.models.eagle3 import Eagle3Draft
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """An architecture that can be served.
+
+    architecture, draft_architecture, mtp_architecture, eagle3_architecture: as config.json names them; the last two are
+    None if its MTP modules or EAGLE-3 drafts can't be loaded. cache_format: what its attention layers store. attach:
+    make transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`;
+    returns their attention layers. target, draft: the classes of its models.
+    """
+
+    architecture: str
+    draft_architecture: str
+    cache_format: CacheFormat | CompressedFormat
+    attach: Callable[[Iterable[Any], Any], tuple[AttentionLayer, ...]]
+    target: type[TargetModel]
+    draft: type[EagleDraft]
+    mtp_architecture: str | None = None
+    eagle3_architecture: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MultimodalRows:
+    """Embeddings that came with a prompt, such as those of an image. multimodal_embeddings: [T, hidden_size] in the
+    model's dtype. is_multimodal: [T] bool, the rows that take them; of the others they mean nothing.
+    """
+
+    multimodal_embeddings: Tensor
+    is_multimodal: Tensor
+
+
+class PagedModel:
+    """What a target and a draft share: attention layers over a paged cache, an embedding and an output head."""
+
+    def __init__(
+        self, family: Family, config: Any, blocks: Iterable[Any], embedding: nn.Embedding, head: nn.Linear
+    ) -> None:
+        self.family = family
+        self.layers: tuple[AttentionLayer, ...] = family.attach(blocks, config)
+        self.vocab_size: int = config.vocab_size
+        self.hidden_size: int = config.hidden_size
+        self.max_positions: int = config.max_position_embeddings
+        self.embedding = embedding
+        self.head = head
+
+    @property
+    def cache_format(self) -> CacheFormat | CompressedFormat:
+        """What the attention layers store."""
+        return self.family.cache_format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and hidden states."""
+        return self.head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.head.weight.device
+
+    def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
+        """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's."""
+        return [self._allocate_cache(layer, backend, dtype or self.dtype) for layer in self.layers]
+
+    def embed(self, tokens: Tensor, multimodal: MultimodalRows | None) -> Tensor:
+        """[T, hidden_size], what rows begin with: the embeddings of their tokens, or those given in place of them.
+
+        tokens: [T] int64.
+        """
+        own = self.embedding(tokens)
+        if multimodal is None:
+            return own
+        return torch.where(multimodal.is_multimodal.unsqueeze(1), multimodal.multimodal_embeddings, own)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
+        return self.head(hidden)
+
+    def _allocate_cache(self, layer: AttentionLayer, backend: AttentionBackend, dtype: torch.dtype) -> PagedCache:
+        geometry = backend.geometry
+        if self.cache_format is CacheFormat.KV:
+            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, dtype, self.device)
+        if isinstance(layer, CompressedLayer):
+            ring = cast("DSV4Backend", backend).ring(layer)
+            return cast("PagedCache", allocate_compressed(geometry, layer, ring, dtype, self.device))
+        rank = layer.v_head_dim
+        return allocate_latent(geometry, rank, layer.head_dim - rank, dtype, self.device)
+
+
+class TargetModel(PagedModel):
+    """A causal language model of a family. Takes over `model`, a transformers model whose attention it replaces."""
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, family: Family, model: PreTrainedModel) -> None:
+        model.eval().requires_grad_(False)
+        super().__init__(family, model.config, model.model.layers, model.model.embed_tokens, model.lm_head)
+        self._decoder = model.model
+
+    def tapped(self, layers: Sequence[int]) -> TargetModel:
+        """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
+        one behind the final norm.
+        """
+        tapped = copy.copy(self)
+        tapped.feature_layers = tuple(layers)
+        return tapped
+
+    def forward(self, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [T, hidden_size] after the final norm. tokens, positions: [T] int64."""
+        return self.forward_features(tokens, positions, attention)[0]
+
+    def forward_features(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, multimodal: MultimodalRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states as `forward` gives, and features [T, F], what a draft takes of them (see `tapped`).
+
+        multimodal: what takes the place of the embeddings of some tokens.
+        """
+        rows = self.embed(tokens, multimodal).unsqueeze(0)
+        rotation = self._decoder.rotary_emb(rows, positions.unsqueeze(0))
+        taken = []
+        for index, block in enumerate(self._decoder.layers):
+            rows = block(rows, position_embeddings=rotation, attention=attention)
+            if index in self.feature_layers:
+                taken.append(rows)
+        hidden = self._decoder.norm(rows).squeeze(0)
+        return hidden, torch.cat(taken, dim=-1).squeeze(0) if taken else hidden
+
+
+class DraftModel(PagedModel):
+    """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
+
+    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). feature_layers, feature_size:
+    which features of its target it takes (`TargetModel.tapped`), and how many columns they have.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, draft: DraftHead | Eagle3Draft, target: TargetModel) -> None:
+        draft.eval().requires_grad_(False)
+        weight = next(draft.parameters())
+        if (weight.dtype, weight.device) != (target.dtype, target.device):
+            raise CheckpointError(
+                f"a draft's weights are {weight.dtype} on {weight.device}, its target's {target.dtype} on "
+                f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
+            )
+        super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
+        self._draft = draft
+        self.feature_size = self.hidden_size
+
+    def misfits(self, target: TargetModel) -> list[str]:
+        """Why it can't draft for a target, in words; empty if it can."""
+        of_models = {
+            "cache format": (self.cache_format, target.cache_format),
+            "hidden size": (self.hidden_size, target.hidden_size),
+            "vocabulary": (self.vocab_size, target.vocab_size),
+            "dtype": (self.dtype, target.dtype),
+            "device": (self.device, target.device),
+        }
+        return [
+            f"a draft of {what} {own} (the target's is {its})" for what, (own, its) in of_models.items() if own != its
+        ]
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """What `forward` takes as `hidden` of rows that the target ran: [T, hidden_size] of [T, feature_size]."""
+        return features
+
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """The target's ids of those that `logits` scores, in any shape."""
+        return ids
+
+    def forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        multimodal: MultimodalRows | None = None,
+    ) -> Tensor:
+        """Hidden states [T, hidden_size], both what `logits` reads and the `hidden` of the next drafted rows.
+
+        tokens: [T] int64, the token after each row's position; of MTP module k the one k positions further. hidden:
+        [T, hidden_size], the target's at the row's position (`fuse`), the parent row's own output, or that of the MTP
+        module before at the same row. positions: [T] int64. multimodal: what takes the place of the embeddings of some
+        tokens, the target's own input there.
+        """
+        embeds = self.embed(tokens, multimodal).unsqueeze(0)
+        rows = self._draft(embeds, hidden.unsqueeze(0), positions.unsqueeze(0), attention=attention)
+        return rows.squeeze(0)

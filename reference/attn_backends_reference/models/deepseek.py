@@ -1,0 +1,83 @@
+"""DeepseekV3ForCausalLM and its draft: multi-head latent attention (MLA) in absorbed form.
+
+A head's key is W_UK · c and its value W_UV · c of the latent c. So q' = W_UK^T · q_nope gives its scores as q' · c, and
+W_UV is applied once, to the attention-weighted latent. The cache holds one row for all heads.
+
+See DeepSeek-V2 (DeepSeek-AI, 2024, https://arxiv.org/abs/2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+from attn_backends.cache import CacheFormat, Latents
+from attn_backends.layer import AttentionLayer
+from attn_backends_reference.models.attention import Attention
+from attn_backends_reference.models.decoder import Family, TargetModel
+from attn_backends_reference.models.draft import EagleDraft
+
+
+class AbsorbedAttention(nn.Module):
+    """Takes the place of transformers' `DeepseekV3Attention`, `source`, with its projections; kv_b_proj is absorbed.
+
+    w_uk: [num_heads, nope, rank], queries to latents. w_uv: [num_heads, v, rank], latents to values.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.layer_idx = source.layer_idx
+        self.num_heads, self.scale = source.num_heads, source.scaling
+        self.query_sizes = [source.qk_nope_head_dim, source.qk_rope_head_dim]
+        self.latent_sizes = [source.kv_lora_rank, source.qk_rope_head_dim]
+        self.rotate = (
+            modeling.apply_rotary_pos_emb_interleave if source.config.rope_interleave else modeling.apply_rotary_pos_emb
+        )
+        if source.q_lora_rank is None:
+            self.q_proj = source.q_proj
+        else:
+            self.q_proj = nn.Sequential(source.q_a_proj, source.q_a_layernorm, source.q_b_proj)
+        self.kv_a_proj, self.kv_a_layernorm = source.kv_a_proj_with_mqa, source.kv_a_layernorm
+        up = source.kv_b_proj.weight.detach().unflatten(0, (self.num_heads, -1))
+        w_uk, w_uv = up.split([source.qk_nope_head_dim, source.v_head_dim], dim=1)
+        self.w_uk, self.w_uv = nn.Buffer(w_uk.contiguous()), nn.Buffer(w_uv.contiguous())
+        self.o_proj = source.o_proj
+
+    def forward(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention: Attention, **_: Any
+    ) -> tuple[Tensor, None]:
+        """hidden_states: [1, T, hidden]. position_embeddings: cosine and sine, [1, T, rope] each."""
+        q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
+        q_nope, q_rope = q.split(self.query_sizes, dim=-1)
+        latent, k_rope = self.kv_a_proj(hidden_states).split(self.latent_sizes, dim=-1)
+        q_rope, k_rope = self.rotate(q_rope, k_rope.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
+        q_latent = torch.einsum("bthn,hnr->bthr", q_nope, self.w_uk)
+        absorbed = torch.cat((q_latent, q_rope), dim=-1).squeeze(0)
+        row = torch.cat((self.kv_a_layernorm(latent), k_rope.squeeze(2)), dim=-1).squeeze(0)
+        mixed = attention.attend(self.layer_idx, absorbed, Latents(row))
+        heads = torch.einsum("thr,hvr->thv", mixed, self.w_uv)
+        return self.o_proj(heads.flatten(1).unsqueeze(0)), None
+
+
+def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
+    layers = []
+    for index, block in enumerate(blocks):
+        block.self_attn = absorbed = AbsorbedAttention(block.self_attn)
+        rank, rope = absorbed.latent_sizes
+        layers.append(AttentionLayer(index, absorbed.num_heads, 1, rank + rope, rank, absorbed.scale))
+    return tuple(layers)
+
+
+DEEPSEEK = Family(
+    "DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLMEagle",
+    CacheFormat.LATENT,
+    _attach,
+    TargetModel,
+    EagleDraft,
+    mtp_architecture="DeepseekV3ForCausalLMMTP",
+)

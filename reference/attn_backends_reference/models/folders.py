@@ -1,0 +1,142 @@
+"""What a checkpoint's folder holds: its configuration and its tensors, checked before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from importlib import resources
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import CheckpointError
+from attn_backends_reference.models.decoder import Family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SHOWN_TENSORS = 4
+
+
+def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
+    """The folder of a checkpoint, given as a path or as one of the names `embedded`."""
+    if folder in embedded:
+        path = Path(str(resources.files("attn_backends_reference.models"))) / "checkpoints" / embedded[str(folder)]
+    else:
+        path = Path(folder)
+    if not path.is_dir():
+        raise CheckpointError(f"{str(folder)!r} is neither a folder nor an embedded checkpoint ({', '.join(embedded)})")
+    return path
+
+
+def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
+    """The checkpoint's architecture, one of `known`, and its configuration."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(f"{path} has no config.json; a checkpoint is a folder in transformers' format")
+    try:
+        named = json.loads(file.read_text(encoding="utf-8")).get("architectures")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
+        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    except (StrictDataclassError, ValueError) as error:
+        raise CheckpointError(f"transformers can't read {file}: {error}") from error
+    _check_servable(path, config)
+    return named[0], config
+
+
+def _check_servable(path: Path, config: PreTrainedConfig) -> None:
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
+    rope = config.rope_parameters
+    kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
+    others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
+    if others:
+        # the frequencies of "dynamic" and "longrope" follow the longest request of a batch: cached keys would not fit
+        raise CheckpointError(
+            f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+
+
+def locate_tensors(path: Path) -> dict[str, Path]:
+    """The file of each tensor: model.safetensors, the shards that model.safetensors.index.json names, or, where neither
+    is there, pytorch_model.bin.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    pickled = path / "pytorch_model.bin"
+    if pickled.is_file() and not whole.is_file() and not index.is_file():
+        return dict.fromkeys(_unpickled(pickled), pickled)
+    try:
+        if whole.is_file() or not index.is_file():
+            with safe_open(whole, framework="pt") as file:
+                return dict.fromkeys(file.keys(), whole)
+        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: path / shard for name, shard in placed.items()}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} has no model.safetensors that can be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from error
+
+
+def read_tensors(located: Mapping[str, Path]) -> dict[str, Tensor]:
+    """The tensors of `locate_tensors`, or some of them; no others are read."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(set(located.values())):
+        if path.suffix == ".bin":
+            found = _unpickled(path)
+            tensors |= {name: found[name] for name, place in located.items() if place == path}
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name, place in located.items() if place == path}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+    return tensors
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors that `torch.save` wrote. Reading them runs no code of the file."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise CheckpointError(f"{path} holds something else than tensors by name; save a model's state_dict()")
+    return found
+
+
+def compare_shapes(given: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
+    """What is of another shape, in words."""
+    return [
+        f"{name} is {list(given[name].shape)}, not {list(needed[name].shape)}"
+        for name in given.keys() & needed.keys()
+        if given[name].shape != needed[name].shape
+    ]
+
+
+def check_tensors(path: Path, missing: Collection[str], unexpected: Collection[str], shapes: Collection[str]) -> None:
+    """Raises `CheckpointError` that names tensors, or says what is wrong with them."""
+    problems = {"missing": missing, "not part of the architecture": unexpected, "of another shape": shapes}
+    found = [f"{len(names)} {problem}: {_first(names)}" for problem, names in problems.items() if names]
+    if found:
+        raise CheckpointError(f"tensors in {path} don't match its config.json. {'; '.join(found)}")
+
+
+def _first(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:SHOWN_TENSORS])
+    return f"{shown}, …" if len(names) > SHOWN_TENSORS else shown

@@ -1,0 +1,325 @@
+"""Loading targets, drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
+
+A folder is checked before anything is computed: architecture, tensors and shapes, and that a draft fits its target.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from attn_backends.errors import CheckpointError
+from attn_backends_reference.models import folders
+from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
+from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from attn_backends_reference.models.draft import DraftHead
+    from attn_backends_reference.models.mtp import MtpModule
+
+EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
+"""The targets that ship with the package, by name, and their folders."""
+EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
+    "gqa-eagle3": "gqa/eagle3",
+    "mla-mtp": "mla/mtp",
+}
+"""Their drafts; one of the target's name for each, the EAGLE-3 draft of ``gqa`` and the MTP modules of ``mla``."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+EXPERTS = "batched_mm"
+"""transformers' implementation of experts whose shapes don't depend on the routing."""
+Draft = TypeVar("Draft", bound=nn.Module)
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
+    """The target in a folder of transformers' format, or an embedded one by name (`EMBEDDED_TARGETS`).
+
+    The folder may hold MTP modules too, which `load_mtp` reads. Raises `CheckpointError` if the folder, its
+    architecture, its tensors or their shapes can't be used.
+    """
+    _require_transformers()
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    path = folders.find(folder, EMBEDDED_TARGETS)
+    families = {family.architecture: family for family in _families()}
+    architecture, config = folders.read_config(path, families)
+    try:
+        with _without_progress_bars():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                experts_implementation=EXPERTS,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
+    model, report = loaded
+    shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
+    folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
+    family = families[architecture]
+    return family.target(family, model.to(device))
+
+
+def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
+    """The draft in a folder of config.json and tensors (`folders.locate_tensors`), or an embedded one by name
+    (`EMBEDDED_DRAFTS`).
+
+    It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
+    every drafted step; EAGLE-3 drafts are as `models.eagle3` describes them. Raises `CheckpointError` as
+    `load_target` does, and if the draft does not fit the target.
+    """
+    _require_transformers()
+    path = folders.find(folder, EMBEDDED_DRAFTS)
+    families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
+    of_eagle3 = {family.eagle3_architecture: family for family in _families() if family.eagle3_architecture}
+    architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
+    if hasattr(config, "draft_vocab_size"):  # SafeAILab's folders say LlamaForCausalLM, as a target's do
+        of_eagle3 |= {family.architecture: family for family in of_eagle3.values()}
+    if architecture in of_eagle3:
+        return _load_eagle3(path, of_eagle3[architecture], config, target)
+    if architecture in with_modules:
+        return load_mtp(path, target)[0]
+    _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
+    config._experts_implementation = EXPERTS
+    draft = families[architecture].draft(config)
+    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
+    shapes = folders.compare_shapes(given, needed)
+    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
+    draft.load_state_dict(given)
+    return _serve(draft, target)
+
+
+def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
+    """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
+
+    A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
+    them behind its layers, as DeepSeek-V3's does; `models.mtp` has the names of their tensors and where
+    they were published. The embedding and the output head are the target's; a module's embed_tokens and
+    shared_head.head may be absent, and if they are there and not the same, the folder is refused.
+
+    The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
+    holds as many modules as its num_nextn_predict_layers says.
+    """
+    _require_transformers()
+    path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
+    architecture, config = folders.read_config(path, families)
+    family = families[architecture]
+    given = _sizes(family, config) | {"layers": config.num_hidden_layers}
+    _check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
+    located = folders.locate_tensors(path)
+    count = _count_modules(path, config, located)
+    in_modules = {name: file for name, file in located.items() if _layer_of(name) >= config.num_hidden_layers}
+    if architecture == family.mtp_architecture:
+        folders.check_tensors(path, (), located.keys() - in_modules.keys(), ())
+    modules = _new_modules(config, count)
+    _fill(path, modules, config.num_hidden_layers, folders.read_tensors(in_modules), target)
+    return tuple(_serve(module, target) for module in modules)
+
+
+def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a target's folder: transformers' if the folder holds its files, else bytes.
+
+    vocab_size: of the target. Raises `CheckpointError` if the tokenizer can produce ids that the target lacks, or if
+    there are no tokenizer files and the vocabulary is not that of bytes.
+    """
+    path = folders.find(folder, EMBEDDED_TARGETS)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        if vocab_size != 256:
+            raise CheckpointError(
+                f"{path} holds none of {', '.join(TOKENIZER_FILES)}, and a vocabulary of {vocab_size} is not that of "
+                f"bytes (256); add the tokenizer's files"
+            )
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if len(tokenizer) > vocab_size:
+        raise CheckpointError(f"the tokenizer in {path} has {len(tokenizer)} tokens, the target {vocab_size}")
+    return _HubTokenizer(tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _HubTokenizer:
+    """A tokenizer of transformers."""
+
+    tokenizer: Any
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def _require_transformers() -> None:
+    try:
+        import safetensors  # noqa: F401
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
+        ) from error
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """No bar of transformers' for every folder that is loaded; whether others are shown stays as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _families() -> tuple[Family, ...]:
+    from attn_backends_reference.models.deepseek import DEEPSEEK
+    from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
+    from attn_backends_reference.models.llama import LLAMA
+
+    return LLAMA, DEEPSEEK, DEEPSEEK_V4
+
+
+def _mtp_families() -> dict[str, Family]:
+    """By the architectures of folders that may hold MTP modules: of them alone, and of a target."""
+    found: dict[str, Family] = {}
+    for family in _families():
+        if family.mtp_architecture is not None:
+            found |= {family.mtp_architecture: family, family.architecture: family}
+    return found
+
+
+def _sizes(family: Family, config: PreTrainedConfig) -> dict[str, object]:
+    return {"family": family.architecture, "vocabulary": config.vocab_size, "hidden size": config.hidden_size}
+
+
+def _sizes_of(target: TargetModel) -> dict[str, object]:
+    sizes = (target.family.architecture, target.vocab_size, target.hidden_size)
+    return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
+
+
+def _check_fit(path: Path, given: Mapping[str, object], needed: Mapping[str, object]) -> None:
+    if given != needed:
+        have, need = (", ".join(f"{what} {size}" for what, size in sizes.items()) for sizes in (given, needed))
+        raise CheckpointError(
+            f"the draft in {path} does not fit the target: it is made for {have}; this one has {need}"
+        )
+
+
+def _layer_of(name: str) -> int:
+    """The layer whose tensor it is; -1 if it is none's."""
+    found = LAYER.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def _without_mtp(names: Collection[str], config: PreTrainedConfig) -> list[str]:
+    """Without the tensors of the MTP modules that a target's folder keeps behind its layers."""
+    first = config.num_hidden_layers
+    behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+    modules = {layer for layer in behind if f"model.layers.{layer}.eh_proj.weight" in names}
+    return [name for name in names if _layer_of(name) not in modules]
+
+
+def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str]) -> int:
+    """How many MTP modules a folder has, which its tensors and its configuration must agree on."""
+    first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
+    expected = list(range(first, first + count))
+    found = sorted({layer for name in names if (layer := _layer_of(name)) >= first})
+    if found != expected:
+        raise CheckpointError(
+            f"{path} should hold {count} MTP modules (num_nextn_predict_layers), the layers {expected} behind the "
+            f"target's {first}; it has tensors of {found}"
+        )
+    if not expected:
+        raise CheckpointError(f"{path} has no MTP modules (num_nextn_predict_layers is 0)")
+    return count
+
+
+def _new_modules(config: PreTrainedConfig, count: int) -> list[MtpModule]:
+    from attn_backends_reference.models.mtp import MtpModule, module_config
+
+    config._experts_implementation = EXPERTS
+    return [MtpModule(module_config(config, index)) for index in range(count)]
+
+
+def _fill(
+    path: Path, modules: Sequence[MtpModule], first: int, given: Mapping[str, Tensor], target: TargetModel
+) -> None:
+    """Copies the tensors of a folder, the first module's being those of layer `first`, into the modules."""
+    needed: dict[str, Tensor] = {}
+    shared: dict[str, Tensor] = {}
+    for layer, module in enumerate(modules, first):
+        prefix = f"model.layers.{layer}."
+        needed |= {prefix + name: tensor for name, tensor in module.published().items()}
+        shared |= {f"{prefix}embed_tokens.weight": target.embedding.weight}
+        shared |= {f"{prefix}shared_head.head.weight": target.head.weight}
+    shapes = folders.compare_shapes(given, needed | shared)
+    unexpected = given.keys() - needed.keys() - shared.keys()
+    folders.check_tensors(path, needed.keys() - given.keys(), unexpected, shapes)
+    _check_shared(path, given, shared, target)
+    for name, tensor in needed.items():
+        tensor.copy_(given[name])
+
+
+def _check_shared(path: Path, given: Mapping[str, Tensor], shared: Mapping[str, Tensor], target: TargetModel) -> None:
+    """Refuses tensors that a draft shares with its target, if they are there and other ones."""
+    other = [
+        name
+        for name in given.keys() & shared.keys()
+        if not torch.equal(given[name].to(target.device, target.dtype), shared[name])
+    ]
+    if other:
+        raise CheckpointError(
+            f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
+            f"modules share both with their target, EAGLE-3 drafts the embedding; load the target of the same "
+            f"checkpoint"
+        )
+
+
+def _load_eagle3(path: Path, family: Family, config: PreTrainedConfig, target: TargetModel) -> DraftModel:
+    """An EAGLE-3 draft. Its maps may be absent if it has the target's whole vocabulary, and its embedding always."""
+    from attn_backends_reference.models import eagle3
+
+    _check_fit(path, _sizes(family, config), _sizes_of(target))
+    layers = eagle3.feature_layers(path, config, len(target.layers))
+    draft, shared = eagle3.Eagle3Draft(config), {"embed_tokens.weight": target.embedding.weight}
+    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
+    if eagle3.draft_vocab_size(config) == config.vocab_size:
+        given = {name: needed[name] for name in eagle3.MAPS} | given
+    shapes = folders.compare_shapes(given, needed | shared)
+    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys() - shared.keys(), shapes)
+    _check_shared(path, given, shared, target)
+    eagle3.check_maps(path, given)
+    draft.load_state_dict({name: given[name] for name in needed})
+    return eagle3.Eagle3Model(_cast(draft, target), target, layers)
+
+
+def _serve(draft: DraftHead, target: TargetModel) -> DraftModel:
+    return DraftModel(_cast(draft, target), target)
+
+
+def _cast(draft: Draft, target: TargetModel) -> Draft:
+    """The draft in its target's dtype and on its device."""
+    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
+        parameter.data = parameter.data.to(target.dtype)
+    return draft.to(target.device)
