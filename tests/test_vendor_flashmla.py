@@ -18,11 +18,13 @@ from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
 from spec_metadata import StepKind
 from tests.checks import check_eager, check_replay
+from tests.share_outs import one_part_each, reach
 from tests.vendor_stand_ins import (
     batches,
     check_replay_after_warmup,
     install,
     paged_attention,
+    planned_once,
     pretend_hopper,
     recorder,
     world_of,
@@ -51,13 +53,11 @@ def num_parts(num_rows: int) -> int:
 def get_mla_decoding_metadata(
     seqlens_k: Tensor, num_q_tokens_per_head_k: int, h_k: int, h_q: int | None = None, use_legacy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The schedule of dense bfloat16 decode: the lengths stand where the shares would."""
+    """The schedule of dense bfloat16 decode: a part for each request, as far as there are parts."""
     assert use_legacy
     assert h_k == 1
     assert seqlens_k.is_contiguous()
-    parts = torch.zeros(num_parts(num_q_tokens_per_head_k), 8, dtype=torch.int32)
-    parts.view(-1)[: len(seqlens_k)] = seqlens_k
-    return parts, torch.arange(len(seqlens_k) + 1, dtype=torch.int32)
+    return one_part_each(seqlens_k, num_parts(num_q_tokens_per_head_k))
 
 
 def flash_mla_with_kvcache(
@@ -96,7 +96,7 @@ def flash_mla_with_kvcache(
         block_table,
         causal=causal and width > 1,
         scale=softmax_scale,
-        reach=parts.view(-1)[:bs],
+        reach=reach(parts, splits, cache_seqlens),
     )
     lse = torch.where(lse == float("-inf"), float("inf"), lse)
     return out.view(bs, width, num_heads, head_dim_v), lse.view(bs, width, num_heads).transpose(1, 2).contiguous()
@@ -113,11 +113,16 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, CALLS)
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "1.0.0")
 
 
+@pytest.mark.parametrize("version", ["1.0.0", "2.0.0"], ids=["ours", "by_the_vendor"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setup", [CHAIN, TREE], ids=["chain", "tree"])
-def test_steps(setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
+def test_steps(
+    setup: tuple[CacheFormat, int, int], kind: StepKind, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(providers, "version_of", lambda distribution: version)
     world = world_of(TrtllmMLABackend, "flashmla", setup)
     captured, replayed = batches(kind, setup[2], setup[1])
     check_eager(world, replayed)
@@ -127,11 +132,11 @@ def test_steps(setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
 
 
 def test_a_schedule_of_another_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    refresh = flashmla.PartSchedule.refresh
-    monkeypatch.setattr(flashmla.PartSchedule, "refresh", lambda self: None if len(self.parts) else refresh(self))
+    planned_once(monkeypatch, flashmla.PartSchedule)
     world = world_of(TrtllmMLABackend, "flashmla", CHAIN)
+    short, long = Batch(StepKind.DECODE, (3, 9)), Batch(StepKind.DECODE, (70, 9))
     with pytest.raises(CheckFailure, match="rows are wrong"):
-        check_replay_after_warmup(world, *batches(StepKind.DECODE, 1, 64), plans_itself=False)
+        check_replay_after_warmup(world, short, long, plans_itself=False)
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -185,6 +190,7 @@ def test_what_is_passed_is_what_the_version_check_asks_for(monkeypatch: pytest.M
     passed: dict[str, set[str]] = {path: set() for path in asked}
     found: Any = {path: recorder(CALLS[path], passed[path]) for path in asked}
     install(monkeypatch, {**CALLS, **found})
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "2.0.0")  # so that it plans, too
     check_eager(world_of(TrtllmMLABackend, "flashmla", CHAIN), Batch(StepKind.DECODE, (3, 9)))
     assert passed == {path: set(parameters) for path, parameters in asked.items()}
 

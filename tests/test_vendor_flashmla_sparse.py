@@ -15,6 +15,7 @@ from attn_backends.compressed_cache import CompressedCache, FloatPages
 from attn_backends.contract.kernel import Kernel, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata
 from attn_backends.selection import providers
@@ -23,8 +24,9 @@ from attn_backends.vendors import flashmla, flashmla_sparse
 from spec_metadata import PackedQuery, Step, StepKind, UniformQuery
 from tests.dsv4_model import SMALL, Sizes, tiny_model
 from tests.dsv4_scenes import Engine, LayerInputs, Request, chains, random_inputs, run_layers
+from tests.share_outs import one_part_each, reach
 from tests.torch_kernels import torch_kernel
-from tests.vendor_stand_ins import install, pretend_hopper, recorder
+from tests.vendor_stand_ins import install, planned_once, pretend_hopper, recorder
 
 FP8 = torch.float8_e4m3fn
 KINDS = list(flashmla_sparse.KERNEL.capabilities)
@@ -47,14 +49,12 @@ def num_parts(num_heads: int) -> int:
 def get_mla_decoding_metadata(
     seqlens_k: Tensor, num_q_tokens_per_head_k: int, h_k: int, h_q: int | None = None, use_legacy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """A schedule: the keys of each row, in whole groups, stand where the shares would."""
+    """A schedule: a part for each row, as far as there are parts."""
     assert use_legacy
     assert h_k == 1
     assert seqlens_k.dtype is torch.int32
     assert seqlens_k.is_contiguous()
-    parts = torch.zeros(num_parts(num_q_tokens_per_head_k), 8, dtype=torch.int32)
-    parts.view(-1)[: len(seqlens_k)] = seqlens_k
-    return parts, torch.arange(len(seqlens_k) + 1, dtype=torch.int32)
+    return one_part_each(seqlens_k, num_parts(num_q_tokens_per_head_k))
 
 
 def flash_mla_with_kvcache(
@@ -87,10 +87,13 @@ def flash_mla_with_kvcache(
     assert parts.shape == (num_parts(num_heads), 8)
     assert splits.shape == (bs + 1,)
     assert all(x.is_contiguous() and x.dtype is torch.int32 for x in (parts, splits))
-    known = parts.view(-1)[:bs]
+    keys_in_groups = whole_groups(topk_length)
+    if extra_topk_length is not None:
+        keys_in_groups = keys_in_groups + whole_groups(extra_topk_length)
+    known = reach(parts, splits, keys_in_groups)
     found = [scope_of(k_cache, indices, topk_length, known)]
     if extra_k_cache is not None:
-        rest = known - -(-topk_length // 64) * 64
+        rest = known - whole_groups(topk_length)
         found.append(scope_of(extra_k_cache, extra_indices_in_kvcache, extra_topk_length, rest))
     keys, visible = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
     scores = torch.einsum("thd,tkd->thk", q[:, 0].float(), keys) * softmax_scale
@@ -101,6 +104,11 @@ def flash_mla_with_kvcache(
         assert (attn_sink.shape, attn_sink.dtype) == ((num_heads,), torch.float32)
         out = out * torch.sigmoid(lse - attn_sink).unsqueeze(-1)
     return out.to(q.dtype).unsqueeze(1), lse.unsqueeze(2)
+
+
+def whole_groups(lens: Tensor) -> Tensor:
+    """Lengths, up to whole groups of 64."""
+    return -(-lens // 64) * 64
 
 
 def scope_of(pages: Tensor, indices: Tensor, lens: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +149,7 @@ CALLS = {
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, CALLS)
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "1.0.0")
 
 
 class OnCPU(Sizes):
@@ -263,6 +272,12 @@ def test_replay(kind: StepKind, plans_itself: bool) -> None:
     check_replay(kind, plans_itself=plans_itself)
 
 
+@pytest.mark.parametrize("plans_itself", [False, True], ids=["planned_before", "planned_inside"])
+def test_a_version_of_unknown_schedules_plans_itself(plans_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "2.0.0")
+    check_replay(StepKind.TARGET_VERIFY, plans_itself=plans_itself)
+
+
 if not flashmla_sparse.unavailable_reasons(torch.device("cuda")):
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -276,8 +291,7 @@ if not flashmla_sparse.unavailable_reasons(torch.device("cuda")):
 
 @pytest.mark.parametrize("plans_itself", [False, True], ids=["planned_before", "planned_inside"])
 def test_a_schedule_of_another_batch_is_seen(plans_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    refresh = flashmla_sparse.RowSchedule.refresh
-    monkeypatch.setattr(flashmla_sparse.RowSchedule, "refresh", lambda self: None if len(self.parts) else refresh(self))
+    planned_once(monkeypatch, flashmla_sparse.RowSchedule)
     with pytest.raises(AssertionError, match="not close"):
         check_replay(StepKind.DECODE, plans_itself=plans_itself)
 
@@ -285,11 +299,11 @@ def test_a_schedule_of_another_batch_is_seen(plans_itself: bool, monkeypatch: py
 def test_layers_of_a_kind_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def counted(**given: Any) -> tuple[Tensor, Tensor]:
-        planned.append(given["seqlens_k"].tolist())
-        return get_mla_decoding_metadata(**given)
+    def counted(lens: Tensor, parts: Tensor, splits: Tensor, **more: Any) -> None:
+        share_out(lens, parts, splits, **more)
+        planned.append(lens)
 
-    install(monkeypatch, {**CALLS, "flash_mla:get_mla_decoding_metadata": counted})
+    monkeypatch.setattr(flashmla_sparse, "share_out", counted)
     engine, requests = engine_of()
     planned.clear()
     meta = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests))
@@ -297,7 +311,7 @@ def test_layers_of_a_kind_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(2):
         run_layers(engine, meta, inputs)
     assert len(engine.layers) == 4
-    assert planned == [[64, 64, 64], [64, 128, 128], [64, 128, 128]]
+    assert len(planned) == 3
 
 
 def test_a_row_reads_no_more_entries_than_are_selected() -> None:
@@ -406,6 +420,7 @@ def test_what_is_passed_is_what_the_version_check_asks_for(monkeypatch: pytest.M
     passed: dict[str, set[str]] = {path: set() for path in asked}
     found: Any = {path: recorder(CALLS[path], passed[path]) for path in asked}
     install(monkeypatch, {**CALLS, **found})
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "2.0.0")  # so that it plans, too
     check_eager(StepKind.DECODE)
     assert passed == {path: set(parameters) for path, parameters in asked.items()}
 

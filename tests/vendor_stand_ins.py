@@ -18,6 +18,7 @@ from attn_backends.cache import CacheFormat
 from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
+from attn_backends.contract.kernel import Schedule
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.selection import providers
@@ -133,6 +134,18 @@ def paged_attention(
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp_min(-1e30).unsqueeze(-1)).exp()
     return torch.einsum("thk,tkhd->thd", weights, v).to(q.dtype), lse
+
+
+def planned_once(monkeypatch: pytest.MonkeyPatch, schedule: type[Schedule]) -> None:
+    """Make a vendor's schedules be planned when they are made, and never again."""
+    refresh, planned = schedule.refresh, set[Schedule]()
+
+    def once(self: Schedule) -> None:
+        if self not in planned:
+            planned.add(self)
+            refresh(self)
+
+    monkeypatch.setattr(schedule, "refresh", once)
 
 
 def recorder(function: Callable, passed: set[str]) -> Callable:

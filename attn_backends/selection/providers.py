@@ -165,7 +165,7 @@ def load(path: str) -> Any:
 def _problem(kernel: str, call: VendorCall) -> str:
     """Why a vendor's call can't be used; empty if it can."""
     vendor = VENDOR_KERNELS[kernel]
-    what = f"{vendor.distribution} {_version(vendor.distribution) or 'of unknown version'}"
+    what = f"{vendor.distribution} {version_of(vendor.distribution) or 'of unknown version'}"
     try:
         found = load(call.path)
     except Exception as error:  # a vendor's module may raise anything, such as a symbol that its torch lacks
@@ -185,10 +185,10 @@ def _problem(kernel: str, call: VendorCall) -> str:
 def installation(kernel: str) -> str:
     """Whether a vendor kernel's package is installed, in words: its version, or how to get it."""
     vendor = VENDOR_KERNELS[kernel]
-    found = _version(vendor.distribution)
+    found = version_of(vendor.distribution)
     if find_spec(vendor.module) is not None:
         return f"{vendor.distribution} {found or 'of unknown version'} is installed"
-    flash_attention_2 = _version("flash-attn")
+    flash_attention_2 = version_of("flash-attn")
     if kernel == "flash_attn_interface" and flash_attention_2:
         return (
             f"installed flash-attn {flash_attention_2} is FlashAttention-2; FA3 is a source build of its hopper folder"
@@ -212,7 +212,8 @@ def _sm_reasons(device: torch.device, least: tuple[int, int], most: tuple[int, i
     return []
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The installed version of a package; None if it is not installed, or says none."""
     try:
         return version(distribution)
     except PackageNotFoundError:

@@ -2,10 +2,10 @@
 
     q [bs, width, num_heads, 576], latents [num_pages, 64, 1, 576]  ->  out [bs, width, num_heads, 512], lse
 
-Its scheduler shares the blocks of keys of all requests out to the SMs. `get_mla_decoding_metadata` runs it on the
-device once per forward and shape of layers, into declared buffers, and every layer's launch reads them: on an H200 that
-takes 20 µs, as long as a launch over 4096 keys of 8 requests. How many parts it makes follows from the number of SMs,
-heads and rows, so it is the same in every step of a graph.
+A schedule shares the blocks of keys of all requests out to the SMs, once per forward and shape of layers, and every
+layer's launch reads it. Where the installed version's format is known we plan it ourselves, in one small launch
+(`schedule_operators.share_out`); else `get_mla_decoding_metadata` does, on one thread, 20 µs of an H200. How many parts
+there are follows from the number of SMs, heads and rows, so it is the same in every step of a graph.
 
 The log-sum-exp comes as [bs, num_heads, width], natural. Of a row without keys it is +inf where ours is -inf; that row
 exists only in a tree over nothing committed, so one more launch, in steps over trees alone, turns it round.
@@ -24,10 +24,13 @@ from torch import Tensor
 from attn_backends.cache import PagedCache, PagedLatent
 from attn_backends.contract.capabilities import Capabilities, LseBase
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
+from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.block_table import BlockTablePlan
 
 NAME = "flashmla"
@@ -52,23 +55,49 @@ _SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, BS + 1), "first s
 
 
 class PartSchedule(Schedule):
-    """FlashMLA's share-out for one forward and shape.
+    """The share-out for one forward and shape.
 
     parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step.
     """
 
     def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         self._lens, self._num_rows = plan.cache_seqlens, plan.width * shape.num_heads
-        self._workspace, self.splits = buffers[_PARTS.name], buffers[_SPLITS.name]
-        self.parts = self._workspace[:0]
+        self.parts = buffers[_PARTS.name][: num_parts(self._num_rows, self._lens.device)]
+        self.splits = buffers[_SPLITS.name]
 
     def refresh(self) -> None:
         """Share out again by the plan's lengths."""
-        plan_parts = providers.load("flash_mla:get_mla_decoding_metadata")
-        parts, splits = plan_parts(seqlens_k=self._lens, num_q_tokens_per_head_k=self._num_rows, h_k=1, use_legacy=True)
-        self.parts = self._workspace[: parts.shape[0]]
-        self.parts.copy_(parts)
-        self.splits.copy_(splits)
+        share_out(self._lens, self.parts, self.splits)
+
+
+class VendorPartSchedule(PartSchedule):
+    """FlashMLA's own share-out: the definition of a valid one, and what a version of unknown format gets."""
+
+    def refresh(self) -> None:
+        """Share out again by the plan's lengths."""
+        plan_by_vendor(self._lens, self._num_rows, self.parts, self.splits)
+
+
+def num_parts(num_rows: int, device: torch.device) -> int:
+    """Parts of a schedule, where every request has so many query rows, all heads counted: 64 are one part's work."""
+    return max(gpu_of(device).num_processors // ceil_div(num_rows, 64), 1)
+
+
+def plan_by_vendor(lens: Tensor, num_rows: int, parts: Tensor, splits: Tensor) -> None:
+    """Write FlashMLA's own share-out of lens [n] int32 into parts and splits."""
+    plan_parts = providers.load("flash_mla:get_mla_decoding_metadata")
+    by_vendor = plan_parts(seqlens_k=lens, num_q_tokens_per_head_k=num_rows, h_k=1, use_legacy=True)
+    for destination, planned in zip((parts, splits), by_vendor, strict=True):
+        destination.copy_(planned)
+
+
+def has_known_schedules() -> bool:
+    """Whether the installed version reads schedules in the form that we write."""
+    return (providers.version_of("sgl-flash-mla") or "").startswith("1.0.")
+
+
+def _schedule(plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> PartSchedule:
+    return (PartSchedule if has_known_schedules() else VendorPartSchedule)(plan, shape, buffers)
 
 
 def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], layer: AttentionLayer) -> AttentionOutput:
@@ -109,6 +138,6 @@ KERNEL = Kernel(
     dict.fromkeys(_KINDS, _DENSE),
     unavailable_reasons,
     architectures=frozenset({9}),
-    schedule=PartSchedule,
+    schedule=_schedule,
     workspaces=(_PARTS, _SPLITS),
 )

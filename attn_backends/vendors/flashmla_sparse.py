@@ -8,7 +8,8 @@ and with sinks of -inf. The kernel puts windows and entries under one softmax an
 end; the log-sum-exp is natural and without it.
 
 Left to itself, a launch plans first which SM reads which keys: 22 µs on an H200, where attention of 8 rows over 640
-keys each takes 17. So that is planned once per forward and kind of layer, on the device, into declared buffers.
+keys each takes 17. So that is planned once per forward and kind of layer, on the device, into declared buffers, by the
+same one launch as the dense kernel's schedule.
 
 Prefill is the same kernel on the same flattened rows: 1.2 ms for 4096 rows of 64 heads over 640 keys each, on an H200,
 and a float32 accumulator of every row, 128 KiB. FlashMLA's prefill kernel takes half of that time, but keys that were
@@ -29,6 +30,7 @@ from attn_backends.contract.capabilities import FP8_TYPES, Capabilities, LseBase
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.fp8_pages import ROW_DIM
+from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
@@ -70,10 +72,6 @@ class RowSchedule(Schedule):
 
     parts: [num_parts, 8] int32, splits: [num_tokens + 1] int32, entry_lens: [num_tokens] int32, at the same place in
     every step.
-
-    Only a launch can plan for windows and entries. But FlashMLA shares groups of 64 keys out by one scheduler whatever
-    the kernel, so the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
-    whole groups of either pool. `tests/gpu/sparse.py` holds the two to each other.
     """
 
     def __init__(self, plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
@@ -81,22 +79,35 @@ class RowSchedule(Schedule):
         compression, topk = shape.variant
         self._window_lens, self._num_heads = plan.window_lens, padded_heads(shape.num_heads)
         self._num_visible = None if compression is None else plan.entries[compression.ratio].num_visible
-        self._most = topk if topk else None
-        self._workspace, self.splits = buffers[_PARTS.name], buffers[_SPLITS.name]
-        self.entry_lens = buffers[_ENTRY_LENS.name]
-        self.parts = self._workspace[:0]
+        self._most = topk or 2**30
+        self.parts = buffers[_PARTS.name][: flashmla.num_parts(self._num_heads, plan.window_lens.device)]
+        self.splits, self.entry_lens = buffers[_SPLITS.name], buffers[_ENTRY_LENS.name]
+
+    def refresh(self) -> None:
+        """Share out again by the plan's lengths."""
+        entries = {} if self._num_visible is None else {"more_lens": self._num_visible, "read_lens": self.entry_lens}
+        share_out(self._window_lens, self.parts, self.splits, most=self._most, **entries)
+
+
+class VendorRowSchedule(RowSchedule):
+    """FlashMLA's own share-out: the definition of a valid one, and what a version of unknown format gets.
+
+    Only a launch can plan for windows and entries. But FlashMLA shares groups of 64 keys out by one scheduler whatever
+    the kernel, so the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
+    whole groups of either pool. `tests/gpu/sparse.py` holds the two to each other.
+    """
 
     def refresh(self) -> None:
         """Share out again by the plan's lengths."""
         keys = _whole_groups(self._window_lens)
         if self._num_visible is not None:
-            self.entry_lens.copy_(self._num_visible if self._most is None else self._num_visible.clamp(max=self._most))
+            self.entry_lens.copy_(self._num_visible.clamp(max=self._most))
             keys = keys + _whole_groups(self.entry_lens)
-        plan_parts = providers.load("flash_mla:get_mla_decoding_metadata")
-        parts, splits = plan_parts(seqlens_k=keys, num_q_tokens_per_head_k=self._num_heads, h_k=1, use_legacy=True)
-        self.parts = self._workspace[: parts.shape[0]]
-        self.parts.copy_(parts)
-        self.splits.copy_(splits)
+        flashmla.plan_by_vendor(keys, self._num_heads, self.parts, self.splits)
+
+
+def _schedule(plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> RowSchedule:
+    return (RowSchedule if flashmla.has_known_schedules() else VendorRowSchedule)(plan, shape, buffers)
 
 
 class Selection(Protocol):
@@ -180,6 +191,6 @@ KERNEL: Kernel[CompressedPlan] = Kernel(
     dict.fromkeys(_KINDS, _SPARSE),
     unavailable_reasons,
     architectures=frozenset({9}),
-    schedule=RowSchedule,
+    schedule=_schedule,
     workspaces=(_PARTS, _SPLITS, _ENTRY_LENS),
 )

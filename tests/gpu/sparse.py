@@ -32,7 +32,7 @@ from attn_backends.kernels import fp8_pages
 from attn_backends.layer import AttentionOutput
 from attn_backends.selection import providers
 from attn_backends.vendors import flashmla_sparse
-from attn_backends.vendors.flashmla_sparse import RowSchedule
+from attn_backends.vendors.flashmla_sparse import RowSchedule, VendorRowSchedule
 from benchmarks.timing import CudaClock, take_turns
 from spec_metadata import PackedQuery, Step, UniformQuery
 from tests.gpu.sparse_scene import DEVICE, MAX_CONTEXT, NUM_STEPS, Case, Scene, attention
@@ -89,8 +89,14 @@ def compare(scene: Scene, q: Tensor, out: AttentionOutput, rows: list[int], ends
 @contextmanager
 def schedule_kept() -> Iterator[None]:
     """Inside, a schedule is made once and never again."""
-    refresh = RowSchedule.refresh
-    with patch.object(RowSchedule, "refresh", lambda self: None if len(self.parts) else refresh(self)):
+    refresh, planned = RowSchedule.refresh, set[RowSchedule]()
+
+    def once(self: RowSchedule) -> None:
+        if self not in planned:
+            planned.add(self)
+            refresh(self)
+
+    with patch.object(RowSchedule, "refresh", once):
         yield
 
 
@@ -216,7 +222,9 @@ def many(launch: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def launch_of(num_tokens: int, num_heads: int, ratio: int, varied: bool = False) -> tuple[Callable, RowSchedule]:
+def launch_of(
+    num_tokens: int, num_heads: int, ratio: int, varied: bool = False, planner: type[RowSchedule] = RowSchedule
+) -> tuple[Callable, RowSchedule]:
     """The kernel's launch on random slots, and its schedule. varied: rows of random lengths, not of the greatest."""
     case = Case(ratio, num_heads)
     scene, ints = Scene(case, seed=1), {"dtype": torch.int32, "device": DEVICE}
@@ -235,7 +243,7 @@ def launch_of(num_tokens: int, num_heads: int, ratio: int, varied: bool = False)
     variant = (layer.compression, layer.index_topk)
     extent = SimpleNamespace(num_forwards=1, num_tokens=num_tokens)
     buffers = {spec.name: torch.zeros(spec.sizes(extent)[1:], **ints) for spec in flashmla_sparse.KERNEL.workspaces}
-    schedule = RowSchedule(plan, LayerShape.of(layer, torch.bfloat16, fp8)._replace(variant=variant), buffers)
+    schedule = planner(plan, LayerShape.of(layer, torch.bfloat16, fp8)._replace(variant=variant), buffers)
     schedule.refresh()
     entry_slots = slots(case.index_topk, MAX_CONTEXT // ratio) if ratio else None
     selected: Any = SimpleNamespace(planned=Scheduled(plan, schedule), entry_slots=entry_slots)
@@ -244,9 +252,9 @@ def launch_of(num_tokens: int, num_heads: int, ratio: int, varied: bool = False)
 
 
 def schedules() -> Iterator[dict]:
-    """Whether what we plan is what a launch plans for itself, number for number."""
+    """Whether what FlashMLA's planner gives us is what a launch plans for itself, number for number."""
     for num_tokens, num_heads, ratio in [(t, h, r) for t in (1, 7, 300) for h in (64, 128) for r in (0, 4, 128)]:
-        launch, ours = launch_of(num_tokens, num_heads, ratio, varied=True)
+        launch, ours = launch_of(num_tokens, num_heads, ratio, varied=True, planner=VendorRowSchedule)
         with planned_in_the_launch() as made:
             launch()
         (theirs,) = made
