@@ -41,7 +41,7 @@ def _total(lens, more_lens, lens_stride, more_stride, n, most, KEYS: tl.constexp
 
 @triton.jit
 def _passed(live, ends, cut, passed, begin_of_next, starts):
-    """Requests whose blocks end before a cut, and where the next one begins; of a block of requests, and those before."""
+    """Which of a block of requests end before a cut; how many end before it so far, and where the next one begins."""
     is_passed = live[None, :] & (ends[None, :] <= cut[:, None])
     is_next = live[None, :] & (ends[None, :] > cut[:, None])
     begins = tl.min(tl.where(is_next, starts[None, :], 2**30), axis=1)
@@ -50,7 +50,7 @@ def _passed(live, ends, cut, passed, begin_of_next, starts):
 
 @triton.jit
 def _store_parts(parts, part, num_parts, distance, first, first_start, after, after_start, whole):
-    """Write parts, which begin at one cut and end at the next. whole: blocks of the last request that ends in a part."""
+    """Write parts, each from one cut to the next. whole: blocks of the last request that ends in a part."""
     first_block = tl.maximum(part * distance - first_start, 0)
     last_block = tl.maximum((part + 1) * distance - after_start, 0)
     is_first_split, is_last_split = first_block > 0, last_block > 0
