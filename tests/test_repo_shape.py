@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(path for package in ("spec_metadata", "attn_backends") for path in (ROOT / package).rglob("*.py"))
 MAX_MODULE, MAX_FUNCTION = 350, 60
+MAX_TREE, MAX_RESULTS = 32 << 20, 3 << 20  # bytes
 
 # A module imports its own layer and those above it in this list.
 LAYERS = [
@@ -123,6 +125,24 @@ def test_modules_and_functions_are_small(path):
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     sizes = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
     assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION} == {}
+
+
+def tracked_bytes(folder: str) -> int:
+    """Bytes of the files below a folder that git tracks, as they are here."""
+    listing = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def test_what_travels_is_small():
+    """A report of conformance is committed as its summary, and a picture only if a page shows it."""
+    assert 0 < tracked_bytes("docs/results") <= MAX_RESULTS
+    assert 0 < tracked_bytes(".") <= MAX_TREE
+
+
+def test_every_committed_picture_is_shown():
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert [path.name for path in (ROOT / "docs").rglob("*.png") if path.name not in pages] == []
 
 
 def test_the_table_of_places_to_open_names_files_that_exist():
