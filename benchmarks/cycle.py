@@ -14,15 +14,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import Model, VerifyInputs, draft_phase, extend_phase, verify_phase
-from attn_backends_reference.eagle.slots import SlotAllocator
-from attn_backends_reference.eagle.worker import EagleWorker
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
 from attn_backends.selection.choose import Workload
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.phases import Model, VerifyInputs, draft_phase, extend_phase, verify_phase
+from attn_backends_reference.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.worker import EagleWorker
 from benchmarks.host import rounds_of, takes_part
 from benchmarks.rows import CycleRow, Missing, Stage, missing
 from benchmarks.speculation import PHASES, speculative

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
-from attn_backends_reference.models.attention import Attention
-from attn_backends_reference.models.decoder import DraftModel, Family, MultimodalRows, PagedModel, TargetModel
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedCache
 from attn_backends.layer import AttentionLayer
+from attn_backends_reference.models.attention import Attention
+from attn_backends_reference.models.decoder import DraftModel, Family, MultimodalRows, PagedModel, TargetModel
 from benchmarks.shapes import DTYPE
 
 EPS = 1e-6

@@ -10,10 +10,10 @@ paging)` once and record the forwards on its metadata (attn_backends.graphs); th
 import sys
 
 import torch
-from attn_backends_reference.models import load_draft, load_target, load_tokenizer
-from attn_backends_reference.models.attention import ForwardAttention
 
 from attn_backends import get_backend
+from attn_backends_reference.models import load_draft, load_target, load_tokenizer
+from attn_backends_reference.models.attention import ForwardAttention
 from spec_metadata import (
     CacheGeometry,
     Capacity,

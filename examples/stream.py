@@ -8,7 +8,6 @@ import sys
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.requests import FinishReason, RequestOptions
-
 from spec_metadata import Sampling
 
 HEADER = '"""Command line of the archive."""\n\nimport argparse\nimport sys\n\n\n'  # begins every prompt

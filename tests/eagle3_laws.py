@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
+
 from attn_backends_reference.eagle.requests import Request
 from attn_backends_reference.eagle.serving import Server, serve
-
 from spec_metadata import Capacity, Sampling
 from tests.eagle3_models import tiny_oracle
 from tests.eagle3_oracle import Oracle

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attn_backends_reference.models import TargetModel
-from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from attn_backends_reference.models import TargetModel
+from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model
 from tests import reference_models as rm
 from tests.eagle3_oracle import Oracle
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.runner import PhaseRunner
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from spec_metadata import CacheGeometry, Capacity
 from tests.eagle3_models import served
 from tests.mtp_scenes import poisoned

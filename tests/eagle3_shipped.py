@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from attn_backends_reference.eagle.worker import EagleWorker, WorkerOptions
-from attn_backends_reference.models import load_draft
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from attn_backends_reference.eagle.worker import EagleWorker, WorkerOptions
+from attn_backends_reference.models import load_draft
 from spec_metadata import Capacity
 from tests.eagle3_oracle import Oracle
 from tests.serving_scenes import engine_parts

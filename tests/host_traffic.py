@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from attn_backends_reference.eagle import launches
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import graphs
+from attn_backends_reference.eagle import launches
 from benchmarks.counts import Counts
 from benchmarks.host import Work
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.registry import get_backend
+from attn_backends.runner import Runner, StepResult
 from attn_backends_reference.eagle.mtp_phases import Window
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
 from attn_backends_reference.eagle.requests import Request, RequestOptions
 from attn_backends_reference.eagle.serving import Server
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker, TargetWorker
-from torch import Tensor
-
-from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.registry import get_backend
-from attn_backends.runner import Runner, StepResult
 from spec_metadata import CacheGeometry, Capacity, Step
 from tests import eagle3_scenes
 from tests import reference_models as rm

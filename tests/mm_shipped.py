@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends_reference.eagle.requests import Request, RequestOptions
 from attn_backends_reference.eagle.serving import Server
 from attn_backends_reference.eagle.worker import SpeculativeWorker, TargetWorker
-
-from attn_backends.graphs import CudaGraph, RecordedGraph
 from spec_metadata import Capacity
 from tests import eagle3_shipped, mtp_shipped
 from tests.mtp_scenes import capacity_of

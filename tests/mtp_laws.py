@@ -9,13 +9,13 @@ from dataclasses import replace
 from functools import cache
 
 import torch
+
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.registry import get_backend
 from attn_backends_reference.eagle.options import PhaseBackends
 from attn_backends_reference.eagle.requests import FinishReason, Request, RequestOptions
 from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.worker import PlainWorker
-
-from attn_backends.errors import UnsupportedStepError
-from attn_backends.registry import get_backend
 from spec_metadata import CacheGeometry, Capacity, InvalidStepError, Sampling
 from tests import reference_models as rm
 from tests.mtp_oracle import NEAR, Oracle

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attn_backends_reference.models import DraftModel, TargetModel
-from attn_backends_reference.models.mtp import MtpModule, module_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attn_backends_reference.models import DraftModel, TargetModel
+from attn_backends_reference.models.mtp import MtpModule, module_config
 from tests import reference_models as rm
 
 NUM_LAYERS = 2

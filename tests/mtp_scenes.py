@@ -17,18 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from attn_backends_reference.eagle.mtp import MtpWorker
-from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.requests import RequestOptions
-from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
-from attn_backends_reference.models.loading import EXPERTS
-from attn_backends_reference.models.mtp import MtpModule, module_config
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import PagedCache
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.runner import PhaseRunner
+from attn_backends_reference.eagle.mtp import MtpWorker
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.requests import RequestOptions
+from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
+from attn_backends_reference.models.loading import EXPERTS
+from attn_backends_reference.models.mtp import MtpModule, module_config
 from spec_metadata import CacheGeometry, Capacity, Sampling
 from tests import reference_models as rm
 from tests.mtp_oracle import Oracle

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from transformers import AutoModelForCausalLM
+
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_mtp
-from transformers import AutoModelForCausalLM
-
 from spec_metadata import Capacity
 from tests.mtp_oracle import Oracle
 from tests.serving_scenes import engine_parts

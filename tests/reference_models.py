@@ -8,11 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
-from attn_backends_reference.models.decoder import Family, PagedModel
-from attn_backends_reference.models.deepseek import DEEPSEEK
-from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.llama import LLAMA
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -23,6 +18,11 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import PagedKV
+from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
+from attn_backends_reference.models.decoder import Family, PagedModel
+from attn_backends_reference.models.deepseek import DEEPSEEK
+from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.llama import LLAMA
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32

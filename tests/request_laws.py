@@ -12,10 +12,10 @@ from itertools import pairwise
 from time import perf_counter
 
 import pytest
+
 from attn_backends_reference.eagle.requests import DraftShape, FinishReason, Request, RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server
 from attn_backends_reference.eagle.text import GrowingText
-
 from spec_metadata import Capacity
 from tests.serving_laws import DECODE, a_prompt, finish, launches, plainly, server_of
 from tests.serving_scenes import CHAIN, TREE, check_nothing_kept, eagle_worker

@@ -9,12 +9,12 @@ from itertools import product
 from typing import Any
 
 import torch
-from attn_backends_reference.eagle import phases
 from torch import Tensor
 
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import PhaseRunner
+from attn_backends_reference.eagle import phases
 from spec_metadata import (
     CacheGeometry,
     Capacity,
@@ -246,7 +246,6 @@ def check_lossless(draft: dict[str, int], path: dict[str, object], num_tokens: i
     from attn_backends_reference.eagle.options import WorkerOptions
     from attn_backends_reference.eagle.serving import serve  # needs the models' packages
     from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
-
     from tests.serving_scenes import engine_parts, prompts, tokens
 
     capacity, given = Capacity(3, 96, 16, **draft), prompts(6, 60)

@@ -9,6 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.graphs import RecordedGraph
+from attn_backends.runner import PhaseRunner
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.launches import Launch
@@ -16,10 +20,6 @@ from attn_backends_reference.eagle.requests import FinishReason, Request, Reques
 from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models import load_tokenizer
-
-from attn_backends.backend import AttentionBackend
-from attn_backends.graphs import RecordedGraph
-from attn_backends.runner import PhaseRunner
 from spec_metadata import Capacity, Sampling
 from tests.serving_scenes import (
     CHAIN,

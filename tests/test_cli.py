@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
-from attn_backends_reference.cli import demo
-from attn_backends_reference.eagle.report import Row
 
 from attn_backends import list_backends
 from attn_backends.cli import main
 from attn_backends.selection.providers import _vendor_reasons
+from attn_backends_reference.cli import demo
+from attn_backends_reference.eagle.report import Row
 
 ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", "float32", 6, 3.5, True, True, 0, 0.0)
 FIELDS = (

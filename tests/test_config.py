@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_backends_reference.config import PHASES, load_run_config, preset_names
 
 from attn_backends import BackendUnavailableError, CacheFormat, ConfigError, list_backends
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.config.backend_files import backend_options
+from attn_backends_reference.config import PHASES, load_run_config, preset_names
 from spec_metadata import Capacity
 
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"

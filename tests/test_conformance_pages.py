@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,9 @@ from attn_backends.conformance.matrix import main, page
 from attn_backends.conformance.plugin import explained
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import QUICK_CASES
-from attn_backends.results import Results
+from attn_backends.conformance.summary import main as summarize
+from attn_backends.conformance.summary import summary
+from attn_backends.results import Results, read
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -103,6 +106,35 @@ def test_the_matrix_refuses_what_is_no_report(tmp_path, capsys):
     assert main([str(tmp_path / "report.json"), "--output", str(tmp_path / "matrix.md")]) == 2
     assert "report.json: not a result" in capsys.readouterr().err
     assert not (tmp_path / "matrix.md").exists()
+
+
+def test_a_summary_counts_cases_and_keeps_what_did_not_pass():
+    long = replace(CASE, lens=(65,))
+    passed = [row(Outcome.PASS, case=case, reason="", max_err=err, budget=1.0, ms=2.0) for case, err in
+              ((CASE, 0.25), (long, 0.5))]  # fmt: skip
+    graph = replace(CASE, check="graph.replay", path="graph")
+    other = row(Outcome.PASS, check=graph.check, case=graph, path="graph", reason="")
+    wrong = [row(outcome, case=case) for outcome in (Outcome.FAIL, Outcome.NOT_RUN) for case in (CASE, long)]
+    report = replace(REPORT, rows=(passed[0], other, *wrong, passed[1]))
+    short = summary(report)
+    assert short.rows == (replace(passed[1], case=None, ms=4.0, cases=2), other, *wrong)
+    assert (short.counts, short.executed) == (report.counts, report.executed)
+    assert summary(Report.from_json(short.to_json())) == short
+
+
+def test_the_matrix_of_a_summary_is_that_of_the_report(tmp_path):
+    report = replace(REPORT, rows=(*REPORT.rows, *(row(outcome, path="graph") for outcome in Outcome), *REPORT.rows))
+    path = tmp_path / "report.json"
+    path.write_text(report.to_json())
+    assert summarize([str(path)]) == 0
+    assert len(Results.from_json(path.read_text()).rows) < len(report.rows)
+    assert page(read(path)) == page(Results.from_json(report.to_json()))
+
+
+def test_a_summary_is_of_reports_only(tmp_path, capsys):
+    (tmp_path / "report.json").write_text("[]")
+    assert summarize([str(tmp_path / "report.json")]) == 2
+    assert "report.json: not a result" in capsys.readouterr().err
 
 
 def blocks(name: str, language: str) -> list[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_backends_reference.eagle.options import WorkerOptions
-from attn_backends_reference.eagle.requests import FinishReason, RequestError, RequestOptions
-from attn_backends_reference.eagle.serving import Server, serve
-from attn_backends_reference.eagle.worker import EagleWorker
 
 from attn_backends.cli import main
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import Runner
+from attn_backends_reference.eagle.options import WorkerOptions
+from attn_backends_reference.eagle.requests import FinishReason, RequestError, RequestOptions
+from attn_backends_reference.eagle.serving import Server, serve
+from attn_backends_reference.eagle.worker import EagleWorker
 from spec_metadata import Capacity
 from tests.mutants.compressed import states_of_the_last_rows_only
 from tests.serving_scenes import (

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_mtp, load_target
-from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model, save_eagle3
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
 from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_mtp, load_target
+from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model, save_eagle3
 from spec_metadata import PackedQuery, Step, token_positions
 from tests import reference_models as rm
 from tests.eagle3_models import CONFIG, LAYERS, publish, published, random_draft, tiny_oracle, tiny_target

@@ -9,12 +9,12 @@ from itertools import product
 
 import pytest
 import torch
+
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.report import run_row
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.models.eagle3 import Eagle3Model
-
 from spec_metadata import Capacity
 from tests.eagle3_laws import accepted_lengths, check_drafts
 from tests.eagle3_scenes import watch

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
 from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models import load_draft
 from attn_backends_reference.models.eagle3 import Eagle3Draft, save_eagle3
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
 from spec_metadata import Capacity
 from tests import reference_models as rm
 from tests.eagle3_models import published

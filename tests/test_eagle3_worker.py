@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 import torch
+
+from attn_backends.errors import UnsupportedStepError
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.mtp import MtpWorker
@@ -15,8 +17,6 @@ from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models.eagle3 import Eagle3Model, save_eagle3
-
-from attn_backends.errors import UnsupportedStepError
 from spec_metadata import Capacity, SamplingParams, Step
 from tests import eagle3_laws as laws
 from tests.eagle3_models import CONFIG, LAYERS, random_draft

@@ -6,17 +6,17 @@ import copy
 
 import pytest
 import torch
+
+from attn_backends import ConfigError
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.errors import CheckpointError, UnsupportedStepError
+from attn_backends.selection.choose import Workload
 from attn_backends_reference.config import RunConfig, load_run_config
 from attn_backends_reference.eagle.engine import Engine
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models import DraftModel, load_draft, load_target, load_tokenizer
-
-from attn_backends import ConfigError
-from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.errors import CheckpointError, UnsupportedStepError
-from attn_backends.selection.choose import Workload
 from spec_metadata import CacheGeometry, Capacity, InvalidStepError
 from tests.mtp_models import random_mtp
 from tests.serving_scenes import PHASES, engine_parts, models, prompts

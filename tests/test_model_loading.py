@@ -12,6 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+
+from attn_backends.errors import CheckpointError
+from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.models import (
     EMBEDDED_DRAFTS,
     EMBEDDED_TARGETS,
@@ -21,13 +28,6 @@ from attn_backends_reference.models import (
     load_target,
     load_tokenizer,
 )
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
-
-from attn_backends.errors import CheckpointError
-from attn_backends.graphs import RecordedGraph
 from spec_metadata import PackedQuery, Step
 from tests import reference_models as rm
 

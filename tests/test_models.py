@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attn_backends_reference.models import ForwardAttention, TargetModel
 from torch import Tensor
 
 from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.models import ForwardAttention, TargetModel
 from spec_metadata import DraftTree, PackedQuery, Step, UniformQuery, token_positions
 from tests import reference_models as rm
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_mtp, load_target
-from attn_backends_reference.models.mtp import MtpModule, module_config, save_mtp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_mtp, load_target
+from attn_backends_reference.models.mtp import MtpModule, module_config, save_mtp
 from spec_metadata import PackedQuery, Step, token_positions
 from tests import reference_models as rm
 from tests.mtp_models import NAMES, NUM_LAYERS, NUM_MODULES, deep_model, edit_config, extract, publish, random_mtp

@@ -8,9 +8,9 @@ from functools import cache
 from itertools import product
 
 import pytest
-from attn_backends_reference.eagle.serving import serve
 
 from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.eagle.serving import serve
 from tests import serving_laws
 from tests.mtp_laws import accepted_lengths, check_drafts
 from tests.mtp_scenes import capacity_of, watch

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from attn_backends.errors import UnsupportedStepError
 from attn_backends_reference.eagle.phases import VerifyInputs
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape, RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server
-
-from attn_backends.errors import UnsupportedStepError
 from spec_metadata import Sampling, SamplingParams, Step, StepKind
 from tests import mtp_laws as laws
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, random_arrivals, steady

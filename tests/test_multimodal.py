@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nested import nested_tensor
+
+from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.phases import VerifyInputs
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server
-from torch import Tensor
-from torch.nested import nested_tensor
-
-from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Sampling, SamplingParams, Step
 from tests import mm_laws as laws
 from tests import mm_shipped

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attn_backends_reference.eagle.protocol import Chunk
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.compressed_worlds import is_compressed, small
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import BUILT_IN, get_backend
+from attn_backends_reference.eagle.protocol import Chunk
 from spec_metadata import CacheGeometry, Capacity, PackedQuery, RequestTable, Sampling, Step, UniformQuery, pad_step
 from tests.no_host_reads import NoHostReads
 from tests.serving_scenes import CHAIN, GRAPH, TREE, eagle_worker

@@ -8,6 +8,10 @@ from typing import get_args
 
 import pytest
 import torch
+
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.errors import CaptureError, ConfigError, UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle import mtp
 from attn_backends_reference.eagle.engine import build_engine
@@ -15,10 +19,6 @@ from attn_backends_reference.eagle.options import PrefillGraphs, WorkerOptions
 from attn_backends_reference.eagle.phases import by_name
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, PREFILL, PrefillInputs
 from attn_backends_reference.eagle.protocol import Chunk
-
-from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.errors import CaptureError, ConfigError, UnsupportedStepError
-from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Step, StepKind
 from tests import prefill_laws as laws
 from tests import reference_models as rm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ PACKAGES = {
 }
 SOURCES = sorted(path for package, folder in PACKAGES.items() for path in (folder / package).rglob("*.py"))
 MAX_MODULE, MAX_FUNCTION = 350, 60
+MAX_TREE, MAX_RESULTS = 32 << 20, 3 << 20  # bytes
 
 # A module imports its own layer and those above it in this list.
 LAYERS = [
@@ -26,13 +28,13 @@ LAYERS = [
     ["attn_backends.layer", "attn_backends.cache", "attn_backends.compressed_cache", "attn_backends.compressed_layer"],
     ["attn_backends.graphs"],
     ["attn_backends.contract"],
-    ["attn_backends.selection"],
+    ["attn_backends.selection.choose"],
     ["attn_backends.memory"],
     ["attn_backends.planning"],
     ["attn_backends.backend"],
     ["attn_backends.vendors"],
     ["attn_backends.runner", "attn_backends.backends"],
-    ["attn_backends.registry", "attn_backends", "attn_backends.config"],
+    ["attn_backends.registry", "attn_backends", "attn_backends_reference.config"],
     ["attn_backends.adapters"],
     ["attn_backends.conformance"],
     ["attn_backends.cli"],
@@ -121,6 +123,24 @@ def test_modules_and_functions_are_small(path):
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     sizes = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
     assert {name: size for name, size in sizes.items() if size > MAX_FUNCTION} == {}
+
+
+def tracked_bytes(folder: str) -> int:
+    """Bytes of the files below a folder that git tracks, as they are here."""
+    listing = subprocess.run(["git", "ls-files", "-z", folder], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [ROOT / name for name in listing.stdout.split("\0") if name]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def test_what_travels_is_small():
+    """A report of conformance is committed as its summary, and a picture only if a page shows it."""
+    assert 0 < tracked_bytes("docs/results") <= MAX_RESULTS
+    assert 0 < tracked_bytes(".") <= MAX_TREE
+
+
+def test_every_committed_picture_is_shown():
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    assert [path.name for path in (ROOT / "docs").rglob("*.png") if path.name not in pages] == []
 
 
 def test_the_table_of_places_to_open_names_files_that_exist():

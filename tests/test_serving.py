@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
+from attn_backends.cli import main
+from attn_backends.errors import ConfigError, UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.launches import HostCopy
 from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.eagle.requests import RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server, serve
-
-from attn_backends.cli import main
-from attn_backends.errors import ConfigError, UnsupportedStepError
-from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, Sampling, StepKind
 from tests import request_laws
 from tests import serving_laws as laws

@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 import torch
-from attn_backends_reference.eagle.slots import OutOfSlotsError, SlotAllocator
 
+from attn_backends_reference.eagle.slots import OutOfSlotsError, SlotAllocator
 from spec_metadata import CacheGeometry, Capacity
 
 PROMPT = list(range(100, 130))

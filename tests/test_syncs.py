@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from attn_backends_reference.eagle import launches
-from attn_backends_reference.eagle.worker import EagleWorker
 from torch._C._autograd import DeviceType
 
 from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.eagle import launches
+from attn_backends_reference.eagle.worker import EagleWorker
 from benchmarks.counts import Counts, counts_by_mark
 from benchmarks.rows import Stage
 from benchmarks.timing import CudaClock

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from attn_backends_reference.eagle.text import GrowingText
 from attn_backends_reference.models.tokenizer import ByteTokenizer
-
 from tests.request_laws import check_text, grow
 
 

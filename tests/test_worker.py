@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.eagle.phases import VerifyInputs
 from attn_backends_reference.eagle.requests import RequestError
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.eagle.worker import EagleWorker, kept
-
-from attn_backends.errors import UnsupportedStepError
-from attn_backends.graphs import RecordedGraph
 from spec_metadata import Capacity, InvalidStepError, SamplingParams, Step
 from tests.serving_scenes import (
     CHAIN,

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
+
 from attn_backends_reference.models.draft import EagleDraft
 from attn_backends_reference.models.eagle3 import Eagle3Draft
 from attn_backends_reference.models.mtp import MtpModule
-from torch import Tensor
-
 from training import eagle3, models
 
 

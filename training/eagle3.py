@@ -6,11 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from attn_backends_reference.models.eagle3 import Eagle3Draft
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
+from attn_backends_reference.models.eagle3 import Eagle3Draft
 from training import attention, models
 
 EAGLE3 = {

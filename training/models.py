@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
-from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.eagle3 import Eagle3Draft
-from attn_backends_reference.models.mtp import MtpModule, module_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,6 +20,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
+from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle3 import Eagle3Draft
+from attn_backends_reference.models.mtp import MtpModule, module_config
 from training import attention, compressed, compressed_plans
 
 CHECKPOINTS = Path("reference/attn_backends_reference/models/checkpoints")
@@ -253,7 +253,7 @@ def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: 
         base, plan = model.model, plan or compressed_plans.Whole()
         rows = base.embed_tokens(ids)
         angles = {kind: base.rotary_emb(rows, positions, layer_type=kind) for kind in ("main", "compress")}
-        rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1)
+        rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1).contiguous()
         for layer in base.layers:
             rows = layer(rows, position_embeddings=angles, plan=plan)
         return base.norm(base.hc_head(rows))

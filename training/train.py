@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 import transformers
-from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.eagle3 import Eagle3Draft, save_eagle3
-from attn_backends_reference.models.mtp import save_mtp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle3 import Eagle3Draft, save_eagle3
+from attn_backends_reference.models.mtp import save_mtp
 from training import attention, compressed, compressed_plans, eagle3, models
 from training.corpus import read_corpus
 from training.fitting import Recipe, Row, Windows, autocast, fit

@@ -134,7 +134,9 @@ def _outcomes(report: Report) -> Iterator[str]:
     noted = [row for row in report.rows if row.status in (Outcome.XFAIL, Outcome.NOT_RUN, Outcome.FAIL, Outcome.ERROR)]
     if noted:
         yield ""
-        reasons = Counter((str(row.status), f"{row.backend}/{row.kernel}", row.check, row.reason) for row in noted)
+        reasons: Counter[tuple[str, ...]] = Counter()
+        for row in noted:
+            reasons[str(row.status), f"{row.backend}/{row.kernel}", row.check, row.reason] += row.cases
         yield from _table(
             ("outcome", "kernel", "check", "cases", "reason"),
             [[status, kernel, f"`{check}`", str(n), reason] for (status, kernel, check, reason), n in reasons.items()],
@@ -149,7 +151,9 @@ def _shown(value: object) -> str:
 
 def _counts(rows: Iterable[Row]) -> str:
     """The outcomes that occur, the worst first: `1 fail, 12 pass`."""
-    counts = Counter(row.status for row in rows)
+    counts: Counter[Outcome] = Counter()
+    for row in rows:
+        counts[row.status] += row.cases
     return ", ".join(f"{counts[outcome]} {outcome}" for outcome in WORST_FIRST if counts[outcome])
 
 

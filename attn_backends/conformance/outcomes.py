@@ -32,10 +32,11 @@ EXECUTED = frozenset({Outcome.PASS, Outcome.FAIL, Outcome.REFUSED, Outcome.XFAIL
 
 @dataclass(frozen=True)
 class Row:
-    """One executed or listed case.
+    """One executed or listed case, or several that came to the same (`summary`).
 
-    case: None where nothing was run. reason: why it is not a plain pass. max_err, budget: the largest error and what it
-    was held to, where the check compares numbers. ms: wall time. excused: not run, and no failure even where everything
+    case: None where nothing was run, or where there are several. cases: how many. reason: why it is not a plain pass.
+    max_err, budget: the largest error and what it was held to, where the check compares numbers; of several cases, of
+    the one closest to its budget. ms: wall time of all. excused: not run, and no failure even where everything
     must run: a kernel for another architecture, or a second source of one that ran.
     """
 
@@ -50,6 +51,7 @@ class Row:
     budget: float | None = None
     ms: float = 0.0
     excused: bool = False
+    cases: int = 1
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON, without those that are the default; errors and budgets to three digits, and the case
@@ -92,13 +94,13 @@ class Report:
 
     @property
     def counts(self) -> dict[Outcome, int]:
-        """Rows of each outcome, all six."""
-        return {outcome: sum(row.status is outcome for row in self.rows) for outcome in Outcome}
+        """Cases of each outcome, all six."""
+        return {outcome: sum(row.cases for row in self.rows if row.status is outcome) for outcome in Outcome}
 
     @property
     def executed(self) -> int:
         """Checks that ran."""
-        return sum(row.status in EXECUTED for row in self.rows)
+        return sum(row.cases for row in self.rows if row.status in EXECUTED)
 
     def exit_code(self, require_run: bool) -> int:
         """0: nothing failed. 1: a fail, or under require_run an unexcused not_run. 2: an error, or no check ran."""

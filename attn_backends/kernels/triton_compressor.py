@@ -145,13 +145,14 @@ def _write_states(states, slots, values, gates, CHANNELS: tl.constexpr, BLOCK: t
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (channel < CHANNELS) & (slot >= 0)
-    pages, ring, page_stride, row_stride, stride = states
-    into = triton_pages.row_pointers(pages, ring, page_stride, row_stride, slot)[0] + channel * stride
-    value = tl.load(values[0] + token * values[1][0] + channel * values[1][1], mask=inside)
-    gate = tl.load(gates[0] + token * gates[1][0] + channel * gates[1][1], mask=inside)
-    tl.store(into, value.to(pages.dtype.element_ty), mask=inside)
-    tl.store(into + CHANNELS * stride, gate.to(pages.dtype.element_ty), mask=inside)
+    if slot >= 0:
+        inside = channel < CHANNELS
+        pages, ring, page_stride, row_stride, stride = states
+        into = triton_pages.row_pointers(pages, ring, page_stride, row_stride, slot)[0] + channel * stride
+        value = tl.load(values[0] + token * values[1][0] + channel * values[1][1], mask=inside)
+        gate = tl.load(gates[0] + token * gates[1][0] + channel * gates[1][1], mask=inside)
+        tl.store(into, value.to(pages.dtype.element_ty), mask=inside)
+        tl.store(into + CHANNELS * stride, gate.to(pages.dtype.element_ty), mask=inside)
 
 
 def write_rows(pages: Tensor, num_rows: int, slots: Tensor, rows: Tensor) -> None:

@@ -106,17 +106,18 @@ def write_row(
     pages, num_rows, page_stride, row_stride, stride, slot, values, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr
 ):
     """Write values [BLOCK_DIM] float32, of which DIM are real, to a slot of a `pool`; nothing to -1."""
-    row, scales = row_pointers(pages, num_rows, page_stride, row_stride, slot)
-    if pages.dtype.element_ty == tl.uint8:
-        _encode(row, scales, values, slot >= 0)
-    else:
-        dim = tl.arange(0, BLOCK_DIM)
-        tl.store(row + dim * stride, values.to(pages.dtype.element_ty), mask=(dim < DIM) & (slot >= 0))
+    if slot >= 0:
+        row, scales = row_pointers(pages, num_rows, page_stride, row_stride, slot)
+        if pages.dtype.element_ty == tl.uint8:
+            _encode(row, scales, values)
+        else:
+            dim = tl.arange(0, BLOCK_DIM)
+            tl.store(row + dim * stride, values.to(pages.dtype.element_ty), mask=dim < DIM)
 
 
 @triton.jit
-def _encode(row, scales, values, live):
-    """Write a row of 512 as bytes, if it is live."""
+def _encode(row, scales, values):
+    """Write a row of 512 as bytes."""
     group, place = tl.arange(0, _NUM_GROUPS + 1), tl.arange(0, _GROUP)
     groups = values.reshape(_NUM_GROUPS + 1, _GROUP)
     is_nope = (group < _NUM_GROUPS)[:, None]
@@ -126,12 +127,10 @@ def _encode(row, scales, values, live):
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # of the next power of two
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     elements = group[:, None] * _GROUP + place[None, :]
-    tl.store(row + elements, _e4m3_bits(nope * inverse[:, None]).to(tl.uint8), mask=is_nope & live)
-    tl.store(
-        scales + group, tl.where(group < _NUM_GROUPS, exponent, 0).to(tl.uint8), mask=(group <= _NUM_GROUPS) & live
-    )
+    tl.store(row + elements, _e4m3_bits(nope * inverse[:, None]).to(tl.uint8), mask=is_nope)
+    tl.store(scales + group, tl.where(group < _NUM_GROUPS, exponent, 0).to(tl.uint8), mask=group <= _NUM_GROUPS)
     tail = (row + _NOPE).to(tl.pointer_type(tl.uint16))
-    tl.store(tail + elements - _NOPE, _bfloat16_bits(groups).to(tl.uint16), mask=(group == _NUM_GROUPS)[:, None] & live)
+    tl.store(tail + elements - _NOPE, _bfloat16_bits(groups).to(tl.uint16), mask=(group == _NUM_GROUPS)[:, None])
 
 
 @triton.jit

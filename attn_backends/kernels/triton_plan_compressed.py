@@ -130,9 +130,9 @@ def _store_made(entries, sizes, forward, entry, write, first, start, begin, row,
     place = forward.to(tl.int64) * number(sizes.source_forward_stride) + entry * number(sizes.source_stride)
     for first_back in range(0, read_window, BLOCK):
         back = first_back + tl.arange(0, BLOCK)
-        live, token = back < read_window, first + back - (read_window - ratio)
-        is_state = (first >= 0) & (token >= 0) & (token < start)
-        inputs = tl.where((first >= 0) & (token >= start), begin + token - start, -1)
+        live, token = back < read_window, tl.where(first >= 0, first + back - (read_window - ratio), -1)
+        is_state = (token >= 0) & (token < start)
+        inputs = tl.where(token >= start, begin + token - start, -1)
         page = page_ids(row, rows, step, token // number(step.page_size), live & is_state)
         reads = tl.where(is_state, page * ring + token % ring, -1)
         tl.store(entries.input_rows + place + back, inputs, mask=live)

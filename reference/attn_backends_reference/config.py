@@ -1,6 +1,6 @@
 """Runs: TOML files, validated, with what `configs/backends` says of their backends.
 
-`configs/eagle/PRESET.toml` of this package, or a file of the same form, describes a run.
+`reference/configs/eagle/PRESET.toml` of this package, or a file of the same form, describes a run.
 """
 
 from __future__ import annotations

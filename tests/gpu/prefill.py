@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attn_backends_reference.eagle.serving import serve
 
 from attn_backends import results
+from attn_backends_reference.eagle.serving import serve
 from spec_metadata import Capacity
 from tests import mm_laws, prefill_laws
 from tests.mm_shipped import DRAFTS, NUM_TOKENS, serve_hidden, texts, worker_of

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from attn_backends import results
+from attn_backends.conformance import summary
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.registry import BUILT_IN
 from benchmarks.metadata import PAGE_SIZES
@@ -46,11 +47,8 @@ PARTS = {
     "kernels_prefill": "benchmarks attention --set prefill --json {file} --plot {picture}",
     "trees": "benchmarks attention --set trees --json {file}",
     "bench_memory": "benchmarks memory --json {file}",
-    **{
-        f"bench_metadata_{name}": f"benchmarks metadata --backend {name} --json {{file}} --plot {{picture}}"
-        for name in PAGE_SIZES
-    },
-    "bench_cycle": "benchmarks cycle --backend trtllm_mla --backend fa3 --json {file} --plot {picture}",
+    **{f"bench_metadata_{name}": f"benchmarks metadata --backend {name} --json {{file}}" for name in PAGE_SIZES},
+    "bench_cycle": "benchmarks cycle --backend trtllm_mla --backend fa3 --json {file}",
     "planners": "tests.gpu.planners --json {file}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
@@ -78,13 +76,16 @@ def words(name: str, path: Path) -> list[str]:
 
 
 def run_part(name: str, path: Path) -> int:
-    """Run a part; its exit code, 124 if it took too long."""
+    """Run a part; its exit code, 124 if it took too long. A conformance report is kept as its summary."""
     command = [sys.executable, "-m", *words(name, path)]
     environment = os.environ | {results.COMMIT_VARIABLE: results.commit()}
     try:
-        return subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
+        code = subprocess.run(command, env=environment, timeout=LIMIT, check=False).returncode
     except subprocess.TimeoutExpired:
         return 124
+    if SUITE in PARTS[name] and path.exists():
+        summary.main([str(path)])
+    return code
 
 
 def other_devices(out: Path, parts: list[str], device: str) -> list[str]:

@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attn_backends_reference.eagle.launches import Launch
-from attn_backends_reference.eagle.options import PhaseBackends
 
 from attn_backends import results
 from attn_backends.backend import AttentionBackend
@@ -29,6 +27,8 @@ from attn_backends.errors import AttnBackendsError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
+from attn_backends_reference.eagle.launches import Launch
+from attn_backends_reference.eagle.options import PhaseBackends
 from benchmarks.counts import Probe, count_on_cuda
 from benchmarks.cycle import Setting, SteadyWorker
 from benchmarks.host import Work

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_backends_reference.eagle import phases
-from attn_backends_reference.models.decoder import TargetModel
-from attn_backends_reference.models.eagle3 import Eagle3Model
 from torch import Tensor
 
 from attn_backends.runner import PhaseRunner, PiecewiseRunner
+from attn_backends_reference.eagle import phases
+from attn_backends_reference.models.decoder import TargetModel
+from attn_backends_reference.models.eagle3 import Eagle3Model
 from tests.mutants.mutant import mutant
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from attn_backends_reference.eagle import mtp, mtp_phases, prefill_phases
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.pool import InputPool
 from attn_backends_reference.eagle.prefill_phases import ModulesPrefillInputs
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.models.decoder import DraftModel
-
 from spec_metadata import Capacity
 from tests.mutants.mutant import mutant
 

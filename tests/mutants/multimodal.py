@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
+from attn_backends.runner import Runner
 from attn_backends_reference.eagle import multimodal
 from attn_backends_reference.eagle.kept_embeddings import KeptEmbeddings
 from attn_backends_reference.eagle.multimodal import (
@@ -14,8 +16,6 @@ from attn_backends_reference.eagle.multimodal import (
 )
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
 from attn_backends_reference.eagle.slots import SlotAllocator
-
-from attn_backends.runner import Runner
 from tests.mutants.mutant import mutant
 
 SGLANG = "SGLang: a prefill in pieces lost `mm_input_embeds`, and EAGLE-3 drafted from placeholder ids"

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attn_backends_reference.eagle import phases
 from torch import Tensor
 
+from attn_backends_reference.eagle import phases
 from spec_metadata import Acceptance, DraftTree, Sampling, SamplingParams, accept, choose, sampling
 from tests.mutants.mutant import mutant
 

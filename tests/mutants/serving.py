@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+
+from attn_backends.runner import PhaseRunner
 from attn_backends_reference.eagle import worker
 from attn_backends_reference.eagle.launches import Timings
 from attn_backends_reference.eagle.options import PhaseBackends
@@ -14,8 +16,6 @@ from attn_backends_reference.eagle.requests import Request, RequestOptions, Stat
 from attn_backends_reference.eagle.serving import Server
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.text import GrowingText
-
-from attn_backends.runner import PhaseRunner
 from tests.mutants.mutant import mutant
 
 

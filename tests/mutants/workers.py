@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from attn_backends_reference.eagle import phases
 from torch import Tensor
 
 from attn_backends.runner import PhaseRunner, StepResult
+from attn_backends_reference.eagle import phases
 from spec_metadata import Acceptance, Step
 from tests.mutants.mutant import mutant
 

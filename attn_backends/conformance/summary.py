@@ -1,0 +1,63 @@
+"""Conformance reports small enough to be kept: cases of one check that came to the same are one row, with their number.
+
+python -m attn_backends.conformance.summary REPORT.json ...
+
+Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.errors import AttnBackendsError
+from attn_backends.results import read
+
+COMMAND = "python -m attn_backends.conformance.summary"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite reports; 2 if one can't be read or written."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
+    args = parser.parse_args(arguments)
+    try:
+        for path in args.reports:
+            path.write_text(summary(Report.of(read(path))).to_json(), encoding="utf-8")
+    except (AttnBackendsError, OSError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def summary(report: Report) -> Report:
+    """The report with the passed and the refused cases of a check as one row for each path and reason."""
+    groups: dict[object, list[Row]] = {}
+    for number, row in enumerate(report.rows):
+        is_plain = row.status in (Outcome.PASS, Outcome.REFUSED)
+        same = (row.backend, row.kernel, row.check, row.path, row.status, row.reason) if is_plain else number
+        groups.setdefault(same, []).append(row)
+    return replace(report, rows=tuple(_one(rows) for rows in groups.values()))
+
+
+def _one(rows: Sequence[Row]) -> Row:
+    """Rows that came to the same: the number of cases, their time, and the error that is closest to its budget."""
+    if len(rows) == 1:
+        return rows[0]
+    closest = max(rows, key=_part_of_budget)
+    cases, ms = sum(row.cases for row in rows), sum(row.ms for row in rows)
+    return replace(closest, case=None, cases=cases, ms=round(ms, 1))
+
+
+def _part_of_budget(row: Row) -> float:
+    return -1.0 if row.max_err is None or not row.budget else row.max_err / row.budget
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
