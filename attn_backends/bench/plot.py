@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from attn_backends.bench.ceilings import Ceilings
 from attn_backends.bench.rows import CycleRow, KernelRow, MetadataRow
 from attn_backends.bench.speculation import CYCLE
 from attn_backends.errors import BackendUnavailableError, ConfigError
+from attn_backends.packages import is_installed
 
 SUFFIXES = (".png", ".svg")
 _STYLES = ("-", "--", ":")  # by kernel
@@ -23,7 +23,7 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path}: a picture ends in {' or '.join(SUFFIXES)}")
-    if find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         raise BackendUnavailableError(
             "--plot", ["matplotlib is not installed"], "Get it by pip install 'attn-backends[bench]'."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
     words = sys.argv[1:] if arguments is None else arguments
     args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
-    sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
     try:
         return _run(args)
     except (AttnBackendsError, InvalidStepError) as error:
