@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
+from attn_backends.graphs import repeat_at_replays
 from spec_metadata import Arena, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
 from spec_metadata.admission import longest_promised, most_committed
 
@@ -71,8 +73,11 @@ class StaticMemory:
         return self._blocks[-1]
 
     def let_to(self, tenant: Tenant | None) -> None:
-        """Give all of the memory to captured metadata, or to nobody; what others had in it is lost."""
+        """Give all of the memory to captured metadata, or to nobody; what others had in it is lost. A graph that is
+        recorded around it does so at every replay.
+        """
         self._tenant = tenant
+        repeat_at_replays(partial(setattr, self, "_tenant", tenant))
 
     def is_let_to(self, tenant: Tenant) -> bool:
         """Whether nobody has written over a captured metadata since it was replayed."""
@@ -117,7 +122,8 @@ class Tenant:
             self._longest = most_committed(step, self.capacity)
 
     def check(self) -> None:
-        """Refuse to be used after another replay."""
+        """Refuse to be used after another replay, and have a graph that is recorded around it refuse its replays."""
+        repeat_at_replays(self.check)
         if not self.memory.is_let_to(self):
             other = self.memory.tenant
             raise CaptureError(
