@@ -12,6 +12,7 @@ from attn_backends.errors import (
     CaptureError,
     CheckpointError,
     ConfigError,
+    MemoryLimitError,
     PlanError,
     UnsupportedStepError,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "KeyValues",
     "Latents",
     "LseBase",
+    "MemoryLimitError",
     "Metadata",
     "PagedKV",
     "PagedLatent",

@@ -16,7 +16,13 @@ MAX_MODULE, MAX_FUNCTION = 350, 60
 # A module imports its own layer and those above it in this list.
 LAYERS = [
     ["spec_metadata"],
-    ["attn_backends.kernels", "attn_backends.errors", "attn_backends.packages", "attn_backends.results"],
+    [
+        "attn_backends.kernels",
+        "attn_backends.device_memory",
+        "attn_backends.errors",
+        "attn_backends.packages",
+        "attn_backends.results",
+    ],
     [
         f"attn_backends.{name}"
         for name in (

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import static_memory
+from attn_backends import device_memory
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
@@ -261,7 +261,7 @@ def test_an_idle_step_behind_a_packed_one_is_bound_again() -> None:
 
 def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(checking=False)
-    monkeypatch.setattr(static_memory, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100)
     with pytest.raises(CaptureError, match=r"fa3 .* need [\d,]+ bytes and cpu has 100 free .*page_table [\d,]+.*lower"):
         capture(world, StepKind.DECODE)
     assert world.backend.memory.num_bytes == 0
