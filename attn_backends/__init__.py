@@ -4,21 +4,25 @@ Importing this package imports torch, no vendor package, and touches no GPU.
 """
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV, PagedLatent
+from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedCache, PagedKV, PagedLatent
 from attn_backends.contract.capabilities import Capabilities, LseBase
-from attn_backends.contract.kernel import Kernel
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import (
     AttnBackendsError,
     BackendUnavailableError,
     CaptureError,
     CheckpointError,
     ConfigError,
+    MemoryLimitError,
     PlanError,
     UnsupportedStepError,
 )
+from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
+from attn_backends.runner import PassThrough, PerRequest, PerToken, Phase, PhaseRunner, StepResult
 
 __all__ = [
     "AttentionBackend",
@@ -31,15 +35,29 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "ConfigError",
+    "CudaGraph",
     "ForwardMetadata",
     "Kernel",
     "KeyValues",
     "Latents",
+    "LayerShape",
     "LseBase",
+    "MemoryLimitError",
     "Metadata",
+    "PagedCache",
     "PagedKV",
     "PagedLatent",
+    "PassThrough",
+    "PerRequest",
+    "PerToken",
+    "Phase",
+    "PhaseRunner",
     "PlanError",
+    "RecordedGraph",
+    "Schedule",
+    "Scheduled",
+    "StaticMemory",
+    "StepResult",
     "UnsupportedStepError",
     "get_backend",
     "list_backends",

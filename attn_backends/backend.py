@@ -32,7 +32,15 @@ from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.memory.arenas import Arenas
 from attn_backends.memory.static_memory import StaticMemory, Tenant
-from attn_backends.planning.metadata import WRITE_SLOTS, ForwardMetadata, Metadata, check_frozen
+from attn_backends.planning.metadata import (
+    WRITE_SLOTS,
+    ForwardMetadata,
+    Metadata,
+    check_forward,
+    check_frozen,
+    check_owner,
+    own_drafted,
+)
 from attn_backends.planning.planners import bind_inputs, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import (
@@ -173,6 +181,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
         """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
+        check_owner(self, meta.owner, meta.step.kind)
         tenant = meta.tenant
         if tenant is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
@@ -197,6 +206,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
         recorded then.
         """
+        check_owner(self, meta.owner, meta.step.kind)
         if meta.tenant is not None:
             meta.tenant.check()
         meta.write()
@@ -280,8 +290,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket
         schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
+        if tenant is None and (step.is_tree or self.prefix_only):
+            step = own_drafted(step, buffers[WRITE_SLOTS.name])
         chains = chain_parts(step) if self.prefix_only else ()
-        meta = Metadata(step, buffers, plans, schedules, write, chains, tenant)
+        meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant)
         if self.checking:
             self._check_ranges(meta)
         return meta
@@ -318,7 +330,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         dtype: torch.dtype,
     ) -> None:
         """Refuse metadata, a cache or a layer. dtype: of queries, or of rows to store."""
-        self._check_metadata(meta)
+        check_forward(self, meta)
         if cache.format not in self.formats:
             raise UnsupportedStepError(
                 f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]
@@ -331,19 +343,3 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons += extras_reasons(layer, cache.format, meta.tree is not None)
         if reasons:
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)
-
-    def _check_metadata(self, meta: ForwardMetadata[Plan]) -> None:
-        """Refuse what is not the metadata of one forward, is stale by now, or was planned by another backend."""
-        if not isinstance(meta, ForwardMetadata):
-            raise UnsupportedStepError(
-                self.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
-            )
-        if meta.tenant is not None:
-            meta.tenant.check()
-        chosen = self.choices.get(meta.kind)
-        if meta.kind is not StepKind.IDLE and (chosen is None or chosen.kernel is not meta.schedules.kernel):
-            raise UnsupportedStepError(
-                self.name,
-                [f"metadata of a {meta.kind} step that another backend planned, for its {meta.schedules.kernel.name}"],
-                "plan the step with the backend that attends",
-            )

@@ -5,14 +5,16 @@ A slot is page * page_size + offset. Views may have any strides; reading and wri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from attn_backends.errors import UnsupportedStepError
+from attn_backends.errors import MemoryLimitError, UnsupportedStepError
+from attn_backends.kernels.device_memory import room_for
 from attn_backends.kernels.operators import store_kv, store_rows
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry
@@ -83,6 +85,11 @@ class PagedKV:
         return self.k.dtype
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return self.k.nbytes + self.v.nbytes
+
+    @property
     def entry_sizes(self) -> tuple[int, int, int]:
         """KV heads, key elements and value elements of an entry."""
         return self.k.shape[2], self.k.shape[3], self.v.shape[3]
@@ -134,6 +141,11 @@ class PagedLatent:
         return self.latent.dtype
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the latents."""
+        return self.latent.nbytes
+
+    @property
     def entry_sizes(self) -> tuple[int, int, int]:
         """KV heads, key elements and value elements of an entry."""
         return 1, self.latent.shape[2], self.rank
@@ -177,20 +189,60 @@ def _split(slots: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     return torch.div(slots, page_size, rounding_mode="floor"), slots % page_size
 
 
+class Sized(Protocol):
+    """A cache of a layer, of any format."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its entries."""
+        ...
+
+
+Caches = TypeVar("Caches", bound=Sized)
+
+
+def allocate_caches(
+    geometry: CacheGeometry, make: Callable[[torch.device], list[Caches]], device: torch.device
+) -> list[Caches]:
+    """What `make` makes on a device, a cache for each layer, if there is room for all; else `MemoryLimitError` before
+    any of them is allocated. make: any device, meta too, which tells the bytes and takes none -> the caches.
+    """
+    sizes = [cache.num_bytes for cache in make(torch.device("meta"))]
+    layers = f"{len(sizes)} layer{'' if len(sizes) == 1 else 's'}"
+    what = f"a KV cache of {layers}, {geometry.num_pages:,} pages of {geometry.page_size} tokens"
+
+    def refusal(found: str) -> MemoryLimitError:
+        return MemoryLimitError(
+            f"{what}, needs {sum(sizes):,} bytes and {found}; lower max_bs or max_context, or whatever its pages are "
+            "counted from, or take a smaller cache type"
+        )
+
+    with room_for(sum(sizes), device, refusal):
+        return make(device)
+
+
 def allocate_kv(
     geometry: CacheGeometry, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKV:
-    """A zeroed cache of keys and values for one layer."""
+    """A zeroed cache of keys and values for one layer. Raises `MemoryLimitError` where it does not fit."""
     shape = (geometry.num_pages, geometry.page_size, num_kv_heads, head_dim)
-    return PagedKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def make(place: torch.device) -> list[PagedKV]:
+        return [PagedKV(torch.zeros(shape, dtype=dtype, device=place), torch.zeros(shape, dtype=dtype, device=place))]
+
+    return allocate_caches(geometry, make, device)[0]
 
 
 def allocate_latent(
     geometry: CacheGeometry, rank: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> PagedLatent:
-    """A zeroed cache of MLA latents for one layer."""
+    """A zeroed cache of MLA latents for one layer. Raises `MemoryLimitError` where it does not fit."""
     shape = (geometry.num_pages, geometry.page_size, rank + rope)
-    return PagedLatent(torch.zeros(shape, dtype=dtype, device=device), rank)
+
+    def make(place: torch.device) -> list[PagedLatent]:
+        return [PagedLatent(torch.zeros(shape, dtype=dtype, device=place), rank)]
+
+    return allocate_caches(geometry, make, device)[0]
 
 
 def check_cache(cache: PagedCache, geometry: CacheGeometry, layer: AttentionLayer) -> None:

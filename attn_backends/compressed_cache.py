@@ -6,13 +6,16 @@ Pools are addressed by position (`spec_metadata.plans.compressed`): a token's ro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from attn_backends.cache import allocate_caches
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import fp8_pages
@@ -119,6 +122,12 @@ class CompressedCache:
         return self.rows.dtype
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        pools = [pool for each in (self.compressor, self.indexer) if each for pool in (each.entries, each.states)]
+        return sum(pool.data.nbytes for pool in (self.rows, *pools))
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Pages, rows of a page and elements of a row, of each pool that it has."""
         shapes = {"rows": self.rows.shape}
@@ -160,16 +169,22 @@ def allocate_compressed(
     """A zeroed cache for one layer.
 
     ring: state rows of a page, `DSV4Backend.ring(layer)`. dtype: of rows, entries and index keys; float8_e4m3fn for the
-    8-bit page format, which has rows of 512 only; its index keys are bfloat16.
+    8-bit page format, which has rows of 512 only; its index keys are bfloat16. Raises `MemoryLimitError` where it does
+    not fit.
     """
-    is_fp8 = dtype is torch.float8_e4m3fn
-    if is_fp8 and layer.head_dim != fp8_pages.ROW_DIM:
+    if dtype is torch.float8_e4m3fn and layer.head_dim != fp8_pages.ROW_DIM:
         raise UnsupportedStepError(
             f"the 8-bit cache of layer {layer.id}",
             [f"rows of {layer.head_dim} (the format has {fp8_pages.NOPE} 8-bit elements and {fp8_pages.ROPE} rotated)"],
             f"a head size of {fp8_pages.ROW_DIM}, or a cache of bfloat16",
         )
-    shapes = pool_shapes(geometry, layer, ring)
+    make = partial(_allocate, pool_shapes(geometry, layer, ring), dtype)
+    return allocate_caches(geometry, lambda place: [make(place)], torch.device(device))[0]
+
+
+def _allocate(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> CompressedCache:
+    """Zeroed pools of these shapes."""
+    is_fp8 = dtype is torch.float8_e4m3fn
 
     def pages(name: str) -> Pages:
         if not is_fp8:
@@ -183,9 +198,9 @@ def allocate_compressed(
         return FloatPages(torch.zeros(shapes[f"{name} states"], dtype=state_dtype, device=device))
 
     main = index = None
-    if layer.compressor is not None:
+    if "compressor entries" in shapes:
         main = EntryPools(pages("compressor entries"), states("compressor"))
-    if layer.indexer is not None:
+    if "indexer entries" in shapes:
         key_dtype = torch.bfloat16 if is_fp8 else dtype
         keys = torch.zeros(shapes["indexer entries"], dtype=key_dtype, device=device)
         index = EntryPools(FloatPages(keys), states("indexer"))

@@ -34,6 +34,10 @@ class CaptureError(AttnBackendsError):
     """A region can't be captured into a graph, or a graph can't take a step."""
 
 
+class MemoryLimitError(AttnBackendsError):
+    """A cache is larger than the free memory of its device; nothing of it was allocated."""
+
+
 class PlanError(AttnBackendsError):
     """A backend planned what its own declaration forbids; found in checking mode, before a kernel ran on it."""
 

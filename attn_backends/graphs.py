@@ -3,7 +3,8 @@
 A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
 tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
-a value kept from capture, it gets wrong too. It does not model memory reuse inside the graph's pool, or streams.
+a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on static
+memory that holds another phase's step by then. It does not model memory reuse inside the graph's pool, or streams.
 
 A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """
@@ -26,12 +27,22 @@ from attn_backends.errors import CaptureError
 
 T = TypeVar("T")
 Given = TypeVar("Given")
-_recording: ContextVar[bool] = ContextVar("recording", default=False)
+_recording: ContextVar[RecordedGraph | None] = ContextVar("recording", default=None)
 
 
 def is_capturing() -> bool:
     """Whether what runs now goes into a graph: a CUDA graph's capture on the current stream, or a recording."""
-    return _recording.get() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    is_recording = _recording.get() is not None
+    return is_recording or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def repeat_at_replays(call: Callable[[], None]) -> None:
+    """Have the graph that is being recorded, if one is, make a call of the host's before each of its replays: such as
+    asking whether the memory that it reads still holds what it needs, which no CUDA graph asks.
+    """
+    graph = _recording.get()
+    if graph is not None and graph.host_calls[-1:] != [call]:
+        graph.host_calls.append(call)
 
 
 class Graph(Protocol):
@@ -119,10 +130,14 @@ def _no_collection() -> Iterator[None]:
 
 
 class RecordedGraph:
-    """The operator calls of a region, replayed with frozen addresses and values."""
+    """The operator calls of a region, replayed with frozen addresses and values.
+
+    host_calls: made before each replay, in order, and each may refuse it (`repeat_at_replays`).
+    """
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
+        self.host_calls: list[Callable[[], None]] = []
 
     def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
         """Record a region; see `Graph`."""
@@ -135,8 +150,8 @@ class RecordedGraph:
     @contextmanager
     def recording(self, sharing: Self | None = None) -> Iterator[None]:
         """Record what runs inside; see `Graph`. Every recording has memory of its own."""
-        self._calls = []
-        token = _recording.set(True)
+        self._calls, self.host_calls = [], []
+        token = _recording.set(self)
         try:
             with _RefuseHostReads(), _Recorder(self._calls):
                 yield
@@ -144,7 +159,11 @@ class RecordedGraph:
             _recording.reset(token)
 
     def replay(self) -> None:
-        """Poison every intermediate, then run the calls again in order."""
+        """Poison every intermediate, then run the calls again in order. Raises `CaptureError`, and runs nothing, if the
+        static memory that it reads holds the step of another phase.
+        """
+        for call_host in self.host_calls:
+            call_host()
         with torch.no_grad():
             for call in self._calls:
                 for tensor in call.made:

@@ -7,6 +7,10 @@ its name is looked up.
 from __future__ import annotations
 
 import inspect
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -27,23 +31,18 @@ BUILT_IN = {
 
 
 def list_backends() -> dict[str, str]:
-    """The `module:Class` of every known name, built-in ones first; imports none of them."""
-    known = dict(BUILT_IN)
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
-        if known.setdefault(entry.name, entry.value) != entry.value:
-            raise BackendUnavailableError(
-                f"backend {entry.name!r}",
-                [f"the name stands for both {known[entry.name]} and {entry.value}"],
-                f"Uninstall one of the packages; two entry points of {ENTRY_POINT_GROUP} can't share a name.",
-            )
-    return known
+    """The `module:Class` of every known name, built-in ones first; imports none of them. A name that several packages
+    gave has those of all, joined by "and", and `get_backend` refuses it.
+    """
+    return {name: " and ".join(targets) for name, targets in _targets().items()}
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The class of a known name or of `module:Class`."""
+    """The class of a known name or of `module:Class`, whose module may lie in the working folder."""
     if ":" in name:
-        return _load(name, name)
-    known = list_backends()
+        with _working_folder_on_path():
+            return _load(name, name)
+    known = _targets()
     if name not in known:
         closest = get_close_matches(name, known, n=1)
         guess = f"Did you mean {closest[0]!r}? " if closest else ""
@@ -52,7 +51,39 @@ def get_backend(name: str) -> type[AttentionBackend]:
             [f"unknown name; there are {', '.join(known)}"],
             f"{guess}A class that has no name yet is given as module:Class.",
         )
-    return _load(name, known[name])
+    if len(known[name]) > 1:
+        raise BackendUnavailableError(
+            f"backend {name!r}",
+            [f"the name stands for both {' and '.join(known[name])}"],
+            "Uninstall one of the packages, or give the one that you mean as module:Class.",
+        )
+    return _load(name, known[name][0])
+
+
+def _targets() -> dict[str, list[str]]:
+    """The `module:Class` of every known name, several where packages gave the same name."""
+    known = {name: [target] for name, target in BUILT_IN.items()}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        targets = known.setdefault(entry.name, [])
+        if entry.value not in targets:
+            targets.append(entry.value)
+    return known
+
+
+@contextmanager
+def _working_folder_on_path() -> Iterator[None]:
+    """The working folder's modules can be imported inside, after all others: commands do not look there, as
+    `python -m` does. Not for longer, or its folders would pass for installed packages.
+    """
+    folder = os.getcwd()
+    if folder in sys.path:
+        yield
+        return
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _load(name: str, target: str) -> type[AttentionBackend]:

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attn_backends.errors import ConfigError
+from attn_backends.selection.packages import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT_VARIABLE = "ATTN_BACKENDS_COMMIT"  # for a copy of the tree that git knows nothing of
@@ -119,7 +119,7 @@ def versions() -> dict[str, str]:
         try:
             found[distribution] = version(distribution)
         except PackageNotFoundError:
-            if find_spec(module) is not None:
+            if is_installed(module):
                 found[distribution] = "without package metadata"
     return found
 

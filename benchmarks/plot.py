@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from attn_backends.errors import BackendUnavailableError, ConfigError
+from attn_backends.selection.packages import is_installed
 from benchmarks.ceilings import Ceilings
 from benchmarks.rows import CycleRow, KernelRow, MetadataRow
 from benchmarks.speculation import CYCLE
@@ -23,7 +23,7 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path}: a picture ends in {' or '.join(SUFFIXES)}")
-    if find_spec("matplotlib") is None:
+    if not is_installed("matplotlib"):
         raise BackendUnavailableError(
             "--plot", ["matplotlib is not installed"], "Get it by pip install 'attn-backends[bench]'."
         )

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
+from attn_backends.selection.packages import is_installed
 from attn_backends.selection.providers import load
 from benchmarks.host import Work, nothing
 from benchmarks.speculation import Batch, Tables
@@ -54,7 +54,7 @@ class _Backends:
 
 def works(backend: str, batch: Batch) -> dict[str, tuple[str, Work]]:
     """By phase, SGLang's class and what it does before a replay. Raises if it is not here or has no such step."""
-    if find_spec("sglang") is None:
+    if not is_installed("sglang"):
         raise BackendUnavailableError("SGLang", ["sglang is not installed"])
     if batch.tables.capacity.topk > 1:
         raise UnsupportedStepError("SGLang", [f"topk={batch.tables.capacity.topk} (this adapter drafts chains)"])

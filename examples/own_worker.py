@@ -12,8 +12,7 @@ import sys
 import torch
 
 from attn_backends import get_backend
-from attn_backends_reference.models import load_draft, load_target, load_tokenizer
-from attn_backends_reference.models.attention import ForwardAttention
+from attn_backends_reference.models import ForwardAttention, load_draft, load_target, load_tokenizer
 from spec_metadata import (
     CacheGeometry,
     Capacity,

@@ -4,18 +4,54 @@ Needs torch only. How attention is computed is `attn_backends`' part.
 """
 
 from spec_metadata.acceptance import Acceptance, accept, compaction_moves
-from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
+from spec_metadata.buffers import (
+    BS,
+    MAX_KV_LEN,
+    MAX_PAGES,
+    NOTHING,
+    NUM_FORWARDS,
+    NUM_PAGES,
+    NUM_TOKENS,
+    NUM_WRITES,
+    ONE,
+    WIDTH,
+    Arena,
+    Buffers,
+    BufferSpec,
+    Dim,
+    Producer,
+    allocate,
+)
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import Step, next_slots, token_positions
+from spec_metadata.layout import HostBounds, Step, next_slots, token_positions
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 from spec_metadata.sampling import Sampling, SamplingParams, choose
 from spec_metadata.static_inputs import copy_step, idle_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
-from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
+from spec_metadata.visibility import (
+    DensePart,
+    HostLens,
+    TreePart,
+    dense_part,
+    query_starts,
+    real_rows,
+    tree_part,
+    write_slots,
+)
 
 __all__ = [
+    "BS",
+    "MAX_KV_LEN",
+    "MAX_PAGES",
+    "NOTHING",
+    "NUM_FORWARDS",
+    "NUM_PAGES",
+    "NUM_TOKENS",
+    "NUM_WRITES",
+    "ONE",
+    "WIDTH",
     "Acceptance",
     "Arena",
     "BlockTable",
@@ -30,6 +66,8 @@ __all__ = [
     "DraftBeams",
     "DraftTree",
     "Extent",
+    "HostBounds",
+    "HostLens",
     "InvalidStepError",
     "PackedQuery",
     "Paging",
@@ -54,6 +92,7 @@ __all__ = [
     "next_slots",
     "pad_step",
     "padding_step",
+    "query_starts",
     "real_rows",
     "static_step",
     "token_positions",

@@ -48,6 +48,6 @@ def install_matplotlib(monkeypatch):
     """From now on it is there, and is this."""
     module = ModuleType("matplotlib.figure")
     module.Figure = Figure
-    monkeypatch.setattr(plot, "find_spec", lambda name: name)
+    monkeypatch.setattr(plot, "is_installed", lambda name: True)
     monkeypatch.setitem(sys.modules, "matplotlib", ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", module)

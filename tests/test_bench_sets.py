@@ -369,7 +369,7 @@ def test_the_command_measures_trees(fake_gpu, tmp_path):
     ],
 )
 def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "is_installed", lambda name: False)
     assert main(["attention", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

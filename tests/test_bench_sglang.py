@@ -218,7 +218,7 @@ SGLANG = {
 
 @pytest.fixture
 def sglang_here(monkeypatch):
-    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang, "is_installed", lambda name: True)
     monkeypatch.setattr(sglang, "load", SGLANG.__getitem__)
     sglang._backends.cache_clear()
     yield
@@ -226,10 +226,10 @@ def sglang_here(monkeypatch):
 
 
 def test_it_is_refused_where_it_is_not_installed_and_for_trees(monkeypatch):
-    monkeypatch.setattr(sglang, "find_spec", lambda name: None)
+    monkeypatch.setattr(sglang, "is_installed", lambda name: False)
     with pytest.raises(BackendUnavailableError, match="sglang is not installed"):
         sglang.works("fa3", batch_of())
-    monkeypatch.setattr(sglang, "find_spec", lambda name: name)
+    monkeypatch.setattr(sglang, "is_installed", lambda name: True)
     with pytest.raises(UnsupportedStepError, match="topk=4"):
         sglang.works("fa3", batch_of(topk=4))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -89,12 +90,31 @@ def fresh_reasons():
 
 def test_info_recognizes_flash_attention_2(capsys, monkeypatch, fresh_reasons):
     installed = {"flash-attn": "2.8.3"}
-    monkeypatch.setattr("attn_backends.selection.providers._version", installed.get)
+    monkeypatch.setattr("attn_backends.selection.providers.version_of", installed.get)
     reasons = {kernel["name"]: kernel["reasons"] for kernel in run_json(capsys, "info", "fa3")["kernels"]}
     assert (
         "cuda: installed flash-attn 2.8.3 is FlashAttention-2; FA3 is a source build of its hopper folder"
         in (reasons["flash_attn_interface"])
     )
+
+
+@pytest.mark.parametrize("on_path", [False, True], ids=["attn-backends", "python -m"])
+def test_info_takes_no_folder_for_an_installed_vendor(capsys, monkeypatch, fresh_reasons, tmp_path, on_path):
+    """Such as a clone of vLLM beside the run, in both forms of starting."""
+    for name in ("vllm", "sgl_kernel", "flashinfer"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    if on_path:
+        monkeypatch.syspath_prepend(tmp_path)
+    reasons = {
+        kernel["name"]: " ".join(kernel["reasons"])
+        for backend in ("fa3", "flashinfer_mla")
+        for kernel in run_json(capsys, "info", backend)["kernels"]
+    }
+    assert "vllm is not installed" in reasons["vllm_flash_attn"]
+    assert "sgl-kernel is not installed" in reasons["sgl_kernel"]
+    assert "flashinfer-python is not installed" in reasons["flashinfer_fa3"]
+    assert (str(tmp_path) in sys.path) is on_path
 
 
 @pytest.mark.parametrize(

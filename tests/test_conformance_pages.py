@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from dataclasses import replace
@@ -11,6 +12,10 @@ from types import ModuleType
 
 import pytest
 
+import attn_backends
+import attn_backends.conformance
+import attn_backends_reference.models
+import spec_metadata
 from attn_backends.conformance import (
     CATALOGUE,
     Case,
@@ -171,13 +176,39 @@ def test_the_failure_of_the_walk_through_is_what_the_suite_says(monkeypatch):
     assert budget.sub("", told.strip()) == budget.sub("", found)
 
 
-def test_the_example_uses_public_names_only():
-    source = (EXAMPLE / "seqmajor.py").read_text()
-    imports = re.findall(r"^from (\S+) import \(?([^)]*?)(?:\)|$)", source, flags=re.MULTILINE)
-    ours = [f"{module}.{name}" for module, names in imports for name in re.findall(r"\w+", names) if "_" in module]
-    assert len(ours) > 10
-    assert [name for name in ours if "._" in name or "backends.backends" in name] == []
-    assert re.findall(r"\b(?:self|cls|step|plan|layer|cache)\._\w+", source) == []
+PUBLIC = (attn_backends, spec_metadata, attn_backends.conformance, attn_backends_reference.models)
+
+
+def private_imports(source: str) -> list[str]:
+    """What source imports of the library that is in no `__all__` of a package."""
+    public = {f"{package.__name__}.{name}" for package in PUBLIC for name in package.__all__}
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [
+        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        for node in nodes
+        for alias in node.names
+    ]
+    return [name for name in names if name.startswith(("attn_backends", "spec_metadata")) and name not in public]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [EXAMPLE / "seqmajor.py", EXAMPLE / "tests" / "test_seqmajor.py", EXAMPLE.parent / "own_worker.py"],
+    ids=lambda path: path.name,
+)
+def test_the_examples_use_public_names_only(source):
+    text = source.read_text()
+    assert private_imports(text) == []
+    assert re.findall(r"\b(?:self|cls|step|plan|layer|cache|meta|backend)\._\w+", text) == []
+
+
+def test_a_private_name_is_seen():
+    source = "import attn_backends.backend\nfrom attn_backends.cache import PagedCache\nfrom spec_metadata import Step"
+    assert private_imports(source) == ["attn_backends.backend", "attn_backends.cache.PagedCache"]
+
+
+def test_every_public_name_is_there():
+    assert [name for package in PUBLIC for name in package.__all__ if not hasattr(package, name)] == []
 
 
 @pytest.mark.parametrize("name", ["conformance.md", "write-a-backend.md", "matrix.md"])

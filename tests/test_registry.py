@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
 
 from attn_backends import AttentionBackend, BackendUnavailableError, get_backend, list_backends, registry
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.cli import main
 
 
 class Unfinished(AttentionBackend):
@@ -45,10 +48,25 @@ def test_an_entry_point_is_known_by_name_and_loaded_at_lookup(monkeypatch):
         get_backend("missing")
 
 
-def test_two_packages_can_not_share_a_name(monkeypatch):
+def test_a_name_of_two_packages_is_refused_when_it_is_asked_for_and_no_other(monkeypatch):
+    register(monkeypatch, ("fa3", "my_package:Backend"), ("mine", "attn_backends.backends.fa3:FA3Backend"))
+    with pytest.raises(BackendUnavailableError, match=r"both attn_backends\.backends\.fa3:FA3Backend and my_package:B"):
+        get_backend("fa3")
+    assert get_backend("reference").name == "reference"
+    assert get_backend("mine") is FA3Backend
+    assert get_backend("attn_backends.backends.fa3:FA3Backend") is FA3Backend
+    assert list_backends()["fa3"] == "attn_backends.backends.fa3:FA3Backend and my_package:Backend"
+
+
+def test_list_and_info_show_a_name_of_two_packages(monkeypatch, capsys):
     register(monkeypatch, ("fa3", "my_package:Backend"))
-    with pytest.raises(BackendUnavailableError, match=r"FA3Backend and my_package:Backend"):
-        get_backend("reference")
+    assert main(["list", "--json"]) == 0
+    shown = {each["name"]: each for each in json.loads(capsys.readouterr().out)["backends"]}
+    assert "fa3:FA3Backend and my_package:Backend" in shown["fa3"]["reason"]
+    assert all("kernels" in each for name, each in shown.items() if name != "fa3")
+    assert main(["info", "reference"]) == 0
+    assert main(["info", "fa3"]) == 2
+    assert "Uninstall one of the packages" in capsys.readouterr().err
 
 
 def test_the_same_entry_point_seen_twice_is_one(monkeypatch):
@@ -71,3 +89,24 @@ def test_the_same_entry_point_seen_twice_is_one(monkeypatch):
 def test_what_is_no_backend_is_refused(target, reason):
     with pytest.raises(BackendUnavailableError, match=reason):
         get_backend(target)
+
+
+def test_a_class_of_the_working_folder_is_found_there_and_nothing_else(tmp_path, monkeypatch):
+    """The folder is on Python's path while the name is resolved: what else lies in it hides or fakes no package."""
+    (tmp_path / "of_this_folder.py").write_text(
+        "from attn_backends.backends.fa3 import FA3Backend\nclass Mine(FA3Backend):\n    name = 'mine'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    assert get_backend("of_this_folder:Mine").name == "mine"
+    with pytest.raises(BackendUnavailableError, match="or run from the folder that holds it"):
+        get_backend("of_no_folder:Mine")
+    assert sys.path == before
+
+
+def test_a_folder_that_was_on_the_path_stays_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(sys.path)
+    get_backend("attn_backends.backends.fa3:FA3Backend")
+    assert sys.path == before

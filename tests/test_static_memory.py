@@ -19,7 +19,7 @@ from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.conformance.worlds import MAX_BS, Setup, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
-from attn_backends.memory import static_memory
+from attn_backends.kernels import device_memory
 from attn_backends.memory.static_memory import StaticMemory
 from spec_metadata import (
     BlockTable,
@@ -261,7 +261,7 @@ def test_an_idle_step_behind_a_packed_one_is_bound_again() -> None:
 
 def test_a_capacity_that_does_not_fit_is_refused_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(checking=False)
-    monkeypatch.setattr(static_memory, "free_bytes", lambda device: 100)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100)
     with pytest.raises(CaptureError, match=r"fa3 .* need [\d,]+ bytes and cpu has 100 free .*page_table [\d,]+.*lower"):
         capture(world, StepKind.DECODE)
     assert world.backend.memory.num_bytes == 0

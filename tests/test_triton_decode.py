@@ -313,7 +313,7 @@ def test_the_kernel_comes_after_the_vendors(backend, monkeypatch):
     assert kernel.unavailable_reasons(cuda) == ["needs SM80 or newer; this GPU is SM75"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     assert kernel.unavailable_reasons(cuda) == []
-    monkeypatch.setattr(providers, "find_spec", lambda module: None)
+    monkeypatch.setattr(providers, "is_installed", lambda module: False)
     assert kernel.unavailable_reasons(cuda) == ["triton is not installed (pip install 'attn-backends[triton]')"]
 
 

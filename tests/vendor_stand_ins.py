@@ -39,7 +39,7 @@ def install(monkeypatch: pytest.MonkeyPatch, calls: Mapping[str, object]) -> Non
 def pretend_hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU that any vendor's kernel runs on, with every package installed. Returns the device to ask about."""
     monkeypatch.setattr(providers, "device_reasons", lambda kernel, device: [])
-    monkeypatch.setattr(providers, "find_spec", lambda module: object())
+    monkeypatch.setattr(providers, "is_installed", lambda module: True)
     providers._vendor_reasons.cache_clear()
     return torch.device("cuda", 7)
 

@@ -196,13 +196,14 @@ def tree_mask(spec: VerifyInput) -> Tensor:
 
     From the children and siblings, not from custom_mask, which has one of three layouts and may be a larger buffer.
     """
-    nodes = torch.arange(spec.draft_token_num, device=spec.retrieve_next_token.device)
-    parents = torch.zeros_like(spec.retrieve_next_token)
-    for node in range(spec.draft_token_num):
-        is_child = nodes == spec.retrieve_next_token[:, node : node + 1]
-        parents = torch.where(is_child, node, parents)
-        is_sibling = nodes == spec.retrieve_next_sibling[:, node : node + 1]
-        parents = torch.where(is_sibling, parents[:, node : node + 1], parents)
+    child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
+    end = spec.draft_token_num  # one column more, which a -1 is written to
+    nodes = torch.arange(end + 1, device=child.device).expand(child.shape[0], -1)
+    parent = torch.zeros_like(nodes).scatter(1, child.remainder(end + 1), nodes[:, :end])
+    first = nodes.scatter(1, sibling.remainder(end + 1), nodes[:, :end])  # the sibling before a node, or itself
+    for _ in range((end - 1).bit_length()):
+        first = first.gather(1, first)
+    parents = parent.gather(1, first)[:, :end]
     tokens = spec.draft_token.reshape(parents.shape)
     return DraftTree.from_parents(tokens, parents, spec.spec_steps).mask
 

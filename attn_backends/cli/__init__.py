@@ -7,7 +7,6 @@ it is imported before the command is called.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,7 +54,6 @@ def run_command(program: str, command: Command, words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=program, description=command.description)
     command.add_arguments(parser)
     args = parser.parse_args(words, argparse.Namespace(words=(*program.split(), *words)))
-    sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
     return command.run(args)
 
 

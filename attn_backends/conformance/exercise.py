@@ -160,9 +160,9 @@ class Captured:
         assert self.meta.tenant is not None, "it was captured"
         try:
             self.meta.tenant.check()
+            self.graph.replay()
         except CaptureError as error:
             raise CheckFailure("metadata", str(error)) from error
-        self.graph.replay()
         outputs = [AttentionOutput(out.clone(), lse.clone()) for out, lse in self.outputs]
         return Ran(scene, self.static, outputs, before, self.meta)
 

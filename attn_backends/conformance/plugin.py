@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,6 @@ class Suite:
     """The plugin of a run that names backends with `--attn-backend`."""
 
     def __init__(self, config: pytest.Config) -> None:
-        sys.path.append(str(config.invocation_params.dir))  # the command `pytest` does not look for module:Class there
         self._config = config
         self._rows: list[Row] = []
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
+from attn_backends.graphs import repeat_at_replays
+from attn_backends.kernels.device_memory import room_for
 from spec_metadata import Arena, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
 from spec_metadata.admission import longest_promised, most_committed
 
@@ -61,18 +64,16 @@ class StaticMemory:
             return fitting[0]
         self._needs = [each for each in self._needs if each() is not None]
         most = max([num_bytes, *(needed(paging) for each in self._needs if (needed := each()))])
-        free = free_bytes(device)
-        if free is not None and most > free:
-            raise CaptureError(_too_large(owner, most, sizes, f"{device} has {free:,} free"))
-        try:
+        with room_for(most, device, lambda found: CaptureError(_too_large(owner, most, sizes, found))):
             self._blocks.append(torch.empty(most, dtype=torch.uint8, device=device))
-        except torch.OutOfMemoryError as error:
-            raise CaptureError(_too_large(owner, most, sizes, f"{device} has less")) from error
         return self._blocks[-1]
 
     def let_to(self, tenant: Tenant | None) -> None:
-        """Give all of the memory to captured metadata, or to nobody; what others had in it is lost."""
+        """Give all of the memory to captured metadata, or to nobody; what others had in it is lost. A graph that is
+        recorded around it does so at every replay.
+        """
         self._tenant = tenant
+        repeat_at_replays(partial(setattr, self, "_tenant", tenant))
 
     def is_let_to(self, tenant: Tenant) -> bool:
         """Whether nobody has written over a captured metadata since it was replayed."""
@@ -117,7 +118,8 @@ class Tenant:
             self._longest = most_committed(step, self.capacity)
 
     def check(self) -> None:
-        """Refuse to be used after another replay."""
+        """Refuse to be used after another replay, and have a graph that is recorded around it refuse its replays."""
+        repeat_at_replays(self.check)
         if not self.memory.is_let_to(self):
             other = self.memory.tenant
             raise CaptureError(
@@ -125,14 +127,6 @@ class Tenant:
                 f"({other.bucket if other else 'nothing'}), which shares its static memory: replay it again, or give "
                 "the backends memory of their own"
             )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated on a GPU, PyTorch's own cache included; None of another device."""
-    if device.type != "cuda":
-        return None
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _table_of(paging: Paging, captured_on: Tensor) -> Hashable:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from attn_backends.contract.kernel import Schedules
-from attn_backends.errors import CaptureError
+from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.memory.static_memory import Tenant
 from spec_metadata import (
     Bucket,
     Buffers,
     BufferSpec,
+    Capacity,
     InvalidStepError,
     Step,
     StepKind,
@@ -30,14 +31,28 @@ Plan = TypeVar("Plan")
 WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "where the rows of a forward write")
 
 
+class Owner(Protocol):
+    """The backend that planned metadata, which it alone takes; told apart by identity."""
+
+    @property
+    def name(self) -> str:
+        """As it is known."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """The largest step."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardMetadata(Generic[Plan]):
     """What one forward of a step needs.
 
-    schedules, forward: the backend's plan of the forward, and the vendor's. write_slots: [num_tokens] int64, dense.
-    tree: the drafted tokens, None for a chain. kind: of the step. tenant: as of the step's metadata.
+    owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
+    [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. tenant: as of the step's
+    metadata.
     """
 
+    owner: Owner
     schedules: Schedules[Plan]
     forward: int
     write_slots: Tensor
@@ -50,11 +65,13 @@ class ForwardMetadata(Generic[Plan]):
 class Metadata(Generic[Plan]):
     """The metadata of a step: one plan per forward over named buffers, and what the kernel's vendor makes of each.
 
-    plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only. chains:
-    the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what captured
-    metadata has of static memory, where its step and buffers lie; None if eager.
+    owner: the backend that planned it, and that alone takes it. step: an eager one of a tree has drafted tokens of its
+    own. plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only.
+    chains: the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what
+    captured metadata has of static memory, where its step and buffers lie; None if eager.
     """
 
+    owner: Owner
     step: Step
     buffers: Buffers
     plans: tuple[Plan, ...]
@@ -78,6 +95,7 @@ class Metadata(Generic[Plan]):
         if not 0 <= forward < self.step.num_forwards:
             raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
         return ForwardMetadata(
+            owner=self.owner,
             schedules=self.schedules,
             forward=forward,
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
@@ -85,6 +103,43 @@ class Metadata(Generic[Plan]):
             kind=self.step.kind,
             tenant=self.tenant,
         )
+
+
+def check_owner(backend: Owner, owner: Owner, kind: StepKind) -> None:
+    """Refuse metadata that another backend planned: also one of the same class has tables and memory of its own."""
+    if owner is backend:
+        return
+    mine, its = backend.capacity, owner.capacity
+    raise UnsupportedStepError(
+        backend.name,
+        [
+            f"metadata of a {kind} step that another {owner.name} planned, for max_bs={its.max_bs} and max_context="
+            f"{its.max_context} (here {mine.max_bs} and {mine.max_context})"
+        ],
+        "plan the step with the backend that attends",
+    )
+
+
+def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
+    """Refuse what is not the metadata of one forward, was planned by another backend, or is stale by now."""
+    if not isinstance(meta, ForwardMetadata):
+        raise UnsupportedStepError(
+            backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
+        )
+    check_owner(backend, meta.owner, meta.kind)
+    if meta.tenant is not None:
+        meta.tenant.check()
+
+
+def own_drafted(step: Step, write_slots: Tensor) -> Step:
+    """An eager step whose drafted tokens nobody else writes: forwards read them by slot, when a worker may have filled
+    its own buffers for the next step already. write_slots: [num_forwards, num_tokens] int64, the metadata's.
+    """
+    if step.kind is StepKind.DRAFT_DECODE:
+        return replace(step, out_cache_loc=step.out_cache_loc.to(torch.int64, copy=True))
+    if step.tree_mask is None:
+        return step
+    return replace(step, out_cache_loc=write_slots[0], tree_mask=step.tree_mask.clone())
 
 
 def check_frozen(captured: Sequence[Any], planned: Sequence[Any]) -> None:

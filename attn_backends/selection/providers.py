@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
+
+from attn_backends.selection.packages import is_installed
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def runs_on_triton(device: torch.device) -> list[str]:
     if device.type != "cuda":
         return [f"runs on CUDA devices, not on {device.type}"]
     reasons = _sm_reasons(device, *_SM80_UP)
-    if find_spec("triton") is None:
+    if not is_installed("triton"):
         reasons.append("triton is not installed (pip install 'attn-backends[triton]')")
     return reasons
 
@@ -148,7 +149,7 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda":
         return (f"runs on CUDA devices, not on {device.type}",)
     reasons = device_reasons(kernel, device)
-    if find_spec(vendor.module.partition(".")[0]) is None:
+    if not is_installed(vendor.module):
         reasons.append(installation(kernel))
     return tuple(reasons or [problem for call in vendor.calls if (problem := _problem(kernel, call))])
 
@@ -186,7 +187,7 @@ def installation(kernel: str) -> str:
     """Whether a vendor kernel's package is installed, in words: its version, or how to get it."""
     vendor = VENDOR_KERNELS[kernel]
     found = version_of(vendor.distribution)
-    if find_spec(vendor.module) is not None:
+    if is_installed(vendor.module):
         return f"{vendor.distribution} {found or 'of unknown version'} is installed"
     flash_attention_2 = version_of("flash-attn")
     if kernel == "flash_attn_interface" and flash_attention_2:

@@ -20,12 +20,21 @@ from attn_backends import (
     Capabilities,
     Kernel,
     LseBase,
+    PagedCache,
     PagedKV,
 )
-from attn_backends.cache import PagedCache
-from spec_metadata import Buffers, BufferSpec, Step, StepKind, dense_part
-from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_TOKENS
-from spec_metadata.visibility import query_starts
+from spec_metadata import (
+    BS,
+    MAX_KV_LEN,
+    NUM_FORWARDS,
+    NUM_TOKENS,
+    Buffers,
+    BufferSpec,
+    Step,
+    StepKind,
+    dense_part,
+    query_starts,
+)
 
 BUFFERS = (
     BufferSpec(

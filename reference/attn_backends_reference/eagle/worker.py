@@ -88,8 +88,8 @@ class TargetWorker:
         placeholder = options.placeholder_token
         self.embedding_form = form = None if placeholder is None else EmbeddingForm.of(target, placeholder)
         self._multimodal = None if form is None else MultimodalPrefill(form, capacity.num_steps)
-        self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
         self.target_caches = target.allocate_caches(backends.prefill, options.cache_dtype)
+        self.slots = SlotAllocator(geometry, capacity, target.device, options.seed)
         self.repeats_steps = isinstance(target.cache_format, CacheFormat)  # others hold states of the last tokens alone
         self.num_graph_steps: dict[str, int] = {}
         self.num_eager_steps: dict[str, int] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
+from attn_backends.cache import CacheFormat, PagedCache, allocate_caches, allocate_kv, allocate_latent
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.errors import CheckpointError
@@ -91,8 +91,14 @@ class PagedModel:
         return self.head.weight.device
 
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
-        """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's."""
-        return [self._allocate_cache(layer, backend, dtype or self.dtype) for layer in self.layers]
+        """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's.
+        Raises `MemoryLimitError`, before any is allocated, where not all of them fit.
+        """
+
+        def make(device: torch.device) -> list[PagedCache]:
+            return [self._allocate_cache(layer, backend, dtype or self.dtype, device) for layer in self.layers]
+
+        return allocate_caches(backend.geometry, make, self.device)
 
     def embed(self, tokens: Tensor, multimodal: MultimodalRows | None) -> Tensor:
         """[T, hidden_size], what rows begin with: the embeddings of their tokens, or those given in place of them.
@@ -108,15 +114,17 @@ class PagedModel:
         """Scores of the next token, [T, vocab_size] in the model's dtype. hidden: [T, hidden_size]."""
         return self.head(hidden)
 
-    def _allocate_cache(self, layer: AttentionLayer, backend: AttentionBackend, dtype: torch.dtype) -> PagedCache:
+    def _allocate_cache(
+        self, layer: AttentionLayer, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+    ) -> PagedCache:
         geometry = backend.geometry
         if self.cache_format is CacheFormat.KV:
-            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, dtype, self.device)
+            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, dtype, device)
         if isinstance(layer, CompressedLayer):
             ring = cast("DSV4Backend", backend).ring(layer)
-            return cast("PagedCache", allocate_compressed(geometry, layer, ring, dtype, self.device))
+            return cast("PagedCache", allocate_compressed(geometry, layer, ring, dtype, device))
         rank = layer.v_head_dim
-        return allocate_latent(geometry, rank, layer.head_dim - rank, dtype, self.device)
+        return allocate_latent(geometry, rank, layer.head_dim - rank, dtype, device)
 
 
 class TargetModel(PagedModel):

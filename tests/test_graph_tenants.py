@@ -1,0 +1,84 @@
+"""A recorded graph knows whose step the static memory holds, which a CUDA graph can't tell: it attends to any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends.backend import Metadata
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.cache import CacheFormat
+from attn_backends.conformance.exercise import run_forward
+from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import MAX_BS, Setup, World
+from attn_backends.errors import CaptureError
+from attn_backends.graphs import RecordedGraph
+from spec_metadata import StepKind
+
+VERIFY, EXTEND = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND
+
+
+class Phase:
+    """One phase of a world, recorded on three requests. planned_in_graph, loaded_in_graph: what its graph does too."""
+
+    def __init__(
+        self, world: World, kind: StepKind, *, planned_in_graph: bool = False, loaded_in_graph: bool = False
+    ) -> None:
+        self.backend, self.scene = world.backend, Scene(world, Batch(kind, (5, 3, 4)))
+        self.scene.reset_memory()
+        self.meta: Metadata = self.backend.capture(world.capacity.bucket(kind, MAX_BS), world.paging())
+        self.planned_in_graph = planned_in_graph
+        static, self.step = self.scene.inputs(MAX_BS)[0], self.scene.step()
+        self.load()
+
+        def region() -> torch.Tensor:
+            if loaded_in_graph:
+                self.backend.replay(self.meta, self.step)
+            if planned_in_graph:
+                self.backend.refresh(self.meta)
+            return run_forward(world, self.meta, 0, static).out
+
+        self.graph = RecordedGraph()
+        self.out = self.graph.capture(region)
+
+    def load(self) -> None:
+        """Make the static memory hold this phase's step."""
+        (self.backend.copy_inputs if self.planned_in_graph else self.backend.replay)(self.meta, self.step)
+
+
+@pytest.fixture
+def world() -> World:
+    return World(Setup(FA3Backend, CacheFormat.KV, 16, checking=False))
+
+
+@pytest.mark.parametrize("planned_in_graph", [False, True])
+def test_two_steps_loaded_before_two_graphs(world: World, planned_in_graph: bool) -> None:
+    verify, extend = (Phase(world, kind, planned_in_graph=planned_in_graph) for kind in (VERIFY, EXTEND))
+    for phase in (verify, extend):
+        phase.load()
+    kept = verify.out.clone()
+    with pytest.raises(CaptureError, match=r"of \(target_verify bs=5 .*overwritten by .* \(draft_extend bs=5 .*again"):
+        verify.graph.replay()
+    assert torch.equal(verify.out, kept), "nothing ran"
+    extend.graph.replay()
+    verify.load()
+    verify.graph.replay()
+    assert not verify.out[: 3 * verify.scene.width].isnan().any()
+    with pytest.raises(CaptureError, match=r"of \(draft_extend bs=5 .*overwritten"):
+        extend.graph.replay()
+
+
+def test_a_graph_that_loads_its_own_step_takes_the_memory(world: World) -> None:
+    verify, extend = Phase(world, VERIFY, loaded_in_graph=True), Phase(world, EXTEND)
+    extend.load()
+    verify.graph.replay()
+    with pytest.raises(CaptureError, match=r"of \(draft_extend bs=5 .*overwritten by .* \(target_verify bs=5"):
+        extend.graph.replay()
+
+
+def test_a_capture_takes_the_memory_too(world: World) -> None:
+    verify = Phase(world, VERIFY)
+    verify.load()
+    world.backend.capture(world.capacity.bucket(EXTEND, 2), world.paging())
+    with pytest.raises(CaptureError, match=r"of \(target_verify bs=5"):
+        verify.graph.replay()
