@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from attn_backends.backends.dsv4 import DSV4Backend
@@ -103,6 +104,30 @@ def test_the_paged_draft_is_transformers_own(draft):
     expected = plain(embeds, hidden[None], positions[None], attention_mask=mask[None, None], past_key_values=None)
     given = draft.forward(tokens, hidden, positions, Pages(draft).attention(0, num_tokens))
     torch.testing.assert_close(given, expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["target", "draft"])
+@torch.no_grad()
+def test_decoder_layers_get_contiguous_streams(model, request):
+    """transformers' own model hands them over so; from 5.23 on its layers view the streams as rows."""
+    paged: PagedModel = request.getfixturevalue(model)
+    contiguous = []
+
+    def see(layer, given):
+        contiguous.append(given[0].is_contiguous())
+
+    hooks = [block.register_forward_pre_hook(see) for block in blocks_of(paged)]
+    tokens, attention = file_tokens(9), Pages(paged).attention(0, 9)
+    hidden = (torch.zeros(9, paged.hidden_size),) if isinstance(paged, DraftModel) else ()
+    paged.forward(tokens, *hidden, torch.arange(9), attention)
+    for hook in hooks:
+        hook.remove()
+    assert contiguous == [True] * len(paged.layers)
+
+
+def blocks_of(model: PagedModel) -> Iterable[nn.Module]:
+    """transformers' decoder layers of a model."""
+    return model._draft.layers if isinstance(model, DraftModel) else model._decoder.layers
 
 
 OPTIONS = {"eager": WorkerOptions(), "graph": WorkerOptions((2,), RecordedGraph)}

@@ -253,7 +253,7 @@ def target_hidden(model: PreTrainedModel, ids: Tensor, positions: Tensor, plan: 
         base, plan = model.model, plan or compressed_plans.Whole()
         rows = base.embed_tokens(ids)
         angles = {kind: base.rotary_emb(rows, positions, layer_type=kind) for kind in ("main", "compress")}
-        rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1)
+        rows = rows.unsqueeze(2).expand(-1, -1, base.config.hc_mult, -1).contiguous()
         for layer in base.layers:
             rows = layer(rows, position_embeddings=angles, plan=plan)
         return base.norm(base.hc_head(rows))

@@ -108,7 +108,7 @@ class CompressedTarget(TargetModel):
         decoder = self._decoder
         rows, places = self.embed(tokens, multimodal).unsqueeze(0), positions.unsqueeze(0)
         rotation = {kind: decoder.rotary_emb(rows, places, layer_type=kind) for kind in ("main", "compress")}
-        streams = rows.unsqueeze(2).expand(-1, -1, decoder.config.hc_mult, -1)
+        streams = rows.unsqueeze(2).expand(-1, -1, decoder.config.hc_mult, -1).contiguous()
         for block in decoder.layers:
             streams = block(streams, position_embeddings=rotation, attention=attention)
         hidden = decoder.norm(decoder.hc_head(streams)).squeeze(0)

@@ -56,7 +56,7 @@ class MtpDraft(EagleDraft):
     ) -> torch.Tensor:
         """Runs the rows of a chunk; arguments and result as `EagleDraft.forward`."""
         rows = self.fc(torch.cat((self.enorm(inputs_embeds), self.hnorm(hidden)), dim=-1))
-        streams = rows.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1)
+        streams = rows.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
         angles = {"main": self.rotary_emb(rows, position_ids=position_ids, layer_type="main")}
         for layer in self.layers:
             streams = layer(streams, position_ids=position_ids, position_embeddings=angles, **attention)
