@@ -15,8 +15,8 @@ import torch
 
 from attn_backends.base import AttentionBackend
 from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.requests import Request, RequestOptions
-from attn_backends.eagle.serving import Completion, Server, serve
+from attn_backends.eagle.requests import Completion, Request, RequestOptions
+from attn_backends.eagle.serving import Server, serve
 from attn_backends.eagle.slots import SlotAllocator
 from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.graphs import RecordedGraph

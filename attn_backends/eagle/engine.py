@@ -9,7 +9,8 @@ from attn_backends.base import AttentionBackend
 from attn_backends.config import PHASES, RunConfig
 from attn_backends.eagle.mtp import MtpWorker
 from attn_backends.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends.eagle.serving import Completion, Server, serve
+from attn_backends.eagle.requests import Completion
+from attn_backends.eagle.serving import Server, serve
 from attn_backends.eagle.worker import EagleWorker, PlainWorker
 from attn_backends.errors import ConfigError
 from attn_backends.graphs import CudaGraph, RecordedGraph

@@ -17,8 +17,8 @@ import torch
 from attn_backends.config import RunConfig
 from attn_backends.eagle.engine import Engine, build_engine
 from attn_backends.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
+from attn_backends.eagle.requests import Completion
 from attn_backends.eagle.scoring import decode_logits, verify_logits
-from attn_backends.eagle.serving import Completion
 
 EXACT_DTYPES = ("float32", "float64")
 

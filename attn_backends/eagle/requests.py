@@ -185,3 +185,16 @@ class Request:
         self.embeddings = None
         if self.growing is not None:
             self.growing.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. tokens: emitted, the prefill's first token included. num_cycles: steps after the prefill."""
+
+    tokens: list[int]
+    num_cycles: int
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Tokens that a step emitted on average; the prefill's own token is not counted."""
+        return (len(self.tokens) - 1) / max(self.num_cycles, 1)
