@@ -47,6 +47,16 @@ def test_modules_generate_what_plain_decoding_does(graphs):
     assert len(engine.eagle.modules) == NUM_MODULES
 
 
+def test_any_end_of_text_token_of_the_target_ends_a_request():
+    engine, given = engine_of(changed()), prompts(1, 40)
+    endless = [c.tokens for c in engine.generate_plain(given, 24)]
+    engine = engine_of(changed())
+    engine.target.eos_token_ids = frozenset({endless[0][9], 255})
+    for generate in (engine.generate, engine.generate_plain):
+        (done,) = generate(given, 24)
+        assert done.tokens == endless[0][: endless[0].index(endless[0][9]) + 1]
+
+
 def test_fewer_steps_run_the_first_modules():
     engine = engine_of(changed(num_steps=2, num_draft_tokens=3))
     assert engine.eagle.modules == tuple(engine.drafts[:2])

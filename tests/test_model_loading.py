@@ -213,6 +213,26 @@ def test_a_published_eagle_head_is_named_as_what_it_is(architecture: str, tmp_pa
         load_draft(tmp_path, rm.served_target("gqa", rm.tiny_target("gqa")))
 
 
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(2, None, {2}), ([2, 5], None, {2, 5}), (2, [5, 7], {2, 5, 7}), (None, 9, {9}), (None, None, set())],
+)
+def test_end_of_text_tokens_are_those_of_both_files(
+    config: object, generation: object, expected: set[int], tmp_path: Path
+) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    edit_config(tmp_path, eos_token_id=config)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_target(tmp_path, torch.float32).eos_token_ids == expected
+
+
+def test_an_end_of_text_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id must be .* got \[1, '</s>'\]"):
+        load_target(tmp_path, torch.float32)
+
+
 def test_bytes_round_trip(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path, 256)
     assert isinstance(tokenizer, ByteTokenizer)

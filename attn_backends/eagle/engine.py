@@ -125,6 +125,7 @@ class Engine:
         runtime = self.config.runtime
         captures = runtime.path == "graph"
         captures_prefill = captures and runtime.prefill != "eager"
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
             buckets=runtime.buckets if captures else (),
@@ -132,7 +133,7 @@ class Engine:
             prefill_graphs="full" if captures_prefill and runtime.prefill == "full" else "piecewise",
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
-            eos_token=self.tokenizer.eos_token_id,
+            eos_tokens=tuple(self.target.eos_token_ids.union(own)),
             seed=runtime.seed,
             host_lag=runtime.host_lag,
             planning=runtime.planning,

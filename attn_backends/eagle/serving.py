@@ -310,7 +310,7 @@ class Server:
                 request.num_prefills_unread -= 1
             if request.finish is not None:
                 continue
-            taken = request.emit(given, self.worker.eos_token)
+            taken = request.emit(given, self.worker.eos_tokens)
             request.statistics.seconds.update(seconds)
             if step.is_cycle:
                 request.statistics.count_cycle(len(taken), num_drafted=len(given) - 1)

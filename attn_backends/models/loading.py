@@ -73,7 +73,9 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
     shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
     folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
     family = families[architecture]
-    return family.target(family, model.to(device))
+    target = family.target(family, model.to(device))
+    target.eos_token_ids = folders.eos_token_ids(path)
+    return target
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
