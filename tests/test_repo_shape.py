@@ -42,7 +42,7 @@ LAYERS = [
         "attn_backends",
         "attn_backends.models",
     ],
-    ["attn_backends.adapters", "attn_backends.config", "attn_backends.forms"],
+    ["attn_backends.adapters", "attn_backends.config", "attn_backends.run_options", "attn_backends.forms"],
     ["attn_backends.eagle"],
     ["attn_backends.conformance", "attn_backends.bench"],
     ["attn_backends.cli"],

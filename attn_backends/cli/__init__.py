@@ -64,12 +64,15 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="one backend: kernels, capabilities, declared buffers")
     info.add_argument("name", help="a backend's name, or module:Class")
     info.add_argument("--json", action="store_true", help="print JSON")
-    generate = commands.add_parser("generate", help="continue prompts by EAGLE")
+    generate = commands.add_parser("generate", help="continue prompts, by EAGLE if the configuration has a draft")
     generate.add_argument("--config", default="chain", help="a file, or a preset's name (default: %(default)s)")
     generate.add_argument("--backend", help="run every phase on this backend instead of the file's")
     generate.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     generate.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
     generate.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
+    generate.add_argument(
+        "--stream", action="store_true", help="show text as it grows, as on a terminal, in a pipe too"
+    )
     _add_sampling(generate)
     demo = commands.add_parser(
         "demo",

@@ -146,6 +146,7 @@ def _in_float32(config: RunConfig) -> RunConfig:
 def _draft(engine: Engine) -> str:
     """The form of what was drafted, and by whom unless by EAGLE."""
     eagle = engine.config.eagle
+    assert eagle is not None, "a run without a draft has nothing to compare"
     if eagle.worker == "mtp":
         return "mtp"
     shape = "chain" if eagle.topk == 1 else "tree"
