@@ -140,6 +140,8 @@ def test_other_architectures(folders: tuple[str, Path, Path]) -> None:
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "gpt2", "rope_parameters": None}, "model_type 'gpt2' without rotary embeddings"),
+        ({"model_type": "nonesuch"}, r"can't read .*config\.json"),
     ],
 )
 def test_configurations_that_cannot_be_served(

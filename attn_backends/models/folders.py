@@ -113,7 +113,11 @@ def refuse_published_eagle(path: Path, names: Collection[str]) -> None:
 def _check_servable(path: Path, config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        raise CheckpointError(
+            f"{path} has model_type {config.model_type!r} without rotary embeddings (rope_parameters)"
+        )
     kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
     others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
     if others:
