@@ -236,7 +236,7 @@ def check_refusals() -> None:
 
 REFUSED: list[tuple[dict[str, int], int, str]] = [
     ({"num_rerun": 1}, 3, r"num_rerun=1 \(the last 2 positions .* run again\).*num_rerun=2"),
-    ({"max_context": 124}, 3, r"max_context=124 and 5 drafted tokens, 129 positions \(the models have 128\)"),
+    ({"max_context": 124}, 3, r"max_context=124 and 5 drafted tokens, 129 positions \(the target has 128\)"),
     ({"topk": 2}, 3, r"topk=2 \(a module proposes one token: topk=1\)"),
     ({"num_draft_tokens": 3}, 3, r"num_draft_tokens=3 \(a chain of 3 has 4\)"),
     ({}, 2, r"num_steps=3 \(each step takes a module, and there are 2\).*EagleWorker with one module"),

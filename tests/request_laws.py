@@ -26,8 +26,8 @@ def runs_cut() -> Iterator[list[Request]]:
     """Yields the requests that ended before the last token of what a step gave them."""
     cut, emit = list[Request](), Request.emit
 
-    def logged(request, given, eos_token):
-        is_open, taken = request.finish is None, emit(request, given, eos_token)
+    def logged(request, given, eos_tokens):
+        is_open, taken = request.finish is None, emit(request, given, eos_tokens)
         cut.extend([request] * (is_open and request.finish is not None and request.output[-1:] != given[-1:]))
         return taken
 
@@ -49,7 +49,7 @@ def check_ends(host_lag: int) -> None:
         FinishReason.EOS: (text.index(end) + 1, RequestOptions(40)),
     }
     for reason, (length, options) in choices.items():
-        worker = eagle_worker("gqa", "fa3", Capacity(2, 128, 16, **TREE), eos_token=end, host_lag=host_lag)
+        worker = eagle_worker("gqa", "fa3", Capacity(2, 128, 16, **TREE), eos_tokens=(end,), host_lag=host_lag)
         server = server_of(worker)
         request, emitted, rounds_after = server.submit(prompt, options), list[int](), 0
         with runs_cut() as cut:

@@ -129,7 +129,9 @@ def verifies() -> Iterator[list[tuple[int, int]]]:
 
 def check_random(host_lag: int = 0) -> None:
     """A small scene on one backend."""
-    worker = eagle_worker("gqa", "fa3", Capacity(6, 112, 16, **TREE), chunk=24, eos_token=NEWLINE, host_lag=host_lag)
+    worker = eagle_worker(
+        "gqa", "fa3", Capacity(6, 112, 16, **TREE), chunk=24, eos_tokens=(NEWLINE,), host_lag=host_lag
+    )
     scene = arrivals(20, 25, 80, 20, seed=3)
     check_scene(worker, scene, endless("gqa", scene, 20))
 
@@ -164,7 +166,7 @@ def launches(worker: EagleWorker) -> Iterator[list[tuple[str, tuple[int, ...]]]]
 
 def check_lag(host_lag: int) -> None:
     """With lag a cycle is launched before the last one is read; rows go back once nothing of theirs is on its way."""
-    worker = eagle_worker("gqa", "fa3", Capacity(3, 96, 16, **TREE), chunk=24, host_lag=host_lag, eos_token=NEWLINE)
+    worker = eagle_worker("gqa", "fa3", Capacity(3, 96, 16, **TREE), chunk=24, host_lag=host_lag, eos_tokens=(NEWLINE,))
     prompts = [a_prompt(length, file) for file, length in enumerate((5, 40, 60, 20))]
     with launches(worker) as log:
         server = server_of(worker)

@@ -19,8 +19,8 @@ from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
 from attn_backends.runner import Runner
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.requests import Request, RequestOptions
-from attn_backends_reference.eagle.serving import Completion, Server, serve
+from attn_backends_reference.eagle.requests import Completion, Request, RequestOptions
+from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer

@@ -13,6 +13,7 @@ from attn_backends import list_backends
 from attn_backends.cli import main
 from attn_backends.selection.providers import _vendor_reasons
 from attn_backends_reference.cli import demo
+from attn_backends_reference.cli.generate import _InOrder
 from attn_backends_reference.eagle.report import Row
 
 ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", "float32", 6, 3.5, True, True, 0, 0.0)
@@ -124,11 +125,11 @@ def test_info_takes_no_folder_for_an_installed_vendor(capsys, monkeypatch, fresh
         (["info", "a:x:b"], "backend 'a:x:b'"),
         (["generate"], "at least one --prompt"),
         (["generate", "--prompt", ""], "none of them empty"),
-        (["generate", "--prompt", "a", "--device", "cuda:9x"], "runtime.device: 'cuda:9x' is not a device"),
+        (["generate", "--prompt", "a", "--device", "cuda:9x"], "error: --device: 'cuda:9x' is not a device"),
         (["generate", "--prompt", "a" * 600], "Shorten it"),
         (["generate", "--prompt-file", "missing.txt"], "--prompt-file missing.txt can't be read"),
         (["generate", "--prompt", "a", "--config", "tre"], "Did you mean 'tree'?"),
-        (["generate", "--prompt", "a", "--max-new-tokens", "0"], "runtime.max_new_tokens"),
+        (["generate", "--prompt", "a", "--max-new-tokens", "0"], "error: --max-new-tokens: must be at least 1, got 0"),
         (
             ["generate", "--prompt", "a", "--kernel", "flashinfer_fa3"],
             "flashinfer_fa3: runs on CUDA devices, not on cpu",
@@ -160,8 +161,42 @@ def test_generate_continues_every_prompt(short_run, tmp_path, capsys):
     assert "class [bold]A[:x:/](" in output
     assert "import sys\n\n\ndef " in output
     assert "tokens a cycle" in output
+    assert output.count("─ 8 tokens, ended by: max_new_tokens = 8 ─") == 2
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
     assert "through graphs" in output
+
+
+def test_generate_needs_no_draft(tmp_path, capsys):
+    file = tmp_path / "plain.toml"
+    file.write_text('backend = "fa3"\n[model]\ntarget = "gqa"\n[runtime]\nmax_context = 12\nmax_bs = 1\n')
+    assert main(["generate", "--config", str(file), "--prompt", "import "]) == 0
+    output = capsys.readouterr().out
+    assert "─ 4 tokens, ended by: the context is full, max_context = 12 ─" in output
+    assert "1.00 tokens a cycle" in output
+    assert "fa3, kernel torch: prefill, decode\n" in output
+
+
+def test_generate_says_that_a_text_ended_itself(short_run, monkeypatch, capsys):
+    """Every token ends the text, and the first does."""
+    monkeypatch.setattr("attn_backends_reference.models.folders.eos_token_ids", lambda path: frozenset(range(256)))
+    assert main(["generate", "--config", short_run, "--prompt", "import o"]) == 0
+    assert re.search(r"─ 1 tokens?, ended by: end-of-text token \d+ ─", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_generate_streams_if_asked_to(stream, short_run, monkeypatch, capsys):
+    """Into a pipe, too; without it a text comes in one piece."""
+    pieces = []
+
+    def update(view):
+        pieces.append(len(view._left[0][1].output))
+        shown(view)
+
+    shown = _InOrder.update
+    monkeypatch.setattr(_InOrder, "update", update)
+    assert main(["generate", "--config", short_run, "--prompt", "import ", *["--stream"] * stream]) == 0
+    assert pieces[-1] == 8
+    assert (len(pieces) > 1) == stream
 
 
 def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, capsys):

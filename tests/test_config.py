@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from attn_backends import BackendUnavailableError, CacheFormat, ConfigError, list_backends
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.config.backend_files import backend_options
-from attn_backends_reference.config import PHASES, load_run_config, preset_names
+from attn_backends.config.toml_options import validated
+from attn_backends_reference.config import load_run_config, preset_names
+from attn_backends_reference.run_options import PHASES, RunOptions, RuntimeOptions
 from spec_metadata import Capacity
 
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
@@ -123,21 +128,21 @@ def test_phases_without_a_common_format_are_refused(load):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (FA3 + EAGLE.replace("topk = 1", "topk = 0"), r"eagle.topk: .* greater than or equal to 1, got 0"),
+        (FA3 + EAGLE.replace("topk = 1", "topk = 0"), r"eagle.topk: must be at least 1, got 0$"),
         (FA3 + EAGLE.replace("num_steps = 3", "num_steps = 0"), r"eagle.num_steps: .* got 0"),
         (FA3 + EAGLE.replace("= 4", "= 5"), r"eagle.num_draft_tokens: .* must be in \[2, 4\].* got 5"),
         (
             FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\nplaceholder_token = -1',
-            r"model.placeholder_token: .* greater than or equal to 0, got -1",
+            r"model.placeholder_token: must be at least 0, got -1$",
         ),
-        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: .*'eagle' or 'mtp', got 'eagel'"),
+        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: must be 'eagle' or 'mtp', got 'eagel'$"),
         (FA3 + EAGLE + "worker = 'mtp'\ndraft_graphs = 'two'", r"eagle.draft_graphs: .* got 'two'"),
         (
             FA3 + EAGLE.replace("= 4", "= 3") + "worker = 'mtp'",
             r"eagle.num_draft_tokens: worker = 'mtp' .* needs topk = 1 and num_draft_tokens = 4; got 1 and 3",
         ),
         (FA3 + EAGLE.replace("topk = 1", "topk = 2") + "worker = 'mtp'", r"eagle.num_draft_tokens: .* got 2 and 4"),
-        (FA3 + EAGLE.replace("= 4", '= "4"'), r"eagle.num_draft_tokens: .*integer, got '4'"),
+        (FA3 + EAGLE.replace("= 4", '= "4"'), r"eagle.num_draft_tokens: must be a whole number, got '4'$"),
         (FA3 + EAGLE + "[runtime]\nbukets = [1]", r"unknown key runtime.bukets; .*Did you mean 'buckets'\?"),
         (FA3 + EAGLE + "[model]\ntarget = 'a'\ndraft = 'a'\nx = 1", "unknown key model.x; there are target, draft"),
         (FA3 + EAGLE + "[egale]\ntopk = 1", r"unknown key egale; .*Did you mean 'eagle'\?"),
@@ -146,15 +151,18 @@ def test_phases_without_a_common_format_are_refused(load):
             FA3 + EAGLE + "[runtime]\nmax_bs = 4\nbuckets = [8]",
             r"runtime.buckets: a bucket of 8 requests .* max_bs = 4",
         ),
-        (FA3 + EAGLE + "[runtime]\nbuckets = []", r"runtime.buckets: .* at least 1 item"),
+        (FA3 + EAGLE + "[runtime]\nbuckets = []", r"runtime.buckets: must be a list of 1 or more, got \[\]$"),
         (FA3 + EAGLE + "[runtime]\nmax_bs = 0", r"runtime.max_bs: [^;]* got 0$"),
         (FA3 + EAGLE + "[runtime]\ndevice = 'gpu0'", r"runtime.device: 'gpu0' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndevice = 'meta'", r"runtime.device: 'meta' is not a device to run on"),
         (FA3 + EAGLE + "[runtime]\ndtype = 'float8'", r"runtime.dtype: .* got 'float8'"),
         (FA3 + EAGLE + "[runtime]\ncache_dtype = 'float32'", r"runtime.cache_dtype: .* got 'float32'"),
-        (FA3 + EAGLE + "[runtime]\npath = 'fast'", r"runtime.path: .*'graph' or 'eager', got 'fast'"),
-        ("runtime = 3\n" + FA3 + EAGLE, r"runtime: .* got 3"),
+        (FA3 + EAGLE + "[runtime]\npath = 'fast'", r"runtime.path: must be 'graph' or 'eager', got 'fast'$"),
+        ("runtime = 3\n" + FA3 + EAGLE, r"runtime: must be a table, got 3$"),
         (FA3, "eagle is missing"),
+        (FA3 + "[model]\ntarget = 'gqa'\ndraft = 'gqa'", "eagle is missing"),
+        (FA3 + EAGLE + "[model]\ntarget = 'gqa'", r"model.draft is missing, .* leave \[eagle\] out to decode plainly"),
+        ("backend = 3\n" + EAGLE, r"backend: must be a backend's name, or a table .*, got 3$"),
         ("backend = {prefill = 'fa3'}\n" + EAGLE, "backend.decode is missing"),
         ("backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE, "runtime.page_size is missing"),
         ("backend = ", "is not valid TOML"),
@@ -163,6 +171,49 @@ def test_phases_without_a_common_format_are_refused(load):
 def test_errors_name_file_and_key(load, text, message):
     with pytest.raises(ConfigError, match=f"run.toml.*{message}"):
         load(text)
+
+
+ODD = (-1, 0, 3, 1.5, True, "", "odd", [], [0], ["odd"], [1.5], {}, {"odd": 1})
+WHOLE = {
+    "backend": dict.fromkeys(PHASES, "fa3"),
+    "eagle": {"worker": "mtp", "topk": 1, "num_steps": 3, "num_draft_tokens": 4, "draft_graphs": "one"},
+    "model": {"target": "gqa", "draft": "gqa", "placeholder_token": 0},
+    "runtime": {**RuntimeOptions().model_dump(), "prefill": "full"},
+}
+
+
+@pytest.mark.parametrize("table", WHOLE)
+def test_no_value_is_refused_in_the_words_of_a_library(table):
+    """Every key with every kind of value that TOML has: the key is named, and what it takes."""
+    changed = [*ODD, *(WHOLE[table] | {key: odd} for key in WHOLE[table] for odd in ODD)]
+    messages = [message for tables in changed if (message := refusal(WHOLE | {table: tables}))]
+    assert len(messages) > len(ODD)
+    assert [message for message in messages if not re.match(rf"run.toml: (unknown key )?{table}\b", message)] == []
+    assert [message for message in messages if re.search("Input should|valid |instance|pydantic", message)] == []
+
+
+def refusal(raw):
+    """What is said of tables; nothing of those that are taken."""
+    try:
+        validated(RunOptions, raw, Path("run.toml"))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_values_that_are_not_the_files_are_named_where_they_come_from(load):
+    with pytest.raises(ConfigError, match=r"^--max-new-tokens: must be at least 1, got -5$"):
+        load(FA3 + EAGLE, runtime={"max_new_tokens": -5}, flags={"max_new_tokens": "--max-new-tokens"})
+    with pytest.raises(
+        ConfigError, match=r"^runtime\['buckets'\]: must be at least 1, got 0; .*run.toml: eagle.topk: "
+    ):
+        load(FA3 + EAGLE.replace("topk = 1", "topk = 0"), runtime={"buckets": (0,)})
+
+
+def test_a_run_without_a_draft_decodes_plainly(load):
+    run = load(FA3 + '[model]\ntarget = "gqa"\n[runtime]\nmax_bs = 2\n')
+    assert (run.model.draft, run.eagle, list(run.phases)) == (None, None, ["prefill", "decode"])
+    assert run.capacity == Capacity(2, 1024, 16)
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.errors import CheckpointError, UnsupportedStepError
 from attn_backends.selection.choose import Workload
 from attn_backends_reference.config import RunConfig, load_run_config
-from attn_backends_reference.eagle.engine import Engine
+from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models import DraftModel, load_draft, load_target, load_tokenizer
 from spec_metadata import CacheGeometry, Capacity, InvalidStepError
 from tests.mtp_models import random_mtp
-from tests.serving_scenes import PHASES, engine_parts, models, prompts
+from tests.serving_scenes import PHASES, engine_parts, models, plain, prompts
 
 NUM_MODULES = 3
 GRAPHS = {"one": {"draft_extend"}, "per_module": {"draft_extend", "draft_extend_1", "draft_extend_2"}}
@@ -47,6 +47,16 @@ def test_modules_generate_what_plain_decoding_does(graphs):
     assert len(engine.eagle.modules) == NUM_MODULES
 
 
+def test_any_end_of_text_token_of_the_target_ends_a_request():
+    engine, given = engine_of(changed()), prompts(1, 40)
+    endless = [c.tokens for c in engine.generate_plain(given, 24)]
+    engine = engine_of(changed())
+    engine.target.eos_token_ids = frozenset({endless[0][9], 255})
+    for generate in (engine.generate, engine.generate_plain):
+        (done,) = generate(given, 24)
+        assert done.tokens == endless[0][: endless[0].index(endless[0][9]) + 1]
+
+
 def test_fewer_steps_run_the_first_modules():
     engine = engine_of(changed(num_steps=2, num_draft_tokens=3))
     assert engine.eagle.modules == tuple(engine.drafts[:2])
@@ -72,8 +82,32 @@ def test_room_for_the_window_counts_among_the_positions():
         if fits:
             engine_of(asked)
             continue
-        with pytest.raises(ConfigError, match=f"{max_context} and 5 drafted tokens need {max_context + 5} positions"):
+        need = f"{max_context} and 5 drafted tokens need {max_context + 5} positions"
+        with pytest.raises(ConfigError, match=rf"{need}; the target mla has .* runtime.max_context to {most}, or less"):
             engine_of(asked)
+
+
+def test_the_model_with_the_fewest_positions_is_named():
+    config, target = changed(), load_target("mla", torch.float32)
+    drafts = random_mtp(target, NUM_MODULES)
+    for draft in drafts:
+        draft.max_positions = 100
+    with pytest.raises(ConfigError, match=r"need 101 positions; the draft mla-mtp has 100 .* to 95, or less"):
+        Engine(config, target, drafts, load_tokenizer("mla", 256))
+
+
+@pytest.mark.parametrize("model", ["gqa", "v4"])
+def test_a_target_alone_decodes_plainly(model, tmp_path):
+    """Through its graphs, with the backend's other phases unused."""
+    file, backend = tmp_path / "run.toml", "dsv4" if model == "v4" else "fa3"
+    file.write_text(f'backend = "{backend}"\n[model]\ntarget = "{model}"\n[runtime]\nmax_context = 96\nmax_bs = 2\n')
+    engine, given = build_engine(load_run_config(str(file))), prompts(2, 40)
+    expected, _ = plain(model, backend, Capacity(2, 96, engine.config.page_size), given, 9)
+    assert [c.tokens for c in engine.generate(given, 9)] == [c.tokens for c in expected]
+    assert (engine.drafts, list(engine.kernels)) == ((), ["prefill", "decode"])
+    assert engine.ran["decode"] == {"graph": 8, "eager": 0}
+    with pytest.raises(ConfigError, match=r"run.toml names no draft, .* add model.draft and \[eagle\]"):
+        _ = engine.eagle
 
 
 def test_a_backend_that_can_not_take_the_window_is_refused():

@@ -47,7 +47,7 @@ def test_random_serving(model, backend, page_size, name, path, host_lag, record_
     capacity = Capacity(24, LONGEST + NEW_TOKENS + 8, page_size, **(CHAIN if name == "chain" else TREE))
     options = {"buckets": BUCKETS, "make_graph": RecordedGraph} if path == "graph" else {}
     worker = eagle_worker(
-        model, backend, capacity, checking=False, chunk=32, eos_token=NEWLINE, host_lag=host_lag, **options
+        model, backend, capacity, checking=False, chunk=32, eos_tokens=(NEWLINE,), host_lag=host_lag, **options
     )
     figures = serving_laws.check_scene(worker, scene(), expected(model))
     for figure, value in figures.items():

@@ -140,6 +140,8 @@ def test_other_architectures(folders: tuple[str, Path, Path]) -> None:
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
         ({"hidden_size": "wide"}, "hidden_size"),
+        ({"model_type": "gpt2", "rope_parameters": None}, "model_type 'gpt2' without rotary embeddings"),
+        ({"model_type": "nonesuch"}, r"can't read .*config\.json"),
     ],
 )
 def test_configurations_that_cannot_be_served(
@@ -198,6 +200,39 @@ def test_a_draft_of_another_target(folders: tuple[str, Path, Path], changes: dic
     edit_config(draft_folder, **{key: value or [other] for key, value in changes.items()})
     with pytest.raises(CheckpointError, match="does not fit the target"):
         load_draft(draft_folder, target)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
+def test_a_published_eagle_head_is_named_as_what_it_is(architecture: str, tmp_path: Path) -> None:
+    """SafeAILab's folders name their target's architecture, those made for SGLang the draft's."""
+    draft = rm.tiny_draft("gqa")
+    draft.save_pretrained(tmp_path, torch.float32)
+    edit_config(tmp_path, architectures=[architecture])
+    absent = ("norm.weight", "layers.0.input_layernorm.weight")
+    edit_weights(tmp_path, lambda weights: [weights.pop(name) for name in absent])
+    edit_weights(tmp_path, lambda weights: weights.update({"embed_tokens.weight": torch.ones(rm.VOCAB, rm.HIDDEN)}))
+    with pytest.raises(CheckpointError, match=r"is an EAGLE-1 or EAGLE-2 head as SafeAILab .* can't be loaded yet"):
+        load_draft(tmp_path, rm.served_target("gqa", rm.tiny_target("gqa")))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [(2, None, {2}), ([2, 5], None, {2, 5}), (2, [5, 7], {2, 5, 7}), (None, 9, {9}), (None, None, set())],
+)
+def test_end_of_text_tokens_are_those_of_both_files(
+    config: object, generation: object, expected: set[int], tmp_path: Path
+) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    edit_config(tmp_path, eos_token_id=config)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert load_target(tmp_path, torch.float32).eos_token_ids == expected
+
+
+def test_an_end_of_text_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, "</s>"]}))
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id must be .* got \[1, '</s>'\]"):
+        load_target(tmp_path, torch.float32)
 
 
 def test_bytes_round_trip(tmp_path: Path) -> None:

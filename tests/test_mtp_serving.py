@@ -32,7 +32,7 @@ RANDOM = [
 @pytest.mark.parametrize(("model", "backend", "page_size", "path", "lag"), RANDOM)
 def test_requests_join_and_leave_at_random(model, backend, page_size, path, lag):
     capacity = capacity_of(NUM_STEPS, 6, 112, page_size)
-    worker = shipped_worker(model, backend, capacity, chunk=24, eos_token=NEWLINE, seed=2, host_lag=lag, **path)
+    worker = shipped_worker(model, backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)
     scene = arrivals(20, 25, 80, 20, seed=3)
     with watch(worker) as seen:
         figures = serving_laws.check_scene(worker, scene, endless(model, scene, 20))
@@ -88,7 +88,9 @@ def expected(model: str) -> list[list[int]]:
 @pytest.mark.parametrize(("model", "backend", "page_size"), PLACES)
 def test_random_serving(model, backend, page_size, path, lag, record_property):
     capacity = capacity_of(NUM_STEPS, 24, 96 + 48 + 8, page_size)
-    worker = shipped_worker(model, backend, capacity, checking=False, chunk=32, eos_token=NEWLINE, host_lag=lag, **path)
+    worker = shipped_worker(
+        model, backend, capacity, checking=False, chunk=32, eos_tokens=(NEWLINE,), host_lag=lag, **path
+    )
     figures = serving_laws.check_scene(worker, whole_scene(), expected(model))
     for figure, value in figures.items():
         record_property(figure, value)

@@ -40,7 +40,7 @@ LAYERS = [
     ["attn_backends.conformance"],
     ["attn_backends.cli"],
     ["attn_backends_reference", "attn_backends_reference.models"],
-    ["attn_backends_reference.config"],
+    ["attn_backends_reference.config", "attn_backends_reference.run_options"],
     ["attn_backends_reference.eagle"],
     ["attn_backends_reference.cli", "attn_backends_reference.__main__"],
     ["benchmarks"],

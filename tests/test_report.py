@@ -11,7 +11,7 @@ from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle import report
 from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.report import Text, demo_prompts, gap, is_consistent, run_row, tokens_per_cycle
-from attn_backends_reference.eagle.serving import Completion
+from attn_backends_reference.eagle.requests import Completion
 from spec_metadata import StepKind
 
 WRONG = "tests.test_report:OneKeyShort"

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_backends import cli
-
-from attn_backends import results
+from attn_backends import cli, results
 from attn_backends.conformance import CATALOGUE, Report
 from attn_backends.conformance.matrix import COMMAND, page, shown
 from attn_backends.conformance.outcomes import EXECUTED

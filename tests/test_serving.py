@@ -39,7 +39,7 @@ RANDOM = [
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path", "lag"), RANDOM)
 def test_requests_join_and_leave_at_random(model, backend, page_size, draft, path, lag):
     capacity = Capacity(6, 112, page_size, **draft)
-    worker = eagle_worker(model, backend, capacity, chunk=24, eos_token=NEWLINE, seed=2, host_lag=lag, **path)
+    worker = eagle_worker(model, backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)
     scene = arrivals(20, 25, 80, 20, seed=3)
     figures = laws.check_scene(worker, scene, endless(model, scene, 20))
     assert figures["largest_batch"] > 4, "more than the largest bucket"

@@ -116,7 +116,7 @@ def test_torchs_default_type_changes_nothing():
 def test_an_end_token_inside_an_accepted_run_ends_the_request():
     newline, capacity, given = 10, Capacity(4, 128, 16, **TREE), prompts(4, 40)
     unending, _ = eagle("gqa", "fa3", capacity, given, 40)
-    found, _ = eagle("gqa", "fa3", capacity, given, 40, eos_token=newline)
+    found, _ = eagle("gqa", "fa3", capacity, given, 40, eos_tokens=(newline,))
     cut = [row[: row.index(newline) + 1] if newline in row else row for row in tokens(unending)]
     assert tokens(found) == cut
     assert any(len(row) < 40 for row in cut)

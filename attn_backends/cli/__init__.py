@@ -27,7 +27,7 @@ HELP = {
     "list": "backends, their kernels, and what runs here",
     "info": "one backend: kernels, capabilities, declared buffers",
     "conformance": "whether backends are right: every check, eagerly and through graphs",
-    "generate": "continue prompts by EAGLE",
+    "generate": "continue prompts, by EAGLE if the configuration has a draft",
     "demo": "plain and speculative decoding compared, on every vendor's backend",
 }
 REFERENCE = "attn-backends-reference"

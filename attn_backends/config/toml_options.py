@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -19,6 +20,16 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+ALLOWED = {
+    "int_type": "a whole number",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "model_type": "a table",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge}",
+    "too_short": "a list of {min_length} or more",
+}
+"""What a value may be, in words, by the kind of pydantic's error; every kind that a form here can give."""
 Checked = TypeVar("Checked", bound=Options)
 
 
@@ -30,17 +41,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def validated(form: type[Checked], raw: Mapping[str, object], path: Path) -> Checked:
-    """Tables as a form. Raises `ConfigError` that names the file and every key that is wrong."""
+def validated(
+    form: type[Checked], raw: Mapping[str, object], path: Path, given: Mapping[str, str] = MappingProxyType({})
+) -> Checked:
+    """Tables as a form. Raises `ConfigError` that names the file and every key that is wrong.
+
+    given: keys such as "runtime.seed" whose values are not the file's, and what they are called where they come from.
+    """
     try:
         return form.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(form, problem["loc"], problem) for problem in error.errors()]
-        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
+        ours, of_file = list[str](), list[str]()
+        for problem in error.errors():
+            key = ".".join(map(str, problem["loc"]))
+            name = next((name for start, name in given.items() if f"{key}.".startswith(f"{start}.")), None)
+            (of_file if name is None else ours).append(_explain(form, name or key, problem))
+        lines = ours + ([f"{path}: {'; '.join(of_file)}"] if of_file else [])
+        raise ConfigError("; ".join(lines)) from None
 
 
-def _explain(form: type[Options], location: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
-    key = ".".join(map(str, location))
+def _explain(form: type[Options], key: str, problem: Mapping[str, Any]) -> str:
+    location = problem["loc"]
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] == "extra_forbidden":
@@ -48,7 +69,8 @@ def _explain(form: type[Options], location: tuple[int | str, ...], problem: Mapp
         return f"unknown key {key}; there are {', '.join(known)}{closest_to(str(location[-1]), known)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}"
-    return f"{key}: {problem['msg']}, got {problem['input']!r}"
+    allowed = ALLOWED[problem["type"]].format(**problem.get("ctx", {}))
+    return f"{key}: must be {allowed}, got {problem['input']!r}"
 
 
 def _keys_beside(form: type[Options], location: tuple[int | str, ...]) -> list[str]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from types import MappingProxyType
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
 
 from attn_backends.config.backend_files import BackendOptions, Count, backend_options
 from attn_backends.config.toml_options import Options, closest_to, read_toml, validated
@@ -19,171 +18,26 @@ from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload, choose_kernels
+from attn_backends_reference.run_options import (
+    PHASES,
+    EagleOptions,
+    ModelOptions,
+    PhaseNames,
+    RunOptions,
+    RuntimeOptions,
+)
 from spec_metadata import Capacity, StepKind
 
-PHASES = {
-    "prefill": StepKind.PREFILL,
-    "decode": StepKind.DECODE,
-    "draft": StepKind.DRAFT_DECODE,
-    "verify": StepKind.TARGET_VERIFY,
-    "draft_extend": StepKind.DRAFT_EXTEND,
-}
 CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
-
-
-class PhaseNames(Options):
-    """The name of each phase's backend."""
-
-    prefill: str
-    decode: str
-    draft: str
-    verify: str
-    draft_extend: str
-
-    def of(self, phase: str) -> str:
-        """The backend of a phase."""
-        return str(getattr(self, phase))
-
-    @property
-    def distinct(self) -> tuple[str, ...]:
-        """The backends, each once, in the order of the phases."""
-        return tuple(dict.fromkeys(map(self.of, PHASES)))
-
-
-class EagleOptions(Options):
-    """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
-
-    worker: "eagle", one draft for all steps, or "mtp", a module for each. draft_graphs: of "mtp", "one" graph for all
-    modules (the default) or one "per_module".
-    """
-
-    worker: Literal["eagle", "mtp"] = "eagle"
-    topk: Count
-    num_steps: Count
-    num_draft_tokens: Count
-    draft_graphs: Literal["one", "per_module"] | None = None
-
-    @field_validator("num_draft_tokens")
-    @classmethod
-    def _fits_the_tree(cls, value: int, info: ValidationInfo) -> int:
-        if {"topk", "num_steps"} <= info.data.keys():
-            topk, num_steps = info.data["topk"], info.data["num_steps"]
-            Capacity(1, 1, 1, topk, num_steps, value)
-            if info.data.get("worker") == "mtp" and (topk, value) != (1, num_steps + 1):
-                raise ValueError(
-                    f"worker = 'mtp' drafts one token a module, so num_steps = {num_steps} needs topk = 1 and "
-                    f"num_draft_tokens = {num_steps + 1}; got {topk} and {value}"
-                )
-        return value
-
-    @field_validator("draft_graphs")
-    @classmethod
-    def _is_of_mtp(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("worker") == "eagle":
-            raise ValueError("worker = 'eagle' has one draft and one graph of it; worker = 'mtp' has modules")
-        return value
-
-    @property
-    def num_rerun(self) -> int:
-        """Committed positions that a draft extend runs again."""
-        return self.num_steps - 1 if self.worker == "mtp" else 0
-
-
-class ModelOptions(Options):
-    """Names of embedded models, or folders. placeholder_token: what stands in prompts for embeddings that come with
-    them, None if prompts are text.
-    """
-
-    target: str
-    draft: str
-    placeholder_token: Annotated[int, Field(ge=0)] | None = None
-
-
-class RuntimeOptions(Options):
-    """How a run is carried out.
-
-    path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
-    capture, None for 1, 2, 4 and 8 as far as max_bs, or that itself if less; larger ones run eagerly. max_context:
-    tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one forward. prefill:
-    of path "graph", "eager" all the same, "piecewise", captured between its attention calls, or "full", with them.
-    prefill_buckets: numbers of tokens to capture it at; larger steps run eagerly. None for 64, each next four times as
-    many, up to max_bs prompts of prefill_chunk. seed: of the order in which pages are used. host_lag: cycles launched
-    before tokens are read. planner, planning: what writes metadata, and whether before a graph or as its first node.
-    kernel, page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
-    """
-
-    path: Literal["graph", "eager"] = "graph"
-    max_bs: Count = 8
-    buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
-    max_context: Count = 1024
-    max_new_tokens: Count = 64
-    prefill_chunk: Count = 256
-    prefill: Literal["eager", "piecewise", "full"] = "eager"
-    prefill_buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    device: str = "cpu"
-    seed: int = 0
-    host_lag: Literal[0, 1] = 0
-    planner: Literal["auto", "torch", "fused"] = "auto"
-    planning: Literal["before", "in_graph"] = "before"
-    kernel: str | None = None
-    page_size: Count | None = None
-    cache_dtype: Literal["float8_e4m3fn"] | None = None
-
-    @field_validator("buckets", mode="before")
-    @classmethod
-    def _as_far_as_a_step(cls, value: object, info: ValidationInfo) -> object:
-        if value is None:
-            return tuple(sorted({min(bs, info.data.get("max_bs", bs)) for bs in (1, 2, 4, 8)}))
-        return value
-
-    @field_validator("prefill_buckets", mode="before")
-    @classmethod
-    def _as_far_as_all_prompts(cls, value: object, info: ValidationInfo) -> object:
-        if value is None:
-            most = info.data.get("max_bs", 1) * info.data.get("prefill_chunk", 1)
-            return (*(size for size in (64 * 4**power for power in range(16)) if size < most), most)
-        if info.data.get("prefill") == "eager":
-            raise ValueError(f"prefill = 'eager' captures none, got {value}; set 'piecewise' or 'full', or omit them")
-        return value
-
-    @field_validator("buckets")
-    @classmethod
-    def _hold_no_more_than_a_step(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        if max(value) > info.data.get("max_bs", max(value)):
-            raise ValueError(f"a bucket of {max(value)} requests is larger than max_bs = {info.data['max_bs']}")
-        return value
-
-    @field_validator("device")
-    @classmethod
-    def _is_a_device(cls, value: str) -> str:
-        try:
-            kind = torch.device(value).type
-        except RuntimeError:
-            kind = ""
-        if kind not in ("cpu", "cuda"):
-            raise ValueError(f"{value!r} is not a device to run on; give 'cpu', 'cuda' or, to choose one, 'cuda:1'")
-        return value
-
-
-class RunOptions(Options):
-    """A run's file."""
-
-    backend: PhaseNames
-    eagle: EagleOptions
-    model: ModelOptions | None = None
-    runtime: RuntimeOptions = RuntimeOptions()
-
-    @field_validator("backend", mode="before")
-    @classmethod
-    def _one_for_all(cls, value: object) -> object:
-        return dict.fromkeys(PHASES, value) if isinstance(value, str) else value
+NOTHING: Mapping[str, object] = MappingProxyType({})
+NO_FLAGS: Mapping[str, str] = MappingProxyType({})
 
 
 class RunConfig(Options):
     """A run, with everything decided: what an engine is built from.
 
-    source: the file. backends: of each phase. kernels: of each backend, by name. page_size: tokens.
+    source: the file. backends: of each phase. kernels: of each backend, by name. page_size: tokens. eagle: None if
+    nothing drafts.
     """
 
     source: str
@@ -191,7 +45,7 @@ class RunConfig(Options):
     kernels: Mapping[str, str]
     page_size: Count
     model: ModelOptions
-    eagle: EagleOptions
+    eagle: EagleOptions | None
     runtime: RuntimeOptions
 
     @property
@@ -212,22 +66,30 @@ class RunConfig(Options):
     @property
     def phases(self) -> dict[str, StepKind]:
         """The phases that the run has, and their kinds of step; MTP drafts in its draft extend."""
+        if self.eagle is None:
+            return {phase: PHASES[phase] for phase in ("prefill", "decode")}
         return {phase: kind for phase, kind in PHASES.items() if phase != "draft" or self.eagle.worker == "eagle"}
 
     @property
     def capacity(self) -> Capacity:
         """The largest step of the run."""
-        runtime, eagle = self.runtime, self.eagle
-        shape = (eagle.topk, eagle.num_steps, eagle.num_draft_tokens, eagle.num_rerun)
-        return Capacity(runtime.max_bs, runtime.max_context, self.page_size, *shape)
+        eagle, sizes = self.eagle, (self.runtime.max_bs, self.runtime.max_context, self.page_size)
+        if eagle is None:
+            return Capacity(*sizes)
+        return Capacity(*sizes, eagle.topk, eagle.num_steps, eagle.num_draft_tokens, eagle.num_rerun)
 
 
 def load_run_config(
-    config: str, *, backend: str | None = None, runtime: Mapping[str, object] | None = None
+    config: str,
+    *,
+    backend: str | None = None,
+    runtime: Mapping[str, object] = NOTHING,
+    flags: Mapping[str, str] = NO_FLAGS,
 ) -> RunConfig:
     """A run from a file, or from the name of a preset in `reference/configs/eagle`.
 
-    backend: runs all phases instead of the file's. runtime: replaces keys of the file's [runtime].
+    backend: runs all phases instead of the file's. runtime: replaces keys of the file's [runtime]. flags: what errors
+    call those keys, such as "--max-new-tokens".
     """
     path = _run_file(config)
     raw = read_toml(path)
@@ -235,7 +97,9 @@ def load_run_config(
         raw["backend"] = backend
     if runtime and isinstance(raw.setdefault("runtime", {}), dict):
         raw["runtime"] |= runtime
-    run = validated(RunOptions, raw, path)
+    given = {f"runtime.{key}": flags.get(key, f"runtime[{key!r}]") for key in runtime}
+    run = validated(RunOptions, raw, path, given)
+    _check_draft(path, run)
     backends = {name: get_backend(name) for name in run.backend.distinct}
     options = {name: backend_options(name) for name in backends}
     page_size = run.runtime.page_size or _page_size(path, options)
@@ -274,6 +138,20 @@ def _run_file(config: str) -> Path:
         closest = closest_to(config, preset_names())
         raise ConfigError(f"{config!r} is neither a file nor a preset ({', '.join(preset_names())}){closest}")
     return path
+
+
+def _check_draft(path: Path, run: RunOptions) -> None:
+    """[eagle] and the draft come together; without both, a run decodes plainly."""
+    if run.eagle is None and (run.model is None or run.model.draft is not None):
+        raise ConfigError(
+            f"{path}: eagle is missing, which says how tokens are drafted. To decode plainly, write a [model] with a "
+            f"target and no draft"
+        )
+    if run.eagle is not None and run.model is not None and run.model.draft is None:
+        raise ConfigError(
+            f"{path}: model.draft is missing, and [eagle] says how it drafts. Name a draft, or leave [eagle] out to "
+            f"decode plainly"
+        )
 
 
 def _check_formats(path: Path, backends: PhaseNames) -> None:

@@ -79,7 +79,7 @@ def shipped_scene(place: tuple[str, str, int], draft_graphs: str, host_lag: int,
         make_graph=CudaGraph if device == "cuda" else RecordedGraph,
         draft_graphs=draft_graphs,
         chunk=32,
-        eos_token=NEWLINE,
+        eos_tokens=(NEWLINE,),
         host_lag=host_lag,
     )
     with watch(worker) as seen:

@@ -42,7 +42,7 @@ def run(
         checking=False,
         device=device,
         chunk=32,
-        eos_token=NEWLINE,
+        eos_tokens=(NEWLINE,),
         host_lag=host_lag,
         **graphs,
     )

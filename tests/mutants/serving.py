@@ -60,8 +60,8 @@ def tokens_after_the_end(patch: pytest.MonkeyPatch) -> None:
     """What follows the end inside an accepted run is emitted too."""
     emit = Request.emit
 
-    def whole(self, tokens, eos_token):
-        taken = emit(self, tokens, eos_token)
+    def whole(self, tokens, eos_tokens):
+        taken = emit(self, tokens, eos_tokens)
         self.output += tokens[len(taken) :] if taken else []
         return tokens if taken else taken
 

@@ -1,37 +1,47 @@
-"""`generate`: continue prompts by EAGLE, and show the text as it comes."""
+"""`generate`: continue prompts, and show the text as it comes."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.rule import Rule
 
 from attn_backends.cli import Command
 from attn_backends.cli.options import output_console
 from attn_backends.errors import ConfigError
-from attn_backends_reference.cli.options import add_runtime, load_config
+from attn_backends_reference.cli.options import add_runtime, load_config, token_progress
 from attn_backends_reference.eagle.engine import build_engine
-from attn_backends_reference.eagle.requests import Request, RequestOptions
+from attn_backends_reference.eagle.requests import FinishReason, Request, RequestOptions
+from attn_backends_reference.run_options import RuntimeOptions
 from spec_metadata import Sampling
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each prompt with its continuation, then how it was made."""
+    """Print each prompt with its continuation and why it ended, then how it was made."""
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
     if not prompts or "" in prompts:
         raise ConfigError("generate needs at least one --prompt TEXT or --prompt-file FILE, and none of them empty")
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
-    config = load_config(args, args.config, args.backend)
+    config, console = load_config(args, args.config, args.backend), output_console()
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    engine, console = build_engine(config), output_console()
-    server = engine.server()
-    requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
-    view = _InOrder(console, prompts, requests)
-    for _ in server.stream():
-        view.update()
+    with Console(stderr=True).status(f"loading {config.model.target}"):
+        engine = build_engine(config)
+        server = engine.server()
+    streamed, num_tokens = args.stream or console.is_terminal, len(prompts) * options.max_new_tokens
+    bar = nullcontext() if streamed else token_progress("decoding", num_tokens)
+    with server, bar as advance:
+        requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
+        view = _InOrder(console, prompts, requests, config.runtime)
+        for request, tokens in server.stream():
+            if advance is not None:
+                advance(len(tokens))
+            if streamed or request.finish is not None:
+                view.update()
     emitted = sum(len(request.output) - 1 for request in requests)
     cycles = sum(request.statistics.num_cycles for request in requests)
     console.print(f"{emitted / max(cycles, 1):.2f} tokens a cycle")
@@ -46,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
 class _InOrder:
     """Prints texts that grow at the same time one after the other: the first that is not through, as it grows."""
 
-    def __init__(self, console: Console, prompts: Sequence[str], requests: Sequence[Request]) -> None:
-        self._console = console
+    def __init__(
+        self, console: Console, prompts: Sequence[str], requests: Sequence[Request], runtime: RuntimeOptions
+    ) -> None:
+        self._console, self._runtime = console, runtime
         self._left = list(zip(prompts, requests, strict=True))
         self._shown = ""
 
@@ -60,9 +72,22 @@ class _InOrder:
             self._shown = text
             if request.finish is None:
                 return
-            self._console.print("", Rule(style="dim"), sep="\n")
+            self._console.print("", Rule(escape(_ending(request, self._runtime)), style="dim"), sep="\n")
             self._left.pop(0)
             self._shown = ""
+
+
+def _ending(request: Request, runtime: RuntimeOptions) -> str:
+    """How long a text became, and why it ended."""
+    reasons: dict[FinishReason | None, str] = {
+        FinishReason.EOS: f"end-of-text token {request.output[-1]}",
+        FinishReason.STOP: "a stop string",
+        FinishReason.LENGTH: f"max_new_tokens = {runtime.max_new_tokens}",
+    }
+    reason = reasons.get(request.finish, request.finish)
+    if request.finish is FinishReason.LENGTH and len(request.output) < runtime.max_new_tokens:
+        reason = f"the context is full, max_context = {runtime.max_context}"
+    return f"{len(request.output)} token{'s' * (len(request.output) != 1)}, ended by: {reason}"
 
 
 def _read(path: Path) -> str:
@@ -78,6 +103,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
+    parser.add_argument("--stream", action="store_true", help="show text as it grows, as on a terminal, in a pipe too")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose among the best, which hold P")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the best K tokens; 0: all")
@@ -86,4 +112,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_runtime(parser)
 
 
-COMMAND = Command("Continue prompts by EAGLE.", _add_arguments, run)
+COMMAND = Command("Continue prompts, by EAGLE if the configuration has a draft.", _add_arguments, run)

@@ -30,7 +30,8 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
 def load_config(args: argparse.Namespace, config: str, backend: str | None, **runtime: object) -> RunConfig:
     """A run from a file or preset; keys of [runtime] on the command line, then `runtime`, replace the file's."""
     given = {key: value for key, value in vars(args).items() if key in RUNTIME_KEYS and value is not None}
-    return load_run_config(config, backend=backend, runtime=given | runtime)
+    flags = {key: f"--{key.replace('_', '-')}" for key in given}
+    return load_run_config(config, backend=backend, runtime=given | runtime, flags=flags)
 
 
 def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) -> list[str]:

@@ -11,10 +11,11 @@ from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
-from attn_backends_reference.config import PHASES, RunConfig
+from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.serving import Completion, Server, serve
+from attn_backends_reference.eagle.requests import Completion
+from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import (
     DraftModel,
@@ -25,13 +26,14 @@ from attn_backends_reference.models import (
     load_target,
     load_tokenizer,
 )
+from attn_backends_reference.run_options import PHASES
 from spec_metadata import CacheGeometry
 
 
 class Engine:
     """A target and what drafts for it with their backends; generates speculatively, or plainly with the target alone.
 
-    drafts: the draft of EAGLE, or the modules of MTP.
+    drafts: the draft of EAGLE, the modules of MTP, or none if the run has no [eagle].
     """
 
     def __init__(
@@ -40,18 +42,12 @@ class Engine:
         self.config, self.target, self.drafts, self.tokenizer = config, target, drafts, tokenizer
         capacity = config.capacity
         self.geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
-        if config.eagle.worker == "mtp" and capacity.num_steps > len(drafts):
+        if config.eagle and config.eagle.worker == "mtp" and capacity.num_steps > len(drafts):
             raise ConfigError(
                 f"{config.source}: eagle.num_steps {capacity.num_steps} takes as many modules; {config.model.draft} "
                 f"has {len(drafts)}. Draft fewer steps, or all of them with its first module (worker = 'eagle')"
             )
-        longest = capacity.max_context + capacity.draft_room
-        limit = min(model.max_positions for model in (target, *drafts))
-        if longest > limit:
-            raise ConfigError(
-                f"{config.source}: runtime.max_context {capacity.max_context} and {capacity.draft_room} drafted tokens "
-                f"need {longest} positions; the models have {limit}"
-            )
+        self._check_positions()
         memory = StaticMemory()
         made = {name: self._backend(name, memory) for name in config.backends.distinct}
         self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
@@ -59,6 +55,10 @@ class Engine:
     @cached_property
     def eagle(self) -> EagleWorker | MtpWorker:
         """The speculative worker; its graphs are captured at the first use."""
+        if self.config.eagle is None:
+            raise ConfigError(
+                f"{self.config.source} names no draft, so nothing can be drafted; add model.draft and [eagle]"
+            )
         place = self.backends, self.config.capacity, self.geometry, self._options
         if self.config.eagle.worker == "mtp":
             return MtpWorker(self.target, self.drafts, *place)
@@ -68,6 +68,11 @@ class Engine:
     def plain(self) -> PlainWorker:
         """The worker that decodes one token a step."""
         return PlainWorker(self.target, self.backends, self.config.capacity, self.geometry, self._options)
+
+    @property
+    def worker(self) -> EagleWorker | MtpWorker | PlainWorker:
+        """The worker of the run: plain if it has no draft."""
+        return self.plain if self.config.eagle is None else self.eagle
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -87,8 +92,8 @@ class Engine:
         return counts
 
     def server(self) -> Server:
-        """Serves requests speculatively as they come and go, and makes text of them; one at a time."""
-        return Server(self.eagle, self.tokenizer.decode)
+        """Serves requests as they come and go, and makes text of them; one at a time."""
+        return Server(self.worker, self.tokenizer.decode)
 
     def generate(
         self,
@@ -96,8 +101,8 @@ class Engine:
         max_new_tokens: int,
         on_progress: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """Generate speculatively, greedily. on_progress gets the number of tokens newly emitted."""
-        return serve(self.eagle, prompts, max_new_tokens, on_progress)
+        """Generate greedily, speculatively if the run has a draft. on_progress gets the number of new tokens."""
+        return serve(self.worker, prompts, max_new_tokens, on_progress)
 
     def generate_plain(
         self,
@@ -107,6 +112,20 @@ class Engine:
     ) -> list[Completion]:
         """Generate with the target alone, greedily: what `generate` must equal."""
         return serve(self.plain, prompts, max_new_tokens, on_progress)
+
+    def _check_positions(self) -> None:
+        """Raises `ConfigError` if the longest request has more positions than one of the models."""
+        capacity, model = self.config.capacity, self.config.model
+        room = capacity.draft_room if self.drafts else 0
+        limits = {f"the target {model.target}": self.target.max_positions}
+        limits |= {f"the draft {model.draft}": draft.max_positions for draft in self.drafts}
+        shortest = min(limits, key=lambda name: limits[name])
+        if capacity.max_context + room > limits[shortest]:
+            raise ConfigError(
+                f"{self.config.source}: runtime.max_context {capacity.max_context} and {room} drafted tokens need "
+                f"{capacity.max_context + room} positions; {shortest} has {limits[shortest]} "
+                f"(max_position_embeddings). Set runtime.max_context to {limits[shortest] - room}, or less"
+            )
 
     def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
         config, backend = self.config, get_backend(name)
@@ -132,6 +151,7 @@ class Engine:
         runtime = self.config.runtime
         captures = runtime.path == "graph"
         captures_prefill = captures and runtime.prefill != "eager"
+        own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
         make_graph = CudaGraph if self.config.device.type == "cuda" else RecordedGraph
         return WorkerOptions(
             buckets=runtime.buckets if captures else (),
@@ -139,11 +159,11 @@ class Engine:
             prefill_graphs="full" if captures_prefill and runtime.prefill == "full" else "piecewise",
             make_graph=make_graph,
             chunk=runtime.prefill_chunk,
-            eos_token=self.tokenizer.eos_token_id,
+            eos_tokens=tuple(self.target.eos_token_ids.union(own)),
             seed=runtime.seed,
             host_lag=runtime.host_lag,
             planning=runtime.planning,
-            draft_graphs=self.config.eagle.draft_graphs or "one",
+            draft_graphs=(self.config.eagle and self.config.eagle.draft_graphs) or "one",
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,
         )
@@ -155,9 +175,13 @@ def build_engine(config: RunConfig) -> Engine:
     Raises `ConfigError`, `CheckpointError` or `BackendUnavailableError` before anything is computed.
     """
     target = load_target(config.model.target, config.dtype, config.device)
-    if config.eagle.worker == "mtp":
-        drafts = load_mtp(config.model.draft, target)
-    else:
-        drafts = (load_draft(config.model.draft, target),)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
-    return Engine(config, target, drafts, tokenizer)
+    return Engine(config, target, _load_drafts(config, target), tokenizer)
+
+
+def _load_drafts(config: RunConfig, target: TargetModel) -> tuple[DraftModel, ...]:
+    if config.eagle is None or config.model.draft is None:
+        return ()
+    if config.eagle.worker == "mtp":
+        return load_mtp(config.model.draft, target)
+    return (load_draft(config.model.draft, target),)

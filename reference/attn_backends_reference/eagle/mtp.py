@@ -50,7 +50,8 @@ class MtpWorker(SpeculativeWorker):
     """Multi-layer MTP: a chain of one drafted token a module, verified by the target in one forward.
 
     modules: at least num_steps, the first of which run. Raises `UnsupportedStepError` for a shape of drafting that MTP
-    does not have, for too small a num_rerun, and for more positions than the models have, before anything is computed.
+    does not have, for too small a num_rerun, and for more positions than one of the models has, before anything is
+    computed.
     """
 
     def __init__(
@@ -234,11 +235,13 @@ def _check(target: TargetModel, modules: Sequence[DraftModel], capacity: Capacit
             f"num_rerun={capacity.num_rerun} (the last {num_steps - 1} positions were fed drafted tokens and run again)"
         )
     longest = capacity.max_context + capacity.draft_room
-    positions = min(model.max_positions for model in (target, *modules[:num_steps]))
-    if longest > positions:
+    limits = {"the target": target.max_positions}
+    limits |= {f"module {index}": module.max_positions for index, module in enumerate(modules[:num_steps])}
+    shortest = min(limits, key=lambda name: limits[name])
+    if longest > limits[shortest]:
         reasons.append(
-            f"max_context={capacity.max_context} and {capacity.draft_room} drafted tokens, {longest} positions (the "
-            f"models have {positions})"
+            f"max_context={capacity.max_context} and {capacity.draft_room} drafted tokens, {longest} positions "
+            f"({shortest} has {limits[shortest]})"
         )
     if reasons:
         num_most = min(num_steps, len(modules))

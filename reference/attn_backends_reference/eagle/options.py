@@ -34,7 +34,7 @@ class WorkerOptions:
     """How a worker runs.
 
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
-    request that one prefill forward takes. eos_token: ends a request (None: none does). seed: of the order in which
+    request that one prefill forward takes. eos_tokens: any of them ends a request. seed: of the order in which
     pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
     of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
     each has its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs
@@ -46,7 +46,7 @@ class WorkerOptions:
     buckets: tuple[int, ...] = ()
     make_graph: Callable[[], Graph] | None = None
     chunk: int = 512
-    eos_token: int | None = None
+    eos_tokens: tuple[int, ...] = ()
     seed: int = 0
     host_lag: int = 0
     cache_dtype: torch.dtype | None = None

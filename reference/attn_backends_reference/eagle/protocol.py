@@ -46,9 +46,9 @@ class Worker(Protocol):
 
     max_context: tokens of a request, prompt and output. draft_room: tokens past the committed ones that a step may
     write. max_accepted: tokens that a cycle commits at most. chunk: prompt tokens of a request in one step. host_lag:
-    rounds that the host is behind. draft_shape: how it drafts, None if it does not. embedding_form: what embeddings it
-    takes with prompts, None if they are text. repeats_steps: whether a step that raised may be launched again; if not,
-    its requests are lost.
+    rounds that the host is behind. eos_tokens: any of them ends a request. draft_shape: how it drafts, None if it does
+    not. embedding_form: what embeddings it takes with prompts, None if they are text. repeats_steps: whether a step
+    that raised may be launched again; if not, its requests are lost.
     """
 
     slots: SlotAllocator
@@ -58,7 +58,7 @@ class Worker(Protocol):
     chunk: int
     host_lag: int
     vocab_size: int
-    eos_token: int | None
+    eos_tokens: tuple[int, ...]
     draft_shape: DraftShape | None
     embedding_form: EmbeddingForm | None
     repeats_steps: bool

@@ -17,8 +17,8 @@ import torch
 from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
+from attn_backends_reference.eagle.requests import Completion
 from attn_backends_reference.eagle.scoring import decode_logits, verify_logits
-from attn_backends_reference.eagle.serving import Completion
 
 EXACT_DTYPES = ("float32", "float64")
 
@@ -146,6 +146,7 @@ def _in_float32(config: RunConfig) -> RunConfig:
 def _draft(engine: Engine) -> str:
     """The form of what was drafted, and by whom unless by EAGLE."""
     eagle = engine.config.eagle
+    assert eagle is not None, "a run without a draft has nothing to compare"
     if eagle.worker == "mtp":
         return "mtp"
     shape = "chain" if eagle.topk == 1 else "tree"

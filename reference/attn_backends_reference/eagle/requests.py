@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Integral
@@ -47,7 +47,7 @@ class RequestOptions:
 
     max_new_tokens: the context may end it earlier. sampling: greedy by default. stop: strings that end the request; the
     text ends before them, the tokens with the one that completes the string. ignore_eos: go on after the model's
-    end-of-text token. draft: the shape of drafting that it must get, None for the worker's own.
+    end-of-text tokens. draft: the shape of drafting that it must get, None for the worker's own.
     """
 
     max_new_tokens: int = 64
@@ -77,7 +77,7 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: the end-of-text token, a stop string, its length, somebody who cancelled it, or a step that
+    """Why a request ended: an end-of-text token, a stop string, its length, somebody who cancelled it, or a step that
     raised and can't be run again.
     """
 
@@ -164,12 +164,12 @@ class Request:
         """Whether what was launched reaches its limit; prefill and every cycle emit a token at least."""
         return max(len(self.output), 1) + self.num_cycles_unread >= self.limit
 
-    def emit(self, tokens: list[int], eos_token: int | None) -> list[int]:
+    def emit(self, tokens: list[int], eos_tokens: Collection[int]) -> list[int]:
         """Take tokens up to the request's end; returns those it took."""
         for number, token in enumerate(tokens, 1):
             self.output.append(token)
             stopped = self.growing is not None and self.growing.append(token)
-            if token == eos_token and not self.options.ignore_eos:
+            if token in eos_tokens and not self.options.ignore_eos:
                 self.end(FinishReason.EOS)
             elif stopped:
                 self.end(FinishReason.STOP)
@@ -185,3 +185,16 @@ class Request:
         self.embeddings = None
         if self.growing is not None:
             self.growing.end()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request. tokens: emitted, the prefill's first token included. num_cycles: steps after the prefill."""
+
+    tokens: list[int]
+    num_cycles: int
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Tokens that a step emitted on average; the prefill's own token is not counted."""
+        return (len(self.tokens) - 1) / max(self.num_cycles, 1)

@@ -10,32 +10,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Self
 
 from torch import Tensor
 
 from attn_backends_reference.eagle.embeddings import PromptEmbeddings
 from attn_backends_reference.eagle.launches import Launch
 from attn_backends_reference.eagle.protocol import Chunk, Worker
-from attn_backends_reference.eagle.requests import DEFAULT_OPTIONS, FinishReason, Request, RequestError, RequestOptions
+from attn_backends_reference.eagle.requests import (
+    DEFAULT_OPTIONS,
+    Completion,
+    FinishReason,
+    Request,
+    RequestError,
+    RequestOptions,
+)
 from attn_backends_reference.eagle.slots import NO_DIGESTS
 from attn_backends_reference.eagle.text import Decode, GrowingText
 from spec_metadata import Sampling
 from spec_metadata.capacity import ceil_div
 
 Emitted = tuple[Request, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request. tokens: emitted, the prefill's first token included. num_cycles: steps after the prefill."""
-
-    tokens: list[int]
-    num_cycles: int
-
-    @property
-    def tokens_per_cycle(self) -> float:
-        """Tokens that a step emitted on average; the prefill's own token is not counted."""
-        return (len(self.tokens) - 1) / max(self.num_cycles, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +113,25 @@ class Server:
         if request in self._waiting:
             self._waiting.remove(request)
         self._release_ended()
+
+    def close(self) -> None:
+        """Cancel every request and give back what they hold, so that another server can use the worker.
+
+        Steps that were launched are not read. A ``with`` block closes its server, whatever was raised in it.
+        """
+        for request in (*self._waiting, *self._running):
+            if request.finish is None:
+                request.end(FinishReason.CANCELLED)
+            request.num_prefills_unread = request.num_cycles_unread = 0
+        for emitted in (self._waiting, self._unread, self._emitted, self._unstreamed):
+            emitted.clear()
+        self._release_ended()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def stream(self) -> Iterator[Emitted]:
         """Serve until idle; yields (request, its new tokens), at least one token each, as the host reads them.
@@ -296,7 +310,7 @@ class Server:
                 request.num_prefills_unread -= 1
             if request.finish is not None:
                 continue
-            taken = request.emit(given, self.worker.eos_token)
+            taken = request.emit(given, self.worker.eos_tokens)
             request.statistics.seconds.update(seconds)
             if step.is_cycle:
                 request.statistics.count_cycle(len(taken), num_drafted=len(given) - 1)
@@ -321,14 +335,15 @@ def serve(
 ) -> list[Completion]:
     """Serve prompts to their end: max_new_tokens, the end-of-text token or the context's last token.
 
-    on_progress gets the number of tokens newly emitted, every round. sampling: of each prompt, greedy without.
+    on_progress gets the number of tokens newly emitted, every round. sampling: of each prompt, greedy without. Whatever
+    a step or on_progress raises ends all of them, and the worker can be used again.
     """
-    server = Server(worker)
     records = [Sampling()] * len(prompts) if sampling is None else sampling
     options = [RequestOptions(max_new_tokens, record) for record in records]
-    requests = [server.submit(*both) for both in zip(prompts, options, strict=True)]
-    while not server.is_idle:
-        emitted = server.round()
-        if on_progress is not None:
-            on_progress(sum(len(tokens) for _, tokens in emitted))
+    with Server(worker) as server:
+        requests = [server.submit(*both) for both in zip(prompts, options, strict=True)]
+        while not server.is_idle:
+            emitted = server.round()
+            if on_progress is not None:
+                on_progress(sum(len(tokens) for _, tokens in emitted))
     return [Completion(request.output, request.statistics.num_cycles) for request in requests]

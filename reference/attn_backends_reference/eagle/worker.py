@@ -82,7 +82,7 @@ class TargetWorker:
             reasons = [f"max_context={capacity.max_context} (the target has {target.max_positions} positions)"]
             raise UnsupportedStepError("a worker", reasons, f"max_context={target.max_positions}, or less")
         self.target, self.backends, self.capacity, self.options = target, backends, capacity, options
-        self.max_context, self.eos_token, self.vocab_size = capacity.max_context, options.eos_token, target.vocab_size
+        self.max_context, self.eos_tokens, self.vocab_size = capacity.max_context, options.eos_tokens, target.vocab_size
         self.chunk, self.host_lag = options.chunk, options.host_lag
         self.device = target.device
         placeholder = options.placeholder_token

@@ -128,9 +128,13 @@ class PagedModel:
 
 
 class TargetModel(PagedModel):
-    """A causal language model of a family. Takes over `model`, a transformers model whose attention it replaces."""
+    """A causal language model of a family. Takes over `model`, a transformers model whose attention it replaces.
+
+    eos_token_ids: the end-of-text tokens that its folder names, beside its tokenizer's.
+    """
 
     feature_layers: tuple[int, ...] = ()
+    eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, family: Family, model: PreTrainedModel) -> None:
         model.eval().requires_grad_(False)

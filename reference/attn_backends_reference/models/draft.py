@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3DecoderLayer,
     DeepseekV3RMSNorm,
@@ -29,6 +29,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
+
+from attn_backends_reference.models.folders import load_config
 
 _FAMILIES = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
@@ -119,11 +121,11 @@ class EagleDraft(DraftHead):
         """Loads ``config.json`` and ``model.safetensors`` of a draft folder, in evaluation mode.
 
         Args:
-            folder: a local folder.
+            folder: a local folder; a hub is never asked. `CheckpointError` if it has no config.json that can be read.
             dtype: the dtype of the weights; by default the one they are stored in.
             attn_implementation: see the constructor.
         """
-        config = AutoConfig.from_pretrained(folder)
+        config = load_config(Path(folder))
         draft = cls(config, attn_implementation)
         weights = load_file(Path(folder) / "model.safetensors")
         stored = next(iter(weights.values())).dtype

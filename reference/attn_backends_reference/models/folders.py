@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,30 +35,89 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
 
 def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
     """The checkpoint's architecture, one of `known`, and its configuration."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    file = path / "config.json"
-    if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json; a checkpoint is a folder in transformers' format")
-    try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
+    named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
         raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (StrictDataclassError, ValueError) as error:
-        raise CheckpointError(f"transformers can't read {file}: {error}") from error
+    config = load_config(path)
     _check_servable(path, config)
     return named[0], config
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """What a JSON file of a checkpoint says."""
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file.parent} has no {file.name}; a checkpoint is a folder in transformers' format on this machine"
+        )
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not a JSON object: {error}") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} is not a JSON object: it holds a {type(fields).__name__}")
+    return fields
+
+
+def load_config(path: Path) -> PreTrainedConfig:
+    """The configuration in a local folder. Python that the folder brings along is never run."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    file = path / "config.json"
+    fields = read_fields(file)
+    if fields.get("model_type") not in CONFIG_MAPPING:
+        refuse_own_code(file)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise CheckpointError(f"transformers can't read {file}: {error}") from error
+
+
+def refuse_own_code(file: Path) -> None:
+    """Raises `CheckpointError` if a file of a checkpoint names Python of its own folder or of a hub (``auto_map``)."""
+    named = read_fields(file).get("auto_map") if file.is_file() else None
+    if named:
+        raise CheckpointError(
+            f"{file} needs Python code that comes with the checkpoint (auto_map: {named}); such code is never run "
+            f"here. Use a checkpoint whose classes are in transformers"
+        )
+
+
+def eos_token_ids(path: Path) -> frozenset[int]:
+    """The end-of-text tokens that config.json and generation_config.json name, one or a list in each, or none."""
+    found: set[int] = set()
+    for file in (path / "config.json", path / "generation_config.json"):
+        named = read_fields(file).get("eos_token_id") if file.is_file() else None
+        ids = named if isinstance(named, list) else [] if named is None else [named]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, got {named!r}")
+        found.update(ids)
+    return frozenset(found)
+
+
+def refuse_published_eagle(path: Path, names: Collection[str]) -> None:
+    """Raises `CheckpointError` if a folder's tensors are those of an EAGLE-1 or EAGLE-2 head.
+
+    SafeAILab publishes them (https://github.com/SafeAILab/EAGLE, ``eagle/model/cnets1.py``) under their target's
+    architecture: ``fc`` and ``layers.0`` without its input norm, no final norm, and perhaps ``embed_tokens``.
+    """
+    has_layer = any(name.startswith("layers.0.") for name in names)
+    if "fc.weight" in names and has_layer and "layers.0.input_layernorm.weight" not in names:
+        raise CheckpointError(
+            f"{path} is an EAGLE-1 or EAGLE-2 head as SafeAILab publishes it (fc and layers.0 without "
+            f"input_layernorm), which can't be loaded yet. Supported drafts: EAGLE-3 heads, MTP modules, and EAGLE "
+            f"drafts with input_layernorm and a final norm"
+        )
 
 
 def _check_servable(path: Path, config: PreTrainedConfig) -> None:
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        raise CheckpointError(
+            f"{path} has model_type {config.model_type!r} without rotary embeddings (rope_parameters)"
+        )
     kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
     others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
     if others:

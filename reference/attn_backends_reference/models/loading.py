@@ -61,17 +61,21 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
                 experts_implementation=EXPERTS,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
     model, report = loaded
     shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
     folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
     family = families[architecture]
-    return family.target(family, model.to(device))
+    target = family.target(family, model.to(device))
+    target.eos_token_ids = folders.eos_token_ids(path)
+    return target
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
@@ -91,12 +95,14 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
         of_eagle3 |= {family.architecture: family for family in of_eagle3.values()}
     if architecture in of_eagle3:
         return _load_eagle3(path, of_eagle3[architecture], config, target)
+    located = folders.locate_tensors(path)
+    folders.refuse_published_eagle(path, located)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
     _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = EXPERTS
     draft = families[architecture].draft(config)
-    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
+    needed, given = draft.state_dict(), folders.read_tensors(located)
     shapes = folders.compare_shapes(given, needed)
     folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
     draft.load_state_dict(given)
@@ -133,8 +139,8 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a target's folder: transformers' if the folder holds its files, else bytes.
 
-    vocab_size: of the target. Raises `CheckpointError` if the tokenizer can produce ids that the target lacks, or if
-    there are no tokenizer files and the vocabulary is not that of bytes.
+    vocab_size: of the target. Raises `CheckpointError` if the files can't be read or need Python of their own, if the
+    tokenizer can produce ids that the target lacks, or if there are no files and the vocabulary is not that of bytes.
     """
     path = folders.find(folder, EMBEDDED_TARGETS)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -146,7 +152,13 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
         return ByteTokenizer()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers package raises no narrower class
+        if isinstance(error, ValueError):
+            folders.refuse_own_code(path / "tokenizer_config.json")
+        found = ", ".join(name for name in TOKENIZER_FILES if (path / name).is_file())
+        raise CheckpointError(f"transformers can't read the tokenizer in {path} ({found}): {error}") from error
     if len(tokenizer) > vocab_size:
         raise CheckpointError(f"the tokenizer in {path} has {len(tokenizer)} tokens, the target {vocab_size}")
     return _HubTokenizer(tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)

@@ -1,0 +1,171 @@
+"""The keys of a run's file: its tables as forms, and what their values may be."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator
+
+from attn_backends.config.backend_files import Count
+from attn_backends.config.toml_options import Options
+from spec_metadata import Capacity, StepKind
+
+PHASES = {
+    "prefill": StepKind.PREFILL,
+    "decode": StepKind.DECODE,
+    "draft": StepKind.DRAFT_DECODE,
+    "verify": StepKind.TARGET_VERIFY,
+    "draft_extend": StepKind.DRAFT_EXTEND,
+}
+
+
+class PhaseNames(Options):
+    """The name of each phase's backend."""
+
+    prefill: str
+    decode: str
+    draft: str
+    verify: str
+    draft_extend: str
+
+    def of(self, phase: str) -> str:
+        """The backend of a phase."""
+        return str(getattr(self, phase))
+
+    @property
+    def distinct(self) -> tuple[str, ...]:
+        """The backends, each once, in the order of the phases."""
+        return tuple(dict.fromkeys(map(self.of, PHASES)))
+
+
+class EagleOptions(Options):
+    """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
+
+    worker: "eagle", one draft for all steps, or "mtp", a module for each. draft_graphs: of "mtp", "one" graph for all
+    modules (the default) or one "per_module".
+    """
+
+    worker: Literal["eagle", "mtp"] = "eagle"
+    topk: Count
+    num_steps: Count
+    num_draft_tokens: Count
+    draft_graphs: Literal["one", "per_module"] | None = None
+
+    @field_validator("num_draft_tokens")
+    @classmethod
+    def _fits_the_tree(cls, value: int, info: ValidationInfo) -> int:
+        if {"topk", "num_steps"} <= info.data.keys():
+            topk, num_steps = info.data["topk"], info.data["num_steps"]
+            Capacity(1, 1, 1, topk, num_steps, value)
+            if info.data.get("worker") == "mtp" and (topk, value) != (1, num_steps + 1):
+                raise ValueError(
+                    f"worker = 'mtp' drafts one token a module, so num_steps = {num_steps} needs topk = 1 and "
+                    f"num_draft_tokens = {num_steps + 1}; got {topk} and {value}"
+                )
+        return value
+
+    @field_validator("draft_graphs")
+    @classmethod
+    def _is_of_mtp(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("worker") == "eagle":
+            raise ValueError("worker = 'eagle' has one draft and one graph of it; worker = 'mtp' has modules")
+        return value
+
+    @property
+    def num_rerun(self) -> int:
+        """Committed positions that a draft extend runs again."""
+        return self.num_steps - 1 if self.worker == "mtp" else 0
+
+
+class ModelOptions(Options):
+    """Names of embedded models, or folders. draft: None to decode plainly. placeholder_token: what stands in prompts
+    for embeddings that come with them, None if prompts are text.
+    """
+
+    target: str
+    draft: str | None = None
+    placeholder_token: Annotated[int, Field(ge=0)] | None = None
+
+
+class RuntimeOptions(Options):
+    """How a run is carried out.
+
+    path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
+    capture, None for 1, 2, 4 and 8 as far as max_bs, or that itself if less; larger ones run eagerly. max_context:
+    tokens of a request, prompt and output together. prefill_chunk: prompt tokens of a request in one forward. prefill:
+    of path "graph", "eager" all the same, "piecewise", captured between its attention calls, or "full", with them.
+    prefill_buckets: numbers of tokens to capture it at; larger steps run eagerly. None for 64, each next four times as
+    many, up to max_bs prompts of prefill_chunk. seed: of the order in which pages are used. host_lag: cycles launched
+    before tokens are read. planner, planning: what writes metadata, and whether before a graph or as its first node.
+    kernel, page_size: None for those of the backend's file. cache_dtype: 8-bit floats, None for those of the weights.
+    """
+
+    path: Literal["graph", "eager"] = "graph"
+    max_bs: Count = 8
+    buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
+    max_context: Count = 1024
+    max_new_tokens: Count = 64
+    prefill_chunk: Count = 256
+    prefill: Literal["eager", "piecewise", "full"] = "eager"
+    prefill_buckets: Annotated[tuple[Count, ...], Field(min_length=1, strict=False, validate_default=True)] = None  # type: ignore[assignment]
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    device: str = "cpu"
+    seed: int = 0
+    host_lag: Literal[0, 1] = 0
+    planner: Literal["auto", "torch", "fused"] = "auto"
+    planning: Literal["before", "in_graph"] = "before"
+    kernel: str | None = None
+    page_size: Count | None = None
+    cache_dtype: Literal["float8_e4m3fn"] | None = None
+
+    @field_validator("buckets", mode="before")
+    @classmethod
+    def _as_far_as_a_step(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            return tuple(sorted({min(bs, info.data.get("max_bs", bs)) for bs in (1, 2, 4, 8)}))
+        return value
+
+    @field_validator("prefill_buckets", mode="before")
+    @classmethod
+    def _as_far_as_all_prompts(cls, value: object, info: ValidationInfo) -> object:
+        if value is None:
+            most = info.data.get("max_bs", 1) * info.data.get("prefill_chunk", 1)
+            return (*(size for size in (64 * 4**power for power in range(16)) if size < most), most)
+        if info.data.get("prefill") == "eager":
+            raise ValueError(f"prefill = 'eager' captures none, got {value}; set 'piecewise' or 'full', or omit them")
+        return value
+
+    @field_validator("buckets")
+    @classmethod
+    def _hold_no_more_than_a_step(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        if max(value) > info.data.get("max_bs", max(value)):
+            raise ValueError(f"a bucket of {max(value)} requests is larger than max_bs = {info.data['max_bs']}")
+        return value
+
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        try:
+            kind = torch.device(value).type
+        except RuntimeError:
+            kind = ""
+        if kind not in ("cpu", "cuda"):
+            raise ValueError(f"{value!r} is not a device to run on; give 'cpu', 'cuda' or, to choose one, 'cuda:1'")
+        return value
+
+
+class RunOptions(Options):
+    """A run's file. eagle: None if `model` names a target and no draft."""
+
+    backend: PhaseNames
+    eagle: EagleOptions | None = None
+    model: ModelOptions | None = None
+    runtime: RuntimeOptions = RuntimeOptions()
+
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _one_for_all(cls, value: object) -> object:
+        if not isinstance(value, str | dict):
+            raise ValueError(f"must be a backend's name, or a table with one for each phase, got {value!r}")
+        return dict.fromkeys(PHASES, value) if isinstance(value, str) else value
