@@ -54,6 +54,7 @@ def run(site, tmp_path):
     return run
 
 
+@pytest.mark.full  # `tests/test_docs.py` runs it without the report
 def test_the_pytest_door(run, tmp_path):
     code, output = run(*DOOR, "--attn-backend", "seqmajor", "--attn-quick", "--attn-json", "report.json", "-v")
     assert code == 0, output
@@ -128,10 +129,15 @@ def test_what_can_not_run_is_listed_and_never_a_success(run, tmp_path):
     [
         ([], "name a backend"),
         (["--attn-backend", "seqmajr"], "Did you mean 'seqmajor'?"),
-        (["--attn-backend", "seqmajor", "--attn-kernel", "fast"], "It has torch"),
-        (["--attn-backend", "seqmajor", "--attn-select", "nothing"], "no check's id matches 'nothing'"),
-        (["--attn-backend", "seqmajor", "--attn-config", "missing.toml"], "missing.toml is no file"),
-        (["--attn-backend", "json:JSONDecoder"], "no subclass of attn_backends.AttentionBackend"),
+        *(
+            pytest.param(["--attn-backend", *words], message, marks=pytest.mark.full)
+            for words, message in (
+                (["seqmajor", "--attn-kernel", "fast"], "It has torch"),
+                (["seqmajor", "--attn-select", "nothing"], "no check's id matches 'nothing'"),
+                (["seqmajor", "--attn-config", "missing.toml"], "missing.toml is no file"),
+                (["json:JSONDecoder"], "no subclass of attn_backends.AttentionBackend"),
+            )
+        ),
     ],
 )
 def test_what_can_not_be_used_is_an_error(run, arguments, message):

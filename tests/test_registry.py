@@ -9,6 +9,8 @@ import pytest
 from attn_backends import AttentionBackend, BackendUnavailableError, get_backend, list_backends, registry
 from attn_backends.backends.fa3 import FA3Backend
 
+pytestmark = pytest.mark.smoke
+
 
 class Unfinished(AttentionBackend):
     """A backend without its parts."""
