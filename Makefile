@@ -12,18 +12,23 @@ BIN = .venv/bin
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo test test-full gpu-results
+.PHONY: demo smoke test test-full gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
+
+smoke: $(INSTALLED)  ## the quick tests' quickest part, in a minute
+	$(RUN) pytest -m smoke
+	@$(RUN) tests.doc_blocks
 
 test: $(INSTALLED)  ## formatting, lint, types and tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(RUN) pytest -n 2
+	@$(RUN) tests.doc_blocks
 
-test-full: $(INSTALLED)  ## the whole crosses
+test-full: $(INSTALLED)  ## the whole crosses, and what takes long
 	$(RUN) pytest -n 2 -m full
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable

@@ -1,6 +1,8 @@
 """Determinism: one thread, a fixed seed before every test. Where no GPU is, Triton's interpreter runs its kernels."""
 
 import os
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,3 +15,17 @@ if not torch.cuda.is_available():
 def _deterministic() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    """A folder with what the wheels of the library and of its out-of-tree example install, entry points included."""
+    from hatchling.builders.wheel import WheelBuilder
+
+    root = Path(__file__).parent.parent
+    folder = tmp_path_factory.mktemp("wheels")
+    for project in (root, root / "examples" / "out_of_tree_backend"):
+        (wheel,) = WheelBuilder(str(project)).build(directory=str(folder), versions=["standard"])
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "site")
+    return folder / "site"

@@ -29,11 +29,13 @@ def run_cold(blocked: list[str], code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.smoke
 def test_packages_import_with_torch_alone():
     code = "import attn_backends, spec_metadata\nassert not torch.cuda.is_initialized()"
     run_cold(VENDORS + MODELS + FRONT_END, code)
 
 
+@pytest.mark.smoke
 def test_every_backend_class_imports_with_torch_alone():
     code = "from attn_backends import get_backend, list_backends\nprint(*map(get_backend, list_backends()))"
     assert "FA3Backend" in run_cold(VENDORS + MODELS + FRONT_END, code)

@@ -45,7 +45,10 @@ def bad(report):
     return [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD and not row.excused]
 
 
-@pytest.mark.parametrize("name", list_backends())
+ONE_OF_THEM = {"fa3": pytest.mark.smoke}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ONE_OF_THEM.get(name, ())) for name in list_backends()])
 def test_backend_conforms(name):
     report = run_conformance(name, quick=True)
     assert bad(report) == []

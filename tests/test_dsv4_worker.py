@@ -86,8 +86,11 @@ def test_a_worker_can_be_used_again_and_repeats_itself():
     assert serve(worker, given, 12) == serve(worker, given, 12)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("phase", ["prefill", "draft_prefill", "verify", "draft_extend"])
+FAILURES = [("prefill", 1), ("draft_prefill", 0), ("verify", 1), ("draft_extend", 0)]
+WITH_THE_OTHER_LAG = [pytest.param(phase, 1 - lag, marks=pytest.mark.full) for phase, lag in FAILURES]
+
+
+@pytest.mark.parametrize(("phase", "lag"), FAILURES + WITH_THE_OTHER_LAG)
 def test_a_step_that_fails_loses_its_requests(phase, lag, expected, monkeypatch):
     """It has overwritten states that it would begin with again. What came before is right, and others go on."""
     worker, run, ran = eagle_worker("v4", "dsv4", CAPACITY, chunk=50, seed=3, host_lag=lag), Runner.run, []

@@ -41,11 +41,3 @@ def test_stream_prints_every_text(preset, monkeypatch, capsys):
     assert len({line[:3] for line in lines[:8]}) > 1, "texts come one after the other, not as they grow"
     assert len(re.findall(r"^\[\d\] \w+: \d+ tokens in \d+ cycles$", statistics, flags=re.MULTILINE)) == len(requests)
     assert requests[1].statistics.num_shared_tokens > 60
-
-
-def test_the_example_of_the_serving_page_runs(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "serving.md").read_text(), re.DOTALL)
-    ran: dict = {}
-    exec(compile(example, "serving.md", "exec"), ran)
-    assert {str(ran["greedy"].finish), str(ran["sampled"].finish)} <= {"length", "stop", "eos"}
-    assert capsys.readouterr().out.count("\n") > 20

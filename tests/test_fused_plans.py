@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +29,31 @@ def _interpreted() -> None:
     interpreted("triton_inputs", "_copy_inputs")
 
 
-@pytest.mark.parametrize("pad", [0, 2])
-@pytest.mark.parametrize("table", [RequestTable, BlockTable])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "tree" not in kind])
-def test_fused_compressed(kind: str, table: type, pad: int) -> None:
-    for seed, (page_size, rings) in enumerate(RINGS.values()):
-        check_equal(rings.form, Case(kind, page_size, seed, form=table, pad=pad))
+QUICK_TABLES = ((RequestTable, 2), (BlockTable, 0))
+TABLES = [
+    pytest.param(table, pad, marks=() if (table, pad) in QUICK_TABLES else pytest.mark.full)
+    for table, pad in product((RequestTable, BlockTable), (0, 2))
+]
+
+
+def compressed_case(kind: str, rings: str, table: type, pad: int) -> Any:
+    """A case and its tier; padded prefills of long rings take up to 10 s each on the interpreter."""
+    quick = (table, pad) in QUICK_TABLES and not (kind == "prefill" and pad and rings in ("small", "real"))
+    marks = pytest.mark.full if not quick else pytest.mark.smoke if (kind, rings) == ("decode", "odd") else ()
+    return pytest.param(kind, rings, table, pad, marks=marks)
+
+
+COMPRESSED = [
+    compressed_case(kind, rings, table, pad)
+    for kind, rings, table, pad in product(KINDS, RINGS, (RequestTable, BlockTable), (0, 2))
+    if "tree" not in kind
+]
+
+
+@pytest.mark.parametrize(("kind", "rings", "table", "pad"), COMPRESSED)
+def test_fused_compressed(kind: str, rings: str, table: type, pad: int) -> None:
+    page_size, form = RINGS[rings]
+    check_equal(form.form, Case(kind, page_size, list(RINGS).index(rings), form=table, pad=pad))
 
 
 def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,8 +67,7 @@ def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     check_equal(rings.form, Case("prefill", page_size, 3, sizes=(9,), context=90))
 
 
-@pytest.mark.parametrize("pad", [0, 2])
-@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize(("table", "pad"), TABLES)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in FORMS for kind in (UNIFORM_KINDS if name == "block_table" else KINDS)]
 )

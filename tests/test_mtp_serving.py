@@ -21,8 +21,8 @@ GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 PER_MODULE = GRAPH | {"draft_graphs": "per_module"}
 
 RANDOM = [
-    ("mla", "flashinfer_mla", 16, GRAPH, 1),
-    ("mla", "trtllm_mla", 32, PER_MODULE, 0),
+    pytest.param("mla", "flashinfer_mla", 16, GRAPH, 1, marks=pytest.mark.full),
+    pytest.param("mla", "trtllm_mla", 32, PER_MODULE, 0, marks=pytest.mark.full),
     ("mla", "fa3", 4, {}, 1),
     ("gqa", "fa3", 16, PER_MODULE, 1),
     ("gqa", "reference", 1, {}, 0),

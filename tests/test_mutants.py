@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,20 @@ from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills
 KILLS = read_kills()
 HERE = [mutant for mutant in MUTANTS.values() if not mutant.needs]
 MAX_LINES = 10
+WORKER_LAWS = {"mtp", "multimodal", "prefill", "serving"}
 
 
-@pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
+def in_tiers(mutants: list[Mutant]) -> Iterator[Any]:
+    """Laws of workers take seconds a mutant: in the quick tests each of them kills one, the first that names it."""
+    seen = set[str]()
+    for mutant in mutants:
+        of_a_worker = {check.partition(".")[0] for check in mutant.killed_by} & WORKER_LAWS
+        known = seen.issuperset(mutant.killed_by)
+        yield pytest.param(mutant, id=mutant.name, marks=pytest.mark.full if of_a_worker and known else ())
+        seen.update(mutant.killed_by)
+
+
+@pytest.mark.parametrize("mutant", list(in_tiers(HERE)))
 def test_mutant_is_killed_by_the_checks_that_it_names(mutant: Mutant) -> None:
     """By a fail, never by an error; and the backend without it passes the same cases."""
     assert mutant.killed_by, "it names no check"

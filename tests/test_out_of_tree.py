@@ -1,4 +1,4 @@
-"""The example package and the doors of the suite, from wheels, in an empty folder."""
+"""The doors of the suite, from wheels in an empty folder. What guides show of them is run by `tests/test_docs.py`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
-from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
 DOOR = ["pytest", "-p", "no:cacheprovider", "--pyargs", "attn_backends.conformance"]
 
 VARIANTS = """
@@ -34,17 +31,6 @@ class Elsewhere(SeqMajorBackend):
     name = "elsewhere"
     kernels = tuple(replace(k, unavailable_reasons=lambda device: ["no such machine"]) for k in SeqMajorBackend.kernels)
 """
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """A folder with what the two wheels install, entry points included."""
-    folder = tmp_path_factory.mktemp("wheels")
-    for project in (ROOT, EXAMPLE):
-        (wheel,) = WheelBuilder(str(project)).build(directory=str(folder), versions=["standard"])
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder / "site")
-    return folder / "site"
 
 
 @pytest.fixture
@@ -68,6 +54,7 @@ def run(site, tmp_path):
     return run
 
 
+@pytest.mark.full  # `tests/test_docs.py` runs it without the report
 def test_the_pytest_door(run, tmp_path):
     code, output = run(*DOOR, "--attn-backend", "seqmajor", "--attn-quick", "--attn-json", "report.json", "-v")
     assert code == 0, output
@@ -77,22 +64,10 @@ def test_the_pytest_door(run, tmp_path):
     assert f"{len(report['rows'])} passed" in output
 
 
-def test_the_command_line_door(run):
-    code, output = run("attn_backends.cli", "conformance", "seqmajor", "--quick")
-    assert code == 0, output
-    assert "seqmajor" in output
-
-
 def test_the_command_line_door_finds_a_module_of_the_folder(run, tmp_path):
     (tmp_path / "variants.py").write_text(VARIANTS)
     code, output = run("attn_backends.cli", "info", "variants:Elsewhere")
     assert (code, "no such machine" in output) == (0, True), output
-
-
-def test_the_library_door_is_the_test_of_the_example(run):
-    code, output = run("pytest", "-p", "no:cacheprovider", str(EXAMPLE / "tests"), "--rootdir", ".")
-    assert code == 0, output
-    assert "1 passed" in output
 
 
 EXPECTED = """
@@ -154,10 +129,15 @@ def test_what_can_not_run_is_listed_and_never_a_success(run, tmp_path):
     [
         ([], "name a backend"),
         (["--attn-backend", "seqmajr"], "Did you mean 'seqmajor'?"),
-        (["--attn-backend", "seqmajor", "--attn-kernel", "fast"], "It has torch"),
-        (["--attn-backend", "seqmajor", "--attn-select", "nothing"], "no check's id matches 'nothing'"),
-        (["--attn-backend", "seqmajor", "--attn-config", "missing.toml"], "missing.toml is no file"),
-        (["--attn-backend", "json:JSONDecoder"], "no subclass of attn_backends.AttentionBackend"),
+        *(
+            pytest.param(["--attn-backend", *words], message, marks=pytest.mark.full)
+            for words, message in (
+                (["seqmajor", "--attn-kernel", "fast"], "It has torch"),
+                (["seqmajor", "--attn-select", "nothing"], "no check's id matches 'nothing'"),
+                (["seqmajor", "--attn-config", "missing.toml"], "missing.toml is no file"),
+                (["json:JSONDecoder"], "no subclass of attn_backends.AttentionBackend"),
+            )
+        ),
     ],
 )
 def test_what_can_not_be_used_is_an_error(run, arguments, message):

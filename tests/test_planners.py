@@ -84,7 +84,10 @@ def test_a_fused_planner_takes_the_place_of_the_definition(monkeypatch: pytest.M
     assert calls == [1, 3]
 
 
-@pytest.mark.parametrize("name", ["fa3", "trtllm_mla", "flashinfer_mla", "dsv4"])
+SMOKE, FULL = pytest.param("fa3", marks=pytest.mark.smoke), pytest.param("dsv4", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", [SMOKE, "trtllm_mla", "flashinfer_mla", FULL])
 def test_fused_planners_pass_the_suite_in_a_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded as the first node of graphs that grow, shrink, are padded or run idle."""
     interpreted("triton_plan", "_plan_pages")

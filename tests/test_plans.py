@@ -28,6 +28,8 @@ from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import host_lens, query_starts
 from tests.plan_batches import KINDS, PACKED_KINDS, RESERVED, Case
 
+pytestmark = pytest.mark.smoke
+
 CPU = torch.device("cpu")
 PAGE_SIZES = [1, 4, 16, 64]
 PLANS: dict[str, tuple[tuple[BufferSpec, ...], Callable[..., Any], Callable[..., None]]] = {

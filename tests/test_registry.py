@@ -12,6 +12,8 @@ from attn_backends import AttentionBackend, BackendUnavailableError, get_backend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cli import main
 
+pytestmark = pytest.mark.smoke
+
 
 class Unfinished(AttentionBackend):
     """A backend without its parts."""

@@ -115,10 +115,13 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("form", [RequestTable, BlockTable])
+LONG = pytest.param(BlockTable, 40, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("form", "turns"), [(RequestTable, 40), (BlockTable, 8), LONG])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("fused")
-def test_a_replay_depends_on_nothing_before_it(kind: StepKind, form: type) -> None:
+def test_a_replay_depends_on_nothing_before_it(kind: StepKind, form: type, turns: int) -> None:
     """On two graphs of a kind and one of any, which share their memory."""
     engine = Engine(form)
     backend = FA3Backend(CAPACITY, GEOMETRY, kernel="torch", planner="fused")
@@ -127,7 +130,7 @@ def test_a_replay_depends_on_nothing_before_it(kind: StepKind, form: type) -> No
     paging = engine.paging([0])
     idle = Step.idle(paging.on_static(paging.static_input()[:0]))
     last = [engine.step(bucket) for bucket in buckets]
-    for turn in range(40):
+    for turn in range(turns):
         number, what = engine.rng.choice((0, 0, 0, 0, 1, 2)), engine.rng.choice(("idle", "again", "again", "new"))
         bucket, meta = metas[number]
         if what != "idle":

@@ -1,0 +1,200 @@
+"""Sentences that quote a result say what the result says: each is a pattern of the numbers, and what gives them.
+
+Results are read by `attn_backends.results` alone. Who commits a new result renews the sentences that fail here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn_backends import results
+
+ROOT = Path(__file__).parent.parent
+README, DESIGN, RECORDED = "README.md", "docs/design.md", "docs/recorded-graphs.md"
+FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
+BATCHES = (1, 32, 128)
+
+
+def rows(pattern: str, **values: Any) -> list[Any]:
+    """The rows with certain values, of every result below docs/results whose name fits."""
+    files = sorted((ROOT / "docs" / "results").glob(f"{pattern}.json"))
+    assert files, pattern
+    return [
+        row
+        for file in files
+        for row in results.read(file).rows
+        if all(row[name] == value for name, value in values.items())
+    ]
+
+
+def number(pattern: str, **values: Any) -> str:
+    return f"{len(rows(pattern, **values)):,}"
+
+
+def all_are(pattern: str, name: str, value: object) -> str:
+    """The number of rows, all of which have a value."""
+    assert {row[name] for row in rows(pattern)} == {value}
+    return number(pattern)
+
+
+def cases(row: Any) -> int:
+    """How many cases a row of a summary stands for."""
+    return row.get("cases", 1)
+
+
+def executed() -> str:
+    done = ("pass", "fail", "xfail", "refused")
+    return f"{sum(cases(row) for row in rows('h200/conformance_*') if row['status'] in done):,}"
+
+
+def packed_graphs() -> str:
+    of = {"kernel": "vllm_flash_attn", "path": "graph", "check": "math.packed_draft_extend"}
+    assert {row["status"] for row in rows("h200/conformance_fa3", **of)} == {"pass"}
+    return f"{sum(map(cases, rows('h200/conformance_fa3', **of))):,}"
+
+
+def planned() -> str:
+    assert sum(row["differ"] for row in rows("h200/planners")) == 0
+    return f"{sum(row['batches'] for row in rows('h200/planners')):,}"
+
+
+def spread(values: Iterable[float], digits: int) -> tuple[str, str]:
+    found = list(values)
+    return f"{min(found):.{digits}f}", f"{max(found):.{digits}f}"
+
+
+def target(pattern: str, name: str) -> tuple[str, str]:
+    """What a benchmark found for one of its targets: least and most."""
+    files = sorted((ROOT / "docs" / "results" / "h200").glob(f"{pattern}.json"))
+    found = [
+        target for file in files for target in results.read(file).own.get("targets", ()) if target["target"] == name
+    ]
+    return spread((target["value"] for target in found), 2)
+
+
+def megabytes(page_size: int) -> str:
+    whole = rows("h200/bench_memory", phase="all", buffer="total", page_size=page_size, batch_size=128, context=131072)
+    return f"{max(row['bytes'] for row in whole) / 1e6:.3g}"
+
+
+def cycles(backend: str, kernel: str, mode: str = "in_graph", **values: Any) -> list[Any]:
+    values |= {"phase": "cycle", "topk": 1, "kernel": kernel, "mode": mode}
+    return rows(f"h200/bench_metadata_{backend}", **values)
+
+
+def table_row(backend: str, kernel: str, page_size: int) -> tuple[str, ...]:
+    """The numbers of a row of README's table."""
+
+    def cell(kernel: str, mode: str, name: str) -> str:
+        found = cycles(backend, kernel, mode, context=4096, page_size=page_size)
+        values = {row["batch_size"]: row[name] for row in found}
+        return ", ".join(f"{values[bs]:.0f}" for bs in BATCHES) if values else ""
+
+    (launches,) = {row["launches"] for row in cycles(backend, kernel)}
+    ours = cell(kernel, "in_graph", "gpu_us"), str(launches), cell(kernel, "in_graph", "host_us")
+    return *ours, cell(kernel, "vendor", "gpu_us"), cell("", "sglang", "gpu_us"), cell("", "sglang", "host_us")
+
+
+HOST_KERNELS = (("trtllm_mla", "flashmla"), ("dsv4", "flashmla_sparse"), ("fa3", "vllm_flash_attn"))
+
+
+def host_times() -> tuple[str, str]:
+    found = [row for names in HOST_KERNELS for row in cycles(*names)]
+    assert {(row["syncs"], row["to_host"]) for row in found} == {(0, 0)}
+    assert {row["batch_size"] for row in found} == {1, 32, 128, 512}
+    return spread((row["host_us"] for row in found), 0)
+
+
+def of_sglang(backend: str, kernel: str) -> tuple[str, str]:
+    """Host time in per cent of that of SGLang's classes at the same sizes."""
+
+    def by_size(kernel: str, mode: str) -> dict[tuple[int, ...], float]:
+        found = cycles(backend, kernel, mode)
+        return {(row["batch_size"], row["context"], row["page_size"]): row["host_us"] for row in found}
+
+    peers = by_size("", "sglang")
+    return spread((100 * us / peers[size] for size, us in by_size(kernel, "in_graph").items()), 0)
+
+
+def triton_times() -> tuple[str, str]:
+    sizes = {"trtllm_mla": 64, "dsv4": 256, "fa3": 64}
+    found = [row for name, size in sizes.items() for row in cycles(name, "triton", context=4096, page_size=size)]
+    assert {row["launches"] for row in found} == {6}
+    return spread((row["gpu_us"] for row in found if row["batch_size"] in BATCHES), 0)
+
+
+def slower_cycles() -> str:
+    found = [row for row in rows("h200/bench_cycle") if row["mode"] in ("graph_before", "graph", "loop")]
+    assert {row["kernel"] for row in found} == {"flashmla", "vllm_flash_attn"}
+    return f"{100 * (max(row['ratio'] for row in found) - 1):.1f}"
+
+
+SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
+    (README, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
+    (README, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
+    (README, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
+    (README, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
+    (README, r"(\S+) executed cases", executed),
+    (RECORDED, r"CUDA graphs, (\S+) cases on", executed),
+    (README, r"integer of \[(\S+) random batches\]", planned),
+    (README, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
+    (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),
+    (RECORDED, r"caught by both \| (\S+) \|", lambda: number("h200/mutants", cpu="fail", cuda="fail")),
+    (README, r"\[(\S+) pairs\]\(docs", lambda: number("h200/bench_attention")),
+    (
+        README,
+        r"takes (\S+) to (\S+) times what the vendor's raw call",
+        lambda: spread((row["ratio"] for row in rows("h200/bench_attention")), 2),
+    ),
+    (README, r"\[(\S+) rows\]\(docs/results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
+    (DESIGN, r"\[(\S+) rows\]\(results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
+    (FLASH_ATTENTION, r"all (\S+) packed draft extends", packed_graphs),
+    (README, r"reach (\S+) to (\S+) of a copy", lambda: target("kernels_*", "MLA of 16 heads, of a copy's bandwidth")),
+    (
+        README,
+        r"and (\S+) to (\S+) of FlashMLA's in compressed",
+        lambda: target("kernels_*", "128 rows over 128 keys and 512 selected entries, of FlashMLA's speed"),
+    ),
+    (
+        README,
+        r"but (\S+) to (\S+) of the vendors'",
+        lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed"),
+    ),
+    (README, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
+    (README, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
+    (README, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
+    (README, r"takes (\S+) to (\S+) us from 1 request to 512", host_times),
+    (README, r": (\S+) to (\S+) % of what SGLang's classes", lambda: of_sglang("trtllm_mla", "flashmla")),
+    (README, r"for `trtllm_mla`, (\S+) to (\S+) % for `fa3`", lambda: of_sglang("fa3", "vllm_flash_attn")),
+    (README, r"FlashInfer takes (\S+) to (\S+) %", lambda: of_sglang("flashinfer_mla", "flashinfer_fa3")),
+    (README, r"the device (\S+) to (\S+) us, in six launches", triton_times),
+    (README, r"take at most (\S+) % longer with", slower_cycles),
+]
+TABLE = [
+    ("trtllm_mla", "flashmla", 64),
+    ("dsv4", "flashmla_sparse", 256),
+    ("fa3", "vllm_flash_attn", 64),
+    ("flashinfer_mla", "flashinfer_fa3", 1),
+]
+
+
+def text_of(document: str) -> str:
+    return re.sub(r"\s+", " ", (ROOT / document).read_text())
+
+
+@pytest.mark.parametrize(("document", "pattern", "count"), SENTENCES, ids=[pattern for _, pattern, _ in SENTENCES])
+def test_a_sentence_says_what_the_results_say(document, pattern, count):
+    found = re.findall(pattern, text_of(document))
+    expected = count()
+    assert found == [expected]
+
+
+@pytest.mark.parametrize(("backend", "kernel", "page_size"), TABLE)
+def test_the_table_of_a_cycle_says_what_the_results_say(backend, kernel, page_size):
+    (found,) = re.findall(rf"\| `{backend}`, `{kernel}`[^|]*\|([^`]*)\|", text_of(README))
+    assert tuple(cell.strip() for cell in found.split("|")[:6]) == table_row(backend, kernel, page_size)

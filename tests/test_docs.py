@@ -1,0 +1,126 @@
+"""The code of README and the documents runs as it stands: Python, commands, TOML. `tests/doc_blocks.py` finds it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from argparse import ArgumentParser
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from attn_backends import cli
+from attn_backends.conformance.cases import Case
+from benchmarks import __main__ as benchmarks
+from tests.doc_blocks import BLOCK, DOCUMENTS, ROOT, Snippet, snippets
+
+EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
+CODE = [snippet for document in DOCUMENTS for snippet in snippets(document)]
+OWN_BACKEND = """
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+
+class MyMLABackend(FlashInferMLABackend):
+    name = "my_mla"
+"""
+
+
+def those(language: str, run: bool = True) -> list[Snippet]:
+    return [snippet for snippet in CODE if snippet.language == language and (snippet.reason == "") is run]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("document", sorted({snippet.document for snippet in those("python")}), ids=str)
+def test_the_python_blocks_of_a_document_run_one_after_the_other(document, monkeypatch):
+    lines = [""] * len((ROOT / document).read_text().splitlines())
+    for snippet in those("python"):
+        if snippet.document == document:
+            code = snippet.text.splitlines()
+            lines[snippet.line - 1 : snippet.line - 1 + len(code)] = code
+    module = ModuleType("document")
+    monkeypatch.setitem(sys.modules, "document", module)  # where a dataclass looks for its module's names
+    exec(compile("\n".join(lines) + "\n", ROOT / document, "exec", dont_inherit=True), vars(module))
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    """A copy of the example, in which the documents' commands find what they name."""
+    folder = tmp_path_factory.mktemp("documents") / "desk"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder.parent / "bin").mkdir()
+    for name, module in (("attn-backends", "-m attn_backends.cli"), ("pytest", "-m pytest"), ("python", "")):
+        script = folder.parent / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -P {module} "$@"\n')
+        script.chmod(0o755)
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "my_mla.py").write_text(OWN_BACKEND)
+    shutil.copy(ROOT / "reference" / "configs" / "eagle" / "chain.toml", folder / "my.toml")
+    (folder / "prompt.txt").write_text("import os\n")
+    (folder / "case.json").write_text(Case("math.decode", kind="decode", lens=(5, 3)).to_json())
+    return folder
+
+
+@pytest.mark.parametrize("command", sorted({snippet.text for snippet in those("sh")}))
+def test_a_command_of_the_documents_runs(command, desk, site):
+    environment = os.environ | {
+        "PATH": os.pathsep.join((str(desk.parent / "bin"), os.environ["PATH"])),
+        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "reference"))),
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=desk, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("block", those("toml"), ids=str)
+def test_the_toml_of_the_documents_is_toml(block):
+    assert tomllib.loads(block.text)
+
+
+def understood(command: cli.Command, words: list[str]) -> None:
+    parser = ArgumentParser()
+    command.add_arguments(parser)
+    parser.parse_args(words)
+
+
+@pytest.mark.parametrize("snippet", [*those("sh", run=False), *those("python", run=False)], ids=str)
+def test_what_is_not_run_is_at_least_understood(snippet):
+    if snippet.language == "python":
+        compile(snippet.text, str(snippet), "exec")
+        return
+    match shlex.split(snippet.text):
+        case ["attn-backends", name, *words]:
+            understood(cli.find(name), words)
+        case ["python", "-m", "benchmarks", *words]:
+            understood(benchmarks.COMMAND, words)
+        case ["python", "-m", module, *_]:
+            assert find_spec(module) is not None
+        case ["make", target, *_]:
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+        case [program, *_]:
+            assert program in ("pip", "pytest")
+
+
+def test_no_block_of_a_document_escapes():
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        assert 2 * len(BLOCK.findall(text)) == text.count("```"), document
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("```\nls\n```\n", "a block of ''"),
+        ("<!-- not run: too slow -->\n```sh\nls\n```\n", "too slow"),
+        ("<!-- not run: `make *` takes minutes -->\n```sh\nls\n```\n", r"`make \*` in front of the block names no"),
+    ],
+)
+def test_a_wrong_block_is_named(block, message, tmp_path):
+    (tmp_path / "page.md").write_text(block)
+    with pytest.raises(ValueError, match=message):
+        snippets(tmp_path / "page.md")
