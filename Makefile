@@ -12,7 +12,7 @@ BIN = .venv/bin
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo smoke test test-full gpu-results
+.PHONY: demo smoke test test-full test-versions test-wheel gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -30,6 +30,19 @@ test: $(INSTALLED)  ## formatting, lint, types and tests
 
 test-full: $(INSTALLED)  ## the whole crosses, and what takes long
 	$(RUN) pytest -n 2 -m full
+
+test-versions: $(INSTALLED)  ## the smoke tier with the oldest and the newest versions of what we use; or those of ROWS
+	$(RUN) tests.versions $(ROWS)
+
+test-wheel:  ## the built wheels, in an environment of their own in an empty folder: the library alone, then both
+	wheel=$$(mktemp -d) && $(PYTHON) -m venv $$wheel/venv \
+	&& $$wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir $$wheel . && cd $$wheel \
+	&& venv/bin/python -m pip install --quiet --constraint $(CURDIR)/requirements-cpu.txt *.whl \
+	&& venv/bin/attn-backends list && venv/bin/attn-backends conformance fa3 --kernel torch --quick \
+	&& $$wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir $$wheel/reference $(CURDIR)/reference \
+	&& venv/bin/python -m pip install --quiet --constraint $(CURDIR)/requirements-cpu.txt reference/*.whl \
+	&& venv/bin/attn-backends generate --prompt "import os" --max-new-tokens 8 \
+	&& rm -r $$wheel
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)

@@ -40,6 +40,7 @@ def run_json(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.smoke
 def test_list_has_every_backend_and_says_what_runs(capsys):
     backends = run_json(capsys, "list")["backends"]
     assert [backend["name"] for backend in backends] == list(list_backends())

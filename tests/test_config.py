@@ -19,6 +19,8 @@ from spec_metadata import Capacity
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
 FA3 = 'backend = "fa3"\n'
 
+pytestmark = pytest.mark.smoke
+
 
 class KeysAndValuesOnly(FA3Backend):
     """A backend of another package that shares no format with MLA."""

@@ -70,6 +70,7 @@ class Pages:
         return ForwardAttention(self.backend, self.caches, meta.at(), self.model.layers)
 
 
+@pytest.mark.smoke
 @torch.no_grad()
 def test_paged_logits_are_transformers_own(target):
     """Prefill in chunks and verify with rejected drafts, past two blocks of 128 and more entries than are selected."""

@@ -71,6 +71,7 @@ def test_loaded_models_equal_those_that_were_saved(folders: tuple[str, Path, Pat
         torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", EMBEDDED_DRAFTS)
 def test_embedded_checkpoints_load_by_name(name: str) -> None:
     of_target, _, _ = name.partition("-")

@@ -91,6 +91,7 @@ def test_decode(case: TargetCase) -> None:
     case.errors.check()
 
 
+@pytest.mark.smoke
 def test_chain_verify(case: TargetCase) -> None:
     case.prefill()
     case.errors = rm.Errors()

@@ -1,0 +1,160 @@
+"""The smoke tier with other versions of the packages that pyproject.toml declares: what `make test-versions` runs.
+
+    python -m tests.versions [--json FILE] [ROW ...]
+
+A row is a virtual environment on top of this one, in which some packages are replaced:
+
+    oldest      every package at its lower bound
+    newest      every package at the newest release that its bounds admit
+    registry    every package at the newest release of all; it reports, and fails nothing
+    NAME==1.2   what is asked for; several with commas between them
+
+torch is the one of this environment in every row: another build of it may bring gigabytes of CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import venv
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+
+from attn_backends import results
+
+ROOT = Path(__file__).parent.parent
+SMOKE = ("-m", "smoke")  # the arguments of pytest that select the smoke tier
+PACKAGES = ("transformers", "triton", "pydantic", "safetensors", "rich", "pytest")
+ROWS, REPORTS_ONLY = ("oldest", "newest", "registry"), "registry"
+LIMIT = 900  # seconds of a row's tests
+VERSIONS = "import json, sys, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+
+
+def declared(root: Path = ROOT) -> dict[str, Requirement]:
+    """What the library and the reference engine ask for of `PACKAGES`, for use or for tests."""
+    listed: list[str] = []
+    for file in (root / "pyproject.toml", root / "reference" / "pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        listed += project["dependencies"]
+        listed += [line for group in project.get("optional-dependencies", {}).values() for line in group]
+    return {found.name: found for found in map(Requirement, listed) if found.name in PACKAGES}
+
+
+def lower_bound(requirement: Requirement) -> str:
+    """The oldest version that a requirement admits."""
+    (bound,) = (each.version for each in requirement.specifier if each.operator == ">=")
+    return bound
+
+
+def wanted(row: str) -> list[str]:
+    """What pip is asked for in a row."""
+    if row == "registry":
+        return list(PACKAGES)
+    if row == "newest":
+        return [f"{name}{requirement.specifier}" for name, requirement in declared().items()]
+    if row == "oldest":
+        return [f"{name}=={lower_bound(requirement)}" for name, requirement in declared().items()]
+    return row.split(",")
+
+
+def make_environment(folder: Path, requirements: list[str]) -> Path:
+    """A virtual environment that sees this one's packages behind its own; returns its Python."""
+    venv.create(folder)
+    python, site = folder / "bin" / "python", next(folder.glob("lib/python*/site-packages"))
+    (site / "below.pth").write_text(
+        "\n".join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
+    )
+    (folder / "constraints.txt").write_text(f"torch=={version('torch')}\n")
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--upgrade"]
+    subprocess.run([*command, "-c", str(folder / "constraints.txt"), *requirements], check=True, capture_output=True)
+    return python
+
+
+def run_row(row: str) -> dict[str, Any]:
+    """A row: the versions that it had, and what came of the smoke tier."""
+    start, head = time.monotonic(), {"row": row, "gates": row != REPORTS_ONLY}
+    with tempfile.TemporaryDirectory() as name:
+        try:
+            python = make_environment(Path(name) / "venv", wanted(row))
+        except subprocess.CalledProcessError as error:
+            return head | {"reason": reason(error.stderr.decode())}
+        found = subprocess.run([python, "-c", VERSIONS, *PACKAGES], capture_output=True, text=True, check=True)
+        report = Path(name) / "report.xml"
+        command = [python, "-m", "pytest", "-q", *SMOKE, f"--junitxml={report}"]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                timeout=LIMIT,
+                capture_output=True,
+                text=True,
+            )
+            outcome = counts(report.read_text()) if report.exists() else {"reason": reason(done.stdout + done.stderr)}
+        except subprocess.TimeoutExpired:
+            outcome = {"reason": f"no end after {LIMIT} s"}
+    return head | {"versions": json.loads(found.stdout)} | outcome | {"seconds": round(time.monotonic() - start)}
+
+
+def counts(report: str) -> dict[str, Any]:
+    """What pytest's XML report says: how many tests passed, were skipped and failed, and which failed with what."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    wrong = [(case, problem) for case in cases for problem in (*case.iter("failure"), *case.iter("error"))]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    failures = [
+        f"{case.get('name')}: {reason((problem.get('message') or '?').splitlines()[0])}" for case, problem in wrong
+    ]
+    failed = len({id(case) for case, _ in wrong})
+    found = {"passed": len(cases) - skipped - failed, "skipped": skipped, "failed": failed}
+    return found | ({"failures": failures} if failures else {})
+
+
+def reason(text: str) -> str:
+    """The line of a command's output that says most, without addresses and folders."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = next((line for line in lines if line.startswith("ERROR:")), lines[-1] if lines else "nothing was said")
+    return results.without_folders(re.sub(r"\w+://[^\s)]+", "ADDRESS", said))[:300]
+
+
+def passes(row: dict[str, Any]) -> bool:
+    """Whether tests ran in a row, and none failed."""
+    return row.get("passed", 0) > 0 and row["failed"] == 0
+
+
+def in_words(row: dict[str, Any]) -> Iterator[str]:
+    """A row as lines for people."""
+    versions = ", ".join(f"{name} {number}" for name, number in row.get("versions", {}).items())
+    said = row.get("reason") or f"{row['passed']} passed, {row['skipped']} skipped, {row['failed']} failed"
+    yield f"{row['row']}: {'passes' if passes(row) else 'FAILS'} ({said}) with {versions or 'nothing installed'}"
+    yield from (f"    {failure}" for failure in row.get("failures", ()))
+
+
+def main() -> int:
+    """Run rows and say what came of each; 1 if one fails that counts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"default: {' '.join(ROWS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
+    args = parser.parse_args()
+    rows = []
+    for name in args.rows or ROWS:
+        rows.append(run_row(name))
+        print(*in_words(rows[-1]), sep="\n", flush=True)
+    if args.json:
+        results.write(args.json, results.head(["python", "-m", "tests.versions", *sys.argv[1:]]), rows)
+    return int(any(row["gates"] and not passes(row) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
