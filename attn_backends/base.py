@@ -51,7 +51,7 @@ from spec_metadata import (
     static_step,
     write_slots,
 )
-from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on
+from spec_metadata.admission import check_bucket, check_capture_room, check_table_room, check_values, is_on
 from spec_metadata.buffers import out_of_range
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
@@ -152,6 +152,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
         It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
         """
+        check_bucket(bucket, self.capacity)
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         check_capture_room(paging, self.capacity)

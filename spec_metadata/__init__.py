@@ -7,13 +7,21 @@ from spec_metadata.acceptance import Acceptance, accept, compaction_moves
 from spec_metadata.buffers import Arena, Buffers, BufferSpec, Dim, Producer, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import Step, next_slots, token_positions
+from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 from spec_metadata.sampling import Sampling, SamplingParams, choose
 from spec_metadata.static_inputs import copy_step, idle_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
-from spec_metadata.visibility import DensePart, TreePart, dense_part, real_rows, tree_part, write_slots
+from spec_metadata.visibility import (
+    DensePart,
+    TreePart,
+    dense_part,
+    real_rows,
+    token_positions,
+    tree_part,
+    write_slots,
+)
 
 __all__ = [
     "Acceptance",

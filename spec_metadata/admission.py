@@ -11,7 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from spec_metadata.capacity import Capacity, StepKind
+from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
@@ -19,30 +19,52 @@ from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
-    """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only."""
+    """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only.
+
+    A bound that is no longer than the context is the capacity's own: what fits behind shorter requests is taken.
+    """
     if step.kind is StepKind.IDLE:
         return
-    if step.seq_lens_cpu is not None:
-        committed = max(step.seq_lens_cpu, default=0)
-    elif step.max_committed is not None:
-        committed = step.max_committed
-    else:
-        committed = capacity.max_context if isinstance(step.query, UniformQuery) else 0
-    num_added = step.num_added_at_least
-    longest = max(committed + num_added, step.width)
-    if step.seq_lens_cpu is not None and isinstance(step.query, PackedQuery):
-        real = zip(step.seq_lens_cpu, step.query.lens_cpu, strict=False)  # padding is behind, and has no exact length
-        longest = max(map(sum, real), default=0)
-    if longest > capacity.max_kv_len:
+    committed, num_added = _longest(step, capacity)
+    if committed + num_added > capacity.max_kv_len:
         raise InvalidStepError(
-            f"a {step.kind} step adds {max(num_added, step.width)} tokens to requests of up to {committed} committed; "
-            f"the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} and {capacity.draft_room} "
-            "drafted)"
+            f"a request of a {step.kind} step has {_described(committed, step)} and adds {num_added}, together "
+            f"{committed + num_added}; the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} "
+            f"and {capacity.draft_room} drafted, in whole pages of {capacity.page_size})"
         )
-    extent = step.extent(capacity)
-    if step.paging.row_tokens < extent.max_kv_len:
-        committed = capacity.max_context if step.max_committed is None else step.max_committed
-        raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
+    row_tokens, is_known = step.paging.row_tokens, step.seq_lens_cpu is not None or step.max_committed is not None
+    if not is_known and row_tokens < capacity.max_tokens:
+        advice = "Make the table wider, or pass max_committed or seq_lens_cpu if requests are shorter"
+        raise InvalidStepError(f"{_too_narrow(row_tokens, capacity)}. {advice}")
+    if isinstance(step.query, BoundedQuery):  # its longest request may be padding, which reads whole pages
+        row_tokens = ceil_div(row_tokens, capacity.page_size) * capacity.page_size
+    if committed + num_added > row_tokens:
+        raise InvalidStepError(
+            f"a table row holds {row_tokens} tokens; {committed + num_added} are needed: a request of the {step.kind} "
+            f"step has {_described(committed, step)} and adds {num_added}. Make the table wider"
+        )
+
+
+def _longest(step: Step, capacity: Capacity) -> tuple[int, int]:
+    """Committed tokens, and those that the step adds, of the request that needs most, as far as the host knows."""
+    if isinstance(step.query, UniformQuery):
+        return longest_promised(step, capacity), step.num_added_at_least
+    lens, known = step.query.lens_cpu if isinstance(step.query, PackedQuery) else (), step.seq_lens_cpu
+    if known is not None:  # of padding, which is behind, the host knows no exact length
+        return max(zip(known, lens, strict=False), key=sum, default=(0, 0))
+    bound = longest_promised(step, capacity)
+    if (bound <= capacity.max_context and step.paging.row_tokens >= capacity.max_tokens) or step.max_committed is None:
+        bound = 0
+    return max((0, step.width), (bound, step.num_added_at_least), key=sum)
+
+
+def _described(committed: int, step: Step) -> str:
+    """Committed tokens, and how the host knows."""
+    if step.seq_lens_cpu is not None:
+        return f"{committed} committed tokens"
+    if committed == 0 and step.max_committed != 0:
+        return "0 or more committed tokens"
+    return f"up to {committed} committed tokens ({'max_context' if step.max_committed is None else 'max_committed'})"
 
 
 def is_on(step: Step, device: torch.device) -> bool:
@@ -52,31 +74,69 @@ def is_on(step: Step, device: torch.device) -> bool:
 
 def most_committed(step: Step, capacity: Capacity) -> int:
     """Committed tokens of a request up to which `check_table_room` takes a uniform step like one that it took: any that
-    the capacity holds, and of a table that is narrower those of that step.
+    the capacity and the table hold, and of a table that is narrower than the capacity those of that step.
     """
-    if step.paging.row_tokens >= capacity.max_kv_len:
-        return capacity.max_kv_len - step.num_added_at_least
+    if step.paging.row_tokens >= capacity.max_tokens:
+        return min(capacity.max_kv_len, step.paging.row_tokens) - step.num_added_at_least
     return longest_promised(step, capacity)
 
 
 def longest_promised(step: Step, capacity: Capacity) -> int:
-    """Committed tokens of the longest request, as far as the host knows."""
-    if step.max_committed is not None:
-        return step.max_committed
-    return max(capacity.max_context, *(step.seq_lens_cpu or (0,)))
+    """Committed tokens of the longest request of a step, as far as the host knows.
+
+    A draft extend that is no wider than the capacity's begins at the tokens that it runs again, so that a bound on what
+    is committed leaves it room.
+    """
+    if step.seq_lens_cpu is not None:
+        return max(step.seq_lens_cpu, default=0)
+    bound = capacity.max_context if step.max_committed is None else step.max_committed
+    num_added = step.num_added_at_least
+    if step.kind is StepKind.DRAFT_EXTEND and bound <= capacity.max_context and num_added <= capacity.extend_width:
+        return min(bound, capacity.max_tokens - num_added)
+    return bound
 
 
 def check_capture_room(paging: Paging, capacity: Capacity) -> None:
     """Refuse to capture on a table that can't hold a request at the capacity."""
-    if paging.row_tokens < capacity.max_kv_len:
-        raise InvalidStepError(_too_narrow(paging, capacity.max_kv_len, capacity.max_context, capacity))
+    if paging.row_tokens < capacity.max_tokens:
+        raise InvalidStepError(f"{_too_narrow(paging.row_tokens, capacity)}. Make the table wider")
 
 
-def _too_narrow(paging: Paging, needed: int, committed: int, capacity: Capacity) -> str:
+def check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
+    """Refuse a bucket that no step of this capacity fills."""
+    kind, num_steps = bucket.kind, 1
+    if kind is StepKind.IDLE:
+        raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
+    if bucket.bs < 1 or bucket.num_tokens < 1:
+        raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
+    if isinstance(bucket, TokenBucket):
+        if kind not in (StepKind.PREFILL, StepKind.DRAFT_EXTEND):
+            raise InvalidStepError(f"a {kind} step has no packed rows; take Capacity.bucket, not ({bucket})")
+        return
+    if kind is StepKind.PREFILL:
+        raise InvalidStepError(f"a prefill step has packed rows; take Capacity.prefill_bucket, not ({bucket})")
+    if kind is StepKind.DECODE and bucket.width != 1:
+        raise InvalidStepError(f"a decode step has 1 query row a request, got ({bucket})")
+    if kind is StepKind.DRAFT_DECODE:
+        num_steps = bucket.num_steps
+    num_added = bucket.width * num_steps
+    if num_steps < 1 or num_added > capacity.max_kv_len:
+        raise InvalidStepError(
+            f"({bucket}) adds {num_added} tokens to a request; the capacity holds {capacity.max_kv_len}, with what is "
+            "committed"
+        )
+    is_drawn = {StepKind.DRAFT_DECODE: bucket.width > 1, StepKind.TARGET_VERIFY: bucket.tree}.get(kind, False)
+    if (bucket.tree, bucket.num_steps) != (is_drawn, num_steps):
+        raise InvalidStepError(
+            f"no {kind} step of width {bucket.width} has num_steps={bucket.num_steps} and tree={bucket.tree}; take "
+            "Capacity.bucket"
+        )
+
+
+def _too_narrow(row_tokens: int, capacity: Capacity) -> str:
     return (
-        f"a table row holds {paging.row_tokens} tokens; {needed} are needed for {committed} committed tokens and "
-        f"{capacity.draft_room} drafted, rounded up to pages of {capacity.page_size}. Make the table wider, or pass "
-        "max_committed if lengths are bounded"
+        f"a table row holds {row_tokens} tokens; {capacity.max_tokens} are needed, max_context={capacity.max_context} "
+        f"and {capacity.draft_room} drafted"
     )
 
 

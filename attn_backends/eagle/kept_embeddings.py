@@ -18,10 +18,10 @@ from attn_backends.eagle.embeddings import EmbeddingForm
 from attn_backends.eagle.mtp_phases import Window, WindowInputs
 from attn_backends.eagle.phases import by_name
 from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.tables import to_device
 from attn_backends.models.decoder import MultimodalRows
 from attn_backends.runner import PerRequest, Phase
 from spec_metadata import Capacity
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 

@@ -27,7 +27,7 @@ from attn_backends.eagle.pool import InputPool
 from attn_backends.eagle.prefill_phases import ModulesPrefillInputs, modules_prefill_phase
 from attn_backends.eagle.protocol import Chunk
 from attn_backends.eagle.requests import DraftShape
-from attn_backends.eagle.tables import kept, to_device
+from attn_backends.eagle.tables import kept
 from attn_backends.eagle.worker import SpeculativeWorker, check_drafts
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.models.decoder import DraftModel, TargetModel
@@ -42,6 +42,7 @@ from spec_metadata import (
     UniformQuery,
     padding_step,
 )
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 

@@ -17,9 +17,9 @@ from attn_backends.eagle.embeddings import EmbeddingForm, PromptEmbeddings
 from attn_backends.eagle.phases import by_name
 from attn_backends.eagle.prefill_phases import DraftPrefillInputs, ModulesPrefillInputs, PrefillInputs
 from attn_backends.eagle.protocol import Chunk
-from attn_backends.eagle.tables import to_device
 from attn_backends.models.decoder import MultimodalRows
 from attn_backends.runner import PackedPhase, PerRequest, PerToken
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")

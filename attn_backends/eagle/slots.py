@@ -17,10 +17,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from attn_backends.eagle.tables import upload
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import CacheGeometry, Capacity, RequestTable
 from spec_metadata.capacity import ceil_div
+from spec_metadata.upload import upload
 
 NO_DIGESTS: Mapping[int, bytes] = MappingProxyType({})
 
