@@ -282,7 +282,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         bucket = None if tenant is None else tenant.bucket
         schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
         chains = chain_parts(step) if self.prefix_only else ()
-        meta = Metadata(step, buffers, plans, schedules, write, chains, tenant)
+        meta = Metadata(step, buffers, plans, schedules, write, chains, tenant, self.checking)
         if self.checking:
             self._check_ranges(meta)
         return meta

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div
 from spec_metadata.errors import InvalidStepError
@@ -141,10 +142,11 @@ def _too_narrow(row_tokens: int, capacity: Capacity) -> str:
 
 
 def check_values(step: Step, capacity: Capacity) -> None:
-    """Check lengths, rows and slots of a step's real requests. Reads the device back: for checking mode."""
+    """Check lengths, rows, slots and tree mask of a step's real requests. Reads the device back: for checking mode."""
     num_real = int(step.num_real)
     lens = step.seq_lens[:num_real].tolist()
     _check_query_values(step)
+    _check_mask(step, num_real)
     if isinstance(step.query, UniformQuery):
         widths = [step.width * step.num_steps] * num_real
     else:
@@ -198,24 +200,59 @@ def _check_query_values(step: Step) -> None:
             raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
 
 
+def _check_mask(step: Step, num_real: int) -> None:
+    """A node sees the root, itself, and of the others only nodes before it, as parents come before their children."""
+    if step.tree_mask is None:
+        return
+    for request, rows in enumerate(step.tree_mask[:num_real].tolist()):
+        for node, row in enumerate(rows):
+            where, seen = (
+                f"tree_mask: node {node} of request {request}",
+                [other for other, sees in enumerate(row) if sees],
+            )
+            if not seen:
+                raise InvalidStepError(f"{where} sees nothing; it sees itself at least")
+            if node not in seen:
+                raise InvalidStepError(f"{where} does not see itself")
+            if 0 not in seen:
+                raise InvalidStepError(f"{where} does not see the root, node 0")
+            if seen[-1] > node:
+                raise InvalidStepError(f"{where} sees node {seen[-1]}, which comes later; ancestors come before a node")
+
+
+def check_ancestors(step: Step, ancestors: Tensor) -> None:
+    """Check the paths of a draft's branches, of real requests. Reads the device back: for checking mode.
+
+    ancestors: as of `spec_metadata.tree_part`, which refuses other shapes.
+    """
+    for request, paths in enumerate(ancestors[: int(step.num_real)].tolist()):
+        for branch, path in enumerate(paths):
+            if path[-1] != branch or not all(0 <= each < step.width for each in path):
+                raise InvalidStepError(
+                    f"branch {branch} of request {request} has ancestors {path}; they are branches in [0, {step.width})"
+                    ", the last one the branch itself"
+                )
+
+
 def check_write_slots(
     writes: Sequence[Sequence[int]], visible: Sequence[Sequence[int]], geometry: CacheGeometry
 ) -> None:
     """Check host mirrors of a batch. writes: each request's write slots. visible: each request's committed slots.
 
-    A slot must exist, lie outside the reserved page, be written once, and be no committed slot of any request.
+    A slot must exist and lie outside the reserved page. A request sees a slot once; requests may share what they see. A
+    slot is written once, and is no committed slot of any request.
     """
     owner: dict[int, int] = {}
-    committed = {slot: request for request, row in enumerate(visible) for slot in row}
-    for slot, request in committed.items():
-        if not 0 <= slot < geometry.num_slots:
-            raise InvalidStepError(f"request {request} sees slot {slot}, outside [0, {geometry.num_slots})")
+    committed: dict[int, int] = {}
+    for request, row in enumerate(visible):
+        for slot in row:
+            _check_slot(request, "sees", slot, geometry)
+            if committed.get(slot) == request:
+                raise InvalidStepError(f"request {request} sees slot {slot} twice; a page is one place of its tokens")
+            committed[slot] = request
     for request, row in enumerate(writes):
         for slot in row:
-            if not 0 <= slot < geometry.num_slots:
-                raise InvalidStepError(f"request {request} writes slot {slot}, outside [0, {geometry.num_slots})")
-            if slot // geometry.page_size == geometry.reserved_page:
-                raise InvalidStepError(f"request {request} writes slot {slot} of the reserved page, which is padding's")
+            _check_slot(request, "writes", slot, geometry)
             if slot in owner:
                 raise InvalidStepError(f"slot {slot} is written twice, by requests {owner[slot]} and {request}")
             if slot in committed:
@@ -223,3 +260,10 @@ def check_write_slots(
                     f"request {request} writes slot {slot}, which holds a committed token of request {committed[slot]}"
                 )
             owner[slot] = request
+
+
+def _check_slot(request: int, does: str, slot: int, geometry: CacheGeometry) -> None:
+    if not 0 <= slot < geometry.num_slots:
+        raise InvalidStepError(f"request {request} {does} slot {slot}, outside [0, {geometry.num_slots})")
+    if slot // geometry.page_size == geometry.reserved_page:
+        raise InvalidStepError(f"request {request} {does} slot {slot} of the reserved page, which is padding's")
