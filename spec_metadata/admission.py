@@ -17,6 +17,7 @@ from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
+from spec_metadata.step_checks import check_paging
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
@@ -97,14 +98,15 @@ def longest_promised(step: Step, capacity: Capacity) -> int:
     return bound
 
 
-def check_capture_room(paging: Paging, capacity: Capacity) -> None:
-    """Refuse to capture on a table that can't hold a request at the capacity."""
+def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
+    """Refuse to capture a bucket that no step fills, or on a table that can't hold a request at the capacity."""
+    check_paging(paging)
+    _check_bucket(bucket, capacity)
     if paging.row_tokens < capacity.max_tokens:
         raise InvalidStepError(f"{_too_narrow(paging.row_tokens, capacity)}. Make the table wider")
 
 
-def check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
-    """Refuse a bucket that no step of this capacity fills."""
+def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
     kind, num_steps = bucket.kind, 1
     if kind is StepKind.IDLE:
         raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
@@ -126,8 +128,8 @@ def check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
             f"({bucket}) adds {num_added} tokens to a request; the capacity holds {capacity.max_kv_len}, with what is "
             "committed"
         )
-    is_drawn = {StepKind.DRAFT_DECODE: bucket.width > 1, StepKind.TARGET_VERIFY: bucket.tree}.get(kind, False)
-    if (bucket.tree, bucket.num_steps) != (is_drawn, num_steps):
+    is_tree = {StepKind.DRAFT_DECODE: bucket.width > 1, StepKind.TARGET_VERIFY: bucket.tree}.get(kind, False)
+    if (bucket.tree, bucket.num_steps) != (is_tree, num_steps):
         raise InvalidStepError(
             f"no {kind} step of width {bucket.width} has num_steps={bucket.num_steps} and tree={bucket.tree}; take "
             "Capacity.bucket"

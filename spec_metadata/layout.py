@@ -31,8 +31,9 @@ from spec_metadata.step_checks import (
 class HostBounds(TypedDict, total=False):
     """What the host knows of a step's lengths.
 
-    max_committed: bound on seq_lens of an eager step (None: the capacity). seq_lens_cpu: exact committed lengths of the
-    real requests, which kernels that plan on the host need (None: the host does not know them).
+    max_committed: bound on seq_lens, which makes the buffers of an eager step smaller (None says the same as the
+    capacity's max_context). seq_lens_cpu: exact committed lengths of the real requests, which kernels that plan on the
+    host need (None: the host does not know them). Integers of the host.
     """
 
     max_committed: int | None
@@ -45,7 +46,8 @@ class Step:
 
     seq_lens: [bs] int32 or int64, committed tokens of each request before the step. paging: where its tokens live.
     out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode
-    [bs * topk * num_steps] in (batch, topk, step) order. num_real: [1] int32, leading rows that are real requests, the
+    [bs * topk * num_steps] in (batch, topk, step) order; values are not read outside of checking mode, so -1 is no way
+    to write nothing (`CacheGeometry.reserved_slot` is). num_real: [1] int32, leading rows that are real requests, the
     rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
     tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
     max_committed, seq_lens_cpu: what the host knows (`HostBounds`). layout: what decides how the tensors of a uniform
