@@ -59,7 +59,7 @@ from spec_metadata import (
     static_step,
     write_slots,
 )
-from spec_metadata.admission import check_capture_room, check_table_room, check_values, is_on
+from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
 from spec_metadata.buffers import out_of_range
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
@@ -78,8 +78,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
     workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
     or "auto" for that where it runs. memory: what captured steps lie in, one for all backends of a worker (None: its
-    own). checking: guard words around plans and static buffers, ranges and step values checked on the device; reads it
-    back, so it is for tests and debugging.
+    own). checking: guard words around plans and static buffers, ranges and step values checked on the device
+    (docs/adapters.md lists them); reads it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -162,7 +162,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         """
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
-        check_capture_room(paging, self.capacity)
+        check_capture(bucket, paging, self.capacity)
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
         if reasons:
@@ -293,7 +293,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         if tenant is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         chains = chain_parts(step) if self.prefix_only else ()
-        meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant)
+        meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant, self.checking)
         if self.checking:
             self._check_ranges(meta)
         return meta

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
@@ -19,7 +20,8 @@ class AttentionLayer:
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
     scale: multiplies query·key; for MLA that of the heads before absorption. group: cache group. window: keys that a
     row sees at most, itself included (None: all). sinks: [num_heads] float32 logits of a key without value. k_scale,
-    v_scale: stored = value / scale. Raises `UnsupportedStepError` for sizes and scales that can't be.
+    v_scale: stored = value / scale, positive in float32. Raises `UnsupportedStepError` for sizes and scales that can't
+    be.
     """
 
     id: int
@@ -40,6 +42,9 @@ class AttentionLayer:
         scales = {name: getattr(self, name) for name in ("scale", "k_scale", "v_scale")}
         reasons = [f"{name} is {x!r}, not a positive integer" for name, x in counts.items() if not _is_count(x)]
         reasons += [f"{name} is {x!r}, not a finite number" for name, x in scales.items() if not _is_real(x)]
+        if not reasons:
+            divisors = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+            reasons += [f"{name} is {x!r}, not a positive float32" for name, x in divisors.items() if not _divides(x)]
         if not reasons and self.num_heads % self.num_kv_heads:
             reasons.append(f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly")
         if reasons:
@@ -61,3 +66,9 @@ def _is_count(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _divides(value: float) -> bool:
+    """Whether no finite value becomes infinite or not a number for its sign or size alone."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= value <= limits.max

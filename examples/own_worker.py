@@ -89,7 +89,7 @@ def verify(tree, lens):
     hidden = target.forward(tree.tokens.flatten(), positions, forward).unflatten(0, tree.tokens.shape)
     accepted = accept(tree, target.logits(hidden).argmax(-1), capacity.max_accepted)
     for cache in caches[target]:
-        cache.move(*compaction_moves(accepted, step.out_cache_loc))
+        cache.move(*compaction_moves(accepted, step))
     return accepted, hidden.gather(1, accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
 
 

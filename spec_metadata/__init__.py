@@ -24,7 +24,7 @@ from spec_metadata.buffers import (
 )
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import HostBounds, Step, next_slots, token_positions
+from spec_metadata.layout import HostBounds, Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
 from spec_metadata.sampling import Sampling, SamplingParams, choose
@@ -37,6 +37,7 @@ from spec_metadata.visibility import (
     dense_part,
     query_starts,
     real_rows,
+    token_positions,
     tree_part,
     write_slots,
 )

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
+from spec_metadata.layout import Step
 from spec_metadata.tree import DraftTree
 
 
@@ -57,12 +59,19 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Accepta
     return Acceptance(num_accepted.int(), path, tokens)
 
 
-def compaction_moves(acceptance: Acceptance, out_cache_loc: Tensor) -> tuple[Tensor, Tensor]:
+def compaction_moves(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor]:
     """Slots (sources, destinations), each [bs * max_accepted] int64, that bring accepted KV behind the committed.
 
-    out_cache_loc: the verify step's flat write slots. Off the path source and destination are the same slot. All
-    sources must be read before any destination is written.
+    step: the verify. An accepted node moves from where out_cache_loc put it to the table's slot of the position at
+    which it is committed, so that row of the table must hold slots of the request's own there. Past the path the root's
+    move is repeated, so that no other slot is touched. All sources must be read before any destination is written.
+    Raises `InvalidStepError` for a step that is no verify of these requests.
     """
     bs, max_accepted = acceptance.path.shape
-    slots = out_cache_loc.long().reshape(bs, -1)
-    return slots.gather(1, acceptance.path).reshape(-1), slots[:, :max_accepted].reshape(-1)
+    if step.kind is not StepKind.TARGET_VERIFY or step.bs != bs:
+        raise InvalidStepError(f"{bs} requests were verified; the step is a {step.kind} of {step.bs}")
+    depths = torch.arange(max_accepted, device=step.device)
+    on_path = depths < acceptance.num_accepted.unsqueeze(1)
+    sources = step.out_cache_loc.long().reshape(bs, -1).gather(1, torch.where(on_path, acceptance.path, 0))
+    destinations = step.paging.slots(step.seq_lens.long().unsqueeze(1) + torch.where(on_path, depths, 0))
+    return sources.reshape(-1), destinations.reshape(-1)

@@ -10,39 +10,63 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
-from spec_metadata.capacity import Capacity, StepKind
+from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
+from spec_metadata.step_checks import check_paging
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
-    """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only."""
+    """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only.
+
+    A bound that is no longer than the context is the capacity's own: what fits behind shorter requests is taken.
+    """
     if step.kind is StepKind.IDLE:
         return
-    if step.seq_lens_cpu is not None:
-        committed = max(step.seq_lens_cpu, default=0)
-    elif step.max_committed is not None:
-        committed = step.max_committed
-    else:
-        committed = capacity.max_context if isinstance(step.query, UniformQuery) else 0
-    num_added = step.num_added_at_least
-    longest = max(committed + num_added, step.width)
-    if step.seq_lens_cpu is not None and isinstance(step.query, PackedQuery):
-        real = zip(step.seq_lens_cpu, step.query.lens_cpu, strict=False)  # padding is behind, and has no exact length
-        longest = max(map(sum, real), default=0)
-    if longest > capacity.max_kv_len:
+    committed, num_added = _longest(step, capacity)
+    if committed + num_added > capacity.max_kv_len:
         raise InvalidStepError(
-            f"a {step.kind} step adds {max(num_added, step.width)} tokens to requests of up to {committed} committed; "
-            f"the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} and {capacity.draft_room} "
-            "drafted)"
+            f"a request of a {step.kind} step has {_described(committed, step)} and adds {num_added}, together "
+            f"{committed + num_added}; the capacity holds {capacity.max_kv_len} (max_context={capacity.max_context} "
+            f"and {capacity.draft_room} drafted, in whole pages of {capacity.page_size})"
         )
-    extent = step.extent(capacity)
-    if step.paging.row_tokens < extent.max_kv_len:
-        committed = capacity.max_context if step.max_committed is None else step.max_committed
-        raise InvalidStepError(_too_narrow(step.paging, extent.max_kv_len, committed, capacity))
+    row_tokens, is_known = step.paging.row_tokens, step.seq_lens_cpu is not None or step.max_committed is not None
+    if not is_known and row_tokens < capacity.max_tokens:
+        advice = "Make the table wider, or pass max_committed or seq_lens_cpu if requests are shorter"
+        raise InvalidStepError(f"{_too_narrow(row_tokens, capacity)}. {advice}")
+    if isinstance(step.query, BoundedQuery):  # its longest request may be padding, which reads whole pages
+        row_tokens = ceil_div(row_tokens, capacity.page_size) * capacity.page_size
+    if committed + num_added > row_tokens:
+        raise InvalidStepError(
+            f"a table row holds {row_tokens} tokens; {committed + num_added} are needed: a request of the {step.kind} "
+            f"step has {_described(committed, step)} and adds {num_added}. Make the table wider"
+        )
+
+
+def _longest(step: Step, capacity: Capacity) -> tuple[int, int]:
+    """Committed tokens, and those that the step adds, of the request that needs most, as far as the host knows."""
+    if isinstance(step.query, UniformQuery):
+        return longest_promised(step, capacity), step.num_added_at_least
+    lens, known = step.query.lens_cpu if isinstance(step.query, PackedQuery) else (), step.seq_lens_cpu
+    if known is not None:  # of padding, which is behind, the host knows no exact length
+        return max(zip(known, lens, strict=False), key=sum, default=(0, 0))
+    bound = longest_promised(step, capacity)
+    if (bound <= capacity.max_context and step.paging.row_tokens >= capacity.max_tokens) or step.max_committed is None:
+        bound = 0
+    return max((0, step.width), (bound, step.num_added_at_least), key=sum)
+
+
+def _described(committed: int, step: Step) -> str:
+    """Committed tokens, and how the host knows."""
+    if step.seq_lens_cpu is not None:
+        return f"{committed} committed tokens"
+    if committed == 0 and step.max_committed != 0:
+        return "0 or more committed tokens"
+    return f"up to {committed} committed tokens ({'max_context' if step.max_committed is None else 'max_committed'})"
 
 
 def is_on(step: Step, device: torch.device) -> bool:
@@ -52,39 +76,79 @@ def is_on(step: Step, device: torch.device) -> bool:
 
 def most_committed(step: Step, capacity: Capacity) -> int:
     """Committed tokens of a request up to which `check_table_room` takes a uniform step like one that it took: any that
-    the capacity holds, and of a table that is narrower those of that step.
+    the capacity and the table hold, and of a table that is narrower than the capacity those of that step.
     """
-    if step.paging.row_tokens >= capacity.max_kv_len:
-        return capacity.max_kv_len - step.num_added_at_least
+    if step.paging.row_tokens >= capacity.max_tokens:
+        return min(capacity.max_kv_len, step.paging.row_tokens) - step.num_added_at_least
     return longest_promised(step, capacity)
 
 
 def longest_promised(step: Step, capacity: Capacity) -> int:
-    """Committed tokens of the longest request, as far as the host knows."""
-    if step.max_committed is not None:
-        return step.max_committed
-    return max(capacity.max_context, *(step.seq_lens_cpu or (0,)))
+    """Committed tokens of the longest request of a step, as far as the host knows.
+
+    A draft extend that is no wider than the capacity's begins at the tokens that it runs again, so that a bound on what
+    is committed leaves it room.
+    """
+    if step.seq_lens_cpu is not None:
+        return max(step.seq_lens_cpu, default=0)
+    bound = capacity.max_context if step.max_committed is None else step.max_committed
+    num_added = step.num_added_at_least
+    if step.kind is StepKind.DRAFT_EXTEND and bound <= capacity.max_context and num_added <= capacity.extend_width:
+        return min(bound, capacity.max_tokens - num_added)
+    return bound
 
 
-def check_capture_room(paging: Paging, capacity: Capacity) -> None:
-    """Refuse to capture on a table that can't hold a request at the capacity."""
-    if paging.row_tokens < capacity.max_kv_len:
-        raise InvalidStepError(_too_narrow(paging, capacity.max_kv_len, capacity.max_context, capacity))
+def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
+    """Refuse to capture a bucket that no step fills, or on a table that can't hold a request at the capacity."""
+    check_paging(paging)
+    _check_bucket(bucket, capacity)
+    if paging.row_tokens < capacity.max_tokens:
+        raise InvalidStepError(f"{_too_narrow(paging.row_tokens, capacity)}. Make the table wider")
 
 
-def _too_narrow(paging: Paging, needed: int, committed: int, capacity: Capacity) -> str:
+def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
+    kind, num_steps = bucket.kind, 1
+    if kind is StepKind.IDLE:
+        raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
+    if bucket.bs < 1 or bucket.num_tokens < 1:
+        raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
+    if isinstance(bucket, TokenBucket):
+        if kind not in (StepKind.PREFILL, StepKind.DRAFT_EXTEND):
+            raise InvalidStepError(f"a {kind} step has no packed rows; take Capacity.bucket, not ({bucket})")
+        return
+    if kind is StepKind.PREFILL:
+        raise InvalidStepError(f"a prefill step has packed rows; take Capacity.prefill_bucket, not ({bucket})")
+    if kind is StepKind.DECODE and bucket.width != 1:
+        raise InvalidStepError(f"a decode step has 1 query row a request, got ({bucket})")
+    if kind is StepKind.DRAFT_DECODE:
+        num_steps = bucket.num_steps
+    num_added = bucket.width * num_steps
+    if num_steps < 1 or num_added > capacity.max_kv_len:
+        raise InvalidStepError(
+            f"({bucket}) adds {num_added} tokens to a request; the capacity holds {capacity.max_kv_len}, with what is "
+            "committed"
+        )
+    is_tree = {StepKind.DRAFT_DECODE: bucket.width > 1, StepKind.TARGET_VERIFY: bucket.tree}.get(kind, False)
+    if (bucket.tree, bucket.num_steps) != (is_tree, num_steps):
+        raise InvalidStepError(
+            f"no {kind} step of width {bucket.width} has num_steps={bucket.num_steps} and tree={bucket.tree}; take "
+            "Capacity.bucket"
+        )
+
+
+def _too_narrow(row_tokens: int, capacity: Capacity) -> str:
     return (
-        f"a table row holds {paging.row_tokens} tokens; {needed} are needed for {committed} committed tokens and "
-        f"{capacity.draft_room} drafted, rounded up to pages of {capacity.page_size}. Make the table wider, or pass "
-        "max_committed if lengths are bounded"
+        f"a table row holds {row_tokens} tokens; {capacity.max_tokens} are needed, max_context={capacity.max_context} "
+        f"and {capacity.draft_room} drafted"
     )
 
 
 def check_values(step: Step, capacity: Capacity) -> None:
-    """Check lengths, rows and slots of a step's real requests. Reads the device back: for checking mode."""
+    """Check lengths, rows, slots and tree mask of a step's real requests. Reads the device back: for checking mode."""
     num_real = int(step.num_real)
     lens = step.seq_lens[:num_real].tolist()
     _check_query_values(step)
+    _check_mask(step, num_real)
     if isinstance(step.query, UniformQuery):
         widths = [step.width * step.num_steps] * num_real
     else:
@@ -138,24 +202,59 @@ def _check_query_values(step: Step) -> None:
             raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
 
 
+def _check_mask(step: Step, num_real: int) -> None:
+    """A node sees the root, itself, and of the others only nodes before it, as parents come before their children."""
+    if step.tree_mask is None:
+        return
+    for request, rows in enumerate(step.tree_mask[:num_real].tolist()):
+        for node, row in enumerate(rows):
+            where, seen = (
+                f"tree_mask: node {node} of request {request}",
+                [other for other, sees in enumerate(row) if sees],
+            )
+            if not seen:
+                raise InvalidStepError(f"{where} sees nothing; it sees itself at least")
+            if node not in seen:
+                raise InvalidStepError(f"{where} does not see itself")
+            if 0 not in seen:
+                raise InvalidStepError(f"{where} does not see the root, node 0")
+            if seen[-1] > node:
+                raise InvalidStepError(f"{where} sees node {seen[-1]}, which comes later; ancestors come before a node")
+
+
+def check_ancestors(step: Step, ancestors: Tensor) -> None:
+    """Check the paths of a draft's branches, of real requests. Reads the device back: for checking mode.
+
+    ancestors: as of `spec_metadata.tree_part`, which refuses other shapes.
+    """
+    for request, paths in enumerate(ancestors[: int(step.num_real)].tolist()):
+        for branch, path in enumerate(paths):
+            if path[-1] != branch or not all(0 <= each < step.width for each in path):
+                raise InvalidStepError(
+                    f"branch {branch} of request {request} has ancestors {path}; they are branches in [0, {step.width})"
+                    ", the last one the branch itself"
+                )
+
+
 def check_write_slots(
     writes: Sequence[Sequence[int]], visible: Sequence[Sequence[int]], geometry: CacheGeometry
 ) -> None:
     """Check host mirrors of a batch. writes: each request's write slots. visible: each request's committed slots.
 
-    A slot must exist, lie outside the reserved page, be written once, and be no committed slot of any request.
+    A slot must exist and lie outside the reserved page. A request sees a slot once; requests may share what they see. A
+    slot is written once, and is no committed slot of any request.
     """
     owner: dict[int, int] = {}
-    committed = {slot: request for request, row in enumerate(visible) for slot in row}
-    for slot, request in committed.items():
-        if not 0 <= slot < geometry.num_slots:
-            raise InvalidStepError(f"request {request} sees slot {slot}, outside [0, {geometry.num_slots})")
+    committed: dict[int, int] = {}
+    for request, row in enumerate(visible):
+        for slot in row:
+            _check_slot(request, "sees", slot, geometry)
+            if committed.get(slot) == request:
+                raise InvalidStepError(f"request {request} sees slot {slot} twice; a page is one place of its tokens")
+            committed[slot] = request
     for request, row in enumerate(writes):
         for slot in row:
-            if not 0 <= slot < geometry.num_slots:
-                raise InvalidStepError(f"request {request} writes slot {slot}, outside [0, {geometry.num_slots})")
-            if slot // geometry.page_size == geometry.reserved_page:
-                raise InvalidStepError(f"request {request} writes slot {slot} of the reserved page, which is padding's")
+            _check_slot(request, "writes", slot, geometry)
             if slot in owner:
                 raise InvalidStepError(f"slot {slot} is written twice, by requests {owner[slot]} and {request}")
             if slot in committed:
@@ -163,3 +262,10 @@ def check_write_slots(
                     f"request {request} writes slot {slot}, which holds a committed token of request {committed[slot]}"
                 )
             owner[slot] = request
+
+
+def _check_slot(request: int, does: str, slot: int, geometry: CacheGeometry) -> None:
+    if not 0 <= slot < geometry.num_slots:
+        raise InvalidStepError(f"request {request} {does} slot {slot}, outside [0, {geometry.num_slots})")
+    if slot // geometry.page_size == geometry.reserved_page:
+        raise InvalidStepError(f"request {request} {does} slot {slot} of the reserved page, which is padding's")

@@ -86,13 +86,18 @@ class Capacity:
         return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1)
 
     @property
+    def max_tokens(self) -> int:
+        """Tokens of a request: context plus draft room, never context alone. A table row must hold so many."""
+        return self.max_context + self.draft_room
+
+    @property
     def max_pages(self) -> int:
-        """Pages of a request's table row."""
-        return ceil_div(self.max_context + self.draft_room, self.page_size)
+        """Pages of a request."""
+        return ceil_div(self.max_tokens, self.page_size)
 
     @property
     def max_kv_len(self) -> int:
-        """Tokens of a request's table row: context plus draft room, rounded up to pages, never context alone."""
+        """Tokens of a request's pages: `max_tokens`, rounded up to pages."""
         return self.max_pages * self.page_size
 
     def bucket(self, kind: StepKind, bs: int) -> Bucket:

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging
-from spec_metadata.query import (
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    UniformQuery,
-    check_query,
-    min_added,
-    packed_rows,
-    packed_starts,
+from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery, min_added, packed_rows
+from spec_metadata.step_checks import (
+    check_device,
+    check_paging,
+    check_place,
+    check_requests,
+    check_tensor,
+    exact_lens,
 )
 
 
 class HostBounds(TypedDict, total=False):
     """What the host knows of a step's lengths.
 
-    max_committed: bound on seq_lens of an eager step (None: the capacity). seq_lens_cpu: exact committed lengths of the
-    real requests, which kernels that plan on the host need (None: the host does not know them).
+    max_committed: bound on seq_lens, which makes the buffers of an eager step smaller (None says the same as the
+    capacity's max_context). seq_lens_cpu: exact committed lengths of the real requests, which kernels that plan on the
+    host need (None: the host does not know them). Integers of the host.
     """
 
     max_committed: int | None
@@ -46,7 +46,8 @@ class Step:
 
     seq_lens: [bs] int32 or int64, committed tokens of each request before the step. paging: where its tokens live.
     out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode
-    [bs * topk * num_steps] in (batch, topk, step) order. num_real: [1] int32, leading rows that are real requests, the
+    [bs * topk * num_steps] in (batch, topk, step) order; values are not read outside of checking mode, so -1 is no way
+    to write nothing (`CacheGeometry.reserved_slot` is). num_real: [1] int32, leading rows that are real requests, the
     rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
     tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
     max_committed, seq_lens_cpu: what the host knows (`HostBounds`). layout: what decides how the tensors of a uniform
@@ -66,25 +67,19 @@ class Step:
     layout: Hashable = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
-        others = {"out_cache_loc": self.out_cache_loc, "num_real": self.num_real, "tree_mask": self.tree_mask}
-        _check_device(self.seq_lens, **others)
-        if self.out_cache_loc.shape != (self.num_writes,):
+        check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
+        slots, mask = self.out_cache_loc, self.tree_mask
+        check_tensor("num_real", self.num_real, (1,), (torch.int32,))
+        if not isinstance(slots, Tensor) or slots.shape != (self.num_writes,):
             raise InvalidStepError(
-                f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got "
-                f"{_describe(self.out_cache_loc)}"
+                f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got {describe(slots)}"
             )
-        if self.num_real.shape != (1,) or self.num_real.dtype is not torch.int32:
-            raise InvalidStepError(f"num_real must be [1] int32, got {_describe(self.num_real)}")
-        if self.out_cache_loc.dtype not in (torch.int32, torch.int64):
-            raise InvalidStepError(f"out_cache_loc must be int32 or int64, got {self.out_cache_loc.dtype}")
+        check_tensor("out_cache_loc", slots, (self.num_writes,), (torch.int32, torch.int64))
+        if mask is not None:
+            check_tensor("tree_mask", mask, (self.bs, self.width, self.width), (torch.bool,))
+        check_device(self.seq_lens, out_cache_loc=slots, num_real=self.num_real, tree_mask=mask)
         if self.seq_lens_cpu is not None and len(self.seq_lens_cpu) > self.bs:
             raise InvalidStepError(f"seq_lens_cpu holds {len(self.seq_lens_cpu)} lengths, seq_lens {self.bs}")
-        expected_mask = (self.bs, self.width, self.width)
-        if self.tree_mask is not None and (
-            self.tree_mask.shape != expected_mask or self.tree_mask.dtype is not torch.bool
-        ):
-            raise InvalidStepError(f"tree_mask must be {expected_mask} bool, got {_describe(self.tree_mask)}")
         object.__setattr__(self, "layout", _layout_of(self))
 
     @property
@@ -133,9 +128,10 @@ class Step:
         return self.seq_lens.device
 
     def extent(self, capacity: Capacity) -> Extent:
-        """Sizes of the buffers of an eager plan of this step."""
+        """Sizes of the buffers of an eager plan of this step: no more pages than its table has."""
         committed = capacity.max_context if self.max_committed is None else self.max_committed
         room = max(self.num_writes // max(self.bs, 1), self.width, capacity.draft_room)
+        row_tokens = self.paging.row_tokens if self.bs else capacity.max_kv_len  # of no request it may be of any width
         return Extent(
             bs=self.bs,
             width=self.width,
@@ -143,13 +139,14 @@ class Step:
             num_forwards=self.num_forwards,
             num_writes=self.num_writes,
             page_size=capacity.page_size,
-            max_pages=min(capacity.max_pages, ceil_div(committed + room, capacity.page_size)),
+            max_pages=ceil_div(min(capacity.max_kv_len, committed + room, row_tokens), capacity.page_size),
             num_pages=self.paging.geometry.num_pages,
         )
 
     def bucket(self, bs: int | None = None) -> Bucket:
         """The bucket that this step fills, at batch size `bs` (default: its own). Packed steps have none."""
-        assert isinstance(self.query, UniformQuery), "a packed step fits no bucket"
+        if not isinstance(self.query, UniformQuery):
+            raise InvalidStepError(f"a packed {self.kind} step fits no bucket of one width; take a TokenBucket")
         return Bucket(self.kind, self.bs if bs is None else bs, self.width, self.num_steps, self.is_tree)
 
     @classmethod
@@ -215,6 +212,7 @@ class Step:
     @classmethod
     def idle(cls, paging: Paging) -> Self:
         """No request at all: what a rank without work calls. `paging` holds no rows."""
+        check_paging(paging)
         empty = torch.empty(0, dtype=torch.int32, device=paging.static_input().device)
         return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty, seq_lens_cpu=())
 
@@ -231,17 +229,12 @@ class Step:
         tree_mask: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        if out_cache_loc is None or seq_lens.ndim != 1:  # else it is asked when the step is made
-            _check_requests(query, num_steps, seq_lens, paging)
+        if out_cache_loc is None or not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1:
+            check_requests(query, num_steps, seq_lens, paging)  # else it is asked when the step is made
         bs, max_committed = seq_lens.shape[0], host.get("max_committed")
-        exact = _exact_lens(bs, **host)
+        exact = exact_lens(bs, **host)
         if out_cache_loc is None:
-            num_added, most = min_added(query, num_steps), max_committed if exact is None else max(exact, default=0)
-            if most is not None and most + num_added > paging.row_tokens:
-                raise InvalidStepError(
-                    f"a table row holds {paging.row_tokens} tokens: {most} committed ones leave no place for "
-                    f"{num_added} more. Make the table wider, or give out_cache_loc"
-                )
+            check_place(query, num_steps, paging, exact, max_committed)
             out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
         num_real = torch.full((1,), bs, dtype=torch.int32, device=seq_lens.device)
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
@@ -268,47 +261,6 @@ def _layout_of(step: Step) -> Hashable:
     )
 
 
-def _check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
-    """Layout, lengths and table agree on the requests; asked before slots are looked up."""
-    if seq_lens.dtype not in (torch.int32, torch.int64) or seq_lens.ndim != 1:
-        raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {_describe(seq_lens)}")
-    bs = seq_lens.shape[0]
-    if paging.bs != bs:
-        raise InvalidStepError(f"seq_lens holds {bs} requests but the paging {paging.bs}")
-    check_query(query, num_steps, bs)
-    if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
-        raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
-    _check_device(seq_lens, table=paging.table, rows=paging.static_input(), cu_seqlens=packed_starts(query))
-
-
-def _check_device(seq_lens: Tensor, **others: Tensor | None) -> None:
-    """Kernels follow addresses, and would take those of another device for their own."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != seq_lens.device:
-            raise InvalidStepError(
-                f"{name} is on {tensor.device} and seq_lens on {seq_lens.device}; a step's tensors lie on one device"
-            )
-
-
-def _exact_lens(
-    bs: int, max_committed: int | None = None, seq_lens_cpu: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
-    """The lengths of `bs` real requests as the host has them, if they agree with what else it knows."""
-    if max_committed is not None and max_committed < 0:
-        raise InvalidStepError(f"max_committed must be at least 0 tokens, got {max_committed}")
-    if seq_lens_cpu is None:
-        return None
-    if isinstance(seq_lens_cpu, Tensor):
-        raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
-    if len(seq_lens_cpu) != bs:
-        raise InvalidStepError(f"seq_lens_cpu holds {len(seq_lens_cpu)} lengths, seq_lens {bs}")
-    if min(seq_lens_cpu, default=0) < 0:
-        raise InvalidStepError(f"seq_lens_cpu holds {min(seq_lens_cpu)}; a request has at least 0 committed tokens")
-    if max_committed is not None and max(seq_lens_cpu, default=0) > max_committed:
-        raise InvalidStepError(f"seq_lens_cpu holds {max(seq_lens_cpu)}, over max_committed={max_committed}")
-    return tuple(seq_lens_cpu)
-
-
 def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
     """The slots right after the committed tokens, in out_cache_loc order.
 
@@ -325,21 +277,3 @@ def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging
 def repeat_requests(paging: Paging, request: Tensor) -> Paging:
     """The paging of a batch whose row i is request `request[i]` of this one. request: [n] int64."""
     return paging.on_static(paging.static_input().index_select(0, request))
-
-
-def token_positions(step: Step, forward: int = 0) -> Tensor:
-    """[num_tokens] int64 RoPE positions of a chain or packed step's rows: committed length + depth.
-
-    For draft decode, forward i stands at depth i for every branch. A tree verify adds the tree's own depths instead.
-    """
-    start = step.seq_lens.long()
-    if not isinstance(step.query, UniformQuery):
-        request, offsets = packed_rows(step.query)
-        return start[request] + offsets
-    if step.kind is StepKind.DRAFT_DECODE:
-        return (start + forward).unsqueeze(1).expand(-1, step.width).reshape(-1)
-    return (start.unsqueeze(1) + torch.arange(step.width, device=step.device)).reshape(-1)
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {tensor.dtype}"

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,24 @@ class CacheGeometry:
         """Token slots of the cache, the reserved page included."""
         return self.num_pages * self.page_size
 
+    @property
+    def reserved_slot(self) -> int:
+        """The first slot of the reserved page."""
+        return self.reserved_page * self.page_size
+
     def reserved_slots(self, num: int, device: torch.device) -> Tensor:
         """[num] int64: slots of the reserved page, walked round and round; what padded rows write to."""
-        return self.reserved_page * self.page_size + torch.arange(num, device=device) % self.page_size
+        return self.reserved_slot + torch.arange(num, device=device) % self.page_size
 
 
 def _check_index(name: str, tensor: Tensor, ndim: int) -> None:
-    if tensor.ndim != ndim or tensor.dtype not in (torch.int32, torch.int64):
-        raise InvalidStepError(
-            f"{name} must be a {ndim}-dimensional int32 or int64 tensor, got {list(tensor.shape)} {tensor.dtype}"
-        )
+    if not isinstance(tensor, Tensor) or tensor.ndim != ndim or tensor.dtype not in (torch.int32, torch.int64):
+        raise InvalidStepError(f"{name} must be a {ndim}-dimensional int32 or int64 tensor, got {describe(tensor)}")
+
+
+def _check_geometry(geometry: CacheGeometry) -> None:
+    if not isinstance(geometry, CacheGeometry):
+        raise InvalidStepError(f"geometry must be a CacheGeometry, got {geometry!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +75,7 @@ class RequestTable:
     def __post_init__(self) -> None:
         _check_index("RequestTable.table", self.table, 2)
         _check_index("RequestTable.rows", self.rows, 1)
+        _check_geometry(self.geometry)
         if not 0 <= self.geometry.reserved_row < self.table.shape[0]:
             raise InvalidStepError(
                 f"reserved_row {self.geometry.reserved_row} is not a row of the table's [0, {self.table.shape[0]})"
@@ -83,8 +92,11 @@ class RequestTable:
         return self.table.shape[1]
 
     def slots(self, positions: Tensor) -> Tensor:
-        """[bs, n] slots of the token positions [bs, n]."""
-        return self.table[self.rows.long().unsqueeze(1), positions.long()].long()
+        """[bs, n] int64 slots of the token positions [bs, n]; outside of the table one of the reserved page."""
+        rows, positions = self.rows.long().unsqueeze(1), positions.long()
+        row, column = rows.clamp(0, self.table.shape[0] - 1), positions.clamp(0, self.table.shape[1] - 1)
+        inside = (row == rows) & (column == positions)
+        return torch.where(inside, self.table[row, column].long(), self.geometry.reserved_slot)
 
     def pages(self, num_pages: int) -> Tensor:
         """[bs, num_pages] int64: the leading pages of each request."""
@@ -114,6 +126,7 @@ class BlockTable:
 
     def __post_init__(self) -> None:
         _check_index("BlockTable.table", self.table, 2)
+        _check_geometry(self.geometry)
 
     @property
     def bs(self) -> int:
@@ -126,10 +139,12 @@ class BlockTable:
         return self.table.shape[1] * self.geometry.page_size
 
     def slots(self, positions: Tensor) -> Tensor:
-        """[bs, n] slots of the token positions [bs, n]."""
+        """[bs, n] int64 slots of the token positions [bs, n]; outside of the table one of the reserved page."""
         page_size, positions = self.geometry.page_size, positions.long()
-        pages = self.table.gather(1, torch.div(positions, page_size, rounding_mode="floor"))
-        return pages.long() * page_size + positions % page_size
+        inside = positions.clamp(0, self.row_tokens - 1)
+        pages = self.table.gather(1, torch.div(inside, page_size, rounding_mode="floor"))
+        slots = pages.long() * page_size + inside % page_size
+        return torch.where(inside == positions, slots, self.geometry.reserved_slot)
 
     def pages(self, num_pages: int) -> Tensor:
         """[bs, num_pages] int64: the leading pages of each request."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from numbers import Integral
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from spec_metadata.capacity import ceil_div
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.upload import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,14 @@ class PackedQuery:
     lens_cpu: tuple[int, ...]
 
     @classmethod
-    def of(cls, lens: list[int] | tuple[int, ...], device: torch.device | str = "cpu") -> Self:
-        """The layout of host lengths."""
-        sums = [0]
-        for length in lens:
-            sums.append(sums[-1] + length)
-        return cls(torch.tensor(sums, dtype=torch.int32, device=device), tuple(lens))
+    def of(cls, lens: Sequence[int], device: torch.device | str = "cpu") -> Self:
+        """The layout of host lengths. Does not wait for what runs on the device. Raises `InvalidStepError` for lengths
+        that are no integers of the host.
+        """
+        if not isinstance(lens, Sequence) or not all(isinstance(length, Integral) for length in lens):
+            raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
+        sums = list(accumulate(lens, initial=0))
+        return cls(to_device(sums, torch.int32, torch.device(device)), tuple(lens))
 
     @property
     def num_tokens(self) -> int:
@@ -93,12 +99,18 @@ def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
 def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     """Refuse a layout that is none, or not one of `bs` requests."""
     if isinstance(query, UniformQuery):
+        sizes = {"num_steps": num_steps, "width": query.width}
+        for name, size in sizes.items():
+            if not isinstance(size, Integral):
+                raise InvalidStepError(f"{name} must be a whole number, got {size!r}")
         if num_steps < 1 or query.width < 1:
             raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
         return
     if not isinstance(query, AnyPacked):
         raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
     starts = query.cu_seqlens
+    if not isinstance(starts, Tensor):
+        raise InvalidStepError(f"cu_seqlens must be [bs + 1] int32, got {starts!r}; PackedQuery.of makes it")
     if isinstance(query, BoundedQuery):
         num_requests = bs
     else:

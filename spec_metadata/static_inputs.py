@@ -17,6 +17,7 @@ import torch
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
+from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
 from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery
@@ -114,8 +115,12 @@ def _packed(step: Step) -> str:
 
 
 def copy_step(static: Step, step: Step) -> None:
-    """Fill a static step from a real one: real rows first, then padding. Copies on the device, reads nothing back."""
-    assert not misfit(static, step), misfit(static, step)
+    """Fill a static step from a real one: real rows first, then padding. Copies on the device, reads nothing back.
+
+    Raises `InvalidStepError` for a step that does not fit.
+    """
+    if reasons := misfit(static, step):
+        raise InvalidStepError(f"a {step.kind} step does not fit: {'; '.join(reasons)}")
     _fill(static, None if step.kind is StepKind.IDLE else step)
 
 
@@ -144,12 +149,13 @@ def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) 
 
 
 def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> Step:
-    """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no lengths
-    any more.
+    """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no exact
+    lengths any more. Raises `InvalidStepError` for a step that does not fit the bucket.
     """
     padded = padding_step(bucket, step.paging, capacity)
     copy_step(padded, step)
-    return replace(padded, seq_lens_cpu=step.seq_lens_cpu) if isinstance(bucket, Bucket) else padded
+    exact = step.seq_lens_cpu if isinstance(bucket, Bucket) else None
+    return replace(padded, max_committed=step.max_committed, seq_lens_cpu=exact)
 
 
 def _fill(static: Step, step: Step | None) -> None:

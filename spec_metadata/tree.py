@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.step_checks import check_tensor
+
+_TOKENS = (torch.int64, torch.int32)
+_LOG_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +33,11 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int) -> DraftTree:
-        """The tree of given parents. tokens, parents: [bs, num_nodes] int64; max_depth: no node lies deeper."""
+        """The tree of given parents. tokens, parents: [bs, num_nodes] int64; max_depth: no node lies deeper. Raises
+        `InvalidStepError` for shapes and types that do not match.
+        """
+        _check_matrix("parents", parents, "[bs, num_nodes]")
+        check_tensor("tokens", tokens, tuple(parents.shape), _TOKENS)
         bs, num_nodes = parents.shape
         own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
         index = parents.unsqueeze(2).expand(-1, -1, num_nodes)
@@ -61,7 +69,11 @@ class DraftBeams:
 
     @classmethod
     def start(cls, tokens: Tensor, log_probs: Tensor) -> DraftBeams:
-        """The first level. tokens [bs, topk] int64 and log_probs [bs, topk]: the draft's best after the root."""
+        """The first level. tokens [bs, topk] int64 and log_probs [bs, topk]: the draft's best after the root. Raises
+        `InvalidStepError` for shapes and types that do not match.
+        """
+        _check_matrix("tokens", tokens, "[bs, topk]")
+        check_tensor("log_probs", log_probs, tuple(tokens.shape), _LOG_PROBS)
         branches = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return cls(
             tokens=tokens,
@@ -75,8 +87,13 @@ class DraftBeams:
         )
 
     def advance(self, tokens: Tensor, log_probs: Tensor) -> DraftBeams:
-        """The next level: of all children [bs, topk, topk] (of each branch, its best), the best topk stay branches."""
+        """The next level: of all children [bs, topk, topk] (of each branch, its best), the best topk stay branches.
+
+        Raises `InvalidStepError` for shapes and types that do not match.
+        """
         bs, topk = self.tokens.shape
+        check_tensor("tokens", tokens, (bs, topk, topk), _TOKENS)
+        check_tensor("log_probs", log_probs, (bs, topk, topk), _LOG_PROBS)
         child_scores = (self.scores.unsqueeze(2) + log_probs).reshape(bs, -1)
         child_tokens = tokens.reshape(bs, -1)
         child_parents = self.beam_candidates.unsqueeze(2).expand(-1, -1, topk).reshape(bs, -1)
@@ -102,6 +119,7 @@ class DraftBeams:
         a draft that overflowed, counts as impossible: it would be sorted before its parent.
         """
         num_candidates = self.candidate_tokens.shape[1]
+        check_tensor("root_tokens", root_tokens, (self.tokens.shape[0],), _TOKENS)
         if not 2 <= num_draft_tokens <= num_candidates + 1:
             raise InvalidStepError(
                 f"the tree holds a root and {num_candidates} candidates, so num_draft_tokens must be in "
@@ -118,3 +136,8 @@ class DraftBeams:
             parents=torch.cat((root, torch.where(parents < 0, 0, positions)), dim=1),
             max_depth=self.ancestors.shape[2],
         )
+
+
+def _check_matrix(name: str, tensor: Tensor, shape: str) -> None:
+    if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.dtype is not torch.int64:
+        raise InvalidStepError(f"{name} must be {shape} int64, got {describe(tensor)}")

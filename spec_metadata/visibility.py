@@ -15,7 +15,8 @@ from torch import Tensor
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
-from spec_metadata.query import PackedQuery, UniformQuery
+from spec_metadata.query import PackedQuery, UniformQuery, packed_rows
+from spec_metadata.step_checks import check_forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +109,10 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
     """The tree part of a forward; None if the step is no tree.
 
     ancestors: for a draft of topk > 1, [bs, topk, forward + 1] int64: the branch on which the path of branch k stood at
-    each depth so far, the last entry being k itself.
+    each depth so far, the last entry being k itself. Raises `InvalidStepError` for others, and for a forward that the
+    step does not plan.
     """
+    check_forward(step.kind, forward, step.num_forwards)
     if not step.is_tree:
         return None
     if step.kind is StepKind.TARGET_VERIFY:
@@ -148,12 +151,32 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
     """[num_tokens] int64, dense: where the rows of a forward write.
 
     The flat out_cache_loc of a draft is (batch, topk, step); taking one step of it is a strided view, which kernels
-    that read slots with stride one would misread, so it is copied here once.
+    that read slots with stride one would misread, so it is copied here once. Raises `InvalidStepError` for a forward
+    that the step does not plan.
     """
+    check_forward(step.kind, forward, step.num_forwards)
     if step.kind is not StepKind.DRAFT_DECODE:
         return step.out_cache_loc.long().contiguous()
     per_step = step.out_cache_loc.long().reshape(step.bs, step.width, step.num_steps)
     return per_step[:, :, forward].reshape(-1).contiguous()
+
+
+def token_positions(step: Step, forward: int = 0) -> Tensor:
+    """[num_tokens] int64 RoPE positions of a step's rows: committed length + depth.
+
+    For draft decode, forward i stands at depth i for every branch. In a verify over a tree a node stands as deep as it
+    has ancestors in the tree mask. Raises `InvalidStepError` for a forward that the step does not plan.
+    """
+    check_forward(step.kind, forward, step.num_forwards)
+    start = step.seq_lens.long()
+    if not isinstance(step.query, UniformQuery):
+        request, offsets = packed_rows(step.query)
+        return start[request] + offsets
+    if step.kind is StepKind.DRAFT_DECODE:
+        return (start + forward).unsqueeze(1).expand(-1, step.width).reshape(-1)
+    if step.tree_mask is not None:
+        return (start.unsqueeze(1) + step.tree_mask.sum(2) - 1).reshape(-1)
+    return (start.unsqueeze(1) + torch.arange(step.width, device=step.device)).reshape(-1)
 
 
 def query_starts(step: Step) -> Tensor:

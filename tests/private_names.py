@@ -6,7 +6,14 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-OURS = ("spec_metadata", "attn_backends", "attn_backends_pytest")
+OURS = {
+    "spec_metadata": "spec_metadata",
+    "attn_backends": "attn_backends",
+    "attn_backends_pytest": "attn_backends_pytest",
+    "attn_backends_reference": "reference/attn_backends_reference",
+    "benchmarks": "benchmarks",
+}
+"""Our packages, and where they lie."""
 PATH = re.compile(r"[\w.]*:[\w.]+")  # as `providers.load` takes them, or its end
 PROMISED = {"_replace", "_asdict", "_fields", "_make"}  # of named tuples
 

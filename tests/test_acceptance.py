@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import Acceptance, DraftTree, InvalidStepError, accept, compaction_moves
+from spec_metadata import (
+    Acceptance,
+    BlockTable,
+    CacheGeometry,
+    DraftTree,
+    InvalidStepError,
+    RequestTable,
+    Step,
+    accept,
+    compaction_moves,
+)
 
 BS = 16
 
@@ -101,22 +111,67 @@ def test_choices_of_other_nodes_are_refused(shape: tuple[int, ...]) -> None:
         accept(tree, torch.zeros(shape, dtype=torch.int64), 3)
 
 
+GEOMETRY = CacheGeometry(600, 4)
+
+
+def pagings(rng: random.Random) -> list[RequestTable | BlockTable]:
+    """Tables of `BS` requests with pages of their own, 10 each; no request in the order of the rows."""
+    pages = torch.tensor(rng.sample(range(1, 600), 10 * (BS + 1))).view(BS + 1, 10)
+    rows = torch.tensor(rng.sample(range(BS + 1), BS))
+    slots = (pages.unsqueeze(2) * 4 + torch.arange(4)).flatten(1)
+    return [RequestTable(slots.int(), rows, GEOMETRY), BlockTable(pages[rows].int(), GEOMETRY)]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["slots of the table", "slots anywhere"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_compaction_brings_accepted_kv_behind_the_committed(seed: int, dtype: torch.dtype) -> None:
+def test_compaction_brings_accepted_kv_to_the_table_s_slots(seed: int, dtype: torch.dtype, elsewhere: bool) -> None:
+    """Wherever drafts lie, what a later step reads behind the committed tokens is the accepted path."""
     rng = random.Random(seed)
     tree = random_tree(rng, 9, 4)
     got = accept(tree, torch.tensor(target_of(tree, rng)), 5)
-    slots = torch.randperm(500)[: BS * 9].to(dtype)
-    sources, destinations = compaction_moves(got, torch.stack((slots, slots), 1)[:, 0])
-    memory = {int(slot): (i // 9, i % 9) for i, slot in enumerate(slots)}
-    written = [memory[int(source)] for source in sources]
-    moved = dict(zip(destinations.tolist(), written, strict=True))
-    assert len(moved) == len(destinations)
-    for i in range(BS):
-        mine, n = slots.tolist()[i * 9 : i * 9 + 9], int(got.num_accepted[i])
-        assert [moved[slot] for slot in mine[:n]] == [(i, node) for node in got.path[i, :n].tolist()]
-        assert all(moved.get(slot, memory[slot]) == memory[slot] for slot in mine[n:])
+    lens = torch.tensor([rng.randrange(30) for _ in range(BS)], dtype=dtype)
+    for paging in pagings(rng):
+        own = paging.slots(lens.long().unsqueeze(1) + torch.arange(9))
+        owned = set(paging.slots(torch.arange(40).expand(BS, -1)).flatten().tolist())
+        free = sorted(set(range(GEOMETRY.num_slots)) - owned)
+        drafted = torch.tensor(rng.sample(free, BS * 9)) if elsewhere else own.flatten()
+        slots = torch.stack((drafted, drafted), 1)[:, 0].to(dtype)
+        step = Step.target_verify(9, lens, paging, slots, tree_mask=tree.mask)
+        memory = torch.full((GEOMETRY.num_slots,), -1)
+        memory[drafted] = torch.arange(BS * 9)
+        before = memory.clone()
+        sources, destinations = compaction_moves(got, step)
+        memory[destinations] = memory[sources]
+        touched = set()
+        for i in range(BS):
+            n = int(got.num_accepted[i])
+            assert memory[own[i, :n]].tolist() == [i * 9 + node for node in got.path[i, :n].tolist()]
+            touched |= set(own[i, :n].tolist())
+        others = [slot for slot in range(GEOMETRY.num_slots) if slot not in touched]
+        assert torch.equal(memory[others], before[others]), "nothing else is moved to"
+
+
+def test_compaction_of_a_permuted_row_keeps_the_path() -> None:
+    """A drafted slot that is no longer needed may be where an accepted token belongs."""
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 0, 2]]), 2)
+    got = accept(tree, torch.tensor([[7, 0, 8, 9]]), 3)
+    table = torch.tensor([[0, 0, 0, 0], [10, 11, 12, 13]], dtype=torch.int32)
+    paging = RequestTable(table, torch.tensor([1]), CacheGeometry(20, 1))
+    step = Step.target_verify(4, torch.tensor([0]), paging, torch.tensor([13, 10, 11, 12]), tree_mask=tree.mask)
+    memory = torch.zeros(20, dtype=torch.int64)
+    memory[step.out_cache_loc] = torch.tensor([5, 6, 7, 8])
+    sources, destinations = compaction_moves(got, step)
+    memory[destinations] = memory[sources]
+    assert memory[10:13].tolist() == [5, 7, 8]
+
+
+def test_moves_are_of_the_verify() -> None:
+    paging = RequestTable(torch.zeros(2, 9, dtype=torch.int32), torch.tensor([1]), GEOMETRY)
+    got = Acceptance(torch.ones(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3))
+    for step in (Step.decode(torch.tensor([1]), paging), Step.target_verify(4, torch.tensor([1]), paging)):
+        with pytest.raises(InvalidStepError, match=f"2 requests were verified; the step is a {step.kind} of 1"):
+            compaction_moves(got, step)
 
 
 def test_acceptance_is_capturable() -> None:

@@ -15,6 +15,7 @@ from spec_metadata import (
     BlockTable,
     CacheGeometry,
     Capacity,
+    DraftTree,
     InvalidStepError,
     PackedQuery,
     Paging,
@@ -83,7 +84,7 @@ def test_default_write_slots_follow_the_committed_tokens(name: str, form: type, 
 def test_a_forward_writes_its_own_slots_densely(topk: int, num_steps: int, dtype: torch.dtype) -> None:
     flat = torch.randperm(3 * topk * num_steps).to(dtype)
     step = Step.draft_decode(topk, num_steps, SEQ_LENS, PAGING, strided(flat))
-    for i in range(num_steps):
+    for i in range(step.num_forwards):
         slots = write_slots(step, i)
         expected = [int(flat[(r * topk + k) * num_steps + i]) for r in range(3) for k in range(topk)]
         assert slots.tolist() == expected
@@ -92,6 +93,26 @@ def test_a_forward_writes_its_own_slots_densely(topk: int, num_steps: int, dtype
     slots = write_slots(Step.target_verify(4, SEQ_LENS, PAGING, strided(flat[:12]) if len(flat) >= 12 else None))
     assert slots.is_contiguous()
     assert slots.dtype is torch.int64
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("ask", [write_slots, token_positions, tree_part])
+def test_a_forward_that_is_not_planned_is_refused(name: str, ask: Callable[[Step, int], object]) -> None:
+    step = MAKERS[name](SEQ_LENS, PAGING)
+    for forward in (-1, step.num_forwards):
+        with pytest.raises(InvalidStepError, match=f"forward {forward} of a {step.kind} step that plans"):
+            ask(step, forward)
+
+
+def test_positions_of_a_verify_over_a_tree_are_its_depths() -> None:
+    """Two siblings stand at one position."""
+    parents = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 2], [0, 0, 1, 1]])
+    tree = DraftTree.from_parents(torch.zeros_like(parents), parents, 3)
+    step = Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=tree.mask)
+    depths = [[0, 1, 1, 2], [0, 1, 2, 3], [0, 1, 2, 2]]
+    positions = [length + depth for length, row in zip(LENS, depths, strict=True) for depth in row]
+    assert token_positions(step).tolist() == positions
+    assert token_positions(step).dtype is torch.int64
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -203,11 +224,13 @@ BAD: dict[str, Callable[[], object]] = {
     r"target_verify step must hold 12 slots, got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
     r"must hold 12 slots, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
     "draft_decode step must hold 18 slots": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
-    "out_cache_loc must be int32 or int64, got torch.float32": lambda: Step.decode(SEQ_LENS, PAGING, SLOTS[:3].float()),
-    r"tree_mask must be \(3, 4, 4\) bool, got \[3, 4, 4\] torch.int64": lambda: Step.target_verify(
+    r"out_cache_loc must be \[3\] int32 or int64, got \[3\] torch.float32": lambda: Step.decode(
+        SEQ_LENS, PAGING, SLOTS[:3].float()
+    ),
+    r"tree_mask must be \[3, 4, 4\] bool, got \[3, 4, 4\] torch.int64": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.int64)
     ),
-    r"tree_mask must be \(3, 4, 4\) bool, got \[3, 3, 3\]": lambda: Step.target_verify(
+    r"tree_mask must be \[3, 4, 4\] bool, got \[3, 3, 3\]": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 3, 3, dtype=torch.bool)
     ),
     "max_context must be a whole number, got 8.0": lambda: Capacity(1, 8.0, 4),  # type: ignore[arg-type]
@@ -253,7 +276,7 @@ BAD: dict[str, Callable[[], object]] = {
         Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(0, dtype=torch.int32)
     ),
     "num_real is on meta and seq_lens on cpu": lambda: replace(
-        Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(1, device="meta")
+        Step.decode(SEQ_LENS, PAGING, SLOTS[:3]), num_real=torch.ones(1, dtype=torch.int32, device="meta")
     ),
     "tree_mask is on meta and seq_lens on cpu": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.bool, device="meta")

@@ -54,7 +54,7 @@ def models() -> list[torch.nn.Module]:
     """transformers' models of our three targets, without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folders = sorted((ROOT / "attn_backends" / "models" / "checkpoints").glob("*/target"))
+    folders = sorted((ROOT / "reference" / "attn_backends_reference" / "models" / "checkpoints").glob("*/target"))
     with torch.device("meta"):
         return [AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)) for folder in folders]
 
@@ -127,7 +127,9 @@ def test_every_row_has_its_reasons_and_a_probe() -> None:
 
 def sources() -> dict[Path, ast.Module]:
     """Our packages' source files."""
-    return {path: ast.parse(path.read_text()) for name in OURS for path in sorted((ROOT / name).rglob("*.py"))}
+    return {
+        path: ast.parse(path.read_text()) for folder in OURS.values() for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def test_no_private_name_is_missing_from_the_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -109,6 +110,33 @@ def test_start_continues_the_root(topk: int) -> None:
     assert beams.parent_branches.tolist() == [[0] * topk] * 2
     assert beams.ancestors.tolist() == [[[k] for k in range(topk)]] * 2
     assert beams.candidate_parents.tolist() == [[-1] * topk] * 2
+
+
+NODES, PAIR = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64)
+MISSHAPED: dict[str, Callable[[], object]] = {
+    r"parents must be \[bs, num_nodes\] int64, got \[3\]": lambda: DraftTree.from_parents(NODES, NODES[0], 2),
+    r"parents must be .* got \[2, 3\] torch.int32": lambda: DraftTree.from_parents(NODES, NODES.int(), 2),
+    r"tokens must be \[2, 3\] int64 or int32, got \[2, 2\]": lambda: DraftTree.from_parents(PAIR, NODES, 2),
+    r"tokens must be \[2, 3\] .* got \[1, 3\]": lambda: DraftTree.from_parents(NODES[:1], NODES, 2),
+    r"tokens must be \[bs, topk\] int64, got \[2\]": lambda: DraftBeams.start(PAIR[0], torch.zeros(2)),
+    r"log_probs must be \[2, 2\] float32 .* got \[2, 3\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 3)),
+    r"log_probs must be \[2, 2\] .* got \[2, 1\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 1)),
+    r"log_probs must be .* got \[2, 2\] torch.int64": lambda: DraftBeams.start(PAIR, PAIR),
+    r"tokens must be \[2, 2, 2\] .* got \[2, 4\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 2)).advance(
+        torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 2, 2)
+    ),
+    r"log_probs must be \[2, 2, 2\] .* got \[2, 2\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 2)).advance(
+        torch.zeros(2, 2, 2, dtype=torch.int64), torch.zeros(2, 2)
+    ),
+    r"root_tokens must be \[2\] .* got \[1\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 2)).tree(PAIR[0, :1], 2),
+}
+
+
+@pytest.mark.parametrize("message", MISSHAPED)
+def test_shapes_that_do_not_match_are_refused(message: str) -> None:
+    """Torch would broadcast some, and gather from others what nobody meant."""
+    with pytest.raises(InvalidStepError, match=message):
+        MISSHAPED[message]()
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from attn_backends.adapters.batch import BlockTableBatch, host_list
 from attn_backends.errors import UnsupportedStepError
 from spec_metadata import BlockTable, CacheGeometry, Capacity, InvalidStepError
+from spec_metadata.upload import upload
 
 
 class KVCacheManager(Protocol):
@@ -91,7 +92,7 @@ def read(
     return BlockTableBatch(
         query_lens=tuple(lens),
         committed=metadata.kv_lens_cuda[:bs] - metadata.seq_lens_cuda[:bs],
-        paging=BlockTable(table.to(device, non_blocking=True), geometry),
+        paging=BlockTable(upload(table, device), geometry),
         out_cache_loc=None,
         max_committed=None,
     )

@@ -74,12 +74,11 @@ def read(common: CommonAttentionMetadata, geometry: CacheGeometry) -> BlockTable
     slots = common.slot_mapping[:num_rows]
     if slots.shape[0] != num_rows:
         raise InvalidStepError(f"slot_mapping holds {slots.shape[0]} slots for {num_rows} query rows")
-    reserved = geometry.reserved_page * geometry.page_size
     return BlockTableBatch(
         query_lens=tuple(lens),
         committed=common.seq_lens[:bs] - common.query_start_loc[: bs + 1].diff(),
         paging=BlockTable(common.block_table_tensor[:bs], geometry),
-        out_cache_loc=torch.where(slots < 0, reserved, slots),
+        out_cache_loc=torch.where(slots < 0, geometry.reserved_slot, slots),
         max_committed=common.max_seq_len - min(lens, default=0),
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_backends.contract.kernel import Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import is_capturing
 from attn_backends.memory.static_memory import Tenant
 from spec_metadata import (
     Bucket,
@@ -24,6 +25,7 @@ from spec_metadata import (
     TreePart,
     tree_part,
 )
+from spec_metadata.admission import check_ancestors
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
 
 Plan = TypeVar("Plan")
@@ -68,7 +70,8 @@ class Metadata(Generic[Plan]):
     owner: the backend that planned it, and that alone takes it. step: an eager one of a tree has drafted tokens of its
     own. plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only.
     chains: the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what
-    captured metadata has of static memory, where its step and buffers lie; None if eager.
+    captured metadata has of static memory, where its step and buffers lie; None if eager. checking: whether `at` reads
+    ancestors.
     """
 
     owner: Owner
@@ -79,6 +82,7 @@ class Metadata(Generic[Plan]):
     write: Callable[[], None]
     chains: tuple[TreePart, ...] = ()
     tenant: Tenant | None = None
+    checking: bool = False
 
     @property
     def bucket(self) -> Bucket | TokenBucket | None:
@@ -87,19 +91,23 @@ class Metadata(Generic[Plan]):
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
-        topk > 1 (`spec_metadata.tree_part`). Refuses captured metadata that another replay has overwritten.
+        topk > 1 (`spec_metadata.tree_part`); their values are checked in checking mode, outside of a capture. Refuses
+        captured metadata that another replay has overwritten.
         """
         if self.tenant is not None:
             self.tenant.check()
         forward = 0 if self.step.kind is StepKind.IDLE else forward
         if not 0 <= forward < self.step.num_forwards:
             raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
+        tree = self.chains[forward] if self.chains else tree_part(self.step, forward, ancestors)
+        if self.checking and tree is not None and ancestors is not None and not is_capturing():
+            check_ancestors(self.step, ancestors)
         return ForwardMetadata(
             owner=self.owner,
             schedules=self.schedules,
             forward=forward,
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
-            tree=self.chains[forward] if self.chains else tree_part(self.step, forward, ancestors),
+            tree=tree,
             kind=self.step.kind,
             tenant=self.tenant,
         )

@@ -56,7 +56,5 @@ def write_slot_lists(step: Step, buffers: Buffers) -> None:
         num_visible.copy_(dense.kv_lens[request] - rows_below)
     last, max_kv_len = dense_part(step, step.num_forwards - 1), buffers.extent.max_kv_len
     positions = torch.arange(max_kv_len, device=step.device).expand(step.bs, -1)
-    geometry = step.paging.geometry
-    reserved = geometry.reserved_page * geometry.page_size
     visible = leading(last.kv_lens, max_kv_len)
-    buffers["slots"].copy_(torch.where(visible, step.paging.slots(positions), reserved))
+    buffers["slots"].copy_(torch.where(visible, step.paging.slots(positions), step.paging.geometry.reserved_slot))

@@ -79,7 +79,7 @@ def states_of_the_first_nodes(patch: pytest.MonkeyPatch) -> None:
         return replace(made, path=torch.arange(max_accepted, device=made.path.device).expand_as(made.path))
 
     patch.setattr(phases, "accept", first)
-    patch.setattr(phases, "compaction_moves", lambda _, slots: moves(real.pop(), slots))
+    patch.setattr(phases, "compaction_moves", lambda _, step: moves(real.pop(), step))
 
 
 @mutant("a softmax over the wrong dimension", "eagle3.tree")

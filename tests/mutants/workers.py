@@ -39,9 +39,9 @@ def results_not_owned(patch: pytest.MonkeyPatch) -> None:
 def accepted_path_not_moved(patch: pytest.MonkeyPatch) -> None:
     """After a tree verify the first nodes stay behind the committed tokens, accepted or not."""
 
-    def stay(acceptance: Acceptance, out_cache_loc: Tensor) -> tuple[Tensor, Tensor]:
+    def stay(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor]:
         bs, depth = acceptance.path.shape
-        kept = out_cache_loc.long().reshape(bs, -1)[:, :depth].reshape(-1)
+        kept = step.out_cache_loc.long().reshape(bs, -1)[:, :depth].reshape(-1)
         return kept, kept
 
     patch.setattr(phases, "compaction_moves", stay)

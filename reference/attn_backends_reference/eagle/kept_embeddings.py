@@ -19,9 +19,9 @@ from attn_backends_reference.eagle.embeddings import EmbeddingForm
 from attn_backends_reference.eagle.mtp_phases import Window, WindowInputs
 from attn_backends_reference.eagle.phases import by_name
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.tables import to_device
 from attn_backends_reference.models.decoder import MultimodalRows
 from spec_metadata import Capacity
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 

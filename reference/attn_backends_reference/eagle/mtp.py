@@ -29,7 +29,7 @@ from attn_backends_reference.eagle.pool import InputPool
 from attn_backends_reference.eagle.prefill_phases import ModulesPrefillInputs, modules_prefill_phase
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape
-from attn_backends_reference.eagle.tables import kept, to_device
+from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import SpeculativeWorker, check_drafts
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
@@ -42,6 +42,7 @@ from spec_metadata import (
     UniformQuery,
     padding_step,
 )
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 

@@ -18,8 +18,8 @@ from attn_backends_reference.eagle.embeddings import EmbeddingForm, PromptEmbedd
 from attn_backends_reference.eagle.phases import by_name
 from attn_backends_reference.eagle.prefill_phases import DraftPrefillInputs, ModulesPrefillInputs, PrefillInputs
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.tables import to_device
 from attn_backends_reference.models.decoder import MultimodalRows
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")

@@ -181,7 +181,7 @@ def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[Verify
         logits = target.model.logits(hidden).unflatten(0, (-1, num_nodes))
         acceptance = accept(tree, choose(logits, given.params, positions), max_accepted)
         if meta.step.is_tree:
-            sources, destinations = compaction_moves(acceptance, meta.step.out_cache_loc)
+            sources, destinations = compaction_moves(acceptance, meta.step)
             for cache in target.caches:
                 cache.move(sources, destinations)
         on_path = acceptance.path.unsqueeze(2).expand(-1, -1, features.shape[-1])

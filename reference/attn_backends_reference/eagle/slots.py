@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import AttnBackendsError
-from attn_backends_reference.eagle.tables import upload
 from spec_metadata import CacheGeometry, Capacity, RequestTable
 from spec_metadata.capacity import ceil_div
+from spec_metadata.upload import upload
 
 NO_DIGESTS: Mapping[int, bytes] = MappingProxyType({})
 

@@ -45,7 +45,7 @@ from attn_backends_reference.eagle.prefill_phases import (
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.slots import SlotAllocator
-from attn_backends_reference.eagle.tables import keep, kept, to_device
+from attn_backends_reference.eagle.tables import keep, kept
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     CacheGeometry,
@@ -59,6 +59,7 @@ from spec_metadata import (
     UniformQuery,
     token_positions,
 )
+from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
