@@ -12,7 +12,7 @@ BIN = .venv/bin
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo test test-full gpu-results
+.PHONY: demo test test-full fuzz gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -25,6 +25,9 @@ test: $(INSTALLED)  ## formatting, lint, types and tests
 
 test-full: $(INSTALLED)  ## the whole crosses
 	$(RUN) pytest -n 2 -m full
+
+fuzz: $(INSTALLED)  ## N random batches against a model of what each row sees and writes
+	$(RUN) tests.fuzz $(if $(N),--batches $(N),--seconds 60) --processes 2
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
