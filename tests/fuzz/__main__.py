@@ -31,7 +31,7 @@ from tests.fuzz.run import Spec, Tally, run
 from tests.fuzz.steps import BACKENDS, CELLS, PATHS, PLANNERS, SIZES
 
 INTERPRETED = 0.002  # the share of batches of a planner that Triton's interpreter runs, beside one of another
-MOST_LINES = 20  # mismatches that a result keeps
+MOST_LINES = 20  # mismatches after which it ends
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -76,6 +76,8 @@ def worlds(given: argparse.Namespace, tally: Tally) -> Iterator[Spec]:
     share = {c: INTERPRETED if given.device == "cpu" and c[1] == "fused" else 1.0 for c in given.cells}
     number = 0
     while given.seconds is None or time.monotonic() - begin < given.seconds:
+        if len(tally.mismatches) >= MOST_LINES:
+            return
         done = Counter[tuple[str, ...]]()
         for (*cell, _), batches in tally.planned.items():
             done[tuple(cell)] += batches

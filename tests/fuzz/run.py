@@ -61,9 +61,9 @@ class Spec(NamedTuple):
 
 @dataclass
 class Tally:
-    """What was run. planned, attended: steps of (backend, planner, path, kind). refused: legal steps, by words. illegal:
-    (kind, class, what became of it). sizes: (what, size). mismatches: a line each. wrong: an illegal class that did not
-    end as it must, and a line of it.
+    """What was run. planned, attended: steps of (backend, planner, path, kind). refused: legal steps, by words.
+    illegal: (kind, class, what became of it). sizes: (what, size). mismatches: a line each. wrong: an illegal class
+    that did not end as it must, and a line of it.
     """
 
     planned: Counter[tuple[str, ...]] = field(default_factory=Counter)
@@ -202,6 +202,7 @@ class Sequence:
                 raise Malformed("an idle step has query rows", 0)
             self.tally.planned[(*self.spec.cell, "idle")] += 1
         meta, group = self.engine.plan(meta, handed.step(place)), handed.drawn.group
+        self.tally.planned[(*self.spec.cell, _label(group) if group.num_real[place] else "idle")] += 1
         ancestors = handed.ancestors(place)
         recorder.add(place, meta, ancestors)
         if self.layer is not None:
@@ -229,9 +230,7 @@ class Sequence:
         self._count(group)
 
     def _count(self, group: Group) -> None:
-        world, idle = self.engine.world, int((group.num_real == 0).sum())
-        self.tally.planned[(*self.spec.cell, _label(group))] += group.number - idle
-        self.tally.planned[(*self.spec.cell, "idle")] += idle
+        world = self.engine.world
         added = group.width * group.num_steps if not group.is_packed else group.widths
         ends = np.where(np.arange(group.bs) < group.num_real[:, None], group.lens + added, 0).max(1)
         pages = -(-ends // world.page_size)
