@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from tests.fuzz import __main__ as command
 from tests.fuzz import illegal, run, steps
 from tests.fuzz.mutants import MUTANTS, batches_until_found
-from tests.fuzz.run import Spec
+from tests.fuzz.run import Spec, Tally
 
 FOLDER = Path(run.__file__).parent
 HOST = [*(f"{name}, {where}" for name in illegal.HOST for where in ("eagerly", "replayed")), *illegal.USES]
@@ -24,18 +25,24 @@ CLASSES = [
 BACKENDS_TRIED = 3 * steps.BACKENDS
 
 
+@cache
+def found(cell: tuple[str, str, str]) -> Tally:
+    """What some worlds found; of a planner that Triton's interpreter runs, one."""
+    tally = Tally()
+    for number in range(1 if cell[1] == "fused" else 4):
+        tally.add(run.run(Spec(5, number, *cell)))
+    return tally
+
+
 @pytest.mark.parametrize("cell", steps.CELLS, ids="-".join)
 def test_the_library_is_what_the_model_says(cell: tuple[str, str, str]) -> None:
-    worlds = [
-        run.run(Spec(seed=5, number=number, backend=cell[0], planner=cell[1], path=cell[2])) for number in range(2)
-    ]
-    assert [line for tally in worlds for line in tally.mismatches] == []
-    assert sum(tally.planned.total() for tally in worlds) > 0
+    assert found(cell).mismatches == []
+    assert found(cell).planned.total() + found(cell).refused.total() > 0
 
 
 @pytest.mark.parametrize("cell", steps.CELLS, ids="-".join)
 def test_no_legal_step_is_refused(cell: tuple[str, str, str]) -> None:
-    assert not run.run(Spec(6, 0, *cell)).refused
+    assert not found(cell).refused
 
 
 @pytest.mark.parametrize("name", MUTANTS)

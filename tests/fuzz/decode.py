@@ -55,12 +55,15 @@ def block_table(truth: Truth, group: Group, plan: Plan) -> Rows:
     starts = np.broadcast_to(np.arange(group.bs + 1) * plan["width"], (group.number, group.bs + 1))
     lens, table = plan["cache_seqlens"], plan["block_table"]
     require(lens <= plan["max_kv_len"], "cache_seqlens is over max_kv_len")
-    behind = np.arange(table.shape[2]) - -(-lens // truth.page_size)[..., None]
-    over_read = (behind >= 0) & (behind < max(1, 128 // truth.page_size))
-    require(
-        ~over_read | (table == truth.reserved_page), "what TensorRT-LLM reads past the pages is not the reserved one"
-    )
     return _over_pages(truth, group, plan, starts, lens, table)
+
+
+def check_over_read(truth: Truth, plan: Plan) -> None:
+    """Behind the pages of a block table's last forward stands the reserved one, as far as TensorRT-LLM reads."""
+    table, lens = plan["block_table"], plan["cache_seqlens"]
+    behind = np.arange(table.shape[2]) - -(-lens // truth.page_size)[..., None]
+    is_read = (behind >= 0) & (behind < max(1, 128 // truth.page_size))
+    require(~is_read | (table == truth.reserved_page), "behind a row's pages stands another one than the reserved page")
 
 
 def slot_lists(truth: Truth, group: Group, plan: Plan) -> Rows:

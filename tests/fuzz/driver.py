@@ -35,6 +35,7 @@ from spec_metadata import (
     Capacity,
     InvalidStepError,
     PackedQuery,
+    Paging,
     RequestTable,
     Step,
     StepKind,
@@ -200,8 +201,14 @@ class Engine:
         return bool(able[KIND_OF[kind]].needs_host_lens)
 
     def takes(self, slot: Slot) -> bool:
-        """Whether the kernel can be captured in a slot; torch's always can."""
-        return not self.backend.capture_reasons(self.bucket(slot))
+        """Whether a vendor's kernel says that it takes steps of a layout; torch's must take what the documents say."""
+        kernel = self.backend.kernel_of(KIND_OF[slot.kind])
+        able = kernel.capabilities[KIND_OF[slot.kind]]
+        if kernel.name == "torch":
+            return True
+        reasons = able.width_reasons(slot.width, slot.is_tree) + able.page_reasons(self.world.page_size)
+        reasons += self.backend.capture_reasons(self.bucket(slot)) if self.world.path == "replay" else []
+        return not reasons and (able.packed or not slot.is_packed)
 
     def bucket(self, slot: Slot) -> Bucket | TokenBucket:
         """A captured slot's key."""
@@ -215,26 +222,22 @@ class Engine:
 
     def capture(self, slot: Slot) -> Metadata[Any]:
         """Static metadata of a slot."""
-        pages = torch.zeros(1, self.world.max_pages, dtype=torch.int32, device=self.device)
-        rows = torch.zeros(1, dtype=torch.int32, device=self.device)
-        block_table, requests = BlockTable(pages, self.geometry), RequestTable(self.table, rows, self.geometry)
-        return self.backend.capture(self.bucket(slot), block_table if self.world.is_block_table else requests)
+        return self.backend.capture(self.bucket(slot), self._paging())
 
     def capture_kind(self, kind: str, bs: int, width: int) -> Metadata[Any]:
         """Static metadata of a bucket that the capacity may not have."""
-        paging = self.idle().paging
         step_kind = StepKind.IDLE if kind == "idle" else KIND_OF[kind]
-        return self.backend.capture(
-            Bucket(step_kind, bs, width),
-            paging.on_static(paging.static_input().new_zeros((1, *paging.static_input().shape[1:]))),
-        )
+        return self.backend.capture(Bucket(step_kind, bs, width), self._paging())
 
     def idle(self) -> Step:
         """A step without requests."""
-        empty = torch.zeros(0, self.world.max_pages, dtype=torch.int32, device=self.device)
+        return Step.idle(self._paging(bs=0))
+
+    def _paging(self, bs: int = 1) -> Paging:
+        pages = torch.zeros(bs, self.world.max_pages, dtype=torch.int32, device=self.device)
         if self.world.is_block_table:
-            return Step.idle(BlockTable(empty, self.geometry))
-        return Step.idle(RequestTable(self.table, empty[:, 0], self.geometry))
+            return BlockTable(pages, self.geometry)
+        return RequestTable(self.table, pages[:, 0], self.geometry)
 
     def build(self, parts: dict[str, Any]) -> Step:
         """A step of its parts. kind: as `steps.KINDS`. table, rows: of a request table; of a block table rows is None.

@@ -7,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,30 +124,34 @@ def _run(spec: Spec, tally: Tally) -> None:
     world = steps.world(rng, *spec.cell)
     engine = Engine(world, spec.device, spec.kernel)
     layer = Attention(engine, rng.spawn(1)[0]) if world.attends else None
-    slots = [steps.slot(rng, world) for _ in range(int(rng.integers(2, 5)))]
-    slots = [slot for slot in slots if engine.takes(slot)] or [Slot("decode", 1, 1, 1, False, 1)]
-    metas: list[Any] = [None] * len(slots)
-    if world.path == "replay":
-        metas = [_legal(tally, 0, lambda slot=slot: engine.capture(slot)) for slot in slots]
-        slots = [slot for slot, meta in zip(slots, metas, strict=True) if meta is not None]
-        metas = [meta for meta in metas if meta is not None]
     num_chunks, number = spec.num_steps
     number = min(number, steps.ATTENDED_STEPS) if world.attends else number
-    for chunk in range(num_chunks if slots else 0):
+    captured = [] if world.path == "eager" else _captured(tally, engine, _layouts(rng, engine, int(rng.integers(2, 5))))
+    for chunk in range(num_chunks if captured or world.path == "eager" else 0):
         truth = steps.truth(rng, world)
         engine.set_table(truth.owned)
-        if world.path == "eager":
-            slots = [steps.slot(rng, world) for _ in range(-(-number // EAGER_STEPS))]
-            metas = [None] * len(slots)
-        which = rng.permutation(np.arange(number) % len(slots))
+        layouts = captured or [(each, None) for each in _layouts(rng, engine, -(-number // EAGER_STEPS))]
+        which = rng.permutation(np.arange(number) % len(layouts))
         drawn = [
             steps.steps(rng, world, truth, slot, chunk * number + np.flatnonzero(which == i))
-            for i, slot in enumerate(slots)
+            for i, (slot, _) in enumerate(layouts)
         ]
-        Sequence(spec, engine, truth, drawn, metas, tally, layer).run()
+        Sequence(spec, engine, truth, drawn, [meta for _, meta in layouts], tally, layer).run()
     if spec.keep is None and not spec.is_interpreted and rng.random() < ILLEGAL_WORLDS:
         wrong = illegal.run(world, spec.device, tally.illegal, rng)
         tally.wrong |= {name: f"{spec.command()}\n    {name}: {what}" for name, what in wrong.items()}
+
+
+def _layouts(rng: np.random.Generator, engine: Engine, number: int) -> list[Slot]:
+    """Random layouts that the engine's kernels take."""
+    drawn = [steps.slot(rng, engine.world) for _ in range(number)]
+    return [slot for slot in drawn if engine.takes(slot)] or [Slot("decode", 1, 1, 1, False, 1)]
+
+
+def _captured(tally: Tally, engine: Engine, slots: list[Slot]) -> list[tuple[Slot, Any]]:
+    """The slots that the engine captures, which should be all, and their metadata."""
+    metas = [(slot, _legal(tally, 0, partial(engine.capture, slot))) for slot in slots]
+    return [(slot, meta) for slot, meta in metas if meta is not None]
 
 
 def _legal(tally: Tally, number: int, do: Callable[[], Any]) -> Any:
@@ -185,11 +190,8 @@ class Sequence:
             (n, i, place) for i, each in enumerate(self.drawn) for place, n in enumerate(each.order.tolist())
         )
         for number, layout, place in order:
-            if first <= number < end and _legal(
-                self.tally,
-                number,
-                lambda n=number, i=layout, p=place: self._plan(n, handed[i], self.metas[i], p, recorders[i]),
-            ):
+            plan = partial(self._plan, number, handed[layout], self.metas[layout], place, recorders[layout])
+            if first <= number < end and _legal(self.tally, number, plan):
                 done[layout].append(place)
         for drawn, places, recorder in zip(self.drawn, done, recorders, strict=True):
             if places:
@@ -224,6 +226,8 @@ class Sequence:
                     found = replace(DECODERS[world.backend](self.truth, group, plan), writes=writes)
                     found = decode.join(self.truth, group, found, *tree) if tree else found
                 decode.check_rows(self.truth, group, wanted, found)
+                if "block_table" in plan and forward == group.num_forwards - 1:
+                    decode.check_over_read(self.truth, plan)
         except Malformed as error:
             what = f"{_label(group)}, {group.num_real[error.step]} of {group.bs} requests, forward {forward}, {world}"
             raise Broken(f"{error}: {what}", int(drawn.order[places[error.step]])) from error
