@@ -24,9 +24,8 @@ from pathlib import Path
 from secrets import randbelow
 from typing import Any
 
-import torch
-
 from attn_backends import results
+from tests.fuzz.driver import start
 from tests.fuzz.run import Spec, Tally, run
 from tests.fuzz.steps import BACKENDS, CELLS, PATHS, PLANNERS, SIZES
 
@@ -63,13 +62,6 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def start(device: str) -> None:
-    """Ready a process. Triton reads the variable when it is imported."""
-    if device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    torch.set_num_threads(1)
-
-
 def worlds(given: argparse.Namespace, tally: Tally) -> Iterator[Spec]:
     """The next world each time, of what has had the fewest batches for its share, until it is enough."""
     begin, asked = time.monotonic(), Counter[tuple[str, str, str]]()
@@ -85,7 +77,7 @@ def worlds(given: argparse.Namespace, tally: Tally) -> Iterator[Spec]:
         open_cells = [c for c in given.cells if given.batches is None or done[c] < wanted[c]]
         if not open_cells:
             return
-        cell = min(open_cells, key=lambda c: max(done[c], asked[c]) / share[c])
+        cell = min(open_cells, key=lambda c: (max(done[c], asked[c]) / share[c], -share[c]))
         spec = Spec(given.seed, number, *cell, given.device, given.kernel)
         asked[cell] = max(asked[cell], done[cell]) + prod(spec.num_steps)  # until it is counted
         yield spec
@@ -135,7 +127,7 @@ def write(given: argparse.Namespace, tally: Tally, seconds: float) -> None:
         "batches": tally.planned.total(),
         "attended": tally.attended.total(),
         "mismatches": tally.mismatches[:MOST_LINES],
-        "illegal_wrong": list(tally.wrong.values())[:MOST_LINES],
+        "illegal_wrong": sorted(tally.wrong),
         "refused_legal": {f"{error}: {words}": n for (error, words), n in tally.refused.most_common(MOST_LINES)},
         "illegal": illegal,
         "drawn_from": {

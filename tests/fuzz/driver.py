@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import cache
@@ -65,6 +66,13 @@ class SmallDSV4(DSV4Backend):
     name = "small_dsv4"
     window = 8
     compressions = (Compression(4, overlap=True, indexed=True), Compression(8))
+
+
+def start(device: str) -> None:
+    """Ready a process: one thread, and on a CPU Triton's interpreter, which Triton looks for when it is imported."""
+    if device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(1)
 
 
 @cache

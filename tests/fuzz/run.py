@@ -48,7 +48,7 @@ class Spec(NamedTuple):
     @property
     def num_steps(self) -> tuple[int, int]:
         """About so many chunks, and steps of each."""
-        return (1, 6) if self.is_interpreted else (3, 128)
+        return (1, 4) if self.is_interpreted else (3, 128)
 
     def command(self) -> str:
         """What runs it again."""
