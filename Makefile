@@ -12,7 +12,7 @@ BIN = .venv/bin
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo smoke test test-full test-versions test-wheel gpu-results
+.PHONY: demo smoke test test-full test-versions test-wheel fuzz gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -30,6 +30,9 @@ test: $(INSTALLED)  ## formatting, lint, types and tests
 
 test-full: $(INSTALLED)  ## the whole crosses, and what takes long
 	$(RUN) pytest -n 2 -m full
+
+fuzz: $(INSTALLED)  ## N random batches against a model of what each row sees and writes
+	$(RUN) tests.fuzz $(if $(N),--batches $(N),--seconds 60) --processes 2
 
 test-versions: $(INSTALLED)  ## the smoke tier with the oldest and the newest versions of what we use; or those of ROWS
 	$(RUN) tests.versions $(ROWS)
