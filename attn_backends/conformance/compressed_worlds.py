@@ -45,7 +45,8 @@ COMPRESSIONS = (Compression(2, overlap=True, indexed=True), Compression(4))
 REAL_PAGE = 256  # a world of such pages has the backend's own window and ratios
 INDEX_DIM = 6
 INDEX_HEADS = 16  # with few, scores tie at zero
-ROPE, EPS, ALIGNMENT = 4, 1e-6, 64
+ROPE, ALIGNMENT = 4, 64
+EPS, INDEX_EPS = 0.02, 0.05  # of the norms of a compressor and of an indexer, so large that it shows which was taken
 ROW_DIM = TILE * TILES + TAIL  # of the 8-bit format
 
 
@@ -171,11 +172,11 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64).to(setup.device, state_dtype(setup))
 
-    def compressor(dim: int, rope: int) -> Compressor:
+    def compressor(dim: int, rope: int, eps: float) -> Compressor:
         assert compression is not None
         bias = draw(compression.ratio, dim * (2 if compression.overlap else 1))
         inv_freq = 0.9 ** torch.arange(rope // 2, device=setup.device, dtype=state_dtype(setup))
-        return Compressor(bias, 1 + 0.3 * draw(dim), EPS, inv_freq)
+        return Compressor(bias, 1 + 0.3 * draw(dim), eps, inv_freq)
 
     indexed = compression is not None and compression.indexed
     return CompressedLayer(
@@ -188,7 +189,7 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
         window=backend.window,
         sinks=torch.linspace(-1.0, 2.0, num_heads, device=setup.device).round(decimals=1),
         compression=compression,
-        compressor=compressor(dim, TAIL if is_fp8 else ROPE) if compression else None,
-        indexer=compressor(INDEX_DIM, ROPE) if indexed else None,
+        compressor=compressor(dim, TAIL if is_fp8 else ROPE, EPS) if compression else None,
+        indexer=compressor(INDEX_DIM, ROPE, INDEX_EPS) if indexed else None,
         index_topk=3 if indexed else 0,
     )
