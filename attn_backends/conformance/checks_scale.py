@@ -12,7 +12,7 @@ from attn_backends.conformance.situations import TREE_KINDS, Cases, joined, one_
 from attn_backends.conformance.worlds import SIZES, capacity_of
 from spec_metadata import StepKind
 
-TREE_TOPKS = {"wide": 2, "many": 4}  # other numbers than the steps, of which there are five
+TREE_TOPKS = {"wide": 2, "many": 3}  # not the number of steps, five, nor that of a draft's forwards, four
 
 
 def _cases(kind: StepKind, *, packed: bool) -> Cases:
@@ -29,7 +29,7 @@ def _cases(kind: StepKind, *, packed: bool) -> Cases:
             for case in situations(subject, kind, topks, size):
                 batch = replace(case, lens=_lens(case))
                 batch = _in_rows(batch) if packed else batch
-                in_turn = (turn + (case.topk > 1)) % 2 == 1
+                in_turn = (turn + (case.topk > 1 or packed)) % 2 == 1
                 found.append(_captured(batch) if in_turn and can_capture else batch)
         return found
 
@@ -41,7 +41,7 @@ def _lens(case: Case) -> tuple[int, ...]:
     page, context = case.page_size, capacity_of(case.page_size, case.topk, case.size).max_context
     if case.size == "wide":
         return 1, 2 * page + 2, 2, page, 5, max(page - 1, 1), context, 3, 3 * page + 1
-    lens = [1 + 5 * request % (page + 3) for request in range(33)]
+    lens = [1 + 5 * request % (min(page, 16) + 3) for request in range(33)]
     lens[2], lens[17], lens[31] = 3 * page + 1, context, 2 * page + 5
     return tuple(lens)
 
@@ -53,7 +53,7 @@ def _in_rows(case: Case) -> Case:
         lens = tuple(length - prompt for length, prompt in zip(case.lens, prompts, strict=True))
         return replace(case, lens=lens, widths=tuple(prompt or 1 + r % 3 for r, prompt in enumerate(prompts)))
     most = SIZES[case.size].num_steps + 1
-    return replace(case, widths=tuple(1 + 2 * request % most for request in range(len(case.lens))))
+    return replace(case, widths=tuple(1 + 5 * request % most for request in range(len(case.lens))))
 
 
 def _captured(case: Case) -> Case:
@@ -82,7 +82,7 @@ def draft_decode(subject: Subject, case: Case) -> Measured:
 
 @check("scale.target_verify", _cases(StepKind.TARGET_VERIFY, packed=False))
 def target_verify(subject: Subject, case: Case) -> Measured:
-    """A verify of 9 and of 33 requests, chains of 6 and trees of 10 and 20 nodes."""
+    """A verify of 9 and of 33 requests, chains of 6 and trees of 10 and 15 nodes."""
     return _measure(subject, case)
 
 
