@@ -1,4 +1,8 @@
-"""Determinism: one thread, a fixed seed before every test. Where no GPU is, Triton's interpreter runs its kernels."""
+"""Determinism: one thread, a fixed seed before every test. Where no GPU is, Triton's interpreter runs its kernels.
+
+Asserts of helpers are rewritten too, so that a law that fails shows its values; of itself pytest does so for
+test files only.
+"""
 
 import os
 import zipfile
@@ -6,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+HERE = Path(__file__).parent
+HELPERS = [path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "conftest", "__init__"))]
+pytest.register_assert_rewrite("tests.gpu", "tests.mutants", *(f"tests.{name}" for name in HELPERS))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before

@@ -83,14 +83,14 @@ def vendor_subjects():
 def test_cases_keep_to_what_a_kernel_declares(subject):
     """Types, head sizes and numbers of heads of a vendor's kernel, without its package or a GPU."""
     kinds, kernel = set(), subject.chosen
-    for case in selected_cases(subject, "math.*"):
+    for case in [*selected_cases(subject, "math.*"), *selected_cases(subject, "scale.*")]:
         declared = subject.capabilities[case.kind]
         cache_dtype = CACHE_DTYPES.get(case.cache_dtype)
         if is_compressed(subject.backend):
             layer = compressed_layer(setup_of(subject, case), kernel)
         else:
-            sizes = head_sizes(subject.backend, kernel, case.format)
-            layer, _ = layer_of(CacheFormat(case.format), sizes, query_heads(kernel))
+            sizes = head_sizes(subject.backend, kernel, case.format, case.size)
+            layer, _ = layer_of(CacheFormat(case.format), sizes, query_heads(kernel), case.size)
             if cache_dtype is not None:
                 layer = scaled_to_fill(layer, cache_dtype)
         assert declared.layer_reasons(layer, DTYPES[case.dtype], cache_dtype or DTYPES[case.dtype]) == []

@@ -14,6 +14,7 @@ from attn_backends.conformance import (
     checks_plan,
     checks_poison,
     checks_refusals,
+    checks_scale,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -24,6 +25,7 @@ from attn_backends.conformance.runner import resolve_subjects, run_case, run_con
 CHECK_MODULES = (
     checks_plan,
     checks_math,
+    checks_scale,
     checks_graph,
     checks_cache,
     checks_poison,

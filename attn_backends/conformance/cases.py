@@ -12,8 +12,10 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.conformance.worlds import SIZES
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
+from attn_backends_reference.config import DTYPES
 from spec_metadata import StepKind
 
 CACHE_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2")}
@@ -28,6 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "poison": ("nan", "finite"),
     "reserved": ("nan", "finite"),
     "index": ("int32", "int64"),
+    "size": tuple(SIZES),
 }
 
 
@@ -44,6 +47,7 @@ class Case:
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
     the cache where it is not the query's own; it comes with scales. layer: of compressed keys, what it attends to.
+    size: of the world, a name of `worlds.SIZES`.
     """
 
     check: str
@@ -70,12 +74,22 @@ class Case:
     layer: str = ""
     captured_widths: tuple[int, ...] = ()
     num_tokens: int = 0
+    size: str = ""
 
     @property
     def name(self) -> str:
         """A short id, unique among a check's cases of one backend."""
         lens = "_".join(map(str, self.lens)) or "idle"
-        parts = [self.kind, self.path, self.format, self.layer, f"page{self.page_size}", f"topk{self.topk}", self.dtype]
+        parts = [
+            self.kind,
+            self.path,
+            self.format,
+            self.layer,
+            self.size,
+            f"page{self.page_size}",
+            f"topk{self.topk}",
+            self.dtype,
+        ]
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:6]
         return "-".join(filter(None, [*parts, self.cache_dtype, lens, self.feature, digest]))
 
@@ -108,6 +122,7 @@ class Case:
             "lengths bounded by the step": self.bounded,
             "the plan recorded as the first node": self.refresh,
             "half of the pages past 2**31 elements": self.far,
+            f"a world of the size {self.size!r}": bool(self.size),
         }
         words += [text for text, is_set in flags.items() if is_set]
         return "; ".join(words + ([f"asks for {self.feature}"] if self.feature else []))

@@ -19,7 +19,6 @@ from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.compressed_worlds import INDEX_HEADS, CompressedWorld
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Name, Request, Row, Scene
-from attn_backends.conformance.worlds import NUM_STEPS
 from spec_metadata import StepKind
 
 CLEAR = 0.05  # of a selection's cut: no rounding moves an entry over it
@@ -75,7 +74,7 @@ class CompressedScene(Scene):
         scene._shape()
         scene.requests = []
         for old, row, length, width in zip(self.requests, self.table_rows, lens, scene.widths, strict=True):
-            names = range(length + (width * NUM_STEPS if scene.drafts else width))
+            names = range(length + (width * scene.num_steps if scene.drafts else width))
             pages = self.pages[row].tolist()
             slots: dict[Name, int] = {p: pages[p // page_size] * page_size + p % page_size for p in range(len(names))}
             vectors: dict[Name, Tensor] = {

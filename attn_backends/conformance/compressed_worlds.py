@@ -25,7 +25,17 @@ from attn_backends.compressed_cache import (
 )
 from attn_backends.compressed_layer import CompressedLayer, Compressor
 from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES
-from attn_backends.conformance.worlds import SCALE, Setup, World, aligned, head_sizes, memory_of, query_heads
+from attn_backends.conformance.worlds import (
+    SCALE,
+    SIZES,
+    SMALL,
+    Setup,
+    World,
+    aligned,
+    head_sizes,
+    memory_of,
+    query_heads,
+)
 from attn_backends.contract.kernel import Kernel
 from spec_metadata.plans.compressed import Compression
 
@@ -33,9 +43,10 @@ LAYERS = ("window", "selected", "entries")
 WINDOW = 3
 COMPRESSIONS = (Compression(2, overlap=True, indexed=True), Compression(4))
 REAL_PAGE = 256  # a world of such pages has the backend's own window and ratios
-HEADS, DIM, INDEX_DIM = 3, 8, 6
+INDEX_DIM = 6
 INDEX_HEADS = 16  # with few, scores tie at zero
-ROPE, EPS, ALIGNMENT = 4, 1e-6, 64
+ROPE, ALIGNMENT = 4, 64
+EPS, INDEX_EPS = 0.02, 0.05  # of the norms of a compressor and of an indexer, so large that it shows which was taken
 ROW_DIM = TILE * TILES + TAIL  # of the 8-bit format
 
 
@@ -150,9 +161,10 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     """A layer of the setup's kind with random parameters, the same for all types and devices."""
     backend: Any = setup.backend
     is_fp8 = setup.cache_dtype is torch.float8_e4m3fn
-    sizes, heads = head_sizes(backend, kernel, setup.format), query_heads(kernel)
-    dim = ROW_DIM if is_fp8 else sizes[0] if sizes else DIM
-    num_heads = HEADS if heads is None or HEADS in heads else min(heads)
+    size, sizes = SIZES[setup.size], head_sizes(backend, kernel, setup.format, setup.size)
+    heads, most = query_heads(kernel), size.heads[1]
+    dim = ROW_DIM if is_fp8 else sizes[0] if sizes else size.dim
+    num_heads = most if heads is None or most in heads else min(heads)
     kinds = {"window": None} | {"selected" if c.indexed else "entries": c for c in backend.compressions}
     compression: Compression | None = kinds[setup.layer or "entries"]
     rng = torch.Generator().manual_seed(6)
@@ -160,11 +172,11 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64).to(setup.device, state_dtype(setup))
 
-    def compressor(dim: int, rope: int) -> Compressor:
+    def compressor(dim: int, rope: int, eps: float) -> Compressor:
         assert compression is not None
         bias = draw(compression.ratio, dim * (2 if compression.overlap else 1))
         inv_freq = 0.9 ** torch.arange(rope // 2, device=setup.device, dtype=state_dtype(setup))
-        return Compressor(bias, 1 + 0.3 * draw(dim), EPS, inv_freq)
+        return Compressor(bias, 1 + 0.3 * draw(dim), eps, inv_freq)
 
     indexed = compression is not None and compression.indexed
     return CompressedLayer(
@@ -173,11 +185,11 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
         num_kv_heads=1,
         head_dim=dim,
         v_head_dim=dim,
-        scale=SCALE * (DIM / dim) ** 0.5,
+        scale=SCALE * (SMALL.dim / dim) ** 0.5,
         window=backend.window,
         sinks=torch.linspace(-1.0, 2.0, num_heads, device=setup.device).round(decimals=1),
         compression=compression,
-        compressor=compressor(dim, TAIL if is_fp8 else ROPE) if compression else None,
-        indexer=compressor(INDEX_DIM, ROPE) if indexed else None,
+        compressor=compressor(dim, TAIL if is_fp8 else ROPE, EPS) if compression else None,
+        indexer=compressor(INDEX_DIM, ROPE, INDEX_EPS) if indexed else None,
         index_topk=3 if indexed else 0,
     )

@@ -43,6 +43,7 @@ def setup_of(subject: Subject, case: Case) -> Setup:
         far=case.far,
         cache_dtype=CACHE_DTYPES[case.cache_dtype] if case.cache_dtype else None,
         layer=case.layer,
+        size=case.size,
     )
 
 

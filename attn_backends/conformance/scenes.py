@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_backends.cache import CacheFormat, KeyValues, Latents
 from attn_backends.conformance import oracle
 from attn_backends.conformance.inputs import ForwardInputs
-from attn_backends.conformance.worlds import NUM_STEPS, World
+from attn_backends.conformance.worlds import World
 from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
 
@@ -84,7 +84,8 @@ class Scene:
         self.drafts = batch.kind is StepKind.DRAFT_DECODE
         self.is_tree = capacity.topk > 1 and batch.kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
         self.widths = batch.widths or (self.width,) * len(batch.lens)
-        self.num_forwards = NUM_STEPS - 1 if self.drafts else 1
+        self.num_steps = capacity.num_steps
+        self.num_forwards = self.num_steps - 1 if self.drafts else 1
 
     def _int(self, high: int) -> int:
         return int(torch.randint(high, (), generator=self.rng))
@@ -101,7 +102,7 @@ class Scene:
         per_row = world.max_pages
         self.pages = torch.tensor(free)[torch.randint(len(free), (len(world.table), per_row), generator=self.page_rng)]
         for request, row, width in zip(self.requests, self.table_rows, self.widths, strict=True):
-            num_tokens = request.length + (width * NUM_STEPS if self.drafts else width)
+            num_tokens = request.length + (width * self.num_steps if self.drafts else width)
             num_pages = min(-(-(num_tokens + self.room) // page_size), per_row)
             owned, free = free[:num_pages], free[num_pages:]
             self.pages[row, :num_pages] = torch.tensor(owned, dtype=torch.int64)
@@ -127,14 +128,14 @@ class Scene:
     def _drafted_names(self, length: int, width: int) -> list[Name]:
         """Tokens that the step adds, in out_cache_loc order."""
         if not self.is_tree:
-            return list(range(length, length + (width * NUM_STEPS if self.drafts else width)))
-        return [(k, i) for k in range(width) for i in range(NUM_STEPS if self.drafts else 1)]
+            return list(range(length, length + (width * self.num_steps if self.drafts else width)))
+        return [(k, i) for k in range(width) for i in range(self.num_steps if self.drafts else 1)]
 
     def _paths(self) -> list[list[list[int]]]:
         """Random trees: of forward i and row k, the branch at each depth of a draft, or the node's path of a verify."""
         if self.drafts:
             paths = [[[k] for k in range(self.width)]]
-            for _ in range(NUM_STEPS - 2):
+            for _ in range(self.num_steps - 2):
                 paths.append([[*paths[-1][self._int(self.width)], k] for k in range(self.width)])
             return paths
         nodes = [[0]]
@@ -175,7 +176,7 @@ class Scene:
             case StepKind.DECODE:
                 return Step.decode(lens, self.paging(), out_cache_loc, **host)
             case StepKind.DRAFT_DECODE:
-                return Step.draft_decode(self.width, NUM_STEPS, lens, self.paging(), out_cache_loc, **host)
+                return Step.draft_decode(self.width, self.num_steps, lens, self.paging(), out_cache_loc, **host)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
                 return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, **host)

@@ -57,7 +57,7 @@ def formats_of(subject: Subject) -> list[AnyFormat]:
     return sorted(format for format, sizes in declared.items() if sizes is None or sizes)
 
 
-def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE_TOPK)) -> list[Case]:
+def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE_TOPK), size: str = "") -> list[Case]:
     """An eager case for every declared cache form, page size and number of branches, lengths around a page edge."""
     if kind not in subject.capabilities:
         return []
@@ -66,7 +66,7 @@ def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE
     for (form, layer), (index, page_size) in product(forms, enumerate(page_sizes(subject, kind))):
         turn = index + layers_of(form).index(layer)
         for topk in topks:
-            case = Case("", kind, "eager", form, page_size, topk, dtype=main_dtype(subject, kind))
+            case = Case("", kind, "eager", form, page_size, topk, dtype=main_dtype(subject, kind), size=size)
             case = replace(case, layer=layer, cache_dtype=cache_dtype(subject, kind))
             case = replace(case, poison="finite" if subject.capabilities[kind].over_read else "nan")
             table = "block" if (turn % 2) ^ (topk > 1) else "request"
@@ -89,14 +89,14 @@ def is_declared(subject: Subject, case: Case) -> bool:
         return False
     if kind is StepKind.PREFILL:
         return case.topk == 1
-    width = capacity_of(case.page_size, case.topk).bucket(kind, 1).width
+    width = capacity_of(case.page_size, case.topk, case.size).bucket(kind, 1).width
     return declared.max_width is None or width <= declared.max_width
 
 
 def around_pages(case: Case) -> tuple[int, ...]:
     """Committed lengths at, below and above a page edge, and a full context."""
     edge = case.page_size * max(1, 8 // case.page_size)
-    return (edge, max(edge - 1, 1), edge + 1, capacity_of(case.page_size, case.topk).max_context)
+    return (edge, max(edge - 1, 1), edge + 1, capacity_of(case.page_size, case.topk, case.size).max_context)
 
 
 def growing(case: Case) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -24,6 +25,34 @@ MLA_HEADS, RANK, ROPE = 3, 5, 2
 SCALE = 0.37
 
 
+@dataclass(frozen=True)
+class Size:
+    """How large a world is.
+
+    pages: that a request may commit, at least. spare_pages: of a table row, past what a request may have. heads: of
+    queries, (over keys and values, over latents). kv: key-value heads and elements of a head. latent: (rank, rope).
+    dim: elements of a compressed row. Where a kernel declares heads or elements of its own, a world has the next larger
+    number of heads and, unless it is the small one, the most elements.
+    """
+
+    max_bs: int
+    num_steps: int
+    pages: int
+    spare_pages: int
+    heads: tuple[int, int]
+    kv: tuple[int, int]
+    latent: tuple[int, int]
+    dim: int
+
+
+SMALL = Size(MAX_BS, NUM_STEPS, 0, 0, (HEADS, MLA_HEADS), (KV_HEADS, HEAD_DIM), (RANK, ROPE), dim=8)
+SIZES = {
+    "": SMALL,
+    "wide": Size(10, 5, 4, 1, (64, 8), (8, 128), (512, 64), dim=128),
+    "many": Size(36, 5, 4, 0, (8, 8), (2, 64), (56, 8), dim=64),
+}
+
+
 AnyFormat = CacheFormat | CompressedFormat
 
 
@@ -34,7 +63,7 @@ class Setup:
     topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
     8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the
     table and of pages. far: half of the pages lie past 2**31 elements of the cache. layer: of a compressed format, what
-    its layer attends to (`compressed_worlds.LAYERS`).
+    its layer attends to (`compressed_worlds.LAYERS`). size: of the world, a name of `SIZES`.
     """
 
     backend: type[AttentionBackend]
@@ -50,6 +79,7 @@ class Setup:
     far: bool = False
     cache_dtype: torch.dtype | None = None
     layer: str = ""
+    size: str = ""
 
     def __str__(self) -> str:
         table = "block_table" if self.block_table else "request_table"
@@ -67,9 +97,10 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.device = torch.device(setup.device)
-        self.capacity = capacity_of(setup.page_size, setup.topk)
-        self.max_pages = num_row_pages(setup.page_size, setup.topk)
-        num_pages = MAX_BS * self.max_pages + 4
+        self.size = SIZES[setup.size]
+        self.capacity = capacity_of(setup.page_size, setup.topk, setup.size)
+        self.max_pages = num_row_pages(setup.page_size, setup.topk, setup.size) + self.size.spare_pages
+        num_pages = self.size.max_bs * self.max_pages + 4
         self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
         kernel = next(kernel for kernel in setup.backend.kernels if kernel.name == setup.kernel)
         kernels = dict.fromkeys(kernel.capabilities, kernel.name)
@@ -83,12 +114,13 @@ class World:
         )
         self._make_memory(kernel)
         row_tokens = self.max_pages * setup.page_size
-        self.table = torch.zeros(MAX_BS + 3, row_tokens, dtype=setup.index, device=self.device)
+        self.table = torch.zeros(self.size.max_bs + 3, row_tokens, dtype=setup.index, device=self.device)
 
     def _make_memory(self, kernel: Kernel) -> None:
         setup = self.setup
         assert isinstance(setup.format, CacheFormat), "compressed keys have a world of their own"
-        self.layer, shape = layer_of(setup.format, head_sizes(setup.backend, kernel, setup.format), query_heads(kernel))
+        sizes = head_sizes(setup.backend, kernel, setup.format, setup.size)
+        self.layer, shape = layer_of(setup.format, sizes, query_heads(kernel), setup.size)
         if setup.cache_dtype is not None:
             self.layer = scaled_to_fill(self.layer, setup.cache_dtype)
         size = (self.geometry.num_pages, setup.page_size, 2, *shape)
@@ -158,10 +190,14 @@ class World:
         return RequestTable(self.table, rows, self.geometry)
 
 
-def head_sizes(backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat) -> tuple[int, int] | None:
-    """The smallest sizes that a kernel declares for a format; None if it takes any."""
+def head_sizes(
+    backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat, size: str = ""
+) -> tuple[int, int] | None:
+    """The smallest sizes that a kernel declares for a format, in a larger world the largest; None if it takes any."""
     sizes = sizes_of(backend, kernel, format)
-    return None if sizes is None else min(sizes)
+    if sizes is None:
+        return None
+    return max(sizes) if size else min(sizes)
 
 
 def sizes_of(backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat) -> frozenset[tuple[int, int]] | None:
@@ -201,38 +237,47 @@ def aligned(elements: int) -> int:
     return -(-elements // 2304) * 2304
 
 
-def capacity_of(page_size: int, topk: int) -> Capacity:
-    """A small capacity whose context and draft room together fill their last page exactly."""
-    room = draft_room(topk)
-    context = num_row_pages(page_size, topk) * page_size - room
-    return Capacity(MAX_BS, context, page_size, topk, NUM_STEPS, num_draft_tokens=room)
+def capacity_of(page_size: int, topk: int, size: str = "") -> Capacity:
+    """A capacity whose context and draft room together fill their last page exactly."""
+    room, known = draft_room(topk, size), SIZES[size]
+    context = num_row_pages(page_size, topk, size) * page_size - room
+    return Capacity(known.max_bs, context, page_size, topk, known.num_steps, num_draft_tokens=room)
 
 
-def draft_room(topk: int) -> int:
-    """Tokens that a step may add: all branches at all depths, or a chain of NUM_STEPS with its root."""
-    return topk * NUM_STEPS if topk > 1 else NUM_STEPS + 1
+def draft_room(topk: int, size: str = "") -> int:
+    """Tokens that a step may add: all branches at all depths, or a chain of all steps with its root."""
+    num_steps = SIZES[size].num_steps
+    return topk * num_steps if topk > 1 else num_steps + 1
 
 
-def num_row_pages(page_size: int, topk: int) -> int:
-    """Pages of a table row."""
-    return max(2, -(-(14 + draft_room(topk)) // page_size))
+def num_row_pages(page_size: int, topk: int, size: str = "") -> int:
+    """Pages that a request may have."""
+    committed = max(14, SIZES[size].pages * page_size)
+    return max(2, -(-(committed + draft_room(topk, size)) // page_size))
 
 
 def layer_of(
-    format: CacheFormat, sizes: tuple[int, int] | None = None, heads: frozenset[int] | None = None
+    format: CacheFormat,
+    sizes: tuple[int, int] | None = None,
+    heads: frozenset[int] | None = None,
+    size: str = "",
 ) -> tuple[AttentionLayer, tuple[int, int]]:
     """A layer, and [kv_heads, dim] of its cache entries. sizes: of a query-key and a value head, heads: numbers of
     query heads to choose from, if not any will do. The scale keeps scores as far apart whatever the sizes.
     """
+    known = SIZES[size]
     if format is CacheFormat.KV:
-        default, num_heads, num_kv_heads = (HEAD_DIM, HEAD_DIM), HEADS, KV_HEADS
+        (num_heads, _), (num_kv_heads, dim) = known.heads, known.kv
+        default, unit = (dim, dim), HEAD_DIM
     else:
-        default, num_heads, num_kv_heads = (RANK + ROPE, RANK), MLA_HEADS, 1
+        (_, num_heads), num_kv_heads, (rank, rope) = known.heads, 1, known.latent
+        default, unit = (rank + rope, rank), RANK + ROPE
     head_dim, v_head_dim = sizes or default
     if heads is not None:
-        able = sorted(each for each in heads if each % num_kv_heads == 0)
+        able = sorted(each for each in heads if each % num_kv_heads == 0) or sorted(heads)
         num_heads = next((each for each in able if each >= num_heads), able[-1])
-    scale = SCALE * (default[0] / head_dim) ** 0.5
+        num_kv_heads = gcd(num_heads, num_kv_heads)
+    scale = SCALE * (unit / head_dim) ** 0.5
     return AttentionLayer(0, num_heads, num_kv_heads, head_dim, v_head_dim, scale), (num_kv_heads, head_dim)
 
 

@@ -103,6 +103,21 @@ def entry_stands_at_its_last_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_compressed, "rotate_tail", lambda x, positions, inv_freq: rotate(x, positions + 1, inv_freq))
 
 
+@mutant(
+    "a constant where the layer has a number of its own", "compressed.edges", "cache.writes_owned_slots", backend="dsv4"
+)
+def norm_eps_of_another_norm(patch: pytest.MonkeyPatch) -> None:
+    """An indexer's keys are normalised with the epsilon of its layer's compressor."""
+    store = DSV4Backend.store
+
+    def same_eps(self: Any, inputs: Any, cache: Any, meta: Any, layer: Any) -> None:
+        if layer.indexer is not None:
+            layer = replace(layer, indexer=replace(layer.indexer, norm_eps=layer.compressor.norm_eps))
+        store(self, inputs, cache, meta, layer)
+
+    patch.setattr(DSV4Backend, "store", same_eps)
+
+
 @mutant("a sink left out", "math.decode", "math.prefill", backend="dsv4")
 def sink_dropped(patch: pytest.MonkeyPatch) -> None:
     """Attention without the sinks' share."""

@@ -1,0 +1,67 @@
+"""The suite sees limits: a backend that is right for few requests, pages, heads and elements alone is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.runner import QUICK_CASES
+from attn_backends.conformance.worlds import SIZES, capacity_of
+from attn_backends.registry import get_backend
+from tests.mutants import MUTANTS
+
+DENSE = ("fa3", "flashinfer_mla", "trtllm_mla")
+LIMITS = [
+    *(("pages_past_the_second_not_read", name) for name in DENSE),
+    *(("requests_past_the_fourth_zeroed", name) for name in DENSE),
+    *(("heads_past_the_fourth_zeroed", name) for name in (*DENSE, "dsv4")),
+    *(("elements_past_the_32nd_zeroed", name) for name in (*DENSE, "dsv4")),
+    ("entries_past_two_pages_not_seen", "dsv4"),
+    ("compressed_requests_past_the_fourth_zeroed", "dsv4"),
+]
+
+
+def quick_cases(name: str) -> tuple[Subject, list[Case]]:
+    subject = Subject(get_backend(name), "torch")
+    return subject, selected_cases(subject, "scale.*", QUICK_CASES)
+
+
+@pytest.mark.parametrize(("mutant", "name"), LIMITS)
+def test_a_limit_fails_every_quick_case_that_meets_it(mutant: str, name: str) -> None:
+    subject, cases = quick_cases(name)
+    survived, failed_kinds = [], set()
+    with pytest.MonkeyPatch.context() as patch:
+        MUTANTS[mutant].plant(patch)
+        for case in cases:
+            if run_case(subject, case).status is Outcome.FAIL:
+                failed_kinds.add(case.kind)
+            elif not (mutant.startswith("entries") and case.layer == "window"):
+                survived.append(case.name)
+    assert survived == []
+    assert failed_kinds == {str(kind) for kind in subject.capabilities}
+
+
+@pytest.mark.parametrize("name", [*DENSE, "dsv4"])
+def test_quick_cases_run_every_declared_kind_eagerly_and_through_a_graph(name: str) -> None:
+    subject, cases = quick_cases(name)
+    assert {(case.kind, case.path) for case in cases} == {
+        (str(kind), path) for kind in subject.capabilities for path in ("eager", "graph")
+    }
+
+
+@pytest.mark.parametrize("name", [*DENSE, "dsv4", "reference"])
+def test_cases_of_scale_share_no_number_that_could_hide_another(name: str) -> None:
+    for case in selected_cases(Subject(get_backend(name), "torch"), "scale.*"):
+        size, capacity = SIZES[case.size], capacity_of(case.page_size, case.topk, case.size)
+        assert max(case.lens[:4]) > 2 * case.page_size or max(case.widths[:4]) > 2 * case.page_size
+        assert max(case.lens[4:]) == capacity.max_context
+        assert case.topk not in (capacity.num_steps, capacity.num_steps - 1)
+        assert _longest_is_not_widest(case)
+        assert case.bs in (0, size.max_bs)
+        assert len(case.lens) < size.max_bs
+
+
+def _longest_is_not_widest(case: Case) -> bool:
+    widest = {r for r, width in enumerate(case.widths) if width == max(case.widths)}
+    return case.lens.index(max(case.lens)) not in widest

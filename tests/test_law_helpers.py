@@ -1,0 +1,51 @@
+"""A law that fails says with which values: asserts of the helpers are rewritten as those of test files are."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from _pytest.assertion.rewrite import AssertionRewritingHook
+
+TESTS = Path(__file__).parent
+PLANTED = """
+from tests import sampling_laws
+
+class Served:
+    def __init__(self, shape, bs, buckets=()):
+        self.token = 41 if buckets else 37  # graphs give other tokens
+
+    def texts(self, requests, num_tokens):
+        return {request: [request, self.token] for request in requests}
+
+def test_law(monkeypatch):
+    monkeypatch.setattr(sampling_laws, "Served", Served)
+    sampling_laws.check_reproducible()
+"""
+
+
+def asserting_helpers() -> list[str]:
+    """Modules of the tests that assert and are no test files."""
+    files = [path for path in sorted(TESTS.rglob("*.py")) if not path.name.startswith(("test_", "conftest"))]
+    asserting = [
+        path for path in files if any(isinstance(x, ast.Assert) for x in ast.walk(ast.parse(path.read_text())))
+    ]
+    return [".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in asserting]
+
+
+def test_a_failing_law_shows_its_values(tmp_path: Path) -> None:
+    (tmp_path / "test_planted.py").write_text(PLANTED)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
+    done = subprocess.run([*command, tmp_path], cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "{0: [0, 41]" in done.stdout
+    assert "{0: [0, 37]" in done.stdout
+
+
+@pytest.mark.parametrize("name", asserting_helpers())
+def test_asserts_of_every_helper_are_rewritten(name: str) -> None:
+    assert isinstance(importlib.import_module(name).__loader__, AssertionRewritingHook)
