@@ -13,7 +13,7 @@ from rich.table import Table
 
 from attn_backends.base import AttentionBackend
 from attn_backends.capabilities import Capabilities
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.planners import Planner, choose_planner
 from attn_backends.registry import get_backend, list_backends

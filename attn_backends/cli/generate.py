@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.rule import Rule
 
-from attn_backends.cli.options import load_config, output_console
+from attn_backends.cli.consoles import output_console, progress
+from attn_backends.cli.options import load_config
 from attn_backends.eagle.engine import build_engine
 from attn_backends.eagle.requests import Request, RequestOptions
 from attn_backends.errors import ConfigError
@@ -24,11 +25,17 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     config = load_config(args, args.config, args.backend)
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    engine, console = build_engine(config), output_console()
-    server = engine.server()
-    requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
+    console = output_console()
+    with progress("loading models", "tokens") as bar:
+        engine = build_engine(config)
+        server = engine.server()
+        requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
+        bar.describe("first tokens; the first step of each kind makes its kernels and graphs")
+        stream = server.stream()
+        next(stream, None)
     view = _InOrder(console, prompts, requests)
-    for _ in server.stream():
+    view.update()
+    for _ in stream:
         view.update()
     emitted = sum(len(request.output) - 1 for request in requests)
     cycles = sum(request.statistics.num_cycles for request in requests)

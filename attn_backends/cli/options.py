@@ -1,24 +1,27 @@
-"""What commands share: the run that options describe, why which kernel runs it, consoles, a benchmark's gaps."""
+"""What commands share: the run that options describe, why which kernel runs it, a benchmark's gaps."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from attn_backends.base import AttentionBackend
 from attn_backends.bench.rows import Missing, by_reason
+from attn_backends.cli.consoles import progress
 from attn_backends.config import RunConfig, load_run_config
 from attn_backends.eagle.options import PhaseBackends
 from attn_backends.errors import ConfigError
+from attn_backends.results import Recording
 from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
-FILE_WIDTH = 240  # more than any table takes
 RUNTIME_KEYS = ("kernel", "dtype", "cache_dtype", "device", "max_new_tokens")
 
 
@@ -42,23 +45,17 @@ def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) ->
     return lines
 
 
-def output_console() -> Console:
-    """The console of standard output. A file or pipe gets tables as wide as they are, whatever COLUMNS says of the
-    terminal that they are not shown on.
-    """
-    console = Console(highlight=False, emoji=False)
-    return console if console.is_terminal else Console(highlight=False, emoji=False, width=FILE_WIDTH)
-
-
 @contextmanager
-def token_progress(what: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if that is a terminal, that counts tokens; yields the function that advances it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar as progress:
-        task = progress.add_task(what, total=num_tokens)
-        yield lambda number: progress.advance(task, number)
+def recorded(recording: Recording, what: str) -> Iterator[Callable[[Any], None]]:
+    """What takes each row of a benchmark as it comes: writes it, and says so on a line of progress."""
+    with progress(what, "rows") as bar:
+        num_rows = count(1)
+
+        def on_row(row: Any) -> None:
+            recording.add(asdict(row))
+            bar.describe(f"{what}: {next(num_rows)} rows, last {row.backend}")
+
+        yield on_row
 
 
 def refuse_options(args: argparse.Namespace, *names: str) -> None:
