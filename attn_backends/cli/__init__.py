@@ -3,31 +3,79 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import torch
 from rich.markup import escape
 
+from attn_backends.cli.consoles import error_console
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import InvalidStepError
 
+INTERRUPTED, CLOSED = 130, 141  # as a shell has it for a process that SIGINT or SIGPIPE ended
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
+    """Run a command; returns its exit code: 0, 1 if a comparison failed, 2 if something can't be used or written,
+    `INTERRUPTED`, or `CLOSED` if the reader of its output went away. The `--json` file has what was done all the same.
+    """
     words = sys.argv[1:] if arguments is None else arguments
-    args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
-    sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
     try:
-        return _run(args)
+        try:
+            args = _parser().parse_args(words, argparse.Namespace(words=("attn-backends", *words)))
+            sys.path.append(os.getcwd())  # a command does not look for module:Class here, as `python -m` does
+            _set_threads(args)
+            return _run(args)
+        finally:
+            sys.stdout.flush()  # or the interpreter does, when nobody is left to say what went wrong
+    except KeyboardInterrupt as interrupt:
+        _tell("[bold yellow]interrupted[/]", interrupt)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return CLOSED
     except (AttnBackendsError, InvalidStepError) as error:
-        console = Console(stderr=True, highlight=False, emoji=False)
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        _tell("[bold red]error[/]", error)
         return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        _tell(
+            "[bold red]error[/]", OSError(f"{error.filename or 'standard output'} can't be written: no space is left")
+        )
+        return 2
+
+
+def _tell(what: str, error: BaseException) -> None:
+    """One line on standard error: what happened, and what was noted on the way."""
+    words = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
+    with suppress(OSError):
+        error_console().print(": ".join(filter(None, (what, escape(words)))), soft_wrap=True)
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere."""
+    with suppress(OSError):  # it has no descriptor where it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_threads(args: argparse.Namespace) -> None:
+    """One thread unless somebody says otherwise: commands beside each other would fight for the processors, and what
+    runs on the host is too small to gain from more.
+    """
+    asked = getattr(args, "threads", None)
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -56,7 +104,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="attn-backends", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="attn-backends",
+        description=__doc__,
+        epilog="Exit code 0: right. 1: a comparison failed. 2: it could not be run or written. 130: interrupted. 141: "
+        "the reader of its output went away.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="backends, their kernels, and what runs here")
@@ -76,10 +129,22 @@ def _parser() -> argparse.ArgumentParser:
         help="plain and speculative decoding compared, on every vendor's backend",
         description="Exit code 0: every row is what its precision promises. 1: one is not. 2: bad input.",
     )
-    demo.add_argument("--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all)")
+    demo.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name, or module:Class; may be repeated (default: every vendor's)",
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    _add_conformance(commands)
-    _add_bench(commands)
+    suite, bench = _add_conformance(commands), _add_bench(commands)
+    for command in (generate, demo, suite, bench):
+        command.add_argument(
+            "--threads",
+            type=_at_least_one,
+            metavar="N",
+            help="threads of torch on the host (default: OMP_NUM_THREADS if it is set, else 1)",
+        )
     for command in (generate, demo):
         command.add_argument("--kernel", help="a kernel's name, or auto (default: the file's)")
         command.add_argument(
@@ -100,8 +165,8 @@ def _add_sampling(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
 
 
-def _add_conformance(commands: Any) -> None:
-    suite = commands.add_parser(
+def _add_conformance(commands: Any) -> argparse.ArgumentParser:
+    suite: argparse.ArgumentParser = commands.add_parser(
         "conformance",
         help="whether backends are right: every check, eagerly and through graphs",
         description="Exit code 0: nothing failed. 1: a check failed. 2: a check broke, nothing ran, or bad input.",
@@ -116,10 +181,11 @@ def _add_conformance(commands: Any) -> None:
     suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
     suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
     suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")
+    return suite
 
 
-def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser(
+def _add_bench(commands: Any) -> argparse.ArgumentParser:
+    bench: argparse.ArgumentParser = commands.add_parser(
         "bench",
         help="what layers, their metadata and whole cycles cost, beside vendors and SGLang",
         description="All but memory needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can "
@@ -152,6 +218,13 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
+    return bench
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _version() -> str:
