@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -70,6 +70,10 @@ class Results:
         """Whether the run that wrote them came to its end."""
         return INCOMPLETE not in self.own
 
+    def as_incomplete(self) -> Results:
+        """The same of a run that has not come to its end."""
+        return replace(self, own={**self.own, INCOMPLETE: True})
+
     def to_json(self) -> str:
         """A key, then a row, on each line."""
         return _as_json(self.head, self.own, map(_line, self.rows))
@@ -108,14 +112,16 @@ class Recording:
     def __init__(self, path: Path | None, head: Head, **own: Any) -> None:
         self._path, self._head, self._own = path, head, own
         self._lines: list[str] = []
-        self._may_write_at = 0.0
+        self._start, self._writing = time.monotonic(), 0.0
         self._num_written = -1
         self._write_what_came()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row. Rows that come fast are written together, so that writing takes a twentieth of the time."""
+        """Take a row. It is written at once, unless writing has taken more than a second and a twentieth of the time;
+        then it is written with the next.
+        """
         self._lines.append(_line(row))
-        if time.monotonic() >= self._may_write_at:
+        if self._writing <= 1 + (time.monotonic() - self._start) / 20:
             self._write_what_came()
 
     def finish(self, **own: Any) -> None:
@@ -141,8 +147,8 @@ class Recording:
             return
         start = time.monotonic()
         write_text(self._path, _as_json(self._head, self._own | {INCOMPLETE: True}, self._lines))
-        self._num_written, end = len(self._lines), time.monotonic()
-        self._may_write_at = end + 20 * (end - start)
+        self._num_written = len(self._lines)
+        self._writing += time.monotonic() - start
 
 
 def write(path: Path, head: Head, rows: Iterable[Mapping[str, Any]], **own: Any) -> None:

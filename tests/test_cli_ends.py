@@ -60,6 +60,45 @@ def test_an_interrupt_is_one_line_and_keeps_the_rows(interrupted):
     assert {row["status"] for row in kept.rows} == {"pass"}
 
 
+def test_an_interrupt_while_torch_is_imported_is_one_line_too(tmp_path):
+    """The installed command imports torch inside of what answers; here the interrupt comes then for certain."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    (script,) = re.findall(r'^attn-backends = "(\w+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    code = f"import sys, {script}; sys.exit({script}.main())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupted_pytest_run_leaves_an_incomplete_report(tmp_path):
+    path = tmp_path / "rows.json"
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_runtest_logreport(report):\n    if report.when == 'teardown':\n        raise KeyboardInterrupt\n"
+    )
+    words = ["-p", "no:cacheprovider", "--pyargs", "attn_backends.conformance", "-p", "conftest", "-o", "addopts="]
+    words += ["--attn-backend", "fa3", "--attn-select", "plan.*", "--attn-kernel", "torch", "--attn-json", str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout
+    kept = results.read(path)
+    assert (kept.is_complete, len(kept.rows)) == (False, 1)
+
+
 def test_an_incomplete_result_is_not_taken_for_a_whole_one(interrupted, tmp_path, capsys):
     path, *_ = interrupted
     with pytest.raises(ConfigError, match="interrupted after"):
@@ -122,7 +161,6 @@ def test_a_version_that_can_not_be_written_leaves_the_one_before(tmp_path, monke
     path = tmp_path / "rows.json"
     head = results.head(["attn-backends"])
     full = OSError(28, "No space left on device")
-    monkeypatch.setattr(results.time, "monotonic", lambda: 0.0)  # every row is written at once
 
     def fill_the_disk() -> None:
         with results.Recording(path, head) as recording:
@@ -135,6 +173,20 @@ def test_a_version_that_can_not_be_written_leaves_the_one_before(tmp_path, monke
     assert stop.value.__notes__ == [f"{path} holds the 1 rows that were done, and says it is incomplete"]
     assert results.read(path).rows == ({"row": 1},)
     assert os.listdir(tmp_path) == ["rows.json"]
+
+
+def test_rows_that_come_fast_are_written_together(tmp_path, monkeypatch):
+    """Writing each of many rows would take longer than they do."""
+    now, written = iter(range(10**6)), []
+    monkeypatch.setattr(results.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(results, "write_text", lambda path, text: written.append(len(json.loads(text)["rows"])))
+    with results.Recording(tmp_path / "rows.json", results.head(["attn-backends"])) as recording:
+        for number in range(200):
+            recording.add({"row": number})
+        recording.finish()
+    assert written[:2] == [0, 1]
+    assert written[-1] == 200
+    assert len(written) < 40
 
 
 def test_the_exit_codes_are_documented():

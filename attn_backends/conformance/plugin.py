@@ -25,9 +25,10 @@ from attn_backends.conformance.runner import (
     selected_cases,
 )
 from attn_backends.errors import AttnBackendsError
-from attn_backends.results import write_text
+from attn_backends.results import Results, write_text
 
 ROW = "attn_backends_row"  # the property of an item that holds its row as JSON, also on its way from an xdist worker
+_ENDS = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 _TOLD = (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)
 
 
@@ -75,10 +76,12 @@ class Suite:
         """Write the report, and exit as the other two doors do: 1 for a fail, 2 for an error or if nothing ran."""
         if hasattr(self._config, "workerinput") or self._config.getoption("collectonly"):
             return
+        came_to_its_end = exitstatus in _ENDS
         path = self._config.getoption("attn_json")
         if path is not None:
-            write_text(path, self.report.to_json())
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            found = Results.from_json(self.report.to_json())
+            write_text(path, (found if came_to_its_end else found.as_incomplete()).to_json())
+        if came_to_its_end:
             others_failed = exitstatus == pytest.ExitCode.TESTS_FAILED
             session.exitstatus = max(self.report.exit_code(self.require_run), int(others_failed))
 
