@@ -21,11 +21,12 @@ smoke: $(INSTALLED)  ## the quick tests' quickest part, in a minute
 	$(RUN) pytest -m smoke
 	@$(RUN) tests.doc_blocks
 
-test: $(INSTALLED)  ## formatting, lint, types and tests
+test: $(INSTALLED)  ## formatting, lint, types, tests, and a minute of random batches
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(RUN) pytest -n 2
+	$(RUN) tests.fuzz --seconds 60 --processes 2
 	@$(RUN) tests.doc_blocks
 
 test-full: $(INSTALLED)  ## the whole crosses, and what takes long

@@ -2,7 +2,9 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Nothing in a result names a path of the machine that it came from.
+A command may add keys of its own before the rows. Rows are written as they come (`Recording`): the file of a run that
+was interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a result names a path of
+the machine that it came from.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import platform
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -26,6 +30,7 @@ from attn_backends.errors import ConfigError
 from attn_backends.selection.packages import is_installed
 
 ROOT = Path(__file__).resolve().parent.parent
+INCOMPLETE = "incomplete"  # the key of a result whose run has not come to its end
 COMMIT_VARIABLE = "ATTN_BACKENDS_COMMIT"  # for a copy of the tree that git knows nothing of
 DISTRIBUTIONS = {
     "triton": "triton",
@@ -60,11 +65,18 @@ class Results:
     rows: tuple[Mapping[str, Any], ...]
     own: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run that wrote them came to its end."""
+        return INCOMPLETE not in self.own
+
+    def as_incomplete(self) -> Results:
+        """The same of a run that has not come to its end."""
+        return replace(self, own={**self.own, INCOMPLETE: True})
+
     def to_json(self) -> str:
         """A key, then a row, on each line."""
-        keys = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**asdict(self.head), **self.own}.items()]
-        rows = ",\n".join("  " + json.dumps(row, separators=(",", ":")) for row in self.rows)
-        return "{\n" + ",\n".join([*keys, f'"rows": [\n{rows}\n]']) + "\n}\n"
+        return _as_json(self.head, self.own, map(_line, self.rows))
 
     @classmethod
     def from_json(cls, text: str) -> Results:
@@ -84,9 +96,81 @@ def head(command: Sequence[str], device: str = "cpu") -> Head:
     return Head(device_name(device), versions(), today, commit(), without_paths(command))
 
 
+class Recording:
+    """The rows of a run under way, in a file as they come.
+
+        with Recording(path, head) as recording:
+            for row in measured:
+                recording.add(row)
+            recording.finish()
+
+    Until `finish` the file says that it is incomplete. It is always whole: each version replaces the one before. path:
+    None keeps nothing; one that is not a regular file, such as a pipe, is written by `finish` alone. own: further keys
+    of the object. Raises `ConfigError` where the file can't be written, at once if it never can.
+    """
+
+    def __init__(self, path: Path | None, head: Head, **own: Any) -> None:
+        self._path, self._head, self._own = path, head, own
+        self._lines: list[str] = []
+        self._start, self._writing = time.monotonic(), 0.0
+        self._num_written = -1
+        self._write_what_came()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row. It is written at once, unless writing has taken more than a second and a twentieth of the time;
+        then it is written with the next.
+        """
+        self._lines.append(_line(row))
+        if self._writing <= 1 + (time.monotonic() - self._start) / 20:
+            self._write_what_came()
+
+    def finish(self, **own: Any) -> None:
+        """Write the complete result. own: further keys that are known only now."""
+        if self._path is not None:
+            write_text(self._path, _as_json(self._head, self._own | own, self._lines))
+        self._path = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Write what an error or an interrupt left unwritten, and tell it where that is."""
+        if self._path is None or error is None or not _is_replaceable(self._path):
+            return
+        with suppress(ConfigError):  # the error that is under way is the one to tell
+            self._write_what_came()
+        if self._num_written >= 0:
+            error.add_note(f"{self._path} holds the {self._num_written} rows that were done, and says it is incomplete")
+
+    def _write_what_came(self) -> None:
+        if self._path is None or self._num_written == len(self._lines) or not _is_replaceable(self._path):
+            return
+        start = time.monotonic()
+        write_text(self._path, _as_json(self._head, self._own | {INCOMPLETE: True}, self._lines))
+        self._num_written = len(self._lines)
+        self._writing += time.monotonic() - start
+
+
 def write(path: Path, head: Head, rows: Iterable[Mapping[str, Any]], **own: Any) -> None:
     """Write rows to a file. own: further keys of the object."""
-    path.write_text(Results(head, tuple(rows), own).to_json(), encoding="utf-8")
+    write_text(path, Results(head, tuple(rows), own).to_json())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or leave it as it was; `ConfigError` names one that can't be written, as on a full disk."""
+    try:
+        if not _is_replaceable(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        whole = path.resolve()
+        part = whole.with_name(f"{whole.name}.part")
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(whole)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from error
 
 
 def read(path: Path) -> Results:
@@ -101,6 +185,21 @@ def check_output(option: str, path: Path | None) -> None:
     """Refuse, before anything is computed, a file that can't be written afterwards. option: that names it."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+
+
+def _is_replaceable(path: Path) -> bool:
+    """Whether another file can take its place: a regular file, or none yet."""
+    return path.is_file() or not path.exists()
+
+
+def _as_json(head: Head, own: Mapping[str, Any], lines: Iterable[str]) -> str:
+    keys = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**asdict(head), **own}.items()]
+    rows = ",\n".join(lines)
+    return "{\n" + ",\n".join([*keys, f'"rows": [\n{rows}\n]']) + "\n}\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return "  " + json.dumps(row, separators=(",", ":"))
 
 
 def device_name(device: str) -> str:

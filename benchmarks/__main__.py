@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attn_backends.cli import Command, guarded, run_command
+from attn_backends.cli import Command, add_threads, guarded, run_command
 from benchmarks import cli_attention, cli_cycles
 
 
@@ -49,6 +49,7 @@ def _add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
+    add_threads(bench)
 
 
 COMMAND = Command(

@@ -14,14 +14,14 @@ from rich.table import Table
 
 from attn_backends import results
 from attn_backends.backend import AttentionBackend
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 from benchmarks import attention, kernels, plot, shapes, trees
 from benchmarks.attention import contenders, measure_attention
 from benchmarks.ceilings import Ceilings, measure_ceilings
-from benchmarks.cli_options import DENSE_BACKENDS, refuse_options, show_missing
+from benchmarks.cli_options import DENSE_BACKENDS, recorded, refuse_options, show_missing
 from benchmarks.kernels import measure_kernels, runnable_kernels
 from benchmarks.rows import KernelRow, Missing, Row, Stage, by_reason
 from benchmarks.targets import Reached, check_targets
@@ -34,8 +34,9 @@ DRAWN = ("kernels", "prefill")
 
 @dataclass(slots=True)
 class Measured:
-    """What a set gave. ceilings: of the device, where the set compares with them."""
+    """What a set gives. on_row: called with each row. ceilings: of the device, where the set compares with them."""
 
+    on_row: Callable[[Row], None]
     rows: list[Row] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     ceilings: Ceilings | None = None
@@ -43,7 +44,11 @@ class Measured:
     def add(self, measured: Iterable[Row | Missing]) -> None:
         """Add each as it comes."""
         for each in measured:
-            (self.rows if isinstance(each, Row) else self.missing).append(each)  # type: ignore[arg-type]
+            if isinstance(each, Missing):
+                self.missing.append(each)
+            else:
+                self.rows.append(each)
+                self.on_row(each)
 
     @property
     def reached(self) -> list[Reached]:
@@ -53,9 +58,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """What `--set` names. run: (backends, batch sizes, contexts, stage) -> Measured. title, budget: of its table."""
+    """What `--set` names. run: fills what was measured, from (measured, backends, batch sizes, contexts, stage). title,
+    budget: of its table.
+    """
 
-    run: Callable[[Sequence[type[AttentionBackend]], list[int], list[int], Stage], Measured]
+    run: Callable[[Measured, Sequence[type[AttentionBackend]], list[int], list[int], Stage], None]
     backends: Sequence[str]
     batch_sizes: Sequence[int]
     contexts: Sequence[int]
@@ -66,38 +73,41 @@ class Set:
 
 
 def _layer(
-    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
-) -> Measured:
-    found, missing = contenders(backends, stage.device)
-    _need(found, missing)
-    measured = Measured(missing=missing)
-    measured.add(measure_attention(found, batch_sizes, contexts, stage))
-    return measured
-
-
-def _kernels(
-    problems: kernels.Problems,
+    measured: Measured,
     backends: Sequence[type[AttentionBackend]],
     batch_sizes: list[int],
     contexts: list[int],
     stage: Stage,
-) -> Measured:
-    found, missing = runnable_kernels(backends, stage.device)
-    _need(found, missing)
-    measured = Measured(missing=missing, ceilings=measure_ceilings(stage))
-    assert measured.ceilings is not None
+) -> None:
+    found, measured.missing = contenders(backends, stage.device)
+    _need(found, measured.missing)
+    measured.add(measure_attention(found, batch_sizes, contexts, stage))
+
+
+def _kernels(
+    problems: kernels.Problems,
+    measured: Measured,
+    backends: Sequence[type[AttentionBackend]],
+    batch_sizes: list[int],
+    contexts: list[int],
+    stage: Stage,
+) -> None:
+    found, measured.missing = runnable_kernels(backends, stage.device)
+    _need(found, measured.missing)
+    measured.ceilings = measure_ceilings(stage)
     measured.add(measure_kernels(problems, found, batch_sizes, contexts, measured.ceilings, stage))
-    return measured
 
 
 def _trees(
-    backends: Sequence[type[AttentionBackend]], batch_sizes: list[int], contexts: list[int], stage: Stage
-) -> Measured:
-    found, missing = runnable_kernels(backends, stage.device)
-    _need(found, missing)
-    measured = Measured(missing=missing)
+    measured: Measured,
+    backends: Sequence[type[AttentionBackend]],
+    batch_sizes: list[int],
+    contexts: list[int],
+    stage: Stage,
+) -> None:
+    found, measured.missing = runnable_kernels(backends, stage.device)
+    _need(found, measured.missing)
     measured.add(measure_trees(found, batch_sizes, contexts, stage))
-    return measured
 
 
 SETS = {
@@ -162,10 +172,16 @@ def run(args: argparse.Namespace) -> int:
     backends = [get_backend(name) for name in args.backend or asked.backends]
     rounds = QUICK_ROUNDS if args.quick else asked.rounds
     stage = Stage(torch.device("cuda"), CudaGraph, CudaClock(), rounds)
-    measured = asked.run(backends, batch_sizes, contexts, stage)
-    _show(measured, asked)
-    if args.json is not None:
-        _write(args, measured, rounds)
+    with (
+        results.Recording(args.json, results.head(args.words, "cuda"), rounds=rounds) as recording,
+        recorded(recording, "bench attention") as on_row,
+    ):
+        measured = Measured(on_row)
+        asked.run(measured, backends, batch_sizes, contexts, stage)
+    try:
+        recording.finish(**_own(measured))
+    finally:
+        _show(measured, asked)
     if args.plot is not None and measured.ceilings is not None:
         rows = [row for row in measured.rows if isinstance(row, KernelRow)]
         plot.draw(args.plot, rows, measured.ceilings, results.device_name("cuda"))
@@ -191,13 +207,14 @@ def _sizes(args: argparse.Namespace, asked: Set) -> tuple[list[int], list[int]]:
     return batch_sizes, contexts
 
 
-def _write(args: argparse.Namespace, measured: Measured, rounds: int) -> None:
-    own: dict[str, Any] = {"rounds": rounds, "missing": [asdict(absent) for absent in by_reason(measured.missing)]}
+def _own(measured: Measured) -> dict[str, Any]:
+    """What the result says besides its rows."""
+    own: dict[str, Any] = {"missing": [asdict(absent) for absent in by_reason(measured.missing)]}
     if measured.ceilings is not None:
         own["ceilings"] = asdict(measured.ceilings)
     if measured.reached:
         own["targets"] = [asdict(reached) for reached in measured.reached]
-    results.write(args.json, results.head(args.words, "cuda"), map(asdict, measured.rows), **own)
+    return own
 
 
 def _show(measured: Measured, asked: Set) -> None:

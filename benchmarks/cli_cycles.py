@@ -14,12 +14,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from attn_backends import results
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 from benchmarks import cycle, memory, metadata, plot
-from benchmarks.cli_options import DENSE_BACKENDS, refuse_options, show_missing
+from benchmarks.cli_options import DENSE_BACKENDS, recorded, refuse_options, show_missing
 from benchmarks.counts import count_on_cuda
 from benchmarks.host import LOOP, WallClock
 from benchmarks.rows import CycleRow, MemoryRow, MetadataRow, Missing, Stage
@@ -37,8 +37,9 @@ Row = MetadataRow | MemoryRow | CycleRow
 
 @dataclass(slots=True)
 class Measured:
-    """What a command gave. own: further keys of its result."""
+    """What a command gives. on_row: called with each row. own: further keys of its result."""
 
+    on_row: Callable[[Row], None]
     rows: list[Any] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)
     own: dict[str, Any] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class Measured:
                 self.missing.append(each)
             else:
                 self.rows.append(each)
+                self.on_row(each)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +64,24 @@ def run(args: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailableError(f"benchmarks {args.what}", ["torch sees no CUDA device"], "It times a GPU.")
     measure, tabulate, draw = _COMMANDS[args.what]
-    measured = measure(args)
-    console = output_console()
-    console.print(tabulate(measured.rows))
+    with (
+        results.Recording(args.json, results.head(args.words, device)) as recording,
+        recorded(recording, f"bench {args.what}") as on_row,
+    ):
+        measured = Measured(on_row)
+        measure(args, measured)
     reached = list(check_targets(map(asdict, measured.rows)))
-    _show(console, measured, reached)
-    if args.json is not None:
-        own = {
-            **measured.own,
-            "targets": [asdict(each) for each in reached],
-            "missing": [asdict(absent) for absent in measured.missing],
-        }
-        results.write(args.json, results.head(args.words, device), map(asdict, measured.rows), **own)
+    own = {
+        **measured.own,
+        "targets": [asdict(each) for each in reached],
+        "missing": [asdict(absent) for absent in measured.missing],
+    }
+    try:
+        recording.finish(**own)
+    finally:
+        console = output_console()
+        console.print(tabulate(measured.rows))
+        _show(console, measured, reached)
     if args.plot is not None and draw is not None:
         draw(args.plot, measured.rows, results.device_name(device))
     if not measured.rows:
@@ -95,7 +103,7 @@ def _show(console: Console, measured: Measured, reached: Iterable[Reached]) -> N
     show_missing(console, measured.missing)
 
 
-def _metadata(args: argparse.Namespace) -> Measured:
+def _metadata(args: argparse.Namespace, measured: Measured) -> None:
     sizes = _sizes(args, metadata.BATCH_SIZES, metadata.CONTEXTS)
     bench = metadata.Bench(torch.device("cuda"), CudaGraph, WallClock(), count_on_cuda, _rounds(args))
     problems = []
@@ -106,23 +114,19 @@ def _metadata(args: argparse.Namespace) -> Measured:
             most = max(sizes[0]), max(CAPACITY_CONTEXT, *sizes[1])
             capacity = speculative(*most, page_size, _given(args.topk, 1), metadata.NUM_STEPS)
             problems.append(metadata.Problem(backend, Tables.of(capacity, bench.device)))
-    measured = Measured()
     measured.add(metadata.measure_metadata(problems, *sizes, bench))
     loops = bench.calibration_us
     if loops:
         taken = {"least_us": min(loops), "median_us": median(loops), "most_us": max(loops)}
         measured.own["calibration"] = {"additions": LOOP} | {name: round(us, 1) for name, us in taken.items()}
     measured.own["rounds"] = bench.rounds
-    return measured
 
 
-def _memory(args: argparse.Namespace) -> Measured:
-    measured = Measured()
+def _memory(args: argparse.Namespace, measured: Measured) -> None:
     for name in args.backend or memory.CASES:
         backend = get_backend(name)
         for capacity in _capacities(args, name):
             measured.add(memory.measure_memory(backend, capacity))
-    return measured
 
 
 def _capacities(args: argparse.Namespace, name: str) -> list[Capacity]:
@@ -140,13 +144,12 @@ def _given(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
-def _cycle(args: argparse.Namespace) -> Measured:
+def _cycle(args: argparse.Namespace, measured: Measured) -> None:
     batch_sizes, contexts = _sizes(args, cycle.BATCH_SIZES, cycle.CONTEXTS)
     stage = Stage(torch.device("cuda"), CudaGraph, CudaClock(), _rounds(args))
-    measured = Measured(own={"rounds": stage.rounds})
+    measured.own["rounds"] = stage.rounds
     for name in args.backend or DENSE_BACKENDS:
         measured.add(cycle.measure_cycles(get_backend(name), batch_sizes, contexts, stage))
-    return measured
 
 
 def _rounds(args: argparse.Namespace) -> int:
@@ -210,7 +213,7 @@ def _table(title: str, names: Iterable[str], numbers: str) -> Table:
 
 
 _UNUSED = {"metadata": ("set",), "memory": ("set", "plot"), "cycle": ("set", "page_size", "topk")}
-_COMMANDS: dict[str, tuple[Callable[..., Measured], Callable[..., Table], Callable[..., None] | None]] = {
+_COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., Table], Callable[..., None] | None]] = {
     "metadata": (_metadata, _metadata_table, plot.draw_metadata),
     "memory": (_memory, _memory_table, None),
     "cycle": (_cycle, _cycle_table, plot.draw_cycles),

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from attn_backends.cli.consoles import progress
 from attn_backends.errors import ConfigError
+from attn_backends.results import Recording
 from benchmarks.rows import Missing, by_reason
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
+
+
+@contextmanager
+def recorded(recording: Recording, what: str) -> Iterator[Callable[[Any], None]]:
+    """What takes each row of a benchmark as it comes: writes it, and says so on a line of progress."""
+    with progress(what, "rows") as bar:
+        num_rows = count(1)
+
+        def on_row(row: Any) -> None:
+            recording.add(asdict(row))
+            bar.describe(f"{what}: {next(num_rows)} rows, last {row.backend}")
+
+        yield on_row
 
 
 def refuse_options(args: argparse.Namespace, *names: str) -> None:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attn_backends import list_backends
+from attn_backends import CacheFormat, list_backends
+from attn_backends.backends.dsv4 import DSV4Backend
+from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cli import main
 from attn_backends.selection.providers import _vendor_reasons
 from attn_backends_reference.cli import demo
 from attn_backends_reference.cli.generate import _InOrder
 from attn_backends_reference.eagle.report import Row
+from tests.torch_kernels import torch_kernel
 
 ROW = Row("fa3", "torch", "gqa", "tree", "graph", "cpu", "float32", "float32", 6, 3.5, True, True, 0, 0.0)
 FIELDS = (
     "backend kernel model draft path device dtype cache_dtype batch_size tokens_per_cycle identical consistent "
     "divergences max_gap"
 )
+
+
+def declaring(**changes):
+    """fa3's torch kernel with another record."""
+    kernel = torch_kernel(FA3Backend)
+    return replace(kernel, capabilities={kind: replace(r, **changes) for kind, r in kernel.capabilities.items()})
 
 
 @pytest.fixture
@@ -203,7 +213,7 @@ def test_generate_streams_if_asked_to(stream, short_run, monkeypatch, capsys):
 def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, capsys):
     runs = []
 
-    def fake_row(engine, prompts, on_progress):
+    def fake_row(engine, prompts, on_progress, exact):
         config = engine.config
         runs.append((config.backends.distinct, config.model.draft, config.eagle.topk, config.runtime.path))
         return ROW
@@ -239,7 +249,7 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
 def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(monkeypatch, capsys):
     caches = []
 
-    def fake_row(engine, prompts, on_progress):
+    def fake_row(engine, prompts, on_progress, exact):
         caches.extend((engine.config.backends.distinct, cache.dtype) for cache in engine.eagle.target_caches)
         caches.extend((engine.config.backends.distinct, cache.dtype) for cache in engine.eagle.draft_caches)
         return ROW
@@ -248,7 +258,7 @@ def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(mo
     assert main(["demo", "--backend", "fa3", "--cache-dtype", "float8_e4m3fn"]) == 0
     assert set(caches) == {(("fa3",), torch.float8_e4m3fn)}
     assert main(["demo", "--backend", "vllm"]) == 2
-    assert "the demo has no backend 'vllm'; it has flashinfer_mla, trtllm_mla, fa3, dsv4" in capsys.readouterr().err
+    assert "unknown name; there are flashinfer_mla, trtllm_mla, fa3, dsv4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -264,3 +274,84 @@ def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch,
     output = capsys.readouterr().out
     assert verdict in output
     assert "2 of 6" in output
+
+
+class Theirs(FA3Backend):
+    """Another package's backend of keys and values, whose kernel takes pages of 32 and 64."""
+
+    name = "theirs"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (declaring(page_sizes=frozenset({32, 64})),)
+
+
+class ChainsOnly(Theirs):
+    """One of latents that can't do trees, in pages of any size."""
+
+    name = "chains_only"
+    formats = frozenset({CacheFormat.LATENT})
+    kernels = (declaring(non_causal=False),)
+
+
+class Compressed(Theirs):
+    """One of a cache that no model of the demo's has."""
+
+    formats = DSV4Backend.formats
+
+
+@pytest.mark.parametrize(
+    ("backend", "made"),
+    [
+        ("Theirs", [("gqa", 1, 32), ("gqa", 4, 32)]),
+        ("ChainsOnly", [("mla", 1, 16)]),
+    ],
+)
+def test_demo_runs_another_packages_backend(backend, made, monkeypatch, capsys):
+    runs = []
+
+    def fake_row(engine, prompts, on_progress, exact):
+        config = engine.config
+        assert type(engine.backends.verify).__name__ == backend
+        runs.append((config.model.target, config.eagle.topk, config.page_size, config.runtime.path))
+        return ROW
+
+    monkeypatch.setattr(demo, "run_row", fake_row)
+    assert main(["demo", "--backend", f"tests.test_cli:{backend}"]) == 0
+    assert runs == [(*run, path) for run in made for path in ("eager", "graph")]
+    assert ("chains only; its kernels declare no trees" in capsys.readouterr().out) == (backend == "ChainsOnly")
+
+
+def test_demo_decodes_on_another_packages_backend(monkeypatch, capsys):
+    monkeypatch.setattr(demo, "demo_prompts", lambda: ["import os\nimport "])
+    monkeypatch.setattr(demo, "_runs", lambda names: [(name, "tree") for name in names])
+    assert main(["demo", "--backend", "tests.test_cli:Theirs"]) == 0
+    output = capsys.readouterr().out
+    assert output.count("identical") == 2
+    assert "theirs, kernel torch: prefill, decode, draft, verify, draft_extend" in output
+
+
+def test_demo_says_which_caches_it_has_a_model_for(capsys):
+    assert main(["demo", "--backend", "tests.test_cli:Compressed"]) == 2
+    assert "whose cache is compressed; it has models for kv and latent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "options", "threads"), [(None, [], 1), ("3", [], 2), (None, ["--threads", "3"], 3)], ids=str
+)
+def test_a_command_sets_its_number_of_threads(variable, options, threads, monkeypatch, short_run, capsys):
+    """One, unless the environment or an option says otherwise; torch has read the environment before."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    torch.set_num_threads(2)
+    assert main(["generate", "--config", short_run, "--prompt", "a", *options]) == 0
+    assert torch.get_num_threads() == threads
+
+
+def test_threads_are_at_least_one_and_in_the_help(capsys):
+    for arguments, code in ((["demo", "--threads", "0"], 2), (["demo", "--help"], 0)):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == code
+    output = capsys.readouterr()
+    assert "'0' is not a number of at least 1" in output.err
+    assert "default: OMP_NUM_THREADS if it is set, else 1" in " ".join(output.out.split())

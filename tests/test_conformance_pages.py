@@ -26,8 +26,8 @@ from attn_backends.conformance import (
     run_case,
     selected_cases,
 )
+from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
-from attn_backends.conformance.plugin import explained
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import QUICK_CASES
 from attn_backends.conformance.summary import main as summarize

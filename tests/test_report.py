@@ -10,7 +10,15 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle import report
 from attn_backends_reference.eagle.engine import Engine, build_engine
-from attn_backends_reference.eagle.report import Text, demo_prompts, gap, is_consistent, run_row, tokens_per_cycle
+from attn_backends_reference.eagle.report import (
+    ExactScores,
+    Text,
+    demo_prompts,
+    gap,
+    is_consistent,
+    run_row,
+    tokens_per_cycle,
+)
 from attn_backends_reference.eagle.requests import Completion
 from spec_metadata import StepKind
 
@@ -99,7 +107,7 @@ def test_a_bfloat16_row_can_be_identical_and_inconsistent(make_row, monkeypatch)
 
 
 def test_scores_and_gap_must_be_within_the_budget(make_config):
-    exact = build_engine(make_config())
+    exact = ExactScores().of(build_engine(make_config()))
     right, wrong = (build_engine(make_config(backend=name, dtype="bfloat16")) for name in ("fa3", WRONG))
     prompt = right.tokenizer.encode(PROMPTS[0])
     (completion,) = right.generate_plain([prompt], 12)
@@ -126,17 +134,33 @@ def test_a_float32_row_with_another_token_fails(make_row, monkeypatch):
     assert row.max_gap > 0
 
 
-def test_the_gap_is_that_of_the_first_difference(monkeypatch):
-    scored = []
+@pytest.mark.parametrize("backend", ["flashinfer_mla", "dsv4"])
+def test_exact_scores_are_the_hosts_of_torch_and_are_computed_once(backend, monkeypatch):
+    """Whatever backend, kernel and precision are under test."""
+    computed = []
 
     def scores(worker, prompt, tokens):
+        decode = worker.backends.decode
+        computed.append((decode.name, decode.kernel_of(StepKind.DECODE).name, str(worker.device)))
+        return report.torch.zeros(len(tokens) - 1, 3)
+
+    monkeypatch.setattr(report, "decode_logits", scores)
+    config = load_run_config("chain", backend=backend, runtime={"dtype": "bfloat16", "path": "eager"})
+    exact = ExactScores()
+    for engine in (build_engine(config), build_engine(config)):
+        assert exact.of(engine)([1, 2], [3, 4, 5]).shape == (2, 3)
+    assert computed == [("dsv4" if backend == "dsv4" else "fa3", "torch", "cpu")]
+
+
+def test_the_gap_is_that_of_the_first_difference():
+    scored = []
+
+    def scores(prompt, tokens):
         scored.append((prompt, tokens))
         return report.torch.tensor([[9.0, 1.0, 8.0], [3.0, 2.5, 0.0], [7.0, 0.0, 0.0]])[: len(tokens) - 1]
 
-    monkeypatch.setattr(report, "decode_logits", scores)
-    engine = type("Run", (), {"eagle": None})()
-    assert gap(engine, Text([5, 6], [0, 0, 0], [0, 1, 0])) == 0.5
-    assert gap(engine, Text([5, 6], [0, 0], [0, 0, 0])) == 7.0
+    assert gap(scores, Text([5, 6], [0, 0, 0], [0, 1, 0])) == 0.5
+    assert gap(scores, Text([5, 6], [0, 0], [0, 0, 0])) == 7.0
     assert scored == [([5], [6, 0, 0]), ([5], [6, 0, 0, 0])]
 
 

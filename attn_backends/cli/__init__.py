@@ -7,12 +7,17 @@ it is imported before the command is called.
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import indent
+
+import torch
 
 from attn_backends.errors import AttnBackendsError, ConfigError
 from spec_metadata import InvalidStepError
@@ -31,6 +36,11 @@ HELP = {
     "demo": "plain and speculative decoding compared, on every vendor's backend",
 }
 REFERENCE = "attn-backends-reference"
+INTERRUPTED, CLOSED = 130, 141  # as a shell has it for a process that SIGINT or SIGPIPE ended
+EXIT_CODES = (
+    "Exit code 0: right. 1: a comparison failed. 2: it could not be run or written. 130: interrupted. 141: the reader "
+    "of its output went away."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +53,50 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code, 1 if a comparison failed and 2 if something can't be used."""
+    """Run a command; returns its exit code: 0, 1 if a comparison failed, 2 if something can't be used or written,
+    `INTERRUPTED`, or `CLOSED` if the reader of its output went away. The `--json` file has what was done all the same.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    given = _parser().parse_args(words)
-    return guarded(lambda: run_command(f"attn-backends {given.command}", find(given.command), given.rest))
+
+    def run() -> int:
+        given = _parser().parse_args(words)
+        return run_command(f"attn-backends {given.command}", find(given.command), given.rest)
+
+    return guarded(run)
 
 
 def run_command(program: str, command: Command, words: Sequence[str]) -> int:
     """Run a command with its arguments. program: what its help calls it."""
-    parser = argparse.ArgumentParser(prog=program, description=command.description)
+    parser = argparse.ArgumentParser(prog=program, description=command.description, epilog=EXIT_CODES)
     command.add_arguments(parser)
     args = parser.parse_args(words, argparse.Namespace(words=(*program.split(), *words)))
+    _set_threads(args)
     return command.run(args)
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of what runs; an error of the library is printed, and is 2."""
-    from rich.console import Console
-    from rich.markup import escape
-
+    """The exit code of what runs, as `main` has it; what ends it early is told in one line."""
     try:
-        return run()
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # or the interpreter does, when nobody is left to say what went wrong
+    except KeyboardInterrupt as interrupt:
+        _tell("[bold yellow]interrupted[/]", interrupt)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return CLOSED
     except (AttnBackendsError, InvalidStepError) as error:
-        console = Console(stderr=True, highlight=False, emoji=False)
-        console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        _tell("[bold red]error[/]", error)
+        return 2
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        _tell(
+            "[bold red]error[/]", OSError(f"{error.filename or 'standard output'} can't be written: no space is left")
+        )
         return 2
 
 
@@ -86,6 +116,44 @@ def find(name: str) -> Command:
     return found
 
 
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that compute on the host."""
+    parser.add_argument(
+        "--threads",
+        type=_at_least_one,
+        metavar="N",
+        help="threads of torch on the host (default: OMP_NUM_THREADS if it is set, else 1)",
+    )
+
+
+def _set_threads(args: argparse.Namespace) -> None:
+    """One thread unless somebody says otherwise: commands beside each other would fight for the processors, and what
+    runs on the host is too small to gain from more.
+    """
+    asked = getattr(args, "threads", None)
+    if asked is not None:
+        torch.set_num_threads(asked)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _tell(what: str, error: BaseException) -> None:
+    """One line on standard error: what happened, and what was noted on the way."""
+    from rich.markup import escape
+
+    from attn_backends.cli.consoles import error_console
+
+    words = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", ())]))
+    with suppress(OSError):
+        error_console().print(": ".join(filter(None, (what, escape(words)))), soft_wrap=True)
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to standard output go nowhere."""
+    with suppress(OSError):  # it has no descriptor where it is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _parser() -> argparse.ArgumentParser:
     added = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     lines = [f"{name:12} {text}" for name, text in HELP.items()]
@@ -93,13 +161,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attn-backends",
         description="Attention backends for EAGLE speculative decoding.",
-        epilog="commands:\n" + indent("\n".join(lines), "  "),
+        epilog="commands:\n" + indent("\n".join(lines), "  ") + f"\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     parser.add_argument("command", metavar="COMMAND", help="attn-backends COMMAND --help shows its options")
     parser.add_argument("rest", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def _version() -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from attn_backends.cli import Command
-from attn_backends.cli.options import output_console
+from attn_backends.cli import Command, add_threads
+from attn_backends.cli.consoles import output_console, progress
 from attn_backends.conformance import (
     Case,
     Outcome,
@@ -26,15 +25,16 @@ from attn_backends.conformance import (
     known_failures,
     resolve_subjects,
     run_case,
-    run_conformance,
     selected_cases,
 )
-from attn_backends.conformance.expectations import ExpectedFailure, check_expectations
+from attn_backends.conformance.catalogue import group_of
+from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
+from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import QUICK_CASES, judged, report_of, resolve
+from attn_backends.conformance.runner import QUICK_CASES, conformance_rows, judged, report_of, resolve
 from attn_backends.errors import ConfigError
 from attn_backends.registry import list_backends
-from attn_backends.results import check_output
+from attn_backends.results import Recording, check_output, write_text
 
 _COLORS = {
     Outcome.PASS: "green",
@@ -47,7 +47,7 @@ _COLORS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the suite, print and write what was asked for; the report's exit code."""
+    """Run the suite, write each row as it comes, print what came of it; the report's exit code."""
     _check_device(args.device)
     check_output("--json", args.json)
     check_output("--report", args.report)
@@ -57,39 +57,40 @@ def run(args: argparse.Namespace) -> int:
     for expected in known.values():
         check_expectations(expected)
     sizes = {name: 1 if case else _num_cases(name, args) for name in names}
+    report = report_of(args.device, (), args.words)
     rows: list[Row] = []
-    with _progress("checking", sum(sizes.values())) as advance:
-        for name in names:
-            rows += _rows(name, args, case, known[name], advance)
-    report = report_of(args.device, rows, args.words)
-    code = report.exit_code(args.require_run)
-    _print(report, code, args)
-    if args.json:
-        args.json.write_text(report.to_json(), encoding="utf-8")
-    if args.report:
-        write_html(report, args.report)
+    with (
+        Recording(args.json, report.head, suite_version=report.suite_version) as recording,
+        progress("checking", "cases", sum(sizes.values())) as bar,
+    ):
+        for row in (row for name in names for row in _rows(name, args, case, known[name])):
+            rows.append(row)
+            recording.add(row.to_dict())
+            bar.describe(f"{row.backend} ({row.kernel}) {row.check}")
+            bar.advance()
+    report = replace(report, rows=tuple(rows))
+    try:
+        recording.finish()
+        if args.report:
+            write_html(report, args.report)
+    finally:
+        code = report.exit_code(args.require_run)
+        _print(report, code, args)
     return code
 
 
 def _rows(
-    name: str,
-    args: argparse.Namespace,
-    case: Case | None,
-    expected: tuple[ExpectedFailure, ...],
-    advance: Callable[[Row], None],
-) -> tuple[Row, ...]:
+    name: str, args: argparse.Namespace, case: Case | None, expected: tuple[ExpectedFailure, ...]
+) -> Iterator[Row]:
+    most = QUICK_CASES if args.quick else None
     if case is None:
-        return run_conformance(
-            name,
-            kernel=args.kernel,
-            device=args.device,
-            quick=args.quick,
-            select=args.select,
-            expected_failures=expected,
-            on_row=advance,
-        ).rows
+        yield from conformance_rows(resolve(name), args.kernel, args.device, args.select, most, expected)
+        return
     subjects, absent = resolve_subjects(name, args.kernel, args.device)
-    return (*(judged(run_case(subject, case), expected) for subject in subjects), *absent)
+    for subject in subjects:
+        yield judged(run_case(subject, case), expected)
+        yield from unmet(subject, expected, [case])
+    yield from absent
 
 
 def _check_device(device: str) -> None:
@@ -116,32 +117,20 @@ def _num_cases(name: str, args: argparse.Namespace) -> int:
     return sum(len(selected_cases(subject, args.select, most)) for subject in subjects) + len(absent)
 
 
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[Row], None]]:
-    """A bar on standard error, if that is a terminal, that says which check runs and counts cases."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("cases"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar as progress:
-        task = progress.add_task(what, total=total)
-        yield lambda row: progress.update(task, advance=1, description=f"{row.backend} {row.check}")
-
-
 def _print(report: Report, code: int, args: argparse.Namespace) -> None:
-    """Counts of each backend and group of checks, then every failure."""
+    """Counts of each backend and group of checks, then what failed, the most basic of it in full."""
     console = output_console()
-    for (backend, kernel), rows in groupby(report.rows, key=lambda row: (row.backend, row.kernel)):
-        listed = list(rows)
-        console.print(f"[bold]{escape(backend)}[/] ({escape(kernel)}) on {escape(report.device)}")
-        groups = dict.fromkeys(row.check.partition(".")[0] for row in listed)
-        for group in groups:
-            console.print(f"  {escape(group):10}{_counts([r for r in listed if r.check.partition('.')[0] == group])}")
+    by_kernel = [list(rows) for _, rows in groupby(report.rows, key=lambda row: (row.backend, row.kernel))]
+    for rows in by_kernel:
+        console.print(f"[bold]{escape(rows[0].backend)}[/] ({escape(rows[0].kernel)}) on {escape(report.device)}")
+        for group in dict.fromkeys(group_of(row.check) for row in rows):
+            console.print(f"  {escape(group):10}{_counts([row for row in rows if group_of(row.check) == group])}")
     for row in report.rows:
-        if row.status in (Outcome.FAIL, Outcome.ERROR):
-            _print_failure(console, row, args)
-        elif row.status in (Outcome.NOT_RUN, Outcome.XFAIL):
+        if row.status in (Outcome.NOT_RUN, Outcome.XFAIL):
             what = escape(f"{row.backend} ({row.kernel}) {row.check}: {row.reason}")
             console.print(f"[{_COLORS[row.status]}]{row.status}[/] {what}", soft_wrap=True)
+    for rows in by_kernel:
+        _print_failures(console, failed_groups(rows), args)
     console.print(f"executed {report.executed} of {len(report.rows)}:{_counts(report.rows)}; exit code {code}")
 
 
@@ -150,15 +139,19 @@ def _counts(rows: list[Row] | tuple[Row, ...]) -> str:
     return ",".join(f" [{_COLORS[outcome]}]{count} {outcome}[/]" for outcome, count in counts.items() if count)
 
 
-def _print_failure(console: Console, row: Row, args: argparse.Namespace) -> None:
-    """What a person needs: check, case in words, what differs, and the command that runs this case alone."""
-    backend = escape(f"{row.backend} ({row.kernel})")
-    console.print(f"\n[{_COLORS[row.status]}]{row.status}[/] {backend} [bold]{row.check}[/]")
-    if row.case is not None:
-        console.print(f"  case: {escape(row.case.in_words())}", soft_wrap=True)
-    console.print(f"  {escape(row.reason)}", soft_wrap=True)
-    if row.case is not None:
-        console.print(f"  again: {escape(_again(row, row.case, args))}", soft_wrap=True)
+def _print_failures(console: Console, groups: Sequence[FailedGroup], args: argparse.Namespace) -> None:
+    """The failures of one kernel to look at first, how many more there are, and which groups failed besides."""
+    for row in (row for group in groups[:1] for row in group.shown):
+        title, _, rest = explained(row, _again(row, args)).partition("\n")
+        console.print(f"\n[{_COLORS[row.status]}]{escape(title)}[/]", soft_wrap=True)
+        for line in rest.splitlines():
+            console.print(f"  {escape(line)}", soft_wrap=True)
+    for number, group in enumerate(groups):
+        counts = ", ".join(f"{check} ({count})" for check, count in group.counts.items())
+        more = f"{group.num_more} more of {sum(group.counts.values())}" if number == 0 else "later, if they still do"
+        if number or group.num_more:
+            hint = f"--select '{group.name}.*' and --json or --report show all"
+            console.print(f"[red]{escape(group.name)}[/] failed, {more}: {escape(counts)}; {hint}", soft_wrap=True)
 
 
 @cache
@@ -166,10 +159,12 @@ def _case_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="attn-backends-cases-"))
 
 
-def _again(row: Row, case: Case, args: argparse.Namespace) -> str:
-    """The command that runs a case alone; the case is written to a file."""
-    path = _case_folder() / f"{row.check}-{case.name}.json"
-    path.write_text(case.to_json() + "\n", encoding="utf-8")
+def _again(row: Row, args: argparse.Namespace) -> str:
+    """The command that runs a row's case alone; the case is written to a file."""
+    if row.case is None:
+        return ""
+    path = _case_folder() / f"{row.check}-{row.case.name}.json"
+    write_text(path, row.case.to_json() + "\n")
     name = next((n for n in args.backends or list_backends() if resolve(n).name == row.backend), row.backend)
     words = ["attn-backends", "conformance", name, "--device", args.device, "--kernel", row.kernel, "--case", str(path)]
     return shlex.join(words)
@@ -186,6 +181,7 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
     suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
     suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")
+    add_threads(suite)
 
 
 COMMAND = Command(

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import Command
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console
 from attn_backends.contract.capabilities import Capabilities
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.planning.planners import Planner, choose_planner

@@ -15,7 +15,6 @@ from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.worlds import SIZES
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
-from attn_backends_reference.config import DTYPES
 from spec_metadata import StepKind
 
 CACHE_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2")}

@@ -73,6 +73,12 @@ class Check:
 
 CATALOGUE: dict[str, Check] = {}
 
+GROUPS = ("plan", "math", "compressed", "scale", "cache", "poison", "laws", "graph", "refusals", "api")
+"""The groups of checks, what an id begins with, the most basic first: checks run, and failures are told, in this order.
+A plan that is wrong makes every output wrong, a wrong output fails all that compares outputs, and what fails eagerly
+fails through a graph.
+"""
+
 Run = Callable[[Subject, Case], Measured]
 
 
@@ -81,12 +87,18 @@ def check(id: str, cases: Callable[[Subject], list[Case]]) -> Callable[[Run], Ru
 
     def register(run: Run) -> Run:
         assert id not in CATALOGUE, f"two checks share the id {id}"
+        assert group_of(id) in GROUPS, f"check {id} is of no group"
         assert run.__doc__, f"check {id} says nothing about itself"
         about = " ".join(run.__doc__.split("\n\n")[0].split())
         CATALOGUE[id] = Check(id, about, run, lambda subject: [_of(id, case) for case in cases(subject)])
         return run
 
     return register
+
+
+def group_of(id: str) -> str:
+    """The group of a check."""
+    return id.partition(".")[0]
 
 
 def _of(id: str, case: Case) -> Case:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from attn_backends.config.backend_files import backend_options, conformance_options
+from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Subject
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.errors import ConfigError
@@ -54,12 +55,22 @@ def check_expectations(expected: Iterable[ExpectedFailure]) -> None:
             raise ConfigError(f"expected failure of {known.check}: case, reason and link must all say something")
 
 
-def unmet(subject: Subject, expected: Sequence[ExpectedFailure]) -> list[Row]:
-    """A failed row for every expected failure that names no case of the subject."""
+def unmet(subject: Subject, expected: Iterable[ExpectedFailure], cases: Collection[Case]) -> list[Row]:
+    """A row for every expected failure that no case of a run can show.
+
+    cases: what is run. One that names no case of the subject's has failed; one whose cases are not among these was not
+    looked for, and its row says so.
+    """
+    ran = {(case.check, case.name) for case in cases}
     rows = []
     for known in expected:
         names = [case.name for case in CATALOGUE[known.check].cases(subject)]
-        if not any(fnmatchcase(name, known.case) for name in names):
+        meant = [name for name in names if fnmatchcase(name, known.case)]
+        of = (subject.backend.name, subject.kernel, known.check, None, "")
+        if not meant:
             reason = f"expected failure names no case: {known.case!r}; there are {', '.join(names) or 'none'}"
-            rows.append(Row(subject.backend.name, subject.kernel, known.check, None, "", Outcome.FAIL, reason))
+            rows.append(Row(*of, Outcome.FAIL, reason))
+        elif not any((known.check, name) in ran for name in meant):
+            reason = f"expected failure not looked for: none of the {len(meant)} cases of {known.case!r} was selected"
+            rows.append(Row(*of, Outcome.NOT_RUN, reason, excused=True))
     return rows

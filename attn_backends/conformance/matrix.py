@@ -18,7 +18,7 @@ from attn_backends.conformance.catalogue import CATALOGUE
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.report import WORST_FIRST, by_cell, distinct
 from attn_backends.contract.capabilities import Capabilities, listed
-from attn_backends.errors import AttnBackendsError
+from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.registry import BUILT_IN, get_backend
 from attn_backends.results import Head, Results, read
 from spec_metadata import StepKind
@@ -65,11 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=PAGE, help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        args.output.write_text(page(*map(read, args.results or shown(RESULTS))), encoding="utf-8")
+        args.output.write_text(page(*map(_complete, args.results or shown(RESULTS))), encoding="utf-8")
     except (AttnBackendsError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def _complete(path: Path) -> Results:
+    found = read(path)
+    if not found.is_complete:
+        raise ConfigError(f"{path}: the run was interrupted after {len(found.rows)} rows; run its command again")
+    return found
 
 
 def shown(folder: Path) -> list[Path]:

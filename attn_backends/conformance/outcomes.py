@@ -93,6 +93,11 @@ class Report:
     command: str = ""
 
     @property
+    def head(self) -> Head:
+        """Where the rows come from."""
+        return Head(self.device, self.versions, self.date, self.commit, self.command)
+
+    @property
     def counts(self) -> dict[Outcome, int]:
         """Cases of each outcome, all six."""
         return {outcome: sum(row.cases for row in self.rows if row.status is outcome) for outcome in Outcome}
@@ -112,9 +117,8 @@ class Report:
 
     def to_json(self) -> str:
         """JSON with a row on each line, in the shape of every result."""
-        head = Head(self.device, self.versions, self.date, self.commit, self.command)
         rows = tuple(row.to_dict() for row in self.rows)
-        return Results(head, rows, {"suite_version": self.suite_version}).to_json()
+        return Results(self.head, rows, {"suite_version": self.suite_version}).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -126,4 +130,6 @@ class Report:
         """The report that results hold."""
         if "suite_version" not in results.own:
             raise ConfigError("not a conformance report: it names no suite_version")
+        if not results.is_complete:
+            raise ConfigError(f"the run was interrupted after {len(results.rows)} rows; run its command again")
         return cls(results.own["suite_version"], rows=tuple(map(Row.from_dict, results.rows)), **asdict(results.head))

@@ -11,8 +11,9 @@ from functools import partial
 import pytest
 
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import CATALOGUE, Subject
+from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, known_failures, unmet
+from attn_backends.conformance.failures import explained
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.runner import (
     QUICK_CASES,
@@ -23,8 +24,10 @@ from attn_backends.conformance.runner import (
     selected_cases,
 )
 from attn_backends.errors import AttnBackendsError
+from attn_backends.results import Results, write_text
 
 ROW = "attn_backends_row"  # the property of an item that holds its row as JSON, also on its way from an xdist worker
+_ENDS = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 _TOLD = (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)
 
 
@@ -71,10 +74,12 @@ class Suite:
         """Write the report, and exit as the other two doors do: 1 for a fail, 2 for an error or if nothing ran."""
         if hasattr(self._config, "workerinput") or self._config.getoption("collectonly"):
             return
+        came_to_its_end = exitstatus in _ENDS
         path = self._config.getoption("attn_json")
         if path is not None:
-            path.write_text(self.report.to_json(), encoding="utf-8")
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+            found = Results.from_json(self.report.to_json())
+            write_text(path, (found if came_to_its_end else found.as_incomplete()).to_json())
+        if came_to_its_end:
             others_failed = exitstatus == pytest.ExitCode.TESTS_FAILED
             session.exitstatus = max(self.report.exit_code(self.require_run), int(others_failed))
 
@@ -107,12 +112,12 @@ def _items(
     for subject in subjects:
         name = subject.backend.name if len(subjects) == 1 else f"{subject.backend.name}-{subject.kernel}"
         options = f"--attn-backend {backend} --attn-kernel {subject.kernel} --attn-device {device}"
-        for case in selected_cases(subject, select, QUICK_CASES if quick else None):
+        cases = selected_cases(subject, select, QUICK_CASES if quick else None)
+        for case in cases:
             again = f"pytest --pyargs attn_backends.conformance {options} -k {case.name}"
             yield Planned(f"{name}-{case.check}-{case.name}", partial(_run, subject, case, expected), again)
-        if not quick and select == "*":
-            for number, row in enumerate(unmet(subject, expected)):
-                yield Planned(f"{name}-{row.check}-expected_failure{number}", partial(_same, row))
+        for number, row in enumerate(unmet(subject, expected, cases)):
+            yield Planned(f"{name}-{row.check}-expected_failure{number}", partial(_same, row))
     yield from (Planned(f"{row.backend}-{row.kernel}-{row.status}", partial(_same, row)) for row in absent)
 
 
@@ -132,11 +137,3 @@ def conclude(row: Row, again: str, require_run: bool) -> None:
         pytest.skip(row.reason)
     if row.status not in (Outcome.PASS, Outcome.REFUSED):
         pytest.fail(explained(row, again), pytrace=False)
-
-
-def explained(row: Row, again: str) -> str:
-    """What a person needs in order to go on: what was checked, on what, what came of it, and how to see it again."""
-    lines = [f"{row.status}: {row.check} on {row.backend} ({row.kernel})", row.reason]
-    if row.case is not None:
-        lines += [f"check: {CATALOGUE[row.check].about}", f"case: {row.case.in_words()}", f"again: {again}"]
-    return "\n".join(lines)

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, group_of
+from attn_backends.conformance.failures import has_failed
 from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.results import write_text
 
 WORST_FIRST = (Outcome.ERROR, Outcome.FAIL, Outcome.XFAIL, Outcome.NOT_RUN, Outcome.REFUSED, Outcome.PASS)
 _MEANINGS = {
@@ -38,13 +41,13 @@ Cells = Mapping[tuple[str, str], Sequence[Row]]
 
 def write_html(report: Report, path: Path) -> None:
     """Write the report to a file that needs no other."""
-    path.write_text(html_page(report), encoding="utf-8")
+    write_text(path, html_page(report))
 
 
 def html_page(report: Report) -> str:
     """The report as HTML."""
     cells = by_cell(report.rows)
-    wrong = [row for row in report.rows if row.status in (Outcome.FAIL, Outcome.ERROR)]
+    wrong = sorted(filter(has_failed, report.rows), key=lambda row: GROUPS.index(group_of(row.check)))
     listed = [row for row in report.rows if row.status in (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)]
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     totals = [f"{_chip(outcome, count)} {_MEANINGS[outcome]}" for outcome, count in _present(report.rows)]
@@ -110,8 +113,9 @@ def _matrix(cells: Cells) -> Iterable[str]:
 
 def _problem(row: Row) -> str:
     name, words = (f" {row.case.name}", row.case.in_words()) if row.case else ("", "")
+    about = escape(CATALOGUE[row.check].about)
     title = f"{_chip(row.status)} <code>{escape(f'{row.backend}/{row.kernel} {row.check}{name}')}</code>"
-    return f"<p>{title}<br><span class=quiet>{escape(words)}</span></p><pre>{escape(row.reason)}</pre>"
+    return f"<p>{title}<br>{about}<br><span class=quiet>{escape(words)}</span></p><pre>{escape(row.reason)}</pre>"
 
 
 def _reasons(rows: Sequence[Row]) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,9 +16,10 @@ import attn_backends
 import spec_metadata
 from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject
+from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, CheckFailure, Measured, Subject, group_of
 from attn_backends.conformance.exercise import setup_of, world_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
+from attn_backends.conformance.failures import lost_refusals
 from attn_backends.conformance.outcomes import SUITE_VERSION, Outcome, Report, Row
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError, ConfigError, PlanError
 from attn_backends.registry import get_backend, list_backends
@@ -40,6 +41,8 @@ def run_case(subject: Subject, case: Case) -> Row:
         measured = CATALOGUE[case.check].run(subject, case)
     except (CheckFailure, PlanError) as failure:
         status, reason = Outcome.FAIL, str(failure)
+        if group_of(case.check) == "refusals":
+            reason += lost_refusals(subject)
     except AssertionError as failure:
         status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({_place(failure)})"
     except (AttnBackendsError, InvalidStepError) as refusal:
@@ -88,7 +91,7 @@ def run_conformance(
     check_expectations(expected_failures)
     found = resolve(backend)
     rows = []
-    for row in _rows(found, kernel, device, select, QUICK_CASES if quick else None, expected_failures):
+    for row in conformance_rows(found, kernel, device, select, QUICK_CASES if quick else None, expected_failures):
         rows.append(row)
         if on_row:
             on_row(row)
@@ -132,8 +135,11 @@ def resolve_subjects(
 
 
 def selected_cases(subject: Subject, select: str = "*", most: int | None = None) -> list[Case]:
-    """The cases of all checks whose id a pattern selects. most: of each check, spread evenly."""
+    """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. most: of each check, spread
+    evenly.
+    """
     chosen = [check for id, check in CATALOGUE.items() if fnmatchcase(id, select)]
+    chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
     if not chosen:
         raise ConfigError(f"no check's id matches {select!r}; there are {', '.join(CATALOGUE)}")
     return [case for check in chosen for case in _thinned(check.cases(subject), most)]
@@ -156,22 +162,22 @@ def _thinned(cases: list[Case], most: int | None) -> list[Case]:
     return [cases[index * (len(cases) - 1) // (most - 1)] for index in range(most)]
 
 
-def _rows(
+def conformance_rows(
     backend: type[AttentionBackend],
     kernel: str,
     device: str,
     select: str,
     most: int | None,
     expected: Sequence[ExpectedFailure],
-) -> Iterable[Row]:
+) -> Iterator[Row]:
+    """The rows of `run_conformance`, as they come. most: cases of each check."""
     subjects, absent = resolve_subjects(backend, kernel, device)
     for subject in subjects:
         cases = selected_cases(subject, select, most)
         check_constructor(subject, cases)
         for case in cases:
             yield judged(run_case(subject, case), expected)
-        if most is None and select == "*":
-            yield from unmet(subject, expected)
+        yield from unmet(subject, expected, cases)
     yield from absent
 
 

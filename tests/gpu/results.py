@@ -63,10 +63,11 @@ PARTS = {
 
 
 def is_done(path: Path, commit: str) -> bool:
-    """Whether a file holds a result of this commit; one of a changed tree never counts."""
+    """Whether a file holds a whole result of this commit; one of a changed tree never counts."""
     if not path.exists() or commit == "unknown" or commit.endswith("+dirty"):
         return False
-    return results.read(path).head.commit == commit
+    found = results.read(path)
+    return found.is_complete and found.head.commit == commit
 
 
 def words(name: str, path: Path) -> list[str]:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
+import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
 from attn_backends import results
+from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat
 from attn_backends.cli import Command
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console, progress
+from attn_backends.config.backend_files import backend_options
 from attn_backends.errors import ConfigError
-from attn_backends_reference.cli.options import add_runtime, choices_in_words, load_config, token_progress
+from attn_backends.registry import get_backend
+from attn_backends_reference.cli.options import add_runtime, choices_in_words, load_config
+from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.engine import build_engine
-from attn_backends_reference.eagle.report import Row, demo_prompts, run_row
+from attn_backends_reference.eagle.report import ExactScores, Row, demo_prompts, run_row
+from attn_backends_reference.run_options import PHASES, PhaseNames
+from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
 RUNS = (
@@ -29,42 +38,103 @@ RUNS = (
 """Backends and presets."""
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
+BUCKETS = (8,)  # one graph of each phase, which every batch of the prompts fits; each more takes time to compile
+OURS = {CacheFormat.KV: "fa3", CacheFormat.LATENT: "flashinfer_mla"}  # whose model a backend without a file is shown on
+PAGE_SIZE = 16  # of such a backend, if it takes it
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every row, print the table and why which kernel ran, write the JSON; 1 if a row failed."""
+    """Run every row, write each as it comes, print the table and why which kernel ran; 1 if a row failed."""
     results.check_output("--json", args.json)
-    for name in args.backend:
-        if name not in BACKENDS:
-            raise ConfigError(f"the demo has no backend {name!r}; it has {', '.join(BACKENDS)}")
-    runs = [run for run in RUNS if run[0] in (args.backend or BACKENDS)]
-    configs = [load_config(args, preset, backend, path=path) for (backend, preset), path in product(runs, PATHS)]
+    runs = list(_runs(args.backend or BACKENDS))
+    configs = [_config(args, *run, path) for run, path in product(runs, PATHS)]
     prompts = demo_prompts()
     num_tokens = sum(2 * len(prompts) * config.runtime.max_new_tokens for config in configs)
     rows: list[Row] = []
     chosen: dict[tuple[str, ...], None] = {}
-    with token_progress("decoding", num_tokens) as advance:
-        for config in configs:
+    exact = ExactScores()
+    head = results.head(args.words, str(configs[0].device))
+    with results.Recording(args.json, head) as recording, progress("decoding", "tokens", num_tokens) as bar:
+        for (backend, preset), config in zip((run for run in runs for _ in PATHS), configs, strict=True):
+            what = f"{backend} {preset}, {config.runtime.path}"
+            bar.describe(f"{what}: loading models")
             engine = build_engine(config)
-            rows.append(run_row(engine, prompts, advance))
+            bar.describe(f"{what}: decoding; the first step of each kind makes its kernels and graphs")
+            rows.append(run_row(engine, prompts, bar.advance, exact))
+            recording.add(asdict(rows[-1]))
             chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
-    console = output_console()
-    console.print(_table(rows))
     lines = [line for of_backend in chosen for line in of_backend]
-    for line in lines:
-        console.print(escape(line), soft_wrap=True)
-    if args.json is not None:
-        head = results.head(args.words, str(configs[0].device))
-        results.write(args.json, head, map(asdict, rows), kernels=lines)
+    try:
+        recording.finish(kernels=lines)
+    finally:
+        _print(rows, [*lines, *_left_out(runs)])
     return 0 if all(row.passed for row in rows) else 1
 
 
-def _table(rows: list[Row]) -> Table:
+def _runs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The backends and presets of the names: ours, then chains and, where they are declared, trees of the others."""
+    yield from (run for run in RUNS if run[0] in names)
+    for name in dict.fromkeys(name for name in names if name not in BACKENDS):
+        yield name, "chain"
+        if _has_trees(get_backend(name)):
+            yield name, "tree"
+
+
+def _left_out(runs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for backend, _ in runs:
+        if not any(run == (backend, "tree") for run in runs) and backend not in BACKENDS:
+            yield f"{backend}: chains only; its kernels declare no trees"
+
+
+def _has_trees(backend: type[AttentionBackend]) -> bool:
+    kinds = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+    return all(any(kind in k.capabilities and k.capabilities[kind].tree for k in backend.kernels) for kind in kinds)
+
+
+def _config(args: argparse.Namespace, backend: str, preset: str, path: str) -> RunConfig:
+    """A row's run. A backend without a file in configs/backends runs as ours of its cache does, on pages it takes."""
+    if backend_options(backend) is not None:
+        return load_config(args, preset, backend, path=path, buckets=BUCKETS)
+    found = get_backend(backend)
+    ours = next((OURS[format] for format in OURS if format in found.formats), None)
+    if ours is None:
+        raise ConfigError(
+            f"the demo has no model for backend {backend!r}, whose cache is {' or '.join(sorted(found.formats))}; it "
+            f"has models for {' and '.join(OURS)}"
+        )
+    kernel = args.kernel or "auto"
+    config = load_config(argparse.Namespace(**vars(args) | {"kernel": None}), preset, ours, path=path, buckets=BUCKETS)
+    changes = {
+        "backends": PhaseNames(**dict.fromkeys(PHASES, backend)),
+        "kernels": {backend: kernel},
+        "page_size": _page_size(found, kernel, config.device),
+    }
+    return config.model_copy(update=changes)
+
+
+def _page_size(backend: type[AttentionBackend], kernel: str, device: torch.device) -> int:
+    """A page size that all kinds of step take on the kernels that run."""
+    running = [each for each in backend.kernels if not each.unavailable_reasons(device)]
+    asked = [each for each in running if kernel in ("auto", each.name)]
+    limits = [record.page_sizes for each in asked for record in each.capabilities.values()]
+    sizes = [frozenset(limit) for limit in limits if limit is not None]
+    multiple = backend.page_multiple()
+    common = frozenset.intersection(*sizes) if sizes else frozenset({-(-PAGE_SIZE // multiple) * multiple})
+    if not common:
+        raise ConfigError(f"backend {backend.name}: no page size is declared for every kind of step on {device}")
+    return PAGE_SIZE if PAGE_SIZE in common else min(common)
+
+
+def _print(rows: Iterable[Row], lines: Iterable[str]) -> None:
+    console = output_console()
     table = Table("backend", "kernel", "model", Column("mode", no_wrap=True), "tokens a cycle", "verdict")
     for row in rows:
         mode = f"{row.draft}, {row.path}"
-        table.add_row(row.backend, row.kernel, row.model, mode, f"{row.tokens_per_cycle:.2f}", _verdict(row))
-    return table
+        name = escape(row.backend)
+        table.add_row(name, row.kernel, row.model, mode, f"{row.tokens_per_cycle:.2f}", _verdict(row))
+    console.print(table)
+    for line in lines:
+        console.print(escape(line), soft_wrap=True)
 
 
 def _verdict(row: Row) -> str:
@@ -75,7 +145,13 @@ def _verdict(row: Row) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all)")
+    parser.add_argument(
+        "--backend",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name, or module:Class; may be repeated (default: every vendor's)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     add_runtime(parser)
 

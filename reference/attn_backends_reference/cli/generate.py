@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import chain, islice
 from pathlib import Path
 
 from rich.console import Console
@@ -12,9 +13,9 @@ from rich.markup import escape
 from rich.rule import Rule
 
 from attn_backends.cli import Command
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console, progress
 from attn_backends.errors import ConfigError
-from attn_backends_reference.cli.options import add_runtime, load_config, token_progress
+from attn_backends_reference.cli.options import add_runtime, load_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.requests import FinishReason, Request, RequestOptions
 from attn_backends_reference.run_options import RuntimeOptions
@@ -29,17 +30,19 @@ def run(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
     config, console = load_config(args, args.config, args.backend), output_console()
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    with Console(stderr=True).status(f"loading {config.model.target}"):
+    with progress(f"loading {config.model.target}", "tokens") as bar:
         engine = build_engine(config)
         server = engine.server()
-    streamed, num_tokens = args.stream or console.is_terminal, len(prompts) * options.max_new_tokens
-    bar = nullcontext() if streamed else token_progress("decoding", num_tokens)
-    with server, bar as advance:
         requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
-        view = _InOrder(console, prompts, requests, config.runtime)
-        for request, tokens in server.stream():
-            if advance is not None:
-                advance(len(tokens))
+        bar.describe("first tokens; the first step of each kind makes its kernels and graphs")
+        stream = server.stream()
+        begun = list(islice(stream, 1))
+    streamed, num_tokens = args.stream or console.is_terminal, len(prompts) * options.max_new_tokens
+    view = _InOrder(console, prompts, requests, config.runtime)
+    with server, nullcontext() if streamed else progress("decoding", "tokens", num_tokens) as decoding:
+        for request, tokens in chain(begun, stream):
+            if decoding is not None:
+                decoding.advance(len(tokens))
             if streamed or request.finish is not None:
                 view.update()
     emitted = sum(len(request.output) - 1 for request in requests)

@@ -1,15 +1,12 @@
-"""What `generate` and `demo` share: the run that options describe, why which kernel runs it, a bar of tokens."""
+"""What `generate` and `demo` share: the run that options describe, and why which kernel runs it."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from collections.abc import Mapping
 
 from attn_backends.backend import AttentionBackend
+from attn_backends.cli import add_threads
 from attn_backends_reference.config import RunConfig, load_run_config
 from attn_backends_reference.eagle.options import PhaseBackends
 from spec_metadata import StepKind
@@ -25,6 +22,7 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache-dtype", choices=("float8_e4m3fn",), help="of the cache (default: the weights')")
     parser.add_argument("--device", help="cpu, cuda or one such as cuda:1 (default: the file's)")
+    add_threads(parser)
 
 
 def load_config(args: argparse.Namespace, config: str, backend: str | None, **runtime: object) -> RunConfig:
@@ -46,14 +44,3 @@ def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) ->
         lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
         lines += [f"  passed over {reason}" for reason in passed_over]
     return lines
-
-
-@contextmanager
-def token_progress(what: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, if that is a terminal, that counts tokens; yields the function that advances it."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal)
-    with bar as progress:
-        task = progress.add_task(what, total=num_tokens)
-        yield lambda number: progress.advance(task, number)

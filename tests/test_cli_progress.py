@@ -1,0 +1,101 @@
+"""What commands show and write while they run: rows as they come, progress on a terminal, kernels that are compiled."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from attn_backends.cli import consoles, main
+from attn_backends_reference.cli import demo
+from benchmarks import memory
+from tests.test_cli import ROW
+
+
+def test_the_demo_writes_its_rows_as_they_come(tmp_path, monkeypatch):
+    path, counts = tmp_path / "rows.json", []
+
+    def fake_row(*args):
+        found = json.loads(path.read_text())
+        counts.append((len(found["rows"]), found["incomplete"]))
+        return ROW
+
+    monkeypatch.setattr(demo, "run_row", fake_row)
+    assert main(["demo", "--backend", "trtllm_mla", "--json", str(path)]) == 0
+    assert counts == [(number, True) for number in range(4)]
+    assert "incomplete" not in json.loads(path.read_text())
+
+
+def test_a_benchmark_writes_its_rows_as_they_come(tmp_path, monkeypatch):
+    path, counts = tmp_path / "rows.json", []
+    measure = memory.measure_memory
+
+    def watched(backend, capacity):
+        found = json.loads(path.read_text())
+        counts.append(len(found["rows"]))
+        assert found["incomplete"] is True
+        return measure(backend, capacity)
+
+    monkeypatch.setattr(memory, "measure_memory", watched)
+    assert main(["bench", "memory", "--backend", "fa3", "--json", str(path)]) == 0
+    assert counts[0] == 0 < counts[1] < len(json.loads(path.read_text())["rows"])
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """Standard error is a terminal, and what is shown on it."""
+    shown = io.StringIO()
+    monkeypatch.setattr(consoles, "error_console", lambda: Console(file=shown, force_terminal=True, width=200))
+    return shown
+
+
+def test_a_compiled_kernel_is_counted_at_its_first_use(terminal, monkeypatch):
+    from triton import knobs
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = knobs.compilation.listener
+    with consoles.progress("fa3 tree", "tokens", 10):
+        for cache_hit in (False, True, False):
+            knobs.compilation.listener(
+                src=None, metadata={}, metadata_group={}, times=SimpleNamespace(total=2_000_000), cache_hit=cache_hit
+            )
+    assert knobs.compilation.listener is before
+    assert "fa3 tree; 2 kernels compiled at their first use, 4 s" in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["conformance", "fa3", "--kernel", "torch", "--select", "plan.*", "--quick"], "fa3 (torch) plan."),
+        (["generate", "--prompt", "a", "--max-new-tokens", "1"], "loading models"),
+    ],
+)
+def test_progress_is_shown_on_a_terminal(arguments, told, monkeypatch):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "attn_backends.cli", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", "TERM": "xterm"}
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    shown = bytearray()
+    while chunk := read_or_end(ours):
+        shown += chunk
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert told in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+
+
+def read_or_end(descriptor: int) -> bytes:
+    """What a terminal shows next; nothing after the last writer has closed it, which Linux calls an error."""
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:
+        return b""
