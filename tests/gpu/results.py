@@ -53,6 +53,8 @@ PARTS = {
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",
     "syncs": "tests.gpu.syncs --json {file}",
+    "uploads": "tests.gpu.uploads --json {file}",
+    "schedules": "tests.gpu.schedules --json {file}",
     "mtp": "tests.gpu.mtp --json {file}",
     "prefill": "tests.gpu.prefill --json {file}",
     "graphs": "tests.gpu.graphs --json {file}",
