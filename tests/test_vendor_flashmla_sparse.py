@@ -299,8 +299,8 @@ def test_a_schedule_of_another_batch_is_seen(plans_itself: bool, monkeypatch: py
 def test_layers_of_a_kind_share_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = []
 
-    def counted(lens: Tensor, parts: Tensor, splits: Tensor, **more: Any) -> None:
-        share_out(lens, parts, splits, **more)
+    def counted(lens: Tensor, parts: Tensor, splits: Tensor, marks: Tensor, **more: Any) -> None:
+        share_out(lens, parts, splits, marks, **more)
         planned.append(lens)
 
     monkeypatch.setattr(flashmla_sparse, "share_out", counted)

@@ -18,8 +18,8 @@ OVERHEAD = 5
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
-    "share_out(Tensor lens, Tensor? more_lens, Tensor(a!) parts, Tensor(b!) splits, Tensor(c!)? read_lens, "
-    "int most) -> ()",
+    "share_out(Tensor lens, Tensor? more_lens, Tensor(a!) parts, Tensor(b!) splits, Tensor(c!) marks, "
+    "Tensor(d!)? read_lens, int most) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -28,88 +28,92 @@ def share_out(
     lens: Tensor,
     parts: Tensor,
     splits: Tensor,
+    marks: Tensor,
     *,
     more_lens: Tensor | None = None,
     read_lens: Tensor | None = None,
     most: int = 2**30,
 ) -> None:
-    """Share blocks of 64 keys of n requests out to parts of the GPU, as evenly as contiguous pieces allow.
+    """Share blocks of 64 keys of n requests out to parts of the GPU, as FlashMLA does.
 
     lens: [n] int32, keys of each request. parts: [num_parts, 8] int32, written: first and last request of a part (both
     inclusive), first block of the first and end block of the last, number of the first piece in its request, whether
     the first and the last request are split, 0 (FlashMLA's `DecodingSchedMeta`). splits: [n + 1] int32, written: first
-    piece of each request among all, and the end. more_lens: [n] int32, keys of a second list, which begin at a whole
-    block; at most `most` of them are read, and `read_lens` [n] int32 is written with how many.
+    piece of each request among all, and the end. marks: [n, 2] int32, scratch. more_lens: [n] int32, keys of a second
+    list, which begin at a whole block; at most `most` of them are read, and `read_lens` [n] int32 is written with how
+    many.
 
-    A request counts as its blocks, at least one, and an overhead of at most 5. Laid out one after the other, requests
-    are cut at equal distances; a cut in an overhead begins the next request. The distance is such that every part that
-    is not behind the end has at least one block.
+    A request costs its blocks, at least one, and an overhead for each part that it has a piece in. Parts are filled
+    with requests in order, up to an even share and one overhead more; a request that does not fit goes on in the next
+    part, and one that would begin in no more than an overhead begins there.
     """
-    torch.ops.attn_backends.share_out(lens, more_lens, parts, splits, read_lens, most)
+    torch.ops.attn_backends.share_out(lens, more_lens, parts, splits, marks, read_lens, most)
 
 
 def _share_out_torch(
-    lens: Tensor, more_lens: Tensor | None, parts: Tensor, splits: Tensor, read_lens: Tensor | None, most: int
+    lens: Tensor,
+    more_lens: Tensor | None,
+    parts: Tensor,
+    splits: Tensor,
+    marks: Tensor,
+    read_lens: Tensor | None,
+    most: int,
 ) -> None:
-    num_parts, n, device = parts.shape[0], lens.shape[0], lens.device
-    num_blocks = (lens.long() + BLOCK_KEYS - 1) // BLOCK_KEYS
+    num_parts, n = parts.shape[0], lens.shape[0]
+    blocks = (lens.long() + BLOCK_KEYS - 1) // BLOCK_KEYS
     if more_lens is not None:
         more = more_lens.long().clamp(max=most)
-        num_blocks = num_blocks + (more + BLOCK_KEYS - 1) // BLOCK_KEYS
+        blocks = blocks + (more + BLOCK_KEYS - 1) // BLOCK_KEYS
         if read_lens is not None:
             read_lens.copy_(more)
-    is_empty = num_blocks == 0
-    num_blocks = num_blocks.clamp_min(1)
-    distance, overhead = _distance(num_blocks.sum(), n, num_parts)
-    ends = (num_blocks + overhead).cumsum(0) - overhead
-    starts = ends - num_blocks
-    pieces = torch.div(ends - 1, distance, rounding_mode="floor") - torch.div(starts, distance, rounding_mode="floor")
+    end, blocks = blocks, blocks.clamp_min(1)
+    size = (blocks.sum() + n * OVERHEAD + num_parts - 1) // num_parts  # blocks of a part that has one request alone
+    part, room = torch.zeros_like(size), size + OVERHEAD
+    for request, mark in zip(blocks, marks, strict=True):
+        fits = room >= request + OVERHEAD
+        taken = torch.where(fits, request, (room - OVERHEAD).clamp_min(0))
+        further = (request - taken + size - 1) // size
+        mark.copy_(torch.stack((part, taken)))
+        last = request - taken - (further - 1) * size
+        room = torch.where(fits, room - request - OVERHEAD, size - last)
+        part = part + further
+
+    (begun, taken), numbers = marks.long().T, torch.arange(n, device=lens.device)
+    pieces = (blocks - taken + size - 1) // size + (taken > 0)
     splits[:1].zero_()
-    splits[1:].copy_((pieces + 1).cumsum(0))
-
-    cuts = torch.arange(num_parts + 1, device=device) * distance
-    request = torch.searchsorted(ends, cuts, right=True)
-    cut_request = request.clamp(max=n - 1)
-    block = torch.where(request < n, (cuts - starts[cut_request]).clamp_min(0), 0)
-    first, first_block, last_cut, last_block = request[:-1], block[:-1], request[1:], block[1:]
-    is_last_split = last_block > 0
-    whole = (last_cut - 1).clamp_min(0)
-    last = torch.where(is_last_split, last_cut, last_cut - 1)
-    end_block = torch.where(is_last_split, last_block, torch.where(is_empty[whole], 0, num_blocks[whole]))
-    piece = torch.arange(num_parts, device=device) - torch.div(
-        starts[cut_request[:-1]], distance, rounding_mode="floor"
-    )
-    is_first_split, is_one = first_block > 0, first == last
-    either = is_first_split | is_last_split
-    columns = (
-        first,
-        last,
-        first_block,
-        end_block,
-        torch.where(is_first_split, piece, 0),
-        torch.where(is_one, either, is_first_split),
-        torch.where(is_one, either, is_last_split),
-        torch.zeros_like(first),
-    )
-    parts.copy_(torch.stack([column.to(parts.dtype) for column in columns], 1))
-
-
-def _distance(num_blocks: Tensor, n: int, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Blocks between two cuts, and the overhead of a request, which two cuts may not both fall in."""
-    distance = torch.div(num_blocks + n * OVERHEAD + num_parts - 1, num_parts, rounding_mode="floor")
-    spare = max(num_parts - n, 1)
-    close = torch.div(num_blocks - n + spare - 1, spare, rounding_mode="floor").clamp(1, OVERHEAD)
-    distance = torch.where(distance > OVERHEAD, distance, close)
-    return distance, (distance - 1).clamp(max=OVERHEAD)
+    splits[1:].copy_(pieces.cumsum(0))
+    piece = torch.arange(num_parts, device=lens.device).expand(n, -1)
+    is_begun = torch.where(taken > 0, taken, size).unsqueeze(1)  # blocks of the first piece
+    begin = torch.where(piece > 0, is_begun + (piece - 1) * size, 0)
+    stop = torch.minimum(is_begun + piece * size, end.unsqueeze(1))
+    is_alone = torch.cat((taken, taken.new_zeros(1))) == 0  # whether a request begins a part; one behind the last does
+    is_first = (piece > 0) | (is_alone[:-1] | (numbers == 0)).unsqueeze(1)
+    is_last = (piece < pieces.unsqueeze(1) - 1) | is_alone[1:].unsqueeze(1)
+    row = (begun + (taken == 0)).unsqueeze(1) + piece
+    live, request = piece < pieces.unsqueeze(1), numbers.unsqueeze(1).expand_as(piece)
+    is_split = (pieces > 1).unsqueeze(1).expand_as(piece)
+    table = torch.zeros(num_parts + 1, 8, dtype=torch.long, device=lens.device)  # its last row is of no part
+    table[:, 0], table[:, 1] = n, n - 1
+    for values, mask in (((request, begin, piece, is_split), is_first), ((request, stop, is_split), is_last)):
+        at = torch.where(live & mask, row, num_parts).flatten()
+        for column, value in zip((0, 2, 4, 5) if len(values) == 4 else (1, 3, 6), values, strict=True):
+            table[:, column].index_copy_(0, at, value.long().flatten())
+    parts.copy_(table[:-1])
 
 
 @on_its_device
 def _share_out_cuda(
-    lens: Tensor, more_lens: Tensor | None, parts: Tensor, splits: Tensor, read_lens: Tensor | None, most: int
+    lens: Tensor,
+    more_lens: Tensor | None,
+    parts: Tensor,
+    splits: Tensor,
+    marks: Tensor,
+    read_lens: Tensor | None,
+    most: int,
 ) -> None:
     from attn_backends.kernels import triton_share_out
 
-    triton_share_out.share_out(lens, more_lens, parts, splits, read_lens, most)
+    triton_share_out.share_out(lens, more_lens, parts, splits, marks, read_lens, most)
 
 
 _library.impl("share_out", _share_out_torch, "CPU")

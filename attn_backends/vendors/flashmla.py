@@ -52,6 +52,7 @@ _PARTS = BufferSpec(
     "requests and blocks of keys that each part of the GPU works on, as FlashMLA's DecodingSchedMeta",
 )
 _SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, BS + 1), "first split of each request, and the end")
+_MARKS = BufferSpec("marks", torch.int32, (NUM_FORWARDS, BS, Dim("2", lambda e: 2)), "where requests begin; scratch")
 
 
 class PartSchedule(Schedule):
@@ -63,11 +64,11 @@ class PartSchedule(Schedule):
     def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         self._lens, self._num_rows = plan.cache_seqlens, plan.width * shape.num_heads
         self.parts = buffers[_PARTS.name][: num_parts(self._num_rows, self._lens.device)]
-        self.splits = buffers[_SPLITS.name]
+        self.splits, self._marks = buffers[_SPLITS.name], buffers[_MARKS.name]
 
     def refresh(self) -> None:
         """Share out again by the plan's lengths."""
-        share_out(self._lens, self.parts, self.splits)
+        share_out(self._lens, self.parts, self.splits, self._marks)
 
 
 class VendorPartSchedule(PartSchedule):
@@ -139,5 +140,5 @@ KERNEL = Kernel(
     unavailable_reasons,
     architectures=frozenset({9}),
     schedule=_schedule,
-    workspaces=(_PARTS, _SPLITS),
+    workspaces=(_PARTS, _SPLITS, _MARKS),
 )

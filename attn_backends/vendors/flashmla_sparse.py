@@ -64,6 +64,9 @@ _PARTS = BufferSpec(
     "rows and groups of keys that each part of the GPU works on, as FlashMLA's DecodingSchedMeta",
 )
 _SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, NUM_TOKENS + 1), "first split of each row, and the end")
+_MARKS = BufferSpec(
+    "marks", torch.int32, (NUM_FORWARDS, NUM_TOKENS, Dim("2", lambda e: 2)), "where rows begin; scratch"
+)
 _ENTRY_LENS = BufferSpec("entry_lens", torch.int32, (NUM_FORWARDS, NUM_TOKENS), "entries that a row attends to")
 
 
@@ -81,12 +84,13 @@ class RowSchedule(Schedule):
         self._num_visible = None if compression is None else plan.entries[compression.ratio].num_visible
         self._most = topk or 2**30
         self.parts = buffers[_PARTS.name][: flashmla.num_parts(self._num_heads, plan.window_lens.device)]
-        self.splits, self.entry_lens = buffers[_SPLITS.name], buffers[_ENTRY_LENS.name]
+        self.splits, self._marks = buffers[_SPLITS.name], buffers[_MARKS.name]
+        self.entry_lens = buffers[_ENTRY_LENS.name]
 
     def refresh(self) -> None:
         """Share out again by the plan's lengths."""
         entries = {} if self._num_visible is None else {"more_lens": self._num_visible, "read_lens": self.entry_lens}
-        share_out(self._window_lens, self.parts, self.splits, most=self._most, **entries)
+        share_out(self._window_lens, self.parts, self.splits, self._marks, most=self._most, **entries)
 
 
 class VendorRowSchedule(RowSchedule):
@@ -192,5 +196,5 @@ KERNEL: Kernel[CompressedPlan] = Kernel(
     unavailable_reasons,
     architectures=frozenset({9}),
     schedule=_schedule,
-    workspaces=(_PARTS, _SPLITS, _ENTRY_LENS),
+    workspaces=(_PARTS, _SPLITS, _MARKS, _ENTRY_LENS),
 )
