@@ -13,7 +13,7 @@ from torch import Tensor
 import spec_metadata
 from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels import sampling_operators
-from spec_metadata import InvalidStepError, Sampling, SamplingParams, choose
+from spec_metadata import InvalidStepError, Sampling, SamplingParams, choose, sampling
 from tests.triton_interpreter import interpreted
 
 NAN, INF = math.nan, math.inf
@@ -30,7 +30,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "operator":
         return sampling_operators.choose
     kernel = interpreted("triton_sampling", "_choose")
-    monkeypatch.setattr(kernel, "_VECTORS", 64)
+    monkeypatch.setattr(kernel, "_VECTORS", 256)
     monkeypatch.setattr(kernel, "_DRAWN", 256)
 
     def by_triton(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
@@ -78,12 +78,47 @@ def test_rows_without_a_distribution_take_their_argmax(chosen):
 
 def test_of_tied_logits_the_first_are_kept(chosen):
     """Of 100 equal logits, and of both zeros, which are equal, exactly the first tokens can win."""
-    logits = torch.zeros(3, 24, 100)
+    logits = torch.zeros(3, 8, 100)
     logits[:, :, ::2] = -0.0
     logits[:, :, 7] = -1.0
-    params = SamplingParams.of([Sampling(1.0, 1.0, 5, 1), Sampling(1.0, 2.5 / 99.37, 0, 2), Sampling(1.0, 0.5, 6, 3)])
-    winners = [set(row) for row in chosen(logits, params, positions_of(logits)).tolist()]
-    assert winners == [{0, 1, 2, 3, 4}, {0, 1, 2}, {0, 1, 2}]
+    params = SamplingParams.of([Sampling(1.0, 1.0, 3, 1), Sampling(1.0, 2.5 / 99.37, 0, 2), Sampling(1.0, 0.5, 6, 3)])
+    positions = positions_of(logits)
+    tokens = chosen(logits, params, positions)
+    assert torch.equal(tokens, choose(logits.double(), params, positions))
+    assert set(tokens.flatten().tolist()) == {0, 1, 2}
+
+
+def test_ties_are_counted_over_the_whole_row(chosen):
+    """Of four equal logits far from each other the first three are kept, by either filter and by both."""
+    logits = torch.full((3, 8, 600), -40.0)
+    logits[:, :, [100, 300, 500, 590]] = 2.0
+    params = SamplingParams.of([Sampling(1.0, 1.0, 3, 1), Sampling(1.0, 0.7, 0, 2), Sampling(1.0, 0.99, 3, 3)])
+    positions = positions_of(logits)
+    tokens = chosen(logits, params, positions)
+    assert torch.equal(tokens, choose(logits.double(), params, positions))
+    assert set(tokens.flatten().tolist()) == {100, 300, 500}
+
+
+def test_many_tokens_of_little_weight_hold_much_together(chosen):
+    logits = torch.zeros(2, 4, 3000)
+    logits[:, :, 17] = 7.0
+    params = SamplingParams.of([Sampling(1.0, 0.9, 0, 1), Sampling(1.0, 0.8, 1500, 1)])
+    positions = positions_of(logits)
+    tokens = chosen(logits, params, positions)
+    assert torch.equal(tokens, choose(logits.double(), params, positions))
+    assert len(tokens.unique()) > 5
+
+
+def test_close_races_end_as_in_float64(chosen):
+    """Rows of two tokens whose times differ by 1e-5 to 1e-4, of 200,000."""
+    positions = torch.arange(200_000)
+    bits = sampling._draw(sampling._draw(torch.tensor(5), positions).unsqueeze(1), torch.arange(2))
+    times = sampling._race_times(bits, torch.float64).log()
+    gaps = (times[:, 0] - times[:, 1]).abs()
+    close = positions[(gaps > 1e-5) & (gaps < 1e-4)].unsqueeze(0)
+    logits, params = torch.zeros(1, close.shape[1], 2), SamplingParams.of([Sampling(1.0, seed=5)])
+    assert close.shape[1] > 5
+    assert torch.equal(chosen(logits, params, close), choose(logits.double(), params, close))
 
 
 def test_the_ends_of_the_ranges(chosen):

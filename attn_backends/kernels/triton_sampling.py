@@ -144,8 +144,7 @@ def _bound(
         need = tl.maximum(top_p.to(tl.float64) * total.to(tl.float64), 1.0)  # the most likely token at least
         low = tl.maximum(low, _keys(top - _WEIGHTLESS * temperature, SHIFT))  # tokens below it weigh nothing
         p_key, p_ties = _search(row, vocab, top, temperature, low, total, need, True, SHIFT, VECTORS)
-        ties = tl.where(p_key > key, p_ties, tl.where(p_key == key, tl.minimum(ties, p_ties), ties))
-        key = tl.maximum(key, p_key)
+        key, ties = tl.maximum(p_key, key), tl.where(p_key >= key, p_ties, ties)
     return key, ties
 
 
