@@ -118,13 +118,12 @@ def choose(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
     int64, where the rows' own tokens stand; the choice is the token of the position after. Filters are applied as vLLM
     and transformers do: temperature, then top-k, then top-p on what top-k left (a token is kept if the more likely ones
     hold less than top_p). Of tied logits the lower token id counts as the more likely, and exactly top_k tokens remain.
-    The most likely token is always kept.
+    The most likely token is always kept. A row whose largest logit is not finite has no distribution: its argmax is
+    chosen, which of NaN is the first.
+
+    This is the definition: it sorts the vocabulary of every row.
     """
-    if logits.shape[:2] != positions.shape or logits.ndim != 3 or positions.shape[0] != params.seed.shape[0]:
-        raise InvalidStepError(
-            f"logits must be [bs, width, vocab] with positions [bs, width] for the {params.seed.shape[0]} requests of "
-            f"the sampling parameters; got {list(logits.shape)} and {list(positions.shape)}"
-        )
+    check_rows(logits, params, positions)
     precise = logits if logits.dtype is torch.float64 else logits.float()
     best_first, tokens = precise.sort(dim=-1, descending=True, stable=True)
     temperature = params.temperature.view(-1, 1, 1)
@@ -134,7 +133,17 @@ def choose(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
     noisy = scores - _race_times(_draw(keys, tokens), scores.dtype).log()
     # Should top_p be so small that it keeps nothing, the first of equals wins, which is the most likely.
     winners = noisy.masked_fill(~_kept(scores, params), -math.inf).argmax(dim=-1, keepdim=True)
+    winners = winners.masked_fill(~best_first[..., :1].isfinite(), 0)
     return tokens.gather(2, winners).squeeze(2)
+
+
+def check_rows(logits: Tensor, params: SamplingParams, positions: Tensor) -> None:
+    """Refuse what `choose` can't take. Raises `InvalidStepError`."""
+    if logits.shape[:2] != positions.shape or logits.ndim != 3 or positions.shape[0] != params.seed.shape[0]:
+        raise InvalidStepError(
+            f"logits must be [bs, width, vocab] with positions [bs, width] for the {params.seed.shape[0]} requests of "
+            f"the sampling parameters; got {list(logits.shape)} and {list(positions.shape)}"
+        )
 
 
 def _kept(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -146,12 +146,12 @@ def top_p_without_temperature(patch: pytest.MonkeyPatch) -> None:
 @mutant("a batch that is greedy or sampled as a whole", "sampling.filters")
 def greedy_requests_sampled(patch: pytest.MonkeyPatch) -> None:
     """A greedy request samples as soon as another of its batch does."""
-    kept = sampling._kept
 
-    def of_the_batch(scores: Tensor, params: SamplingParams) -> Tensor:
-        return kept(scores, replace(params, temperature=params.temperature.max().expand_as(params.temperature)))
+    def of_the_batch(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
+        temperature = params.temperature.max().expand_as(params.temperature)
+        return choose(logits, replace(params, temperature=temperature), positions)
 
-    patch.setattr(sampling, "_kept", of_the_batch)
+    patch.setattr(phases, "choose", of_the_batch)
 
 
 @mutant("a hash of unsigned integers computed with signed ones", "sampling.noise", "sampling.filters")

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import PagedCache
 from attn_backends.graphs import PiecewiseGraph
+from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import Forward, PerRequest, Phase
 from attn_backends_reference.models.attention import Attention, ForwardAttention, PiecewiseAttention
@@ -27,7 +28,6 @@ from spec_metadata import (
     SamplingParams,
     StepKind,
     accept,
-    choose,
     compaction_moves,
     token_positions,
 )
