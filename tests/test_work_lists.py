@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work, planned by us: a partition of all keys, as even as FlashInfer's own, and attention by it."""
+"""FlashInfer's lists of work, planned by us: a partition, as even as FlashInfer's own, and attention by it."""
 
 from __future__ import annotations
 
