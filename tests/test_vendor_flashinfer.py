@@ -11,6 +11,8 @@ from torch import Tensor
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.cache import PagedLatent
+from attn_backends.conformance import Subject
+from attn_backends.conformance.runner import run_case, selected_cases
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import MAX_BS, World
 from attn_backends.errors import UnsupportedStepError
@@ -23,7 +25,7 @@ from spec_metadata import StepKind, pad_step
 from spec_metadata.buffers import Producer
 from tests import checks
 from tests.checks import check_eager, check_replay
-from tests.flashinfer_stand_in import Module, WarmedUp, install, setup_of
+from tests.flashinfer_stand_in import Module, OnCpu, WarmedUp, install, setup_of
 
 
 @pytest.fixture
@@ -136,6 +138,16 @@ def test_the_cpu_is_refused():
     for name in ("flashinfer_fa3", "flashinfer_fa2"):
         assert kernels[name].unavailable_reasons(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
         assert set(kernels[name].capabilities) == set(kernels["torch"].capabilities)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
+def test_packed_steps_through_graphs(module: Module, kind: StepKind):
+    subject = Subject(OnCpu, "flashinfer_fa3")
+    packed = [case for case in selected_cases(subject, "graph.*") if case.num_tokens and case.kind == kind]
+    assert packed
+    rows = [run_case(subject, case) for case in packed[::4]]
+    assert [(row.check, row.reason) for row in rows if row.status not in ("pass", "refused")] == []
+    assert sum(row.status == "pass" for row in rows) > len(rows) // 2
 
 
 def test_a_step_needs_no_lengths_on_the_host(module: Module):
