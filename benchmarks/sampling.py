@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_backends import results
-from attn_backends.cli.options import output_console
+from attn_backends.cli.consoles import output_console
 from attn_backends.graphs import CudaGraph
 from attn_backends.kernels.sampling_operators import choose
 from benchmarks.timing import CudaClock, take_turns

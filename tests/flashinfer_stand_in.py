@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,9 +17,12 @@ from attn_backends.cache import CacheFormat
 from attn_backends.conformance.worlds import Setup
 from attn_backends.contract.kernel import Kernel
 from attn_backends.graphs import RecordedGraph
-from attn_backends.kernels.torch_attention import csr_attention
+from attn_backends.kernels.work_operators import WorkLists
+from attn_backends.selection import providers
 from attn_backends.vendors import flashinfer
+from attn_backends.vendors.flashinfer_work import layout_of
 from spec_metadata.plans import csr
+from tests.listed_attention import attend
 
 LOG2_E = math.log2(math.e)
 
@@ -56,15 +61,15 @@ class Module:
         assert all(staging.data_ptr() != known.data_ptr() for known in self.in_flight), "its copy is under way"
         self.in_flight.append(staging)
         self.plans.append(rows)
-        words = torch.cat(self.spoil(rows))
         if len(self.plans) == 1 or not self.keeps_first:
             staging.fill_(0xFF)
-            staging.view(torch.int32)[: words.numel()] = words
+            lists = _whole_requests(staging, self.spoil(rows), num_heads, self.grid)
         else:
             staging.copy_(work)
+            lists = WorkLists.of(staging.view(torch.int32), self.grid, 1)
         if self.fails:
             raise RuntimeError("Failed to plan MLA")
-        return [1, self.grid, kv_len.numel()], words.numel() * words.itemsize
+        return layout_of(lists, staging), staging.numel()
 
     def run(
         self,
@@ -87,28 +92,45 @@ class Module:
         kpe_scale: float,
         ckv_scale_arr: Tensor | None,
     ) -> None:
-        bs, words = layout[2], work.view(torch.int32)
-        qo_indptr, kv_indptr, kv_len = words[: bs + 1], words[bs + 1 : 2 * bs + 2], words[2 * bs + 2 : 3 * bs + 2]
         if ckv.dtype is flashinfer.FP8:
             ckv, kpe = ckv.float() * ckv_scale, kpe.float() * kpe_scale
-        latent = torch.cat((ckv, kpe), dim=2).unsqueeze(2)
-        result, natural = csr_attention(
-            torch.cat((q_nope, q_pe), dim=2),
-            latent,
-            latent[..., : ckv.shape[2]],
-            qo_indptr,
-            kv_indptr,
-            kv_indices,
-            kv_len,
-            max_query=q_nope.shape[0],
-            max_kv_len=kv_indices.shape[0] * page_size,
-            causal=bool(mask_mode),
-            scale=sm_scale,
-        )
         assert q_nope.shape[1] == num_heads
         assert ckv_scale_arr is None
-        out.copy_(result)
-        lse.copy_(natural if return_lse_base_on_e and not self.reads_base_two else natural * LOG2_E)
+        latents = torch.cat((ckv, kpe), dim=2)
+        queries = torch.cat((q_nope, q_pe), dim=2)
+        lse_scale = 1.0 if return_lse_base_on_e and not self.reads_base_two else LOG2_E
+        attend(partial, work, layout, queries, latents, kv_indices, out, lse, mask_mode == 1, sm_scale, lse_scale)
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """The stand-in, as what FlashInfer compiles."""
+    made = Module()
+
+    def get_batch_mla_module(backend: str, **types: Any) -> SimpleNamespace:
+        assert (types["head_dim_ckv"], types["head_dim_kpe"]) == (512, 64)
+        assert types["dtype_idx"] is torch.int32
+        assert types["use_profiler"] is False
+        return SimpleNamespace(_module=made)  # the proxy
+
+    monkeypatch.setattr(providers, "load", {"flashinfer.mla:get_batch_mla_module": get_batch_mla_module}.get)
+    return made
+
+
+def _whole_requests(staging: Tensor, rows: csr.CsrRows, num_heads: int, num_blocks: int) -> WorkLists:
+    """A list of work that gives whole tiles of 64 rows to blocks in turn, and merges nothing."""
+    lists = WorkLists.of(staging.view(torch.int32), num_blocks, 1)
+    lists.merges.zero_()
+    requests = zip(rows.qo_indptr[:-1], rows.qo_indptr.diff(), rows.kv_indptr[:-1], rows.kv_len, strict=True)
+    columns = [
+        [begin, pages, -1, q_len, keys, row, 0, keys]
+        for begin, q_len, pages, keys in requests
+        for row in range(0, int(q_len) * num_heads, 64)
+    ]
+    if columns:
+        lists.items[:, : len(columns)] = torch.tensor(columns, dtype=torch.int32).T
+    shares = torch.arange(num_blocks + 1) * len(columns) // num_blocks
+    lists.work_indptr.copy_(shares)
+    return lists
 
 
 def on_cpu(kernel: Kernel) -> Kernel:
@@ -118,13 +140,19 @@ def on_cpu(kernel: Kernel) -> Kernel:
 
 
 class OnCpu(FlashInferMLABackend):
-    """The backend with FlashInfer's kernels on a CPU."""
+    """The backend with FlashInfer's kernels on a CPU, their work listed by us."""
 
     kernels = tuple(map(on_cpu, FlashInferMLABackend.kernels[:2]))
 
 
-def setup_of(page_size: int, topk: int = 1) -> Setup:
-    return Setup(OnCpu, CacheFormat.LATENT, page_size, topk, torch.bfloat16, kernel="flashinfer_fa3")
+class OnCpuByVendor(FlashInferMLABackend):
+    """The same with FlashInfer's own plans on the host."""
+
+    kernels = tuple(flashinfer.planned_by_vendor(kernel, kernel.name[-3:]) for kernel in OnCpu.kernels)
+
+
+def setup_of(page_size: int, topk: int = 1, backend: type[FlashInferMLABackend] = OnCpu) -> Setup:
+    return Setup(backend, CacheFormat.LATENT, page_size, topk, torch.bfloat16, kernel="flashinfer_fa3")
 
 
 class WarmedUp(RecordedGraph):

@@ -177,7 +177,9 @@ def test_which_kernels_can() -> None:
         if kind in (c := torch_kernel(TrtllmMLABackend).capabilities) and c[kind].captures_packed
     }
     assert can == {StepKind.PREFILL}
-    assert not any(declared.captures_packed for declared in mla_kernel("fa3", frozenset({9})).capabilities.values())
+    ours, theirs = (mla_kernel("fa3", frozenset({9}), version).capabilities for version in ("0.7.2", "9.0.0"))
+    assert {kind for kind in ours if ours[kind].captures_packed} == {StepKind.PREFILL, StepKind.DRAFT_EXTEND}
+    assert not any(declared.captures_packed for declared in theirs.values())
 
 
 def test_too_many_requests_are_refused_when_captured() -> None:

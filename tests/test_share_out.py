@@ -79,7 +79,7 @@ def test_a_second_list_begins_at_a_whole_block_and_is_cut_to_what_is_read():
 
 
 def by_the_definition(lens: list[int], num_parts: int) -> tuple[list[list[int]], list[int]]:
-    """Parts and splits as FlashMLA's scheduler is described: one part after the other, filled with requests in order."""
+    """Parts and splits as FlashMLA makes them: one part after the other, filled with requests in order."""
     sizes = [max(blocks(length), 1) for length in lens]
     payload = -(-(sum(sizes) + OVERHEAD * len(lens)) // num_parts) + OVERHEAD
     parts, splits, request, block, piece = [], [0], 0, 0, 0

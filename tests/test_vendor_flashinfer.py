@@ -1,12 +1,9 @@
-"""FlashInfer's MLA kernels without a GPU: a stand-in for its compiled module attends on what the host planned."""
+"""FlashInfer's MLA kernels without a GPU: a stand-in for its compiled module attends by our lists of work."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,50 +11,26 @@ from torch import Tensor
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.cache import PagedLatent
+from attn_backends.conformance import Subject
+from attn_backends.conformance.runner import run_case, selected_cases
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import MAX_BS, World
-from attn_backends.errors import CaptureError, UnsupportedStepError
-from attn_backends.graphs import RecordedGraph
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
-from attn_backends.planning.metadata import Metadata
 from attn_backends.selection import providers
 from attn_backends.selection.providers import VendorCall, VendorKernel
 from attn_backends.vendors import flashinfer
-from benchmarks.rows import Stage
-from benchmarks.timing import CudaClock
-from spec_metadata import Step, StepKind
-from spec_metadata.plans import csr
-from spec_metadata.visibility import HostLens
+from attn_backends.vendors.flashinfer_work import KNOWN_VERSIONS, MLASchedule, _room_reasons, cluster_size
+from spec_metadata import StepKind, pad_step
+from spec_metadata.buffers import Producer
 from tests import checks
 from tests.checks import check_eager, check_replay
-from tests.flashinfer_stand_in import Module, OnCpu, WarmedUp, setup_of
-from tests.gpu.syncs import (
-    BATCH_SIZE,
-    CONTEXT,
-    NUM_STEPS,
-    PLACES,
-    PLANNINGS,
-    backends_of,
-    cycles,
-    num_host_plans,
-    setting_of,
-    worker_of,
-)
+from tests.flashinfer_stand_in import Module, OnCpu, WarmedUp, install, setup_of
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """The stand-in, as what FlashInfer compiles."""
-    made = Module()
-
-    def get_batch_mla_module(backend: str, **types: Any) -> SimpleNamespace:
-        assert (types["head_dim_ckv"], types["head_dim_kpe"]) == (512, 64)
-        assert types["dtype_idx"] is torch.int32
-        assert types["use_profiler"] is False
-        return SimpleNamespace(_module=made)  # the proxy
-
-    monkeypatch.setattr(providers, "load", {"flashinfer.mla:get_batch_mla_module": get_batch_mla_module}.get)
-    return made
+    return install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +52,7 @@ def test_a_replay_is_right_for_other_lengths_and_padding(module: Module, kind: S
 
 
 @pytest.mark.parametrize(("kind", "topk"), CASES)
-def test_the_plan_may_be_recorded_while_the_host_plans_before_it(module: Module, kind: StepKind, topk: int):
+def test_the_plan_may_be_recorded_with_the_list_of_work(module: Module, kind: StepKind, topk: int):
     first, second = Batch(kind, (9, 4)), Batch(kind, (3, 12, 5))
     check_replay(World(replace(setup_of(4, topk), checking=False)), first, second, MAX_BS, record_refresh=True)
 
@@ -89,217 +62,10 @@ def test_packed_steps(module: Module, kind: StepKind):
     check_eager(World(setup_of(4)), Batch(kind, (5, 0, 8), widths=(3, 2, 1)))
 
 
-def test_both_halves_plan_the_same_rows(module: Module):
-    world = World(setup_of(4))
-    scene = Scene(world, Batch(StepKind.TARGET_VERIFY, (9, 4)), seed=1)
-    meta = world.backend.init_forward_metadata(scene.step())
-    world.backend.forward(scene.inputs()[0].q, world.cache, meta.at(), world.layer)
-    (rows,), (plan,) = module.plans, meta.plans
-    for name in rows._fields:
-        torch.testing.assert_close(getattr(rows, name), getattr(plan, name), rtol=0, atol=0)
-
-
-def one_key_less(rows: csr.CsrRows) -> csr.CsrRows:
-    return rows._replace(kv_len=rows.kv_len - 1)
-
-
-def a_page_later(rows: csr.CsrRows) -> csr.CsrRows:
-    return rows._replace(kv_indptr=rows.kv_indptr + (torch.arange(rows.kv_indptr.numel()) == 1).int())
-
-
-def uniform_rows(rows: csr.CsrRows) -> csr.CsrRows:
-    bs = rows.kv_len.numel()
-    return rows._replace(qo_indptr=(torch.arange(bs + 1) * (rows.qo_indptr[-1] // bs)).int())
-
-
-@pytest.mark.parametrize("spoil", [one_key_less, a_page_later, uniform_rows])
-def test_a_wrong_host_plan_is_seen(module: Module, spoil: Callable[[csr.CsrRows], csr.CsrRows]):
-    batch = Batch(StepKind.PREFILL, (5, 0, 8), widths=(3, 2, 1))
-    check_eager(World(setup_of(4)), batch)
-    module.spoil = spoil
-    with pytest.raises(AssertionError):
-        check_eager(World(setup_of(4)), batch)
-
-
-def test_a_replay_on_the_lengths_of_the_capture_is_seen(module: Module):
-    module.keeps_first = True
-    with pytest.raises(AssertionError):
-        check_replay(World(setup_of(4)), Batch(StepKind.DECODE, (9, 4)), Batch(StepKind.DECODE, (3, 12)), 2)
-
-
 def test_a_log_sum_exp_in_base_two_is_seen(module: Module):
     module.reads_base_two = True
     with pytest.raises(AssertionError):
         check_eager(World(setup_of(4, topk=3)), Batch(StepKind.TARGET_VERIFY, (9, 4)))
-
-
-def test_a_step_without_host_lengths_is_refused(module: Module):
-    world = World(setup_of(4))
-    step = replace(Scene(world, Batch(StepKind.DECODE, (9, 4))).step(), seq_lens_cpu=None)
-    with pytest.raises(UnsupportedStepError, match="pass seq_lens_cpu to the step"):
-        world.backend.init_forward_metadata(step)
-    meta = world.backend.capture(step.bucket(), world.paging())
-    with pytest.raises(UnsupportedStepError, match="needs exact lengths"):
-        world.backend.replay(meta, step)
-
-
-def test_an_idle_replay_plans_padding(module: Module):
-    world = World(setup_of(4))
-    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
-    meta = world.backend.capture(scene.step().bucket(3), world.paging())
-    world.backend.replay(meta, scene.step())
-    world.backend.forward(scene.inputs(3)[0].q, world.cache, meta.at(), world.layer)
-    world.backend.replay(meta, Step.idle(world.paging()))
-    assert module.plans[-1].kv_len.tolist() == [1, 1, 1]
-
-
-def test_a_capture_without_a_warm_up_is_refused(module: Module):
-    world = World(setup_of(4))
-    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
-    meta = world.backend.capture(scene.step().bucket(), world.paging())
-    world.backend.replay(meta, scene.step())
-    q = scene.inputs()[0].q
-
-    def region() -> Tensor:
-        return world.backend.forward(q, world.cache, meta.at(), world.layer).out
-
-    with pytest.raises(CaptureError, match="run the region once"):
-        RecordedGraph().capture(region)
-    region()
-    RecordedGraph().capture(region)
-
-
-def test_a_graph_whose_grid_changed_is_refused(module: Module):
-    world = World(setup_of(4))
-    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
-    meta = world.backend.capture(scene.step().bucket(), world.paging())
-    world.backend.forward(scene.inputs()[0].q, world.cache, meta.at(), world.layer)
-    module.grid = 66
-    with pytest.raises(CaptureError, match=r"\[1, 132, 2\] and are \[1, 66, 2\]"):
-        world.backend.replay(meta, scene.step())
-
-
-def test_a_draft_is_planned_once_for_all_forwards(module: Module):
-    world = World(setup_of(4))
-    scene = Scene(world, Batch(StepKind.DRAFT_DECODE, (9, 4)))
-    meta = world.backend.init_forward_metadata(scene.step())
-    for forward, given in enumerate(scene.inputs()):
-        world.backend.forward(given.q, world.cache, meta.at(forward), world.layer)
-    schedules = list(meta.schedules._made.values())
-    assert len(schedules) == 1
-    assert [rows.kv_len.tolist() for rows in module.plans] == [[9, 4]]
-
-
-@pytest.mark.parametrize("planning", PLANNINGS)
-@pytest.mark.parametrize("topk", [1, 4])
-def test_a_cycle_plans_each_phase_once_from_what_the_host_knows_at_its_start(module: Module, topk: int, planning: str):
-    """Whatever the number of layers and forwards; and no list of work twice."""
-    stage = Stage(torch.device("cpu"), WarmedUp, CudaClock(), rounds=1)
-    setting = replace(setting_of(PLACES[0], topk, stage), backend=OnCpu)
-    (backend,) = backends_of(setting, ["flashinfer_fa3"]).values()
-    launch, _ = cycles(worker_of(setting, backend, planning))
-    module.plans.clear()
-    launch.run()
-    extended = CONTEXT + NUM_STEPS + 1
-    expected = [CONTEXT, extended] if topk == 1 else [CONTEXT, CONTEXT, extended]
-    assert [rows.kv_len.tolist() for rows in module.plans] == [[length] * BATCH_SIZE for length in expected]
-    assert num_host_plans(backend) == len(expected)
-
-
-def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module: Module):
-    world = World(setup_of(4))
-    batches = [Batch(StepKind.DECODE, lens) for lens in ((9, 4), (3, 12, 5))]
-    metas = [world.backend.capture(Scene(world, batch).step().bucket(), world.paging()) for batch in batches]
-    for seed, (batch, meta) in enumerate([*zip(batches, metas, strict=True), (batches[0], metas[0])]):
-        scene = Scene(world, batch, seed)
-        scene.reset_memory(math.nan)
-        world.backend.replay(meta, scene.step())
-        (given,) = inputs = scene.inputs()
-        world.backend.store(given.stored, world.cache, meta.at(), world.layer)
-        checks.check_outputs(scene, inputs, [world.backend.forward(given.q, world.cache, meta.at(), world.layer)])
-    works = {schedule._work.data_ptr() for meta in metas for schedule in meta.schedules._made.values()}
-    assert len(works) == 1
-
-
-VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE
-LENS, OTHERS = (9, 4), (3, 12)
-
-
-class InTurn:
-    """Phases of one backend that are replayed in turn, each right for its lengths."""
-
-    def __init__(self, module: Module) -> None:
-        self.world, self.module = World(setup_of(4)), module
-        self.metas: dict[tuple[StepKind, int], Metadata] = {}
-
-    def run(self, kind: StepKind, lens: tuple[int, ...]) -> int:
-        """Replay a phase in a bucket of its size and attend; returns how often the module planned."""
-        scene, planned = Scene(self.world, Batch(kind, lens), seed=len(self.module.plans)), len(self.module.plans)
-        scene.reset_memory(math.nan)
-        if (kind, len(lens)) not in self.metas:
-            self.metas[kind, len(lens)] = self.world.backend.capture(scene.step().bucket(), self.world.paging())
-        meta = self.metas[kind, len(lens)]
-        self.world.backend.replay(meta, scene.step())
-        inputs, outputs = scene.inputs(), []
-        for forward, given in enumerate(inputs):
-            at = meta.at(forward)
-            self.world.backend.store(given.stored, self.world.cache, at, self.world.layer)
-            outputs.append(self.world.backend.forward(given.q, self.world.cache, at, self.world.layer))
-        checks.check_outputs(scene, inputs, outputs)
-        return len(self.module.plans) - planned
-
-
-@pytest.fixture
-def in_turn(module: Module) -> InTurn:
-    return InTurn(module)
-
-
-def test_a_list_of_work_is_not_made_twice(in_turn: InTurn):
-    """A chain's draft extend has the lengths of its verify."""
-    assert [in_turn.run(kind, LENS) for kind in (VERIFY, EXTEND, VERIFY, VERIFY)] == [1, 0, 0, 0]
-    assert in_turn.run(EXTEND, OTHERS) == 1
-    assert in_turn.run(VERIFY, OTHERS) == 0
-    works = [schedule._work for meta in in_turn.metas.values() for schedule in meta.schedules._made.values()]
-    assert len({work.data_ptr() for work in works}) == 1
-
-
-@pytest.mark.parametrize("between", [(DRAFT, LENS), (EXTEND, OTHERS), (VERIFY, OTHERS), (VERIFY, (*LENS, 5))])
-def test_a_list_of_work_that_another_plan_overwrote_is_made_again(in_turn: InTurn, between: tuple):
-    assert [in_turn.run(*given) for given in ((VERIFY, LENS), between, (VERIFY, LENS), (EXTEND, LENS))] == [1, 1, 1, 0]
-
-
-def test_lists_of_work_of_batches_that_grow_and_shrink(in_turn: InTurn):
-    longer = tuple(length + 1 for length in LENS)
-    sizes = (LENS, (*LENS, 5), (*LENS, 5), LENS[:1], LENS, longer, LENS)
-    assert [(in_turn.run(VERIFY, lens), in_turn.run(EXTEND, lens)) for lens in sizes] == [
-        (1, 0), (1, 0), (0, 0), (1, 0), (1, 0), (1, 0), (1, 0)
-    ]  # fmt: skip
-
-
-def test_a_plan_that_failed_is_not_taken_for_what_the_workspace_holds(in_turn: InTurn):
-    """Neither for its own lengths nor for those before: it may have written some of its list."""
-    for lens in (OTHERS, LENS):
-        in_turn.run(VERIFY, LENS)
-        in_turn.module.fails = True
-        with pytest.raises(RuntimeError, match="Failed to plan"):
-            in_turn.run(VERIFY, OTHERS)
-        in_turn.module.fails = False
-        assert in_turn.run(VERIFY, lens) == 1
-
-
-def test_layers_of_another_shape_have_a_list_of_their_own(in_turn: InTurn):
-    in_turn.run(VERIFY, LENS)
-    in_turn.world.layer = replace(in_turn.world.layer, scale=0.5)
-    assert [in_turn.run(VERIFY, lens) for lens in (LENS, LENS, OTHERS)] == [1, 0, 2]
-
-
-def test_a_list_of_work_with_another_grid_is_refused_by_the_phase_that_takes_it_over(in_turn: InTurn):
-    in_turn.run(EXTEND, LENS)
-    in_turn.module.grid = 66
-    in_turn.run(VERIFY, OTHERS)
-    for _ in range(2):
-        with pytest.raises(CaptureError, match=r"\[1, 132, 2\] and are \[1, 66, 2\]"):
-            in_turn.run(EXTEND, OTHERS)
 
 
 def test_what_flashinfer_can_not_do_is_refused(module: Module):
@@ -326,22 +92,6 @@ def test_offsets_of_more_than_32_bits_are_refused():
     (reason,) = flashinfer._tensor_reasons(rows, latent, layer)
     assert reason == "8192 query rows of 524296 elements (its offsets have 32 bits)"
     assert not flashinfer._tensor_reasons(rows[:8191], latent, layer)
-
-
-@pytest.mark.parametrize(("query_lens", "num_heads"), [([16200], 128), ([64] * 520, 64), ([8] * 16200, 4)])
-def test_more_work_than_the_list_holds_is_refused(query_lens: list[int], num_heads: int):
-    lens = tuple(query_lens)
-    (reason,) = flashinfer._work_reasons(HostLens(lens, lens, True), num_heads)
-    assert "prefill in smaller chunks" in reason
-    fewer = tuple(length // 2 for length in lens[: max(len(lens) // 2, 1)])
-    assert not flashinfer._work_reasons(HostLens(fewer, fewer, True), num_heads)
-
-
-def test_tiles_are_counted_exactly_where_they_might_not_fit():
-    """8 tokens of 8 heads fill a tile of 64 rows, of which the list has room for 16128."""
-    for bs, num_refused in ((16128, 0), (16129, 1)):
-        lens = (8,) * bs
-        assert len(flashinfer._work_reasons(HostLens(lens, lens, True), 8)) == num_refused
 
 
 def test_scales_of_the_cache(module: Module):
@@ -388,3 +138,55 @@ def test_the_cpu_is_refused():
     for name in ("flashinfer_fa3", "flashinfer_fa2"):
         assert kernels[name].unavailable_reasons(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
         assert set(kernels[name].capabilities) == set(kernels["torch"].capabilities)
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
+def test_packed_steps_through_graphs(module: Module, kind: StepKind):
+    subject = Subject(OnCpu, "flashinfer_fa3")
+    packed = [case for case in selected_cases(subject, "graph.*") if case.num_tokens and case.kind == kind]
+    assert packed
+    rows = [run_case(subject, case) for case in packed[::4]]
+    assert [(row.check, row.reason) for row in rows if row.status not in ("pass", "refused")] == []
+    assert sum(row.status == "pass" for row in rows) > len(rows) // 2
+
+
+def test_a_step_needs_no_lengths_on_the_host(module: Module):
+    world = World(setup_of(4))
+    step = replace(Scene(world, Batch(StepKind.DECODE, (9, 4))).step(), seq_lens_cpu=None)
+    world.backend.init_forward_metadata(step)
+    world.backend.replay(world.backend.capture(step.bucket(), world.paging()), step)
+    assert not module.plans
+
+
+def test_every_step_of_a_graph_has_the_layout_of_its_capture(module: Module, monkeypatch: pytest.MonkeyPatch):
+    world, layouts = World(setup_of(4)), []
+    run = module.run
+    monkeypatch.setattr(module, "run", lambda *given: layouts.append(given[2]) or run(*given))
+    for lens in ((9, 4), (3, 12), (1,)):
+        scene = Scene(world, Batch(StepKind.TARGET_VERIFY, lens))
+        step = pad_step(scene.step(), scene.step().bucket(MAX_BS), world.capacity)
+        meta, (given,) = world.backend.init_forward_metadata(step), scene.inputs(MAX_BS)
+        world.backend.forward(given.q, world.cache, meta.at(), world.layer)
+    assert layouts[0][:2] == [1, 132]
+    assert layouts == layouts[:1] * 3
+
+
+@pytest.mark.parametrize("version", [*sorted(KNOWN_VERSIONS), "0.7.3", "0.7.2.post2", "1.0.0"])
+def test_who_plans_is_decided_by_the_version(version: str):
+    kernel = flashinfer.mla_kernel("fa2", frozenset({8}), version)
+    by_host = {declared.needs_host_lens for declared in kernel.capabilities.values()}
+    assert by_host == {version not in KNOWN_VERSIONS}
+    assert (kernel.schedule.func is MLASchedule) == (version in KNOWN_VERSIONS)
+    assert kernel.workspaces[0].producer is (Producer.DEVICE if version in KNOWN_VERSIONS else Producer.HOST)
+
+
+def test_more_tiles_or_multiprocessors_than_the_lists_hold_are_refused():
+    assert not _room_reasons(4096, 128, 16128, 256)
+    tiles, processors = _room_reasons(16129, 128, 16129, 257)
+    assert tiles == "16129 query rows of 128 heads, 16129 tiles (it has room for 16128; prefill in smaller chunks)"
+    assert processors == "a GPU of 257 multiprocessors (at most 256)"
+
+
+def test_a_token_is_never_longer_than_a_tile():
+    """Kernels end the keys of a tile at its last whole token."""
+    assert [cluster_size(*each) for each in ((8, 8, 8), (8, 16, 2), (8, 16, 1), (3, 128, 8))] == [1, 1, 2, 2]

@@ -3,9 +3,8 @@
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
 q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. Every
-step kind, prefill too, is one such batch; FlashInfer's kernels plan it on the host, so they need its exact lengths. A
-compact CSR form is of one length a request, so draft forwards share that of the committed tokens, planned once, and
-what they drafted is read by slot.
+step kind, prefill too, is one such batch. A compact CSR form is of one length a request, so draft forwards share that
+of the committed tokens, planned once, and what they drafted is read by slot.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.plan_operators import bind_csr
 from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.selection.providers import runs_anywhere
+from attn_backends.selection.providers import runs_anywhere, version_of
 from attn_backends.vendors.flashinfer import mla_kernel
 from attn_backends.vendors.ours import triton_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import csr
 
+_VERSION = version_of("flashinfer-python")
 _UNIFORM = Capabilities(
     page_sizes=None,
     dtypes=FLOAT_TYPES,
@@ -71,8 +71,8 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
     prefix_only = True
     formats = frozenset({CacheFormat.LATENT})
     kernels = (
-        mla_kernel("fa3", architectures=frozenset({9})),
-        mla_kernel("fa2", architectures=frozenset({8, 9, 10, 11, 12})),
+        mla_kernel("fa3", frozenset({9}), _VERSION),
+        mla_kernel("fa2", frozenset({8, 9, 10, 11, 12}), _VERSION),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
     )

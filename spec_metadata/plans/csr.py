@@ -32,7 +32,8 @@ BUFFERS = (
 class CsrPlan:
     """A step in CSR form; tensors as declared in `BUFFERS`.
 
-    causal: bottom-right, else every row sees all keys. max_query, max_kv_len: host bounds, promised by the capacity.
+    causal: bottom-right, else every row sees all keys. num_tokens: query rows of all requests, padding too. max_query,
+    max_kv_len: host bounds, promised by the capacity.
     """
 
     qo_indptr: Tensor
@@ -41,6 +42,7 @@ class CsrPlan:
     kv_len: Tensor
     page_size: int
     causal: bool
+    num_tokens: int
     max_query: int
     max_kv_len: int
 
@@ -71,6 +73,7 @@ def view_csr(step: Step, buffers: Buffers) -> tuple[CsrPlan, ...]:
         kv_len=buffers["kv_len"],
         page_size=buffers.extent.page_size,
         causal=is_causal(step),
+        num_tokens=step.num_tokens,
         max_query=step.width,
         max_kv_len=buffers.extent.max_kv_len,
     )

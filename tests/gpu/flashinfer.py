@@ -4,8 +4,8 @@
 
 A case captures a step with one batch and replays it with another, longer, shorter and padded, on a strided cache that
 holds NaN wherever no request has a token. Float64 is the torch kernel's on the same metadata. A replay must equal the
-eager step on the same padded layout bit for bit, and one without the host's plan must be wrong. Last come times, and
-that the documented wrapper gives the same bits.
+eager step on the same padded layout bit for bit, and one on the plan of the capture must be wrong. Last come times, and
+how far the documented wrapper's output is from ours, which it plans on the host.
 """
 
 from __future__ import annotations
@@ -183,7 +183,6 @@ def run_graph(name: str, scene: Scene, kind: StepKind) -> dict:
     for q in queries:
         q.copy_(torch.randn(q.shape, device=DEVICE))
     copy_step(meta.step, second)
-    backend.refresh(meta)
     graph.replay()
     unplanned = errors(scene, second, queries, paths, outputs)
     torch.cuda.set_sync_debug_mode("error")
@@ -237,7 +236,7 @@ def microseconds(action: Callable[[], object], times: int = 20) -> float:
 
 
 def wrapper_row(backend_name: str, bs: int, width: int, heads: int) -> dict:
-    """The documented wrapper beside ours on one batch: the same bits, and host time of a plan for a graph."""
+    """The documented wrapper beside ours on one batch: its output, and host time of a plan for a graph."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
     capacity = Capacity(bs, 4096, 64, 1, NUM_STEPS, num_draft_tokens=max(width, 2))
@@ -258,7 +257,7 @@ def wrapper_row(backend_name: str, bs: int, width: int, heads: int) -> dict:
     meta = backend.capture(step.bucket(), paging)
     backend.replay(meta, step)
     ours = backend.forward(q, cache, meta.at(), layer)
-    plan, (schedule,), (host,) = meta.plans[0], meta.schedules._made.values(), meta.schedules._lens
+    plan, (schedule,) = meta.plans[0], meta.schedules._made.values()
     sources = [t.cpu() for t in (plan.qo_indptr, plan.kv_indptr, plan.kv_len)]
     reserved = [t.clone() for t in (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_len)]
     wrapper = BatchMLAPagedAttentionWrapper(
@@ -293,11 +292,11 @@ def wrapper_row(backend_name: str, bs: int, width: int, heads: int) -> dict:
         "width": width,
         "heads": heads,
         "us_attention": round(start.elapsed_time(end) * 50, 1),
-        "us_plan": microseconds(lambda: schedule.plan_host(host)),
+        "us_plan": microseconds(schedule.refresh),
         "us_wrapper_plan": microseconds(documented),
         "us_copy_inputs": microseconds(lambda: backend.copy_inputs(meta, next(in_turn))),
         "us_copy_inputs_again": microseconds(lambda: backend.copy_inputs(meta, step)),
-        "equals_wrapper": all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)),
+        "from_wrapper": float((ours.out.float() - theirs[0].float()).abs().amax() / theirs[0].float().abs().amax()),
     }
 
 
@@ -328,7 +327,7 @@ def main() -> int:
     shapes = [(128, 1, 128), (128, 4, 128), (128, 4, 16), (8, 4, 16)]
     for name, shape in product(("fa3", "fa2"), shapes):
         rows.append(wrapper_row(name, *shape))
-        failed += not rows[-1]["equals_wrapper"]
+        failed += not rows[-1]["from_wrapper"] <= 2**-6
         print(json.dumps(rows[-1]))
     if arguments.json:
         results.write(

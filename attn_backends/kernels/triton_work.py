@@ -1,0 +1,269 @@
+"""FlashInfer's lists of work as one Triton launch of one program: `work_operators.list_work`.
+
+Four passes over tiles, a block of them at a time: their keys, the length of a chunk, what is left beside chunks, and
+the lists. Every word is written once, so that no thread waits for another's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_backends.kernels.triton_launch import Launch, unspecialized
+from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, TRIES, WorkLists, num_slots
+
+_MOST_SLOTS = 512  # of a block
+_WARPS = 4
+
+
+@triton.jit
+def _tiles(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
+    """Of slots: request, its rows, first and number of rows of the tile, whether there is one, and the end of keys."""
+    qo_indptr, _, kv_len, n, slots, steps, heads = batch
+    request, behind = tl.zeros_like(slot), tl.zeros_like(slot) + n
+    for _ in range(steps):
+        middle = (request + behind) // 2
+        starts = tl.load(qo_indptr + middle) * heads // SIZE + middle
+        request = tl.where(starts <= slot, middle, request)
+        behind = tl.where(starts <= slot, behind, middle)
+    row = tl.load(qo_indptr + request)
+    q_len = tl.load(qo_indptr + request + 1) - row
+    first = (slot - row * heads // SIZE - request) * SIZE
+    is_real = (slot < slots) & (first < q_len * heads)
+    end = tl.load(kv_len + request)
+    if CAUSAL:
+        end = tl.maximum(tl.minimum(end - q_len + tl.cdiv(first + SIZE, heads), end), 0)
+    num_rows = tl.minimum(tl.maximum(q_len * heads - first, 0), SIZE)
+    return request, q_len, first, num_rows, is_real, tl.where(is_real, end, 0)
+
+
+@triton.jit
+def _blocks(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
+    """Blocks of keys of the tiles in slots, and whether there are tiles."""
+    _, _, _, _, is_real, end = _tiles(batch, slot, SIZE, CAUSAL)
+    return tl.cdiv(end, KEYS), is_real
+
+
+@triton.jit
+def _chunk(
+    batch,
+    slots,
+    num_clusters,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    TRIED: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Blocks of a chunk."""
+    total, num_tiles = 0, 0
+    for begin in range(0, slots, SLOTS):
+        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        total += tl.sum(blocks, axis=0)
+        num_tiles += tl.sum(is_real.to(tl.int32), axis=0)
+    most = tl.cdiv(total + COST * num_tiles, num_clusters)
+    tried = tl.maximum(tl.cdiv(total, num_clusters), 1) + tl.arange(0, TRIED)
+    num_left = tl.zeros((TRIED,), dtype=tl.int32)
+    for begin in range(0, slots, SLOTS):
+        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        is_left = (blocks[None, :] % tried[:, None] != 0) | (blocks == 0)[None, :]
+        num_left += tl.sum((is_real[None, :] & is_left).to(tl.int32), axis=1)
+    fits = total + COST * num_left <= num_clusters * tried
+    return tl.maximum(tl.minimum(tl.min(tl.where(fits, tried, most), axis=0), most), 1)
+
+
+@triton.jit
+def _cut(
+    batch,
+    slots,
+    chunk,
+    num_clusters,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """How tiles are cut, as `work_operators._Cut` after the chunk."""
+    num_chunks, num_left, longest, split = 0, 0, 0, 0
+    for begin in range(0, slots, SLOTS):
+        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        whole, left = blocks // chunk, blocks % chunk
+        num_chunks += tl.sum(whole, axis=0)
+        num_left += tl.sum((is_real & ((left > 0) | (blocks == 0))).to(tl.int32), axis=0)
+        longest = tl.maximum(longest, tl.max(left, axis=0))
+        split += tl.sum(tl.where(blocks > chunk, whole + (left > 0).to(tl.int32), 0), axis=0)
+    spare, pitch = num_clusters - num_chunks, longest + COST
+    level = tl.cdiv(num_left, tl.maximum(spare, 1)) * pitch
+    is_level = level <= chunk + COST
+    distance = tl.where(is_level, tl.maximum(level, 1), chunk)
+    pieces = tl.maximum(split + tl.where(is_level, 0, 2 * tl.maximum(spare - 1, 0)), 1)
+    return distance, tl.where(is_level, pitch, 0), num_chunks, pieces
+
+
+@triton.jit
+def _before(counts, sum_before):
+    """The sum of all earlier elements, and of those before them."""
+    return sum_before + tl.cumsum(counts, axis=0) - counts
+
+
+@triton.jit
+def _store_items(items, stride, at, live, tile, partial, begin, end):
+    """Write items. tile: what all items of a tile have alike."""
+    q_indptr, kv_indptr, q_len, kv_len, q_start = tile
+    tl.store(items + at, q_indptr, mask=live)
+    tl.store(items + stride + at, kv_indptr, mask=live)
+    tl.store(items + 2 * stride + at, partial, mask=live)
+    tl.store(items + 3 * stride + at, q_len, mask=live)
+    tl.store(items + 4 * stride + at, kv_len, mask=live)
+    tl.store(items + 5 * stride + at, q_start, mask=live)
+    tl.store(items + 6 * stride + at, begin, mask=live)
+    tl.store(items + 7 * stride + at, end, mask=live)
+
+
+@triton.jit
+def _store_merges(merges, stride, at, live, row, end_row, partial, end_partial, size):
+    """Write what thread blocks merge."""
+    tl.store(merges + at, row, mask=live)
+    tl.store(merges + stride + at, end_row, mask=live)
+    tl.store(merges + 2 * stride + at, partial, mask=live)
+    tl.store(merges + 3 * stride + at, end_partial, mask=live)
+    tl.store(merges + 4 * stride + at, size, mask=live)
+
+
+@triton.jit
+def _list_merges(merges, stride, num_blocks, pieces, partial, partials, row, num_rows, SIZE: tl.constexpr):
+    """Write what thread blocks merge of tiles: each a tile's share of all partial results, in whole rows of it."""
+    first = partial * num_blocks // pieces
+    num_shares = (partial + partials) * num_blocks // pieces - first
+    share = tl.cdiv(num_rows, tl.maximum(num_shares, 1))
+    end = (partial + partials) * SIZE
+    for k in range(tl.max(num_shares, axis=0)):
+        low = tl.minimum(k * share, num_rows)
+        high = tl.minimum(low + share, num_rows)
+        live = k < num_shares
+        _store_merges(merges, stride, first + k, live, row + low, row + high, partial * SIZE + low, end, SIZE)
+
+
+@triton.jit
+def _list_tiles(
+    batch,
+    items,
+    item_stride,
+    work_indptr,
+    num_clusters,
+    slot,
+    cut,
+    before,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+):
+    """Write the items of a block of tiles, and where clusters begin that begin with these or behind them."""
+    qo_indptr, kv_indptr, kv_len, _, _, _, heads = batch
+    chunk, distance, pitch, num_chunks = cut
+    chunks_before, line_before, items_before, partials_before = before
+    request, q_len, first_row, num_rows, is_real, end = _tiles(batch, slot, SIZE, CAUSAL)
+    q_indptr = tl.load(qo_indptr + request)
+    tile = (q_indptr, tl.load(kv_indptr + request), q_len, tl.load(kv_len + request), first_row)
+    blocks = tl.cdiv(end, KEYS)
+    whole, left = blocks // chunk, blocks % chunk
+    is_left = is_real & ((left > 0) | (blocks == 0))
+    taken = tl.where(is_left, tl.where(pitch > 0, pitch, left + COST), 0)
+    line = _before(taken, line_before)
+    last = (line + tl.maximum(left - 1, 0)) // distance
+    is_cut = is_left & (last > line // distance)
+    left_items = is_left.to(tl.int32) + is_cut.to(tl.int32)
+    partials = tl.where(whole + left_items > 1, whole + left_items, 0)
+    partial = _before(partials, partials_before)
+    row, step = tl.where(partials > 0, partial * SIZE, -1), tl.where(partials > 0, SIZE, 0)
+
+    at = _before(whole, chunks_before)
+    for k in range(tl.max(whole, axis=0)):
+        until = tl.minimum((k + 1) * chunk * KEYS, end)
+        _store_items(items, item_stride, at + k, k < whole, tile, row + k * step, k * chunk * KEYS, until)
+    at = num_chunks + _before(left_items, items_before)
+    row, begin = row + whole * step, whole * chunk * KEYS
+    until = tl.where(is_cut, begin + (last * distance - line) * KEYS, end)
+    _store_items(items, item_stride, at, is_left, tile, row, begin, until)
+    _store_items(items, item_stride, at + 1, is_cut, tile, row + step, until, end)
+
+    cluster = num_chunks + last
+    tl.store(work_indptr + cluster, at + 1, mask=is_cut)
+    following = tl.minimum(num_chunks + (line + taken) // distance, num_clusters)
+    for ahead in tl.static_range(1, COST + 2):
+        here = is_left & (cluster + ahead <= following)
+        tl.store(work_indptr + cluster + ahead, at + left_items, mask=here)
+    return partial, partials, q_indptr * heads + first_row, num_rows, whole, taken, left_items
+
+
+@unspecialized
+def _list_work(
+    qo_indptr,
+    kv_indptr,
+    kv_len,
+    items,
+    merges,
+    work_indptr,
+    item_stride,
+    merge_stride,
+    n,
+    slots,
+    steps,
+    heads,
+    num_clusters,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    TRIED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    batch = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads)
+    chunk = _chunk(batch, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS)
+    distance, pitch, num_chunks, pieces = _cut(batch, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
+    cut = (chunk, distance, pitch, num_chunks)
+    num_blocks = num_clusters * (SIZE // 64)
+    num_whole, length, num_items, num_partials = 0, 0, 0, 0
+    for begin in range(0, slots, SLOTS):
+        slot = begin + tl.arange(0, SLOTS)
+        before = (num_whole, length, num_items, num_partials)
+        partial, partials, row, num_rows, whole, taken, left_items = _list_tiles(
+            batch, items, item_stride, work_indptr, num_clusters, slot, cut, before, SIZE, CAUSAL, KEYS, COST
+        )
+        _list_merges(merges, merge_stride, num_blocks, pieces, partial, partials, row, num_rows, SIZE)
+        num_whole += tl.sum(whole, axis=0)
+        length += tl.sum(taken, axis=0)
+        num_items += tl.sum(left_items, axis=0)
+        num_partials += tl.sum(partials, axis=0)
+
+    block = tl.arange(0, BLOCKS)
+    tl.store(work_indptr + block, block, mask=block <= num_chunks)
+    is_behind = (block > num_chunks + length // distance) & (block <= num_clusters)
+    tl.store(work_indptr + block, num_chunks + num_items, mask=is_behind)
+    idle, none = (block >= num_partials * num_blocks // pieces) & (block < num_blocks), tl.zeros_like(block)
+    _store_merges(merges, merge_stride, block, idle, none, none, none, none, 0)
+
+
+def list_work(
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_len: Tensor,
+    lists: WorkLists,
+    num_tokens: int,
+    num_heads: int,
+    causal: bool,
+) -> None:
+    """`work_operators.list_work`."""
+    n, size, num_clusters = kv_len.shape[0], lists.tile_rows, lists.work_indptr.shape[0] - 1
+    slots = num_slots(num_tokens, num_heads, n, size)
+    block = min(triton.next_power_of_2(slots), _MOST_SLOTS)
+    constants = (size, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, triton.next_power_of_2(lists.merges.shape[1] + 1))
+    strides = (lists.items.stride(0), lists.merges.stride(0))
+    numbers = (n, slots, n.bit_length(), num_heads, num_clusters)
+    launch = Launch(_list_work, kv_len.device, (1, 1, 1), _WARPS)
+    launch(constants, qo_indptr, kv_indptr, kv_len, *lists, *strides, *numbers, *constants)

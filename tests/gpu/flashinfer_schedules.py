@@ -1,0 +1,254 @@
+"""FlashInfer's MLA kernels by our lists of work and by FlashInfer's own: errors, speed, and what a plan takes on a GPU.
+
+    python -m tests.gpu.flashinfer_schedules --json docs/results/h200/flashinfer_schedules.json
+
+A row is a batch on `fa2` or `fa3`. Our launch must write what its torch definition writes. Attention by it may be off
+from float32 by twice what it is by FlashInfer's own plan and a rounding step, over the longest request and a few more,
+and from FlashInfer's by eight rounding steps of the largest output anywhere. Its speed must be at least 0.95 of that
+by FlashInfer's plan: the median of five rounds in turn, each of a graph of ten launches. First, a graph that holds our
+plan and a launch is replayed on other lengths. Under four minutes, of which FlashInfer compiles for one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attn_backends import results
+from attn_backends.contract.kernel import LayerShape
+from attn_backends.kernels.work_operators import ITEM_FIELDS, NUM_WORDS, WorkLists, list_work
+from attn_backends.vendors.flashinfer_work import FLOAT_WORKSPACE, INT_WORKSPACE, MLASchedule, VendorMLASchedule
+from spec_metadata.capacity import ceil_div
+from spec_metadata.plans.csr import CsrPlan, csr_rows
+from spec_metadata.visibility import HostLens
+
+DEVICE = torch.device("cuda")
+PAGE_SIZE, RANK, HEAD_DIM, SCALE = 64, 512, 576, 192**-0.5
+LONGEST, MOST_TOKENS = 131072, 131072 + 128 * 4096
+ROUNDS, LAUNCHES, LEAST_SPEED, ROUNDING = 5, 10, 0.95, 2**-9
+MODULES = ("fa3", "fa2")
+
+
+class Case(NamedTuple):
+    """A batch. name: "even_" and the keys of each request, or "skewed": one of 131,072 keys, the others of 1,024."""
+
+    backend: str
+    name: str
+    batch_size: int
+    num_heads: int
+    width: int
+    causal: bool = True
+
+    @property
+    def lens(self) -> list[int]:
+        if self.name == "skewed":
+            return [LONGEST, *[1024] * (self.batch_size - 1)]
+        return [int(self.name.removeprefix("even_"))] * self.batch_size
+
+
+def cases() -> Iterator[Case]:
+    """The most telling first: what runs out of time is left out."""
+    names = ("skewed", "even_1024", "even_4096")
+    for bs, width, name, heads, backend in product((128, 32, 1), (1, 4, 8), names, (128, 16), MODULES):
+        yield Case(backend, name, bs, heads, width)
+    for heads, backend in product((128, 16), MODULES):
+        yield Case(backend, "skewed", 32, heads, 8, causal=False)
+
+
+def plan_of(case: Case, lens: list[int]) -> CsrPlan:
+    """A batch in shuffled pages."""
+    widths = torch.full((len(lens),), case.width, device=DEVICE)
+    rows = csr_rows(widths, torch.tensor(lens, device=DEVICE), PAGE_SIZE)
+    room = sum(ceil_div(length, PAGE_SIZE) for length in case.lens)
+    pages = torch.randperm(room, device=DEVICE).int()
+    sizes = (len(lens) * case.width, case.width, max(case.lens))
+    return CsrPlan(rows.qo_indptr, rows.kv_indptr, pages, rows.kv_len, PAGE_SIZE, case.causal, *sizes)
+
+
+class Planned:
+    """A schedule with workspaces of its own, and where its launches write."""
+
+    def __init__(self, make: type[MLASchedule], case: Case, plan: CsrPlan, q: Tensor) -> None:
+        specs = (INT_WORKSPACE, FLOAT_WORKSPACE)
+        buffers = {spec.name: torch.zeros(int(str(spec.shape[-1])), dtype=torch.uint8, device=DEVICE) for spec in specs}
+        shape = LayerShape(case.num_heads, 1, HEAD_DIM, RANK, SCALE, q.dtype, q.dtype)
+        self.schedule, self.q = make(case.backend, plan, shape, buffers), q
+        self.out = q.new_full((q.shape[0], case.num_heads, RANK), math.nan)
+        self.lse = torch.full(q.shape[:2], math.nan, device=DEVICE)
+
+    def run(self, latent: Tensor) -> None:
+        self.schedule.run(self.q, latent, self.out, self.lse, SCALE, 1.0)
+
+
+def exact(case: Case, plan: CsrPlan, q: Tensor, latent: Tensor, request: int) -> tuple[Tensor, Tensor]:
+    """Attention of a request in float32."""
+    begin, length, width = int(plan.kv_indptr[request]), case.lens[request], case.width
+    pages = plan.kv_indices[begin : begin + ceil_div(length, PAGE_SIZE)].long()
+    keys = latent[pages].flatten(0, 1)[:length].float()
+    scores = torch.einsum("qhd,kd->qhk", q[request * width : (request + 1) * width].float(), keys) * SCALE
+    if case.causal:
+        row, key = torch.arange(width, device=DEVICE), torch.arange(length, device=DEVICE)
+        scores.masked_fill_((key > length - width + row[:, None])[:, None], -math.inf)
+    lse = scores.logsumexp(2)
+    return torch.einsum("qhk,kd->qhd", scores.sub_(lse.unsqueeze(2)).exp_(), keys[:, :RANK]), lse
+
+
+def accuracy(case: Case, plan: CsrPlan, ours: Planned, theirs: Planned, latent: Tensor) -> dict[str, Any]:
+    """Errors of both, and how far they are apart."""
+    found: dict[str, Any] = dict.fromkeys(("out", "vendor_out", "lse", "vendor_lse", "peak"), 0.0)
+    for request in sorted({0, 1, case.batch_size // 2, case.batch_size - 1} & set(range(case.batch_size))):
+        out, lse = exact(case, plan, ours.q, latent, request)
+        rows = slice(request * case.width, (request + 1) * case.width)
+        found["peak"] = max(found["peak"], float(out.abs().amax()))
+        for prefix, each in (("", ours), ("vendor_", theirs)):
+            for name, one, two in (("out", each.out, out), ("lse", each.lse, lse)):
+                error = (one[rows].float() - two).abs().nan_to_num(math.inf).amax()
+                found[prefix + name] = max(found[prefix + name], float(error))
+    peak = float(theirs.out.float().abs().amax())
+    found["apart"] = float((ours.out.float() - theirs.out.float()).abs().nan_to_num(math.inf).amax()) / peak
+    within = (
+        found["out"] <= 2 * found["vendor_out"] + ROUNDING * found["peak"],
+        found["lse"] <= 2 * found["vendor_lse"] + 2 * ROUNDING,
+        found["apart"] <= 8 * ROUNDING,
+    )
+    return {**found, "accurate": all(within)}
+
+
+def is_defined(case: Case, plan: CsrPlan, lists: WorkLists) -> bool:
+    """Whether the GPU's lists are those of the torch definition."""
+    num_clusters = lists.work_indptr.shape[0] - 1
+    words = torch.zeros(NUM_WORDS, dtype=torch.int32)
+    expected = WorkLists.of(words, num_clusters, lists.merges.shape[1] // num_clusters)
+    rows = (each.cpu() for each in (plan.qo_indptr, plan.kv_indptr, plan.kv_len))
+    list_work(*rows, expected, num_tokens=plan.num_tokens, num_heads=case.num_heads, causal=case.causal)
+    end = int(expected.work_indptr[-1])
+    pairs = [(lists.work_indptr, expected.work_indptr), (lists.merges, expected.merges)]
+    pairs += [(lists.items[i, :end], expected.items[i, :end]) for i in range(len(ITEM_FIELDS))]
+    return all(torch.equal(one.cpu(), two) for one, two in pairs)
+
+
+def recorded(launch: Callable[[], None], times: int) -> torch.cuda.CUDAGraph:
+    """A graph of so many launches."""
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            launch()
+    return graph
+
+
+def microseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
+    """Of each launch in a graph."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1000 / times
+
+
+def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
+    """Errors and times of a case."""
+    plan = plan_of(case, case.lens)
+    latent = latents[: plan.kv_indices.shape[0]]
+    q = torch.randn(plan.num_tokens, case.num_heads, HEAD_DIM, device=DEVICE).bfloat16()
+    ours, theirs = (Planned(make, case, plan, q) for make in (MLASchedule, VendorMLASchedule))
+    host = HostLens((case.width,) * case.batch_size, tuple(case.lens), case.causal)
+    ours.schedule.refresh()
+    theirs.schedule.plan_host(host)
+    for each in (ours, theirs):
+        each.run(latent)
+    found = {**accuracy(case, plan, ours, theirs, latent), "defined": is_defined(case, plan, ours.schedule.lists)}
+    graphs = [recorded(lambda each=each: each.run(latent), LAUNCHES) for each in (ours, theirs)]
+    rounds = [[microseconds(graph, LAUNCHES) for graph in graphs] for _ in range(ROUNDS + 1)][1:]
+    us, vendor_us = (statistics.median(times) for times in zip(*rounds, strict=True))
+    planning = recorded(ours.schedule.refresh, LAUNCHES)
+    us_plan = statistics.median(microseconds(planning, LAUNCHES) for _ in range(ROUNDS))
+    start = time.perf_counter()
+    theirs.schedule.plan_host(host)
+    vendor_plan_us = (time.perf_counter() - start) * 1e6
+    torch.cuda.synchronize()
+    speed = statistics.median(theirs / ours for ours, theirs in rounds)
+    times = {"us": us, "vendor_us": vendor_us, "speed": speed, "us_plan": us_plan, "vendor_host_us": vendor_plan_us}
+    return {**found, **times, "pass": found["accurate"] and found["defined"] and speed >= LEAST_SPEED}
+
+
+def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
+    """A graph of our plan and a launch, replayed on other lengths: what a plan and a launch give there, bit for bit."""
+    case = Case(backend, "even_4096", 32, 16, 4)
+    plan = plan_of(case, case.lens)
+    latent = latents[: plan.kv_indices.shape[0]]
+    q = torch.randn(plan.num_tokens, case.num_heads, HEAD_DIM, device=DEVICE).bfloat16()
+    planned = Planned(MLASchedule, case, plan, q)
+
+    def launch() -> None:
+        planned.schedule.refresh()
+        planned.run(latent)
+
+    graph = recorded(launch, 1)
+    other = plan_of(case, [4 + 97 * i for i in range(case.batch_size)])
+    for one, two in ((plan.kv_indptr, other.kv_indptr), (plan.kv_len, other.kv_len)):
+        one.copy_(two)
+    for each in (planned.out, planned.lse):
+        each.fill_(math.nan)
+    graph.replay()
+    replayed = [planned.out.clone(), planned.lse.clone()]
+    launch()
+    same = all(torch.equal(*pair) for pair in zip(replayed, (planned.out, planned.lse), strict=True))
+    return {"backend": backend, "name": "replay", "pass": same and bool(planned.out.isfinite().all())}
+
+
+def main() -> int:
+    """Run every case, print a line for each, and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--seconds", type=float, default=220.0, help="begin no case later than that")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    begun, rows = time.perf_counter(), []
+    latents = torch.randn(MOST_TOKENS // PAGE_SIZE, PAGE_SIZE, HEAD_DIM, device=DEVICE).bfloat16()
+
+    def add(about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found = measure()
+        except Exception as error:  # one case that can't run must not hide the others
+            found = {"pass": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        rows.append({**about, **{k: float(f"{v:.4g}") if type(v) is float else v for k, v in found.items()}})
+        print(json.dumps(rows[-1]), flush=True)
+
+    for backend in MODULES:
+        add({}, lambda backend=backend: replay_row(backend, latents))
+    left_out = 0
+    for case in cases():
+        if time.perf_counter() - begun > arguments.seconds:
+            left_out += 1
+            continue
+        add(case._asdict(), lambda case=case: row_of(case, latents))
+    for backend in MODULES:
+        timed = [row for row in rows if row["backend"] == backend and "speed" in row]
+        if timed:
+            slowest, plans = min(timed, key=lambda row: row["speed"]), [row["us_plan"] for row in timed]
+            about = f"{sum(row['pass'] for row in timed)}/{len(timed)} pass, plan {min(plans)} to {max(plans)} us"
+            print(backend, about, "slowest", slowest, flush=True)
+    print(f"{left_out} cases left out, {time.perf_counter() - begun:.0f} s", flush=True)
+    if arguments.json:
+        command = ["python", "-m", "tests.gpu.flashinfer_schedules", *sys.argv[1:]]
+        results.write(arguments.json, results.head(command, "cuda"), rows)
+    return int(any(not row["pass"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
