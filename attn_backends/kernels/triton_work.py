@@ -63,8 +63,10 @@ def _chunk(
         blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
         total += tl.sum(blocks, axis=0)
         num_tiles += tl.sum(is_real.to(tl.int32), axis=0)
-    most = tl.cdiv(total + COST * num_tiles, num_clusters)
-    tried = tl.maximum(tl.cdiv(total, num_clusters), 1) + tl.arange(0, TRIED)
+    few = tl.where(total <= num_clusters, 1, 0)  # blocks than clusters: many pieces cost more to merge than they save
+    floor = 1 + few * ((4 * total > num_clusters).to(tl.int32) + (2 * total > num_clusters).to(tl.int32))
+    most = tl.maximum(tl.cdiv(total + COST * num_tiles, num_clusters), floor)
+    tried = tl.maximum(tl.cdiv(total, num_clusters), floor) + tl.arange(0, TRIED)
     num_left = tl.zeros((TRIED,), dtype=tl.int32)
     for begin in range(0, slots, SLOTS):
         blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)

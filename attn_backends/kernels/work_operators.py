@@ -79,8 +79,9 @@ def list_work(
     chunks of equal length, of which each whole one is the only item of a cluster. What is left of tiles goes to the
     clusters after these: either laid out one behind the other and cut at equal distances, or, where they are so much
     alike that no cluster does more than one with a whole chunk, the same number of them to each. The length is the
-    least at which that fits. No cluster does more than a chunk and an `OVERHEAD`; none of a tile's rows is in more than
-    one merge; there are at most two partial results for each cluster.
+    least at which that fits; where keys are few it is two or three blocks, as FlashInfer has it. No cluster does more
+    than a chunk and an `OVERHEAD`; none of a tile's rows is in more than one merge; there are at most two partial
+    results for each cluster.
     """
     assert num_slots(num_tokens, num_heads, kv_len.shape[0], lists.tile_rows) <= max_tiles(), "the caller refuses more"
     torch.ops.attn_backends.list_work(qo_indptr, kv_indptr, kv_len, *lists, num_tokens, num_heads, causal)
@@ -145,7 +146,10 @@ def _is_left(tiles: _Tiles, chunk: Tensor) -> Tensor:
 def _cut(tiles: _Tiles, num_clusters: int) -> _Cut:
     total, overheads = tiles.blocks.sum(), OVERHEAD * tiles.is_real.sum()
     least, most = ((sum_ + num_clusters - 1) // num_clusters for sum_ in (total, total + overheads))
-    tried = least.clamp_min(1) + torch.arange(TRIES, device=total.device)
+    few = (total <= num_clusters).long()  # blocks than clusters: many pieces cost more to merge than they save
+    floor = 1 + few * ((4 * total > num_clusters).long() + (2 * total > num_clusters))
+    least, most = torch.maximum(least, floor), torch.maximum(most, floor)
+    tried = least + torch.arange(TRIES, device=total.device)
     num_left = _is_left(tiles, tried.unsqueeze(1)).sum(1)
     fits = total + OVERHEAD * num_left <= num_clusters * tried
     chunk = torch.minimum(torch.where(fits, tried, most).amin(), most).clamp_min(1)
