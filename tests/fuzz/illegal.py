@@ -219,7 +219,8 @@ def _host(scene: Scene) -> Iterator[tuple[str, str]]:
 def _checking(scene: Scene) -> Iterator[tuple[str, str]]:
     for name, change in DEVICE.items():
         if changed := change(scene.handed.parts(0), scene.engine):
-            yield name, _outcome(partial(scene.plan, changed), scene.layer.contents)
+            for where, meta in (("eagerly", None), ("replayed", scene.meta)):
+                yield f"{name}, {where}", _outcome(partial(scene.plan, changed, meta), scene.written)
 
 
 def _plain(world: World, device: str, rng: np.random.Generator) -> Iterator[tuple[str, str]]:
