@@ -160,9 +160,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
         It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
         """
+        check_capture(bucket, paging, self.capacity)
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
-        check_capture(bucket, paging, self.capacity)
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
         if reasons:

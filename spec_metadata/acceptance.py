@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -10,7 +11,10 @@ from torch import Tensor
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
+from spec_metadata.step_checks import check_tensor
 from spec_metadata.tree import DraftTree
+
+_TOKENS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,12 +42,15 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Accepta
     target_tokens: [bs, num_nodes] int64, what the target chose at each node, its argmax or its sample
     (`spec_metadata.choose`, which says why a walk along samples preserves the target's distribution). A node is
     accepted if every node on its path is what the target chose at that node's parent. Siblings must hold different
-    tokens. Raises `InvalidStepError` if the two disagree on the nodes.
+    tokens. max_accepted: the longest path, the root included
+    (`Capacity.max_accepted`). Raises `InvalidStepError` if tree and choices disagree on the nodes, or it has fewer.
     """
-    if target_tokens.shape != tree.tokens.shape:
-        given, nodes = list(target_tokens.shape), list(tree.tokens.shape)
-        raise InvalidStepError(f"target_tokens must be {nodes}, the target's choice at every node, got {given}")
     num_nodes = tree.tokens.shape[1]
+    check_tensor("target_tokens", target_tokens, tuple(tree.tokens.shape), _TOKENS)
+    if not isinstance(max_accepted, Integral) or not 1 <= max_accepted <= num_nodes:
+        raise InvalidStepError(
+            f"max_accepted must be in [1, {num_nodes}], as a path has no more nodes than its tree; got {max_accepted!r}"
+        )
     taken = tree.tokens == target_tokens.gather(1, tree.parents)
     taken = taken | (torch.arange(num_nodes, device=taken.device) == 0)
     accepted = (taken.unsqueeze(1) | ~tree.mask).all(dim=2)
@@ -70,6 +77,8 @@ def compaction_moves(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor
     bs, max_accepted = acceptance.path.shape
     if step.kind is not StepKind.TARGET_VERIFY or step.bs != bs:
         raise InvalidStepError(f"{bs} requests were verified; the step is a {step.kind} of {step.bs}")
+    if max_accepted > step.width:
+        raise InvalidStepError(f"paths of up to {max_accepted} nodes; the verify has {step.width}")
     depths = torch.arange(max_accepted, device=step.device)
     on_path = depths < acceptance.num_accepted.unsqueeze(1)
     sources = step.out_cache_loc.long().reshape(bs, -1).gather(1, torch.where(on_path, acceptance.path, 0))

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div
+from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
@@ -107,11 +107,10 @@ def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capaci
 
 
 def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
+    check_bucket(bucket)
     kind, num_steps = bucket.kind, 1
     if kind is StepKind.IDLE:
         raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
-    if bucket.bs < 1 or bucket.num_tokens < 1:
-        raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
     if isinstance(bucket, TokenBucket):
         if kind not in (StepKind.PREFILL, StepKind.DRAFT_EXTEND):
             raise InvalidStepError(f"a {kind} step has no packed rows; take Capacity.bucket, not ({bucket})")
@@ -174,8 +173,11 @@ def check_values(step: Step, capacity: Capacity) -> None:
         writes.append(flat[:width])
         flat = flat[width:]
     check_write_slots(writes, visible, step.paging.geometry)
+    read = visible
     if not step.is_tree:
         _check_own_slots(writes, [row[n : n + w] for row, n, w in zip(slots, lens, widths, strict=True)])
+        read = [row[: n + w] for row, n, w in zip(slots, lens, widths, strict=True)]
+    _check_pages(read, step.paging.geometry.page_size)
 
 
 def _check_own_slots(writes: Sequence[Sequence[int]], own: Sequence[Sequence[int]]) -> None:
@@ -185,6 +187,18 @@ def _check_own_slots(writes: Sequence[Sequence[int]], own: Sequence[Sequence[int
             raise InvalidStepError(
                 f"request {request} writes slots {list(written)}; its table has {list(read)} after what is committed"
             )
+
+
+def _check_pages(read: Sequence[Sequence[int]], page_size: int) -> None:
+    """Kernels read pages, which they find by the first slot of each."""
+    for request, row in enumerate(read):
+        for position, slot in enumerate(row):
+            start = position - position % page_size
+            if row[start] % page_size or slot != row[start] + position - start:
+                raise InvalidStepError(
+                    f"the table has position {position} of request {request} at slot {slot} and {start} at "
+                    f"{row[start]}; a row holds whole pages of {page_size} slots"
+                )
 
 
 def _check_query_values(step: Step) -> None:

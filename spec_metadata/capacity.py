@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from numbers import Integral
 
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
 
 
 class StepKind(StrEnum):
@@ -115,16 +115,16 @@ class Capacity:
             raise InvalidStepError(
                 f"a {kind} step has no uniform width, so it has no bucket; {', '.join(others)} and {last} have one"
             )
-        if bs < 1:
-            raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs}")
+        if not isinstance(bs, Integral) or bs < 1:
+            raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs!r}")
         tree = self.topk > 1 and kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
         num_steps = self.num_steps if kind is StepKind.DRAFT_DECODE else 1
         return Bucket(kind, bs, widths[kind], num_steps, tree)
 
     def prefill_bucket(self, num_tokens: int) -> TokenBucket:
         """The bucket in which prefills of at most so many tokens are captured, whatever their number of requests."""
-        if num_tokens < 1:
-            raise InvalidStepError(f"a bucket of prefill holds at least 1 token, got num_tokens={num_tokens}")
+        if not isinstance(num_tokens, Integral) or num_tokens < 1:
+            raise InvalidStepError(f"a bucket of prefill holds at least 1 token, got num_tokens={num_tokens!r}")
         return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
 
 
@@ -181,6 +181,17 @@ class TokenBucket:
 
     def __str__(self) -> str:
         return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
+
+
+def check_bucket(bucket: Bucket | TokenBucket) -> None:
+    """Refuse what is no bucket, or one without requests or rows."""
+    if not isinstance(bucket, Bucket | TokenBucket) or not isinstance(bucket.kind, StepKind):
+        raise InvalidStepError(f"a bucket is what Capacity.bucket or prefill_bucket returns, got {describe(bucket)}")
+    sizes = (bucket.width, bucket.num_steps) if isinstance(bucket, Bucket) else (bucket.num_tokens,)
+    if not all(isinstance(size, Integral) for size in (bucket.bs, *sizes)):
+        raise InvalidStepError(f"the sizes of a bucket are whole numbers, got ({bucket})")
+    if bucket.bs < 1 or bucket.num_tokens < 1:
+        raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,8 @@ def _check_geometry(geometry: CacheGeometry) -> None:
 class RequestTable:
     """A request-to-token table.
 
-    table: [num_rows, row_len] int32 or int64, the slot of each token position, shared by all requests of an engine.
+    table: [num_rows, row_len] int32 or int64, the slot of each token position, shared by all requests of an engine. A
+    row holds whole pages: kernels find a page by the slot of its first position.
     rows: [bs] int32 or int64, the row of each request of this step.
     """
 

@@ -38,8 +38,7 @@ class PackedQuery:
         """The layout of host lengths. Does not wait for what runs on the device. Raises `InvalidStepError` for lengths
         that are no integers of the host.
         """
-        if not isinstance(lens, Sequence) or not all(isinstance(length, Integral) for length in lens):
-            raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
+        check_lens(lens)
         sums = list(accumulate(lens, initial=0))
         return cls(to_device(sums, torch.int32, torch.device(device)), tuple(lens))
 
@@ -96,6 +95,12 @@ def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
     return request, row - starts[request]
 
 
+def check_lens(lens: Sequence[int]) -> None:
+    """Refuse lengths of a packed query that are no integers of the host."""
+    if not isinstance(lens, Sequence) or not all(isinstance(length, Integral) for length in lens):
+        raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
+
+
 def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     """Refuse a layout that is none, or not one of `bs` requests."""
     if isinstance(query, UniformQuery):
@@ -114,6 +119,7 @@ def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     if isinstance(query, BoundedQuery):
         num_requests = bs
     else:
+        check_lens(query.lens_cpu)
         num_requests = len(query.lens_cpu)
         if min(query.lens_cpu, default=1) < 1:
             raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")

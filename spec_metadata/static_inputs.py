@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
+from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
@@ -126,6 +126,7 @@ def copy_step(static: Step, step: Step) -> None:
 
 def padding_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
     """A step of padding only, on fresh tensors. paging: the engine's table."""
+    check_bucket(bucket)
     extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
     return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
 

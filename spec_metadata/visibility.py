@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import StepKind
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.layout import Step
 from spec_metadata.query import PackedQuery, UniformQuery, packed_rows
-from spec_metadata.step_checks import check_forward
+from spec_metadata.step_checks import check_device, check_forward
+
+_INDEX = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,12 +121,12 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
         assert step.tree_mask is not None
         return TreePart(step.out_cache_loc.long().reshape(step.bs, step.width), step.tree_mask)
     expected = (step.bs, step.width, forward + 1)
-    if ancestors is None or ancestors.shape != expected:
-        given = "none" if ancestors is None else list(ancestors.shape)
+    if not isinstance(ancestors, Tensor) or ancestors.shape != expected or ancestors.dtype not in _INDEX:
         raise InvalidStepError(
-            f"draft forward {forward} of topk={step.width} needs ancestors {list(expected)} (the branch of each row's "
-            f"path at each depth), got {given}"
+            f"draft forward {forward} of topk={step.width} needs ancestors {list(expected)} int64 (the branch of each "
+            f"row's path at each depth), got {'none' if ancestors is None else describe(ancestors)}"
         )
+    check_device(step.seq_lens, ancestors=ancestors)
     branches = torch.arange(step.width, device=step.device)
     on_path = ancestors.unsqueeze(2) == branches.view(1, 1, -1, 1)
     mask = torch.zeros((*on_path.shape[:3], step.num_steps), dtype=torch.bool, device=step.device)

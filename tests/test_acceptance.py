@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,14 @@ def test_choices_of_other_nodes_are_refused(shape: tuple[int, ...]) -> None:
         accept(tree, torch.zeros(shape, dtype=torch.int64), 3)
 
 
+@pytest.mark.parametrize("max_accepted", [0, 4, None, 1.5])
+def test_a_path_is_as_long_as_its_tree_at_most(max_accepted: Any) -> None:
+    """A longer one would index nodes that aren't there, on a GPU by an assertion of the device."""
+    tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 0, 1]]), 2)
+    with pytest.raises(InvalidStepError, match=rf"max_accepted must be in \[1, 3\].* got {max_accepted}"):
+        accept(tree, torch.zeros((1, 3), dtype=torch.int64), max_accepted)
+
+
 GEOMETRY = CacheGeometry(600, 4)
 
 
@@ -172,6 +181,9 @@ def test_moves_are_of_the_verify() -> None:
     for step in (Step.decode(torch.tensor([1]), paging), Step.target_verify(4, torch.tensor([1]), paging)):
         with pytest.raises(InvalidStepError, match=f"2 requests were verified; the step is a {step.kind} of 1"):
             compaction_moves(got, step)
+    narrow = Step.target_verify(2, torch.tensor([1, 1]), paging.on_static(torch.tensor([1, 1])))
+    with pytest.raises(InvalidStepError, match="paths of up to 3 nodes; the verify has 2"):
+        compaction_moves(got, narrow)
 
 
 def test_acceptance_is_capturable() -> None:

@@ -114,6 +114,22 @@ def test_checking_mode_refuses_bad_values(world: World, scene: Scene, message: s
         check_identical("memory", tensor, old)
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replay"])
+@pytest.mark.parametrize("positions", [(1, 2), (4, 8), (7, 6)], ids=str)
+def test_checking_mode_refuses_rows_of_no_whole_pages(
+    world: World, scene: Scene, positions: tuple[int, int], captured: bool
+) -> None:
+    """Kernels find a page by the slot of its first position: they would read others than the table says, silently."""
+    meta = world.backend.capture(world.capacity.bucket(StepKind.TARGET_VERIFY, 3), world.paging())
+    row = world.table[scene.table_rows[1]]
+    row[list(positions)] = row[list(reversed(positions))]
+    admit = partial(world.backend.replay, meta) if captured else world.backend.init_forward_metadata
+    with pytest.raises(
+        InvalidStepError, match=r"position \d of request 1 at slot .* a row holds whole pages of 4 slots"
+    ):
+        admit(scene.step())
+
+
 def test_values_of_padding_are_not_checked(world: World, scene: Scene) -> None:
     """Padded rows write the reserved page, each slot many times."""
     check_values(pad_step(scene.step(), scene.step().bucket(5), world.capacity), world.capacity)

@@ -20,7 +20,8 @@ FOLDER = Path(run.__file__).parent
 HOST = [*(f"{name}, {where}" for name in illegal.HOST for where in ("eagerly", "replayed")), *illegal.USES]
 CLASSES = [
     *(f"host, {name}" for name in HOST),
-    *(f"{kind}, {name}" for name in illegal.DEVICE for kind in ("checking", "plain")),
+    *(f"checking, {name}, {where}" for name in illegal.DEVICE for where in ("eagerly", "replayed")),
+    *(f"plain, {name}" for name in illegal.DEVICE),
 ]
 BACKENDS_TRIED = 3 * steps.BACKENDS
 

@@ -82,3 +82,9 @@ def test_a_capture_takes_the_memory_too(world: World) -> None:
     world.backend.capture(world.capacity.bucket(EXTEND, 2), world.paging())
     with pytest.raises(CaptureError, match=r"of \(target_verify bs=5"):
         verify.graph.replay()
+
+
+def test_captured_metadata_says_what_it_is_before_its_first_replay(world: World) -> None:
+    """A failing assertion of a worker's test prints it."""
+    meta = world.backend.capture(world.capacity.bucket(VERIFY, MAX_BS), world.paging())
+    assert "target_verify" in repr(meta)

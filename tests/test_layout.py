@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -173,9 +174,13 @@ def test_tree_part_of_a_draft_follows_the_ancestors() -> None:
             for k in range(topk):
                 on_path = {int(branch) * num_steps + depth for depth, branch in enumerate(ancestors[r, k, : i + 1])}
                 assert set(part.mask[r, k].nonzero().flatten().tolist()) == on_path
-    for wrong in (None, ancestors[..., :2], ancestors[:2, :, :1], ancestors[:, :2, :1]):
-        with pytest.raises(InvalidStepError, match=r"needs ancestors \[3, 3, 1\]"):
+    first = ancestors[..., :1]
+    anything: Any = first.tolist()
+    for wrong in (None, ancestors[..., :2], first[:2], first[:, :2], anything, first.float(), first.bool()):
+        with pytest.raises(InvalidStepError, match=r"needs ancestors \[3, 3, 1\] int64"):
             tree_part(step, 0, wrong)
+    with pytest.raises(InvalidStepError, match="ancestors is on meta and seq_lens on cpu"):
+        tree_part(step, 0, first.to("meta"))
 
 
 def test_idle_step_holds_nothing() -> None:

@@ -35,6 +35,8 @@ Query: Any = UniformQuery
 Packed: Any = PackedQuery
 Rows: Any = RequestTable
 Blocks: Any = BlockTable
+AnyBucket: Any = Bucket
+Nothing: Any = None
 FORMS = [RequestTable, BlockTable]
 
 BAD: dict[str, Callable[[], object]] = {
@@ -59,6 +61,9 @@ BAD: dict[str, Callable[[], object]] = {
     r"lengths of a packed query .* got \[2\] torch.int64": lambda: Packed.of(torch.tensor([1, 2])),
     r"cu_seqlens must be \[bs \+ 1\] int32, got \[0, 1\]": lambda: Step.prefill(
         Packed([0, 1], (1,)), SEQ_LENS[:1], PAGING.on_static(SLOTS[:1])
+    ),
+    r"lengths of a packed query must be integers of the host, got \('a',\)": lambda: Step.prefill(
+        Packed(torch.tensor([0, 1], dtype=torch.int32), ("a",)), SEQ_LENS[:1], PAGING.on_static(SLOTS[:1])
     ),
     "max_committed must be an integer of the host, got 7.0": lambda: Anything.decode(
         SEQ_LENS, PAGING, max_committed=7.0
@@ -148,6 +153,10 @@ BUCKETS: dict[str, Bucket | TokenBucket] = {
     "no draft_decode step of width 2 has num_steps=3 and tree=False": Bucket(StepKind.DRAFT_DECODE, 2, 2, 3),
     "no draft_extend step of width 2 has num_steps=1 and tree=True": Bucket(StepKind.DRAFT_EXTEND, 2, 2, tree=True),
     "no target_verify step of width 2 has num_steps=3": Bucket(StepKind.TARGET_VERIFY, 2, 2, 3),
+    r"sizes of a bucket are whole numbers, got \(decode bs=2.5 width=1\)": AnyBucket(StepKind.DECODE, 2.5, 1),
+    r"sizes of a bucket are whole numbers, got \(decode bs=2 width=None\)": AnyBucket(StepKind.DECODE, 2, None),
+    "a bucket is what Capacity.bucket or prefill_bucket returns, got Bucket": AnyBucket("decode", 2, 1),
+    "a bucket is what Capacity.bucket or prefill_bucket returns, got None": Nothing,
 }
 
 
@@ -157,3 +166,19 @@ def test_no_step_fills_such_a_bucket(message: str) -> None:
     with pytest.raises(InvalidStepError, match=message):
         world.backend.capture(BUCKETS[message], world.paging())
     assert world.backend.memory.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "bucket", [None, Bucket(StepKind.DECODE, -2, 1), TokenBucket(StepKind.PREFILL, 3, 0), AnyBucket("decode", 3, 1)]
+)
+def test_a_step_is_padded_in_no_such_bucket(bucket: Any) -> None:
+    with pytest.raises(InvalidStepError, match="a bucket"):
+        pad_step(Step.decode(SEQ_LENS, PAGING), bucket, CAPACITY)
+
+
+@pytest.mark.parametrize("size", [2.5, None, 0])
+def test_a_capacity_has_no_bucket_of_no_whole_number(size: Any) -> None:
+    with pytest.raises(InvalidStepError, match=f"at least 1 request, got bs={size}"):
+        CAPACITY.bucket(StepKind.DECODE, size)
+    with pytest.raises(InvalidStepError, match=f"at least 1 token, got num_tokens={size}"):
+        CAPACITY.prefill_bucket(size)

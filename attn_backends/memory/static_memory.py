@@ -100,7 +100,7 @@ class Tenant:
     arena: Arena
     captured_on: Tensor
     bind_inputs: Callable[[Step], CopyInputs]
-    copy_inputs: CopyInputs = field(init=False)
+    copy_inputs: CopyInputs = field(init=False, repr=False)
     _layout: Hashable = field(default=None, init=False)
     _table: Hashable = field(default=None, init=False)
     _longest: int = field(default=-1, init=False)

@@ -113,9 +113,30 @@ DEVICE: dict[str, Change] = {
     },
     "a mask that sees nothing": _tensor("mask", lambda x: x & False),
     "a mask that sees later nodes": _tensor("mask", lambda x: x | True),
+    "a mask of nodes that do not see themselves": _tensor("mask", lambda x: x.tril(-1)),
+    "a mask of a node that does not see the root": lambda p, e: _rootless(p),
+    "a row of no whole pages": lambda p, e: _moved(p),
     "a visible token of the reserved page": lambda p, e: _committed(p, e.world.reserved_page),
     "one page twice": lambda p, e: None if e.world.page_size * 2 > 16 else _committed(p, None),
 }  # fmt: skip
+
+
+def _rootless(p: Parts) -> Parts | None:
+    """A mask in which the last node of the first request does not see the root."""
+    if p["mask"] is None or p["mask"].shape[1] < 2:
+        return None
+    mask = p["mask"].clone()
+    mask[0, -1, 0] = False
+    return p | {"mask": mask}
+
+
+def _moved(p: Parts) -> Parts | None:
+    """A request table whose first request has its first two tokens, which are committed, in each other's slots."""
+    if p["rows"] is None or p["geometry"].page_size < 2 or int(p["lens"][0]) < 2:
+        return None
+    table, row = p["table"].clone(), int(p["rows"][0])
+    table[row, :2] = table[row, :2].flip(0)
+    return p | {"table": table}
 
 
 def _committed(p: Parts, page: int | None) -> Parts | None:
@@ -198,7 +219,8 @@ def _host(scene: Scene) -> Iterator[tuple[str, str]]:
 def _checking(scene: Scene) -> Iterator[tuple[str, str]]:
     for name, change in DEVICE.items():
         if changed := change(scene.handed.parts(0), scene.engine):
-            yield name, _outcome(partial(scene.plan, changed), scene.layer.contents)
+            for where, meta in (("eagerly", None), ("replayed", scene.meta)):
+                yield f"{name}, {where}", _outcome(partial(scene.plan, changed, meta), scene.written)
 
 
 def _plain(world: World, device: str, rng: np.random.Generator) -> Iterator[tuple[str, str]]:
