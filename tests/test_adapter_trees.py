@@ -68,9 +68,8 @@ def test_masks_of_random_trees(num_nodes: int, topk: int) -> None:
     rng, num_nodes = random.Random(num_nodes * 100 + topk), min(num_nodes, MAX_DEPTH + 1) if topk == 1 else num_nodes
     parents = [random_parents(rng, num_nodes, topk) for _ in range(20)]
     assert torch.equal(tree_mask(verify_input(parents, topk)), by_definition(parents))
-    assert DraftTree.from_parents(torch.zeros(20, num_nodes), torch.tensor(parents), MAX_DEPTH).mask.equal(
-        by_definition(parents)
-    )
+    tokens = torch.zeros(20, num_nodes, dtype=torch.int64)
+    assert DraftTree.from_parents(tokens, torch.tensor(parents), MAX_DEPTH).mask.equal(by_definition(parents))
 
 
 def test_launches_do_not_grow_with_the_nodes() -> None:
