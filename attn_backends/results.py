@@ -185,6 +185,8 @@ def check_output(option: str, path: Path | None) -> None:
     """Refuse, before anything is computed, a file that can't be written afterwards. option: that names it."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ConfigError(f"{option} {path} is a folder; name a file in it")
 
 
 def _is_replaceable(path: Path) -> bool:

@@ -60,21 +60,55 @@ def test_an_interrupt_is_one_line_and_keeps_the_rows(interrupted):
     assert {row["status"] for row in kept.rows} == {"pass"}
 
 
-def test_an_interrupt_while_torch_is_imported_is_one_line_too(tmp_path):
-    """The installed command imports torch inside of what answers; here the interrupt comes then for certain."""
-    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+@pytest.mark.parametrize(
+    "torch",
+    [
+        "raise KeyboardInterrupt",
+        "signal.raise_signal(signal.SIGINT)",
+        "try: signal.raise_signal(signal.SIGINT)\nexcept BaseException: pass\nabs = cuda = device = None",
+        "try: signal.raise_signal(signal.SIGINT)\nexcept BaseException: raise ImportError('half') from None",
+    ],
+    ids=["raised", "sent", "swallowed", "made another error"],
+)
+def test_an_interrupt_while_torch_is_imported_is_one_line_too(torch, tmp_path):
+    """The installed command imports torch inside of what answers; here the interrupt comes then for certain. numpy,
+    which torch imports, swallows it or fails later on.
+    """
+    (tmp_path / "torch.py").write_text("import signal\n" + torch)
+    done = run_installed(tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_import_that_fails_without_an_interrupt_is_told(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no such library')")
+    done = run_installed(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ImportError: no such library\n")
+
+
+def run_installed(folder: Path) -> subprocess.CompletedProcess[str]:
+    """The installed command, which finds modules in a folder first."""
     (script,) = re.findall(r'^attn-backends = "(\w+):main"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    code = f"import sys, {script}; sys.exit({script}.main())"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        env=environment,
+    return subprocess.run(
+        [sys.executable, "-P", "-c", f"import sys, {script}; sys.exit({script}.main())"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))},
         capture_output=True,
         text=True,
         timeout=DEADLINE,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_output_that_the_shell_closed_is_no_error():
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m attn_backends.cli list >&-"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_interrupted_pytest_run_leaves_an_incomplete_report(tmp_path):

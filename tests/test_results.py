@@ -254,3 +254,8 @@ def test_memcheck_that_can_not_run_is_not_run_and_a_case_that_breaks_is_a_failur
     assert verdict([*RAN, absent], [], LOGS) == ("pass", "")
     killed = LOGS | {"graph": "no end after 300 s"}
     assert verdict(RAN[:1], [], killed) == ("fail", "memcheck wrote no summary of the graph cases")
+
+
+def test_a_folder_is_refused_before_anything_is_computed(tmp_path):
+    with pytest.raises(ConfigError, match=r"--json .* is a folder; name a file in it"):
+        results.check_output("--json", tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,26 @@ def test_a_draft_of_a_name_is_no_question_for_a_hub(kind: type[EagleDraft], monk
     monkeypatch.setattr("transformers.utils.hub.hf_hub_download", ask)
     with pytest.raises(CheckpointError, match=r"somebody/eagle has no config\.json; .* a folder .* on this machine"):
         kind.from_pretrained("somebody/eagle")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "somebody's"),
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", 0),
+        ("head_dim", -1),
+        ("vocab_size", -1),
+        ("pad_token_id", 10**12),
+        ("intermediate_size", 10**12),
+        ("dtype", []),
+        ("model_type", []),
+        ("rope_parameters", {"rope_type": 3}),
+    ],
+)
+def test_a_configuration_of_wrong_values_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    write_json(tmp_path / "config.json", **fields | {key: value})
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        load_target(tmp_path, torch.float32)

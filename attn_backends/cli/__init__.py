@@ -80,7 +80,8 @@ def guarded(run: Callable[[], int]) -> int:
         try:
             return run()
         finally:
-            sys.stdout.flush()  # or the interpreter does, when nobody is left to say what went wrong
+            if sys.stdout is not None:  # as it is where the shell closed it
+                sys.stdout.flush()  # or the interpreter does, when nobody is left to say what went wrong
     except KeyboardInterrupt as interrupt:
         _tell("[bold yellow]interrupted[/]", interrupt)
         return INTERRUPTED

@@ -60,17 +60,21 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 def load_config(path: Path) -> PreTrainedConfig:
     """The configuration in a local folder. Python that the folder brings along is never run."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     file = path / "config.json"
     fields = read_fields(file)
-    if fields.get("model_type") not in CONFIG_MAPPING:
+    if str(fields.get("model_type")) not in CONFIG_MAPPING:
         refuse_own_code(file)
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
-        raise CheckpointError(f"transformers can't read {file}: {error}") from error
+    except Exception as error:  # what a wrong value makes transformers raise may be anything
+        raise CheckpointError(f"transformers can't read {file}: {error_in_words(error)}") from error
+
+
+def error_in_words(error: Exception) -> str:
+    """The words of another package's error, whose kind says what many of them leave out."""
+    return f"{type(error).__name__}: {error}"
 
 
 def refuse_own_code(file: Path) -> None:
@@ -172,7 +176,7 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors that `torch.save` wrote. Reading them runs no code of the file."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise CheckpointError(f"{path} holds something else than tensors by name; save a model's state_dict()")

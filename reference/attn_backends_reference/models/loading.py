@@ -69,6 +69,11 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
+    except Exception as error:  # what a wrong size or name in a configuration makes of a model may be anything
+        words = folders.error_in_words(error)
+        raise CheckpointError(
+            f"transformers can't make the model that {path}/config.json describes: {words}"
+        ) from error
     model, report = loaded
     shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
     folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
