@@ -13,7 +13,7 @@ import torch
 
 HERE = Path(__file__).parent
 HELPERS = [path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "conftest", "__init__"))]
-pytest.register_assert_rewrite("tests.gpu", "tests.mutants", *(f"tests.{name}" for name in HELPERS))
+pytest.register_assert_rewrite("tests.fuzz", "tests.gpu", "tests.mutants", *(f"tests.{name}" for name in HELPERS))
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before

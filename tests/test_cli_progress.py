@@ -18,6 +18,7 @@ from rich.console import Console
 from attn_backends.cli import consoles, main
 from attn_backends_reference.cli import demo
 from benchmarks import memory
+from benchmarks.__main__ import main as benchmark
 from tests.test_cli import ROW
 
 
@@ -46,7 +47,7 @@ def test_a_benchmark_writes_its_rows_as_they_come(tmp_path, monkeypatch):
         return measure(backend, capacity)
 
     monkeypatch.setattr(memory, "measure_memory", watched)
-    assert main(["bench", "memory", "--backend", "fa3", "--json", str(path)]) == 0
+    assert benchmark(["memory", "--backend", "fa3", "--json", str(path)]) == 0
     assert counts[0] == 0 < counts[1] < len(json.loads(path.read_text())["rows"])
 
 
@@ -76,7 +77,7 @@ def test_a_compiled_kernel_is_counted_at_its_first_use(terminal, monkeypatch):
     ("arguments", "told"),
     [
         (["conformance", "fa3", "--kernel", "torch", "--select", "plan.*", "--quick"], "fa3 (torch) plan."),
-        (["generate", "--prompt", "a", "--max-new-tokens", "1"], "loading models"),
+        (["generate", "--prompt", "a", "--max-new-tokens", "1"], "loading mla"),
     ],
 )
 def test_progress_is_shown_on_a_terminal(arguments, told, monkeypatch):
