@@ -218,12 +218,12 @@ def test_a_run_says_how_it_prefills(runtime: dict[str, object], sizes: tuple[int
 @pytest.mark.parametrize(
     ("runtime", "message"),
     [
-        ({"prefill": "whole"}, r"runtime.prefill: .*'eager', 'piecewise' or 'full', got 'whole'"),
-        ({"prefill": "full", "prefill_buckets": (0,)}, r"runtime.prefill_buckets.* got 0"),
-        ({"prefill": "full", "prefill_buckets": ()}, r"runtime.prefill_buckets"),
+        ({"prefill": "whole"}, r"runtime\['prefill'\]: .*'eager', 'piecewise' or 'full', got 'whole'"),
+        ({"prefill": "full", "prefill_buckets": (0,)}, r"runtime\['prefill_buckets'\].* got 0"),
+        ({"prefill": "full", "prefill_buckets": ()}, r"runtime\['prefill_buckets'\]"),
         (
             {"prefill_buckets": [32, 64]},
-            r"runtime.prefill_buckets: prefill = 'eager' captures none, got \[32, 64\]; set 'piecewise' or 'full', or",
+            r"runtime\['prefill_buckets'\]: prefill = 'eager' captures none, got \[32, 64\]; set 'piecewise' or",
         ),
     ],
     ids=str,

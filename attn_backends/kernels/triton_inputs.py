@@ -70,9 +70,11 @@ def _copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.co
     """What the nodes of a request see; a padded one's see themselves."""
     for start in range(0, width * width, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        row, column, live = place // width, place % width, place < width * width
-        sees = tl.load(given + row * row_stride + column * column_stride, mask=live & real, other=0) != 0
-        tl.store(into + place, tl.where(real, sees, row == column).to(tl.uint8), mask=live)
+        row, column = place // width, place % width
+        is_given = place < tl.where(real, width * width, 0)
+        sees = tl.load(given + row * row_stride + column * column_stride, mask=is_given, other=0) != 0
+        seen = tl.where(is_given, sees, row == column)
+        tl.store(into + place, seen.to(tl.uint8), mask=place < width * width)
 
 
 @triton.jit
