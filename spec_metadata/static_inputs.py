@@ -150,14 +150,14 @@ def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) 
 
 
 def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> Step:
-    """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no lengths
-    any more, as in a replay. Raises `InvalidStepError` for a step that does not fit the bucket.
+    """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no exact
+    lengths any more. It keeps `max_committed`; without it an eager plan has a replay's extent, and so its bits. Raises
+    `InvalidStepError` for a step that does not fit the bucket.
     """
     padded = padding_step(bucket, step.paging, capacity)
     copy_step(padded, step)
-    if isinstance(bucket, TokenBucket):
-        return padded
-    return replace(padded, max_committed=step.max_committed, seq_lens_cpu=step.seq_lens_cpu)
+    exact = step.seq_lens_cpu if isinstance(bucket, Bucket) else None
+    return replace(padded, max_committed=step.max_committed, seq_lens_cpu=exact)
 
 
 def _fill(static: Step, step: Step | None) -> None:

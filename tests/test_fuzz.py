@@ -5,14 +5,17 @@ from __future__ import annotations
 import ast
 import json
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from attn_backends import backend as base
+from attn_backends.selection import providers
 from tests.fuzz import __main__ as command
-from tests.fuzz import illegal, run, steps
+from tests.fuzz import driver, illegal, run, steps
 from tests.fuzz.mutants import MUTANTS, batches_until_found
 from tests.fuzz.run import Spec, Tally
 
@@ -24,6 +27,15 @@ CLASSES = [
     *(f"plain, {name}" for name in illegal.DEVICE),
 ]
 BACKENDS_TRIED = 3 * steps.BACKENDS
+
+
+@pytest.fixture(autouse=True)
+def _planners_as_they_were(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fuzzer lets its process run fused planners in the interpreter; other tests must not see that."""
+    monkeypatch.setattr(providers, "runs_on_triton", providers.runs_on_triton)
+    monkeypatch.setattr(base, "bind_inputs", base.bind_inputs)
+    yield
+    driver.interpret_fused_planners.cache_clear()
 
 
 @cache
