@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ from tests.gpu.results import is_done
 ROOT = Path(__file__).parent.parent
 LONG = ("conformance", "fa3", "--kernel", "torch")
 DEADLINE = 120
+
+
+@pytest.fixture(autouse=True)
+def _interrupts_are_answered() -> Iterator[None]:
+    """Processes of a test don't ignore interrupts, though a shell made pytest do so in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def start(*arguments: str, output: int = subprocess.PIPE) -> subprocess.Popen[str]:
