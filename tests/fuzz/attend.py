@@ -35,8 +35,12 @@ def attend(layer: Attention, rng: np.random.Generator, truth: Truth, group: Grou
             wanted = _attention(q_host[row], keys, values, layer.scale)
             for name, have, want in zip(("output", "log-sum-exp"), (out[row], lse[row]), wanted, strict=True):
                 error = np.abs(have - want).max()
-                if not error <= TOLERANCE[str(layer.dtype)] * max(1, np.abs(want).max()):
-                    raise Malformed(f"forward {forward}, row {row}: the {name} is off by {error:.1e}", step)
+                most, kernel = np.abs(want).max(), layer.engine.backend.kernel_of(at.kind).name
+                if not error <= TOLERANCE[str(layer.dtype)] * max(1, most):
+                    again = np.abs(layer.attend(at, q)[name == "log-sum-exp"][row] - want).max()
+                    said = f"the {name} of {kernel} is off by {error:.1e} (up to {most:.1e}, over {len(slots)} slots)"
+                    said += f", and launched again by {again:.1e}"
+                    raise Malformed(f"forward {forward}, row {row}: {said}", step)
         _check_pools(layer, truth, pools, step)
 
 

@@ -413,6 +413,10 @@ class Attention:
             made = Projections(new[0].squeeze(1), new[0].squeeze(1)) if self.ring else None
             inputs = CompressedInputs(new[0].squeeze(1), made)
         self.engine.backend.store(inputs, self.cache, at, self.layer)
+        return self.attend(at, q)
+
+    def attend(self, at: ForwardMetadata[Any], q: Tensor) -> tuple[Any, Any]:
+        """Output and log-sum-exp over what the cache holds."""
         out, lse = self.engine.backend.forward(q, self.cache, at, self.layer)
         return out.double().cpu().numpy(), lse.double().cpu().numpy()
 

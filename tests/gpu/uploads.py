@@ -2,8 +2,9 @@
 
     python -m tests.gpu.uploads --json uploads.json
 
-A row says what was made, the waits, and the copies to the device, one for each list of host values. On a CPU the same
-runs with a count of reads in place of the profiler (`tests/test_uploads.py`). Exit code 1 if anything waits.
+A row says what was made, the waits, the copies to the device, one for each list of host values, and the launches, of
+which SGLang's tree mask may take 32. On a CPU the same runs with a count of reads in place of the profiler
+(`tests/test_uploads.py`). Exit code 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +36,7 @@ from tests.engine_batches import (
 )
 
 PROMPTS = Batch(StepKind.PREFILL, (5, 0, 3), widths=(2, 6, 4))
+TREE_MASK, MOST_LAUNCHES = "SGLang's tree mask of 16 nodes", 32
 Makers = dict[str, tuple[int, Callable[[], object]]]
 
 
@@ -42,6 +45,21 @@ def on_device(batch: SimpleNamespace, device: torch.device, mirrors: set[str]) -
     fields = vars(batch).items()
     return SimpleNamespace(
         **{name: x.to(device) if isinstance(x, Tensor) and name not in mirrors else x for name, x in fields}
+    )
+
+
+def tree_of_16(device: torch.device) -> SimpleNamespace:
+    """SGLang's verify input of 32 requests: node n's children are 2n + 1 and 2n + 2."""
+    child, sibling = torch.full((2, 32, 16), -1, device=device).unbind()
+    child[:, :8] = torch.arange(1, 16, 2, device=device)
+    sibling[:, 1:15:2] = torch.arange(2, 16, 2, device=device)
+    return SimpleNamespace(
+        draft_token=torch.arange(32 * 16, device=device),
+        draft_token_num=16,
+        topk=2,
+        spec_steps=4,
+        retrieve_next_token=child,
+        retrieve_next_sibling=sibling,
     )
 
 
@@ -64,6 +82,7 @@ def makers(device: torch.device) -> Makers:
         "SGLang's prompts": (1, lambda: steps.step(batch)),
         "vLLM's prompts": (1, lambda: vllm.read(common, geometry).prefill()),
         "TensorRT-LLM's prompts": (2, read_trtllm),
+        TREE_MASK: (0, partial(sglang.tree_mask, tree_of_16(device))),
     }
 
 
@@ -71,9 +90,10 @@ def rows(device: torch.device, probe: Probe) -> Iterator[dict[str, Any]]:
     """A row for each, with what it counts."""
     for name, (num_copies, make) in makers(device).items():
         (found,) = probe([Work(lambda make=make: make)])
-        counts = {"waits": found.syncs, "copies_to_device": found.to_device}
-        right = counts == {"waits": 0, "copies_to_device": num_copies}
-        reason = {} if right else {"reason": f"waits 0 times, for {num_copies} copies"}
+        right = found.syncs == 0 and found.to_device == num_copies
+        right = right and (name != TREE_MASK or found.launches <= MOST_LAUNCHES)
+        counts = {"waits": found.syncs, "copies_to_device": found.to_device, "launches": found.launches}
+        reason = {} if right else {"reason": f"no wait, {num_copies} copies, {MOST_LAUNCHES} launches of a tree mask"}
         yield {"made": name, **counts, "status": "pass" if right else "fail", **reason}
 
 
