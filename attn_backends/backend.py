@@ -4,7 +4,7 @@ A backend declares its buffers, writes all that a step's forwards need of them i
 says in another how they are read, `plans`. Eager, capture and replay all run it and differ only in the destination:
 
     meta = backend.init_forward_metadata(step)      # eager: fresh buffers
-    meta = backend.capture(bucket, paging)          # static buffers with safe contents
+    meta = backend.capture(bucket, paging, inputs)  # static buffers; inputs: an engine's own, else safe contents
     backend.replay(meta, step)                      # copies the raw inputs, then refresh(meta)
     backend.refresh(meta)                           # device only and recordable: may be a graph's first node instead
     backend.store(inputs, cache, meta.at(i), layer)
@@ -41,10 +41,11 @@ from attn_backends.planning.metadata import (
     check_owner,
     own_drafted,
 )
-from attn_backends.planning.planners import bind_inputs, choose_planner
+from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, call_all, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import (
     Arena,
+    BoundInputs,
     Bucket,
     Buffers,
     BufferSpec,
@@ -57,9 +58,9 @@ from spec_metadata import (
     input_specs,
     misfit,
     static_step,
-    write_slots,
 )
 from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
+from spec_metadata.bound_inputs import check_bound
 from spec_metadata.buffers import out_of_range
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
@@ -155,22 +156,31 @@ class AttentionBackend(ABC, Generic[Plan]):
         self._arenas.check_guards([arena])
         return meta
 
-    def capture(self, bucket: Bucket | TokenBucket, paging: Paging) -> Metadata[Plan]:
-        """Static metadata of a bucket for a graph, every row padding. paging: the engine's table, read in place.
+    def capture(
+        self, bucket: Bucket | TokenBucket, paging: Paging, inputs: BoundInputs | None = None
+    ) -> Metadata[Plan]:
+        """Static metadata of a bucket for a graph. paging: the engine's table, read in place.
 
         It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
+        Every row is padding until `replay` copies a step. inputs: buffers of the engine's own that `refresh` reads
+        instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay.
         """
         check_capture(bucket, paging, self.capacity)
+        if inputs is not None:
+            check_bound(inputs, bucket, paging)
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
+        reasons = reasons or ([] if inputs is None else self.kernel_of(bucket.kind).bound_reasons(bucket.kind))
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         arena = self._arenas.captured(bucket, paging)
         buffers = arena.view(self._arenas.extent(bucket))
         step = static_step(bucket, paging, buffers)
         tenant = Tenant(bucket, self.capacity, self.memory, arena, paging.table, bind_inputs(self.planner, step))
+        if inputs is not None:
+            tenant.bound = bind_bound(self.planner, step, inputs, paging, self.capacity)
         self.memory.let_to(tenant)
         return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
 
@@ -185,7 +195,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         tenant = meta.tenant
         if tenant is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
-        if self.checking or not tenant.admits(step):
+        if not tenant.admits(step) or self.checking:
             if reasons := misfit(meta.step, step):
                 raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
             self._admit(step)
@@ -203,15 +213,17 @@ class AttentionBackend(ABC, Generic[Plan]):
             meta.schedules.plan_host(lens)
 
     def refresh(self, meta: Metadata[Plan]) -> None:
-        """Plan captured metadata again from its static inputs. In checking mode it reads the device, so it can't be
-        recorded then.
+        """Plan captured metadata again from its static inputs, or the engine's buffers if it is bound to those. In
+        checking mode it reads the device, so it can't be recorded then.
         """
         check_owner(self, meta.owner, meta.step.kind)
         if meta.tenant is not None:
-            meta.tenant.check()
+            meta.tenant.begin()
         meta.write()
         meta.schedules.refresh()
         if self.checking:
+            if meta.tenant is not None and meta.tenant.bound is not None:
+                meta.tenant.bound.check()
             self._check_ranges(meta)
             check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
 
@@ -285,7 +297,9 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
-        write = self.bind_fused(step, buffers) if self.planner.is_fused else self._bind_torch(step, buffers)
+        write = self.bind_fused(step, buffers) if self.planner.is_fused else bind_torch(self.write, step, buffers)
+        if tenant is not None and tenant.bound is not None:
+            write = partial(call_all, tenant.bound.read, write)
         write()
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket
@@ -297,14 +311,6 @@ class AttentionBackend(ABC, Generic[Plan]):
         if self.checking:
             self._check_ranges(meta)
         return meta
-
-    def _bind_torch(self, step: Step, buffers: Buffers) -> Callable[[], None]:
-        def write() -> None:
-            for forward in range(step.num_forwards):
-                buffers[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
-            self.write(step, buffers)
-
-        return write
 
     def _check_ranges(self, meta: Metadata[Plan]) -> None:
         if problems := out_of_range(self.buffers(meta.step.kind), meta.buffers):

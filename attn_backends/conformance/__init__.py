@@ -5,6 +5,7 @@ One catalogue of checks; `run_conformance`, `attn-backends conformance` and pyte
 
 from attn_backends.conformance import (
     checks_api,
+    checks_bound,
     checks_cache,
     checks_compressed,
     checks_graph,
@@ -26,6 +27,7 @@ CHECK_MODULES = (
     checks_plan,
     checks_math,
     checks_scale,
+    checks_bound,
     checks_graph,
     checks_cache,
     checks_poison,

@@ -125,10 +125,11 @@ class Captured:
         self.world, self.case = world, case
         self.scene = scene_of(world, Batch(StepKind(case.kind), case.captured_lens, case.captured_widths), case.seed)
         prepare_memory(self.scene, case)
-        backend = world.backend
-        self.meta = backend.capture(bucket_of(world, case), world.paging())
+        backend, bucket = world.backend, bucket_of(world, case)
+        self.meta = self.capture(bucket)
         self.addresses = addresses(self.meta)
-        backend.replay(self.meta, self.scene.step())
+        self.bring(self.scene.step())
+        backend.refresh(self.meta)
         self.static = self.scene.inputs(case.bs, case.num_tokens)
         if backend.kernel_of(self.scene.batch.kind).schedule is not None:
             self._region()  # a vendor's schedules are made by the first forward, which a graph may not hold
@@ -140,12 +141,23 @@ class Captured:
             self.world.backend.refresh(self.meta)
         return run_forwards(self.world, self.meta, self.static)
 
+    def capture(self, bucket: Bucket | TokenBucket) -> Metadata:
+        """The metadata of the graph."""
+        return self.world.backend.capture(bucket, self.world.paging())
+
+    def bring(self, step: Step) -> None:
+        """Make what the metadata is planned from that of a step."""
+        self.world.backend.copy_inputs(self.meta, step)
+
     def load(self, scene: Scene) -> Step:
         """Make inputs and metadata those of a scene. Returns the step."""
         if scene.batch.kind is not StepKind.IDLE:
             fill(self.static, scene.inputs(self.case.bs, self.case.num_tokens))
         step, backend = scene.step(), self.world.backend
-        (backend.copy_inputs if self.case.refresh else backend.replay)(self.meta, step)
+        if self.case.refresh:
+            self.bring(step)
+        else:
+            backend.replay(self.meta, step)
         return step
 
     def run(self, scene: Scene, case: Case) -> Ran:

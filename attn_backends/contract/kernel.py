@@ -128,6 +128,12 @@ class Kernel(Generic[Plan]):
             return False
         return torch.cuda.get_device_capability(device)[0] in self.architectures
 
+    def bound_reasons(self, kind: StepKind) -> list[str]:
+        """Why it can't be planned from an engine's own buffers, whose values the host does not see; empty if so."""
+        if self.capabilities[kind].needs_host_lens:
+            return [f"kernel {self.name} plans lengths on the host, which buffers of the device do not tell"]
+        return []
+
     def check_host_lens(self, owner: str, step: Step) -> None:
         """Refuse a step that can't be planned on the host now. owner: the backend's name."""
         if is_capturing():

@@ -66,7 +66,7 @@ def _copy_slots(given, stride, num_given, into, begin, end, sizes, BLOCK: tl.con
 
 
 @triton.jit
-def _copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
+def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
     """What the nodes of a request see; a padded one's see themselves."""
     for start in range(0, width * width, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -137,7 +137,7 @@ def _copy_inputs(
         if tree_mask is not None:
             node = tree_mask + request.to(tl.int64) * mask_stride
             mask = static_mask + request * number(sizes.width) * number(sizes.width)
-            _copy_mask(node, mask_row_stride, mask_column_stride, mask, real, number(sizes.width), BLOCK)
+            copy_mask(node, mask_row_stride, mask_column_stride, mask, real, number(sizes.width), BLOCK)
     if not HAS_COLUMNS:
         if part == 0:
             row = tl.load(paging + request * paging_stride, mask=real, other=0).to(tl.int64)
@@ -157,9 +157,8 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
     num_writes = static.num_writes // static.bs if starts is None else static.num_writes
-    num_parts = max(1, min(triton.cdiv(max(num_columns, num_writes), _BLOCK), _MOST_PROGRAMS // static.bs))
-    launch = Launch(_copy_inputs, static.device, (static.bs, num_parts, 1))
-    mask = None if static.tree_mask is None else _as_bytes(static.tree_mask)
+    launch = Launch(_copy_inputs, static.device, (static.bs, num_parts(static.bs, max(num_columns, num_writes)), 1))
+    mask = None if static.tree_mask is None else as_bytes(static.tree_mask)
     into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
     outputs = (*into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns, _BLOCK)
 
@@ -180,7 +179,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
             lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
             paging = source.paging.static_input()
             if direct is None:
-                masks = (None if nodes is None else _as_bytes(nodes), None)
+                masks = (None if nodes is None else as_bytes(nodes), None)
                 launch.compile(variant, lens, real, loc, paging, *masks, *fixed)
                 direct = launch.bind(variant, bound)
             elif nodes is None:
@@ -191,6 +190,11 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
         return fill
 
     return bind
+
+
+def num_parts(bs: int, num_columns: int) -> int:
+    """Programs that share what a request has so many entries of."""
+    return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // bs))
 
 
 def _launch_packed(launch: Launch, variant: Hashable, step: Step, num_real: Tensor, fixed: Sequence[Any]) -> None:
@@ -221,6 +225,6 @@ def _strides_of(step: Step) -> tuple[int, ...]:
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor that Triton can address: of truth values their bytes."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

@@ -85,13 +85,24 @@ class StaticMemory:
         return self._tenant
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """An engine's buffers, which captured metadata is planned from. read: writes the static step from them, on the
+    device. check: refuses values that it brought within bounds; reads the device back.
+    """
+
+    read: Callable[[], None]
+    check: Callable[[], None]
+
+
 @dataclass(slots=True, eq=False)
 class Tenant:
     """What captured metadata has of static memory.
 
     arena: of all buckets of its phase. captured_on: the engine's table. bind_inputs: a step -> what fills the static
-    inputs, padded, from steps of its layout. What it took once it takes again, unless it is longer: a step is asked
-    about, and its inputs are bound, when its layout is another than the last one's.
+    inputs, padded, from steps of its layout. bound: an engine's buffers that are read instead, else None.
+    What it took once it takes again, unless it is longer: a step is asked about, and its inputs are bound, when its
+    layout is another than the last one's.
     """
 
     bucket: Bucket | TokenBucket
@@ -100,13 +111,26 @@ class Tenant:
     arena: Arena
     captured_on: Tensor
     bind_inputs: Callable[[Step], CopyInputs]
+    bound: Bound | None = None
     copy_inputs: CopyInputs = field(init=False, repr=False)
     _layout: Hashable = field(default=None, init=False)
     _table: Hashable = field(default=None, init=False)
     _longest: int = field(default=-1, init=False)
 
+    def begin(self) -> None:
+        """Before it is planned again: what a replay copied must be there still; an engine's buffers lie elsewhere."""
+        if self.bound is None:
+            self.check()
+        else:
+            self.memory.let_to(self)
+
     def admits(self, step: Step) -> bool:
-        """Whether a step like this one was taken already."""
+        """Whether a step like this one was taken already. One that is bound takes none."""
+        if self.bound is not None:
+            raise CaptureError(
+                f"metadata of ({self.bucket}) reads the engine's buffers: write those, then refresh it or replay the "
+                "graph that does"
+            )
         is_known = step.layout == self._layout and _table_of(step.paging, self.captured_on) == self._table
         return is_known and longest_promised(step, self.capacity) <= self._longest
 

@@ -1,6 +1,7 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
 from tests.mutants import (
+    bound,
     compressed,
     eagle3,
     hosts,
@@ -22,6 +23,7 @@ from tests.mutants.mutant import MUTANTS, Mutant
 __all__ = [
     "MUTANTS",
     "Mutant",
+    "bound",
     "compressed",
     "eagle3",
     "hosts",

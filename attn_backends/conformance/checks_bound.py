@@ -1,0 +1,93 @@
+"""Graphs that are planned from an engine's own buffers, which nobody copies (`BoundInputs`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
+from attn_backends.conformance.situations import graph, growing, idle, joined, one_page_size, padded
+from attn_backends.planning.metadata import Metadata
+from spec_metadata import BlockTable, BoundInputs, Bucket, Paging, RequestTable, Step, StepKind, TokenBucket
+
+ANYTHING = 2**30  # in padding, where an engine says how many requests are real
+
+
+class BoundGraph(Captured):
+    """A graph whose metadata reads an engine's buffers. By the case's seed the engine counts its real requests and
+    leaves anything behind them, or fills padding by a convention and leaves slots to be found in the table.
+    """
+
+    def capture(self, bucket: Bucket | TokenBucket) -> Metadata:
+        """Buffers of the bucket's size, of padding alone."""
+        assert isinstance(bucket, Bucket), "its inputs are of a uniform step"
+        world, index, device = self.world, self.world.setup.index, self.world.device
+        is_table, geometry = world.setup.block_table, world.geometry
+        self.counts = self.case.seed % 2 == 0 or (is_table and bucket.num_steps > 1)
+        include, has_mask = is_table and not self.counts, bucket.tree and bucket.kind is StepKind.TARGET_VERIFY
+        self.paging: Paging
+        if is_table:
+            pages = torch.zeros(bucket.bs, world.max_pages, dtype=index, device=device)
+            self.paging = BlockTable(pages, geometry)
+        else:
+            rows = torch.full((bucket.bs,), geometry.reserved_row, dtype=torch.int64, device=device)
+            self.paging = world.paging(rows)
+        shape = bucket.bs, bucket.width, bucket.width
+        slots = torch.full((bucket.num_tokens * bucket.num_steps,), -1, dtype=torch.int64, device=device)
+        self.inputs = BoundInputs(
+            seq_lens=torch.zeros(bucket.bs, dtype=index, device=device),
+            out_cache_loc=slots if self.counts or bucket.tree else None,
+            num_real=torch.zeros(1, dtype=torch.int32, device=device) if self.counts else None,
+            tree_mask=torch.ones(shape, dtype=torch.bool, device=device) if has_mask else None,
+            lens_include_rows=include,
+        )
+        return world.backend.capture(bucket, self.paging, self.inputs)
+
+    def bring(self, step: Step) -> None:
+        """Write a step into the buffers, and the engine's padding behind."""
+        bs = 0 if step.kind is StepKind.IDLE else step.bs
+        given, geometry, inputs = step.paging.static_input(), self.world.geometry, self.inputs
+        fill = 0 if isinstance(self.paging, BlockTable) else 1
+        added = step.width if inputs.lens_include_rows else 0
+        self._fill(inputs.seq_lens, step.seq_lens + added, bs, ANYTHING if self.counts else fill)
+        reserved = -ANYTHING if isinstance(self.paging, BlockTable) else geometry.reserved_row
+        if isinstance(self.paging, RequestTable) and self.counts:
+            reserved = ANYTHING
+        self._fill(self.paging.static_input(), given, bs, reserved)
+        if inputs.out_cache_loc is not None:
+            self._fill(inputs.out_cache_loc, step.out_cache_loc, step.num_writes if bs else 0, -1)
+        if inputs.num_real is not None:
+            inputs.num_real.fill_(bs)
+        if inputs.tree_mask is not None:
+            mask = inputs.tree_mask if step.tree_mask is None else step.tree_mask
+            self._fill(inputs.tree_mask, mask, bs, 1)
+
+    def _fill(self, buffer: Tensor, given: Tensor, num: int, behind: int) -> None:
+        buffer.fill_(behind)
+        if num:
+            buffer[:num, ..., : given.shape[-1]].copy_(given) if buffer.ndim == 2 else buffer[:num].copy_(given)
+
+
+def _bindable(subject: Subject) -> list[Case]:
+    cases = joined(graph(growing), one_page_size(joined(graph(padded), graph(idle))))(subject)
+    able = subject.capabilities
+    return [
+        replace(case, refresh=True, seed=case.seed + number)
+        for number, case in enumerate(cases)
+        if not able[StepKind(case.kind)].needs_host_lens
+    ]
+
+
+@check("graph.bound_inputs", _bindable)
+def bound_inputs(subject: Subject, case: Case) -> Measured:
+    """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay."""
+    world = world_of(setup_of(subject, case))
+    ran = BoundGraph(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
+    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    compare_memory(ran.scene, ran.before, padded=True)
+    return measured

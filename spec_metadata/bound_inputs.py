@@ -1,0 +1,148 @@
+"""An engine's own buffers as the inputs of a captured step: a graph reads them at every replay, where they lie.
+
+An engine that captures its model keeps lengths, slots and rows of a table in static buffers of the bucket's size, and
+pads them by a convention of its own. `BoundInputs` says what they mean, and `read_bound` writes the captured step from
+them, on the device alone: it counts the real requests, pads the others (rule R6) and brings every value within the
+capacity and the pool. A graph that holds it costs the host nothing beside its own launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spec_metadata.capacity import Bucket, Capacity, TokenBucket
+from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.layout import Step, next_slots
+from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
+from spec_metadata.step_checks import check_device, check_tensor
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundInputs:
+    """Buffers of an engine for one bucket; the table, and the rows or pages in it, come as the capture's paging.
+
+    seq_lens: [bs] int32 or int64, committed tokens; with this step's query rows where lens_include_rows (vLLM).
+    out_cache_loc: int32 or int64 as of `Step`; None takes the slots of the table right after the committed tokens. A
+    slot outside the pool, such as vLLM's -1, writes to the reserved page.
+    num_real: [1] int32 or int64, leading requests that are real. None counts them by how an engine fills the others: in
+    a request table those of the reserved row (SGLang's row 0), in a block table those of length 0 (vLLM's, whose
+    lengths include rows). Padded requests come last.
+    tree_mask: [bs, width, width] bool of a verify over a tree.
+    All of any stride, on one device. Values are read at each replay; those beyond what the capacity and the pool hold
+    are clamped there, and told in checking mode.
+    """
+
+    seq_lens: Tensor
+    out_cache_loc: Tensor | None = None
+    num_real: Tensor | None = None
+    tree_mask: Tensor | None = None
+    lens_include_rows: bool = False
+
+
+def check_bound(inputs: BoundInputs, bucket: Bucket | TokenBucket, paging: Paging) -> None:
+    """Refuse buffers that don't fit a bucket. Reads shapes and types only."""
+    if isinstance(bucket, TokenBucket):
+        raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
+    bs, width, slots = bucket.bs, bucket.width, inputs.out_cache_loc
+    check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), _INTEGERS)
+    if paging.bs != bs:
+        raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
+    if slots is not None:
+        check_tensor("inputs.out_cache_loc", slots, (bucket.num_tokens * bucket.num_steps,), _INTEGERS)
+    if inputs.lens_include_rows and bucket.num_steps > 1:
+        raise InvalidStepError(f"lengths of ({bucket}) are committed tokens; its forwards have rows of their own each")
+    if inputs.num_real is not None:
+        check_tensor("inputs.num_real", inputs.num_real, (1,), _INTEGERS)
+    elif isinstance(paging, BlockTable) and not inputs.lens_include_rows:
+        raise InvalidStepError(
+            "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "
+            "num_real, or lengths that include the step's rows"
+        )
+    if (inputs.tree_mask is not None) != (bucket.tree and bucket.num_steps == 1):
+        given = describe(inputs.tree_mask)
+        raise InvalidStepError(f"inputs.tree_mask of ({bucket}) is {given}; a verify over a tree has one, no other")
+    if inputs.tree_mask is not None:
+        check_tensor("inputs.tree_mask", inputs.tree_mask, (bs, width, width), (torch.bool,))
+    others = {"out_cache_loc": slots, "num_real": inputs.num_real, "tree_mask": inputs.tree_mask}
+    check_device(inputs.seq_lens, paging=paging.static_input(), **others)
+
+
+def most_committed(static: Step, capacity: Capacity) -> int:
+    """Committed tokens up to which a bound request is taken: any that the capacity and its table row hold."""
+    return min(capacity.max_kv_len, static.paging.row_tokens) - static.num_added_at_least
+
+
+def read_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
+    """Write a captured step from bound inputs. Device only, fixed shapes, no host reads.
+
+    static: over static buffers (`static_step`). paging: the engine's, in place.
+    """
+    geometry, bs = static.paging.geometry, static.bs
+    place = torch.arange(bs, device=static.device)
+    static.num_real.copy_(_num_real(inputs, paging))
+    real = place < static.num_real
+    lens = _committed(inputs, static).clamp(0, most_committed(static, capacity))
+    static.seq_lens.copy_(torch.where(real, lens, 0))
+    if isinstance(paging, RequestTable):
+        inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
+        static.paging.static_input().copy_(torch.where(inside, paging.rows, geometry.reserved_row))
+    else:
+        given, table = paging.table, static.paging.static_input()
+        columns = min(given.shape[1], table.shape[1])
+        inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
+        table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
+        table[:, columns:] = geometry.reserved_page
+    static.out_cache_loc.copy_(_write_slots(static, inputs, geometry))
+    if static.tree_mask is not None and inputs.tree_mask is not None:
+        own = torch.eye(static.width, dtype=torch.bool, device=static.device)
+        static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))
+
+
+def check_bound_values(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
+    """Refuse values that `read_bound` brought within bounds. static: as it wrote it. Reads the device back."""
+    num_real, most = int(static.num_real), most_committed(static, capacity)
+    for request, length in enumerate(_committed(inputs, static)[:num_real].tolist()):
+        if not 0 <= length <= most:
+            raise InvalidStepError(
+                f"request {request} has {length} committed tokens and adds {static.num_added_at_least}; its table row "
+                f"and the capacity hold {most + static.num_added_at_least}"
+            )
+    if isinstance(paging, RequestTable):
+        num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
+        if any(not 0 <= row < num_rows for row in rows):
+            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+    num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc
+    slots = [] if given is None else given[: num_real * static.num_writes // static.bs].tolist()
+    if wrong := [slot for slot in slots if not 0 <= slot < num_slots]:
+        raise InvalidStepError(f"out_cache_loc of a real request holds {wrong}, outside [0, {num_slots})")
+
+
+def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
+    """[1] int64."""
+    if inputs.num_real is not None:
+        return inputs.num_real.long().clamp(0, paging.bs)
+    if isinstance(paging, RequestTable):
+        return (paging.rows != paging.geometry.reserved_row).sum().view(1)
+    return (inputs.seq_lens > 0).sum().view(1)
+
+
+def _committed(inputs: BoundInputs, static: Step) -> Tensor:
+    """[bs] int64."""
+    return inputs.seq_lens.long() - (static.num_added_at_least if inputs.lens_include_rows else 0)
+
+
+def _write_slots(static: Step, inputs: BoundInputs, geometry: CacheGeometry) -> Tensor:
+    """[num_writes] int64. static: with its other inputs written."""
+    given = inputs.out_cache_loc
+    if given is None:
+        given = next_slots(static.query, static.num_steps, static.seq_lens, static.paging)
+    write = torch.arange(static.num_writes, device=static.device)
+    behind = write - static.num_real * (static.num_writes // static.bs)  # the first write of padding
+    inside = (behind < 0) & (given >= 0) & (given < geometry.num_slots)
+    padding = geometry.reserved_slot + behind.remainder(geometry.page_size)
+    return torch.where(inside, given.long(), padding)

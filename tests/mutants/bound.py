@@ -1,0 +1,51 @@
+"""Mutants of inputs that a graph reads from an engine's own buffers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import backend as base
+from attn_backends.planning import planners
+from spec_metadata import bound_inputs
+from tests.mutants.mutant import mutant
+
+
+@mutant("SGLang's padding: sequence length 1, row 0, slot 0", "graph.bound_inputs")
+def padding_is_bound_as_requests(patch: pytest.MonkeyPatch) -> None:
+    """Every row of an engine's buffers is taken for a real request."""
+    patch.setattr(bound_inputs, "_num_real", lambda inputs, paging: torch.full((1,), paging.bs))
+
+
+@mutant("vLLM's seq_lens, which count the step's rows", "graph.bound_inputs", backend="trtllm_mla")
+def bound_lengths_are_committed_whatever_they_count(patch: pytest.MonkeyPatch) -> None:
+    """Lengths that include the step's rows are taken for committed ones."""
+    read = planners.read_bound
+
+    def reading(static: Any, inputs: Any, *rest: Any) -> None:
+        lens = inputs.seq_lens + (inputs.seq_lens > 0) * (static.width if inputs.lens_include_rows else 0)
+        read(static, replace(inputs, seq_lens=lens), *rest)
+
+    patch.setattr(planners, "read_bound", reading)
+
+
+@mutant("vLLM's slot mapping, -1 behind the real rows", "graph.bound_inputs", backend="flashinfer_mla")
+def bound_slots_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
+    """Slots of padding are those that the engine left there, as far as the pool has them."""
+    patch.setattr(bound_inputs, "_write_slots", lambda static, inputs, geometry: inputs.out_cache_loc.clamp(min=64))
+
+
+@mutant("SGLang #21987: planned from the capture's values", "graph.bound_inputs", graph=True)
+def buffers_are_read_at_capture_alone(patch: pytest.MonkeyPatch) -> None:
+    """A replay plans from what the engine's buffers held at the capture."""
+    bind = planners.bind_bound
+
+    def bound_once(*place: Any) -> Any:
+        bound = bind(*place)
+        bound.read()
+        return replace(bound, read=lambda: None)
+
+    patch.setattr(base, "bind_bound", bound_once)
