@@ -41,7 +41,7 @@ from attn_backends.planning.metadata import (
     check_owner,
     own_drafted,
 )
-from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, call_all, choose_planner
+from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import (
     Arena,
@@ -222,8 +222,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         meta.write()
         meta.schedules.refresh()
         if self.checking:
-            if meta.tenant is not None and meta.tenant.bound is not None:
-                meta.tenant.bound.check()
+            if meta.tenant is not None:
+                meta.tenant.check_bound()
             self._check_ranges(meta)
             check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
 
@@ -298,8 +298,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
         write = self.bind_fused(step, buffers) if self.planner.is_fused else bind_torch(self.write, step, buffers)
-        if tenant is not None and tenant.bound is not None:
-            write = partial(call_all, tenant.bound.read, write)
+        write = write if tenant is None else tenant.reading(write)
         write()
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket

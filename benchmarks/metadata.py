@@ -165,7 +165,7 @@ def _captured(backend: AttentionBackend, kind: StepKind, batch: Batch) -> _Captu
     steps = shorter.step(kind, exact=exact), batch.step(kind, exact=exact)
     meta = backend.capture(steps[0].bucket(), steps[0].paging)
     for forward in range(steps[0].num_forwards):
-        meta.schedules.planned(forward, _shape(backend))
+        meta.schedules.planned(forward, layer_shape(backend))
     return _Captured(meta, steps)
 
 
@@ -190,7 +190,7 @@ def _work(mode: str, backend: AttentionBackend, captured: Sequence[_Captured], p
     return Work(ready, graph.replay)
 
 
-def _shape(backend: AttentionBackend) -> LayerShape:
+def layer_shape(backend: AttentionBackend) -> LayerShape:
     """Of a layer that attends: MLA with 16 heads, else grouped queries, or DeepSeek-V4's that is indexed."""
     formats: frozenset[object] = frozenset(backend.formats)
     if CompressedFormat.COMPRESSED in formats:

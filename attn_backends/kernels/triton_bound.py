@@ -83,6 +83,43 @@ def _own_slots(table, rows, request, row, table_stride, column_stride, position,
         return page.to(tl.int64) * page_size + position % page_size
 
 
+@triton.jit
+def _store_slots(into, write, slots, real, count, mask, sizes):
+    """Write slots of a request; those of padding, or outside the pool, walk round the reserved page."""
+    page_size, num_writes = number(sizes.page_size), number(sizes.num_writes)
+    inside = real & (slots >= 0) & (slots < number(sizes.num_pages).to(tl.int64) * page_size)
+    behind = (write - count * num_writes) % page_size
+    behind = tl.where(behind < 0, behind + page_size, behind)
+    padding = number(sizes.reserved_page).to(tl.int64) * page_size + behind
+    tl.store(into + write, tl.where(inside, slots, padding), mask=mask)
+
+
+@triton.jit
+def _copy_slots(given, stride, into, request, count, sizes, BLOCK: tl.constexpr):
+    """The slots that an engine gives a request."""
+    num_writes = number(sizes.num_writes)
+    for start in range(tl.program_id(1) * BLOCK, num_writes, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        mask, write = place < num_writes, request * num_writes + place
+        slots = tl.load(given + write.to(tl.int64) * stride, mask=mask, other=0).to(tl.int64)
+        _store_slots(into, write, slots, request < count, count, mask, sizes)
+
+
+@triton.jit
+def _find_slots(
+    table, rows, request, row, table_stride, column_stride, committed, into, count, sizes, BLOCK: tl.constexpr
+):
+    """The slots of a request's table right after its committed tokens."""
+    num_writes, real = number(sizes.num_writes), request < count
+    for start in range(tl.program_id(1) * BLOCK, num_writes, tl.num_programs(1) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        mask, write = place < num_writes, request * num_writes + place
+        slots = _own_slots(
+            table, rows, request, row, table_stride, column_stride, committed + place, mask & real, sizes
+        )
+        _store_slots(into, write, slots, real, count, mask, sizes)
+
+
 @unspecialized
 def _read_bound(
     seq_lens,
@@ -128,21 +165,10 @@ def _read_bound(
             node = tree_mask + request.to(tl.int64) * mask_stride
             mask = static_mask + request * number(sizes.width) * number(sizes.width)
             copy_mask(node, mask_row_stride, mask_column_stride, mask, real, number(sizes.width), BLOCK)
-    num_slots = number(sizes.num_pages).to(tl.int64) * page_size
-    for start in range(part * BLOCK, num_writes, parts * BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        mask, write = place < num_writes, request * num_writes + place
-        if out_cache_loc is not None:
-            slots = tl.load(out_cache_loc + write.to(tl.int64) * loc_stride, mask=mask, other=0).to(tl.int64)
-        else:
-            slots = _own_slots(
-                table, rows, request, row, table_stride, column_stride, committed + place, mask & real, sizes
-            )
-        inside = real & (slots >= 0) & (slots < num_slots)
-        behind = (write - count * num_writes) % page_size
-        behind = tl.where(behind < 0, behind + page_size, behind)
-        padding = number(sizes.reserved_page).to(tl.int64) * page_size + behind
-        tl.store(static_loc + write, tl.where(inside, slots, padding), mask=mask)
+    if out_cache_loc is not None:
+        _copy_slots(out_cache_loc, loc_stride, static_loc, request, count, sizes, BLOCK)
+    else:
+        _find_slots(table, rows, request, row, table_stride, column_stride, committed, static_loc, count, sizes, BLOCK)
     if rows is None:
         into = static_paging + request.to(tl.int64) * number(sizes.paging_stride)
         end = tl.minimum(tl.cdiv(committed + num_writes, page_size), number(sizes.num_columns))

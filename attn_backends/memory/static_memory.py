@@ -124,6 +124,23 @@ class Tenant:
         else:
             self.memory.let_to(self)
 
+    def reading(self, plan: Callable[[], None]) -> Callable[[], None]:
+        """What plans it, after an engine's buffers were read if it is bound to those."""
+        bound = self.bound
+        if bound is None:
+            return plan
+
+        def read_and_plan() -> None:
+            bound.read()
+            plan()
+
+        return read_and_plan
+
+    def check_bound(self) -> None:
+        """Refuse values of an engine's buffers that were brought within bounds; reads the device back."""
+        if self.bound is not None:
+            self.bound.check()
+
     def admits(self, step: Step) -> bool:
         """Whether a step like this one was taken already. One that is bound takes none."""
         if self.bound is not None:

@@ -80,12 +80,6 @@ def bind_torch(write: Callable[[Step, Buffers], None], step: Step, buffers: Buff
     return plan
 
 
-def call_all(*calls: Callable[[], None]) -> None:
-    """One after the other."""
-    for call in calls:
-        call()
-
-
 def _check_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
     check_bound_values(static, inputs, paging, capacity)
     check_values(static, capacity)
