@@ -4,7 +4,7 @@
 
 Each phase of a cycle (3 drafted tokens, a verify of 4, a draft extend of 4) is captured with `BoundInputs`, for layers
 of one shape, so that their kernel's vendor plans along. A row is one graph: of a phase alone, or of the whole cycle.
-us: elapsed device time of a replay, less that of a graph of one empty kernel; medians of rounds in which all take turns.
+us: elapsed device time of a replay less that of a graph of one empty kernel, medians of rounds in which all take turns.
 kernel_us: the sum of what its kernels take. nodes: kernels, copies and fills. Nothing else is launched by the host.
 """
 
