@@ -1,6 +1,6 @@
 """Vendors' schedules, planned on the device by us: operators of `torch.library`, namespace `attn_backends`.
 
-    share_out    FlashMLA's share-out of blocks of keys to the parts of the GPU
+    share_out    a share-out of blocks of keys to the parts of the GPU, as FlashMLA reads it
 
 The CPU implementation in torch is the definition; on a GPU one Triton launch writes the same integers.
 """
@@ -34,7 +34,7 @@ def share_out(
     read_lens: Tensor | None = None,
     most: int = 2**30,
 ) -> None:
-    """Share blocks of 64 keys of n requests out to parts of the GPU, as FlashMLA does.
+    """Share blocks of 64 keys of n requests out to parts of the GPU, in FlashMLA's format.
 
     lens: [n] int32, keys of each request. parts: [num_parts, 8] int32, written: first and last request of a part (both
     inclusive), first block of the first and end block of the last, number of the first piece in its request, whether
@@ -43,9 +43,9 @@ def share_out(
     list, which begin at a whole block; at most `most` of them are read, and `read_lens` [n] int32 is written with how
     many.
 
-    A request costs its blocks, at least one, and an overhead for each part that it has a piece in. Parts are filled
-    with requests in order, up to an even share and one overhead more; a request that does not fit goes on in the next
-    part, and one that would begin in no more than an overhead begins there.
+    Requests lie one behind the other on an axis of costs: a unit for each block, at least one, and an overhead between
+    two requests. Every part gets an even share of the axis, and so each block's part follows from its place alone.
+    FlashMLA fills one part after the other instead, by the same costs; its shares are as even.
     """
     torch.ops.attn_backends.share_out(lens, more_lens, parts, splits, marks, read_lens, most)
 
@@ -66,39 +66,32 @@ def _share_out_torch(
         blocks = blocks + (more + BLOCK_KEYS - 1) // BLOCK_KEYS
         if read_lens is not None:
             read_lens.copy_(more)
-    end, blocks = blocks, blocks.clamp_min(1)
-    size = (blocks.sum() + n * OVERHEAD + num_parts - 1) // num_parts  # blocks of a part that has one request alone
-    part, room = torch.zeros_like(size), size + OVERHEAD
-    for request, mark in zip(blocks, marks, strict=True):
-        fits = room >= request + OVERHEAD
-        taken = torch.where(fits, request, (room - OVERHEAD).clamp_min(0))
-        further = (request - taken + size - 1) // size
-        mark.copy_(torch.stack((part, taken)))
-        last = request - taken - (further - 1) * size
-        room = torch.where(fits, room - request - OVERHEAD, size - last)
-        part = part + further
-
-    (begun, taken), numbers = marks.long().T, torch.arange(n, device=lens.device)
-    pieces = (blocks - taken + size - 1) // size + (taken > 0)
+    ends = (blocks.clamp_min(1) + OVERHEAD).cumsum(0) - OVERHEAD
+    starts = ends - blocks.clamp_min(1)
+    marks.copy_(torch.stack((starts, ends), 1))
+    share = (ends[-1] + num_parts - 1) // num_parts
+    first, pieces = starts // share, (ends - 1) // share - starts // share + 1
     splits[:1].zero_()
     splits[1:].copy_(pieces.cumsum(0))
-    piece = torch.arange(num_parts, device=lens.device).expand(n, -1)
-    is_begun = torch.where(taken > 0, taken, size).unsqueeze(1)  # blocks of the first piece
-    begin = torch.where(piece > 0, is_begun + (piece - 1) * size, 0)
-    stop = torch.minimum(is_begun + piece * size, end.unsqueeze(1))
-    is_alone = torch.cat((taken, taken.new_zeros(1))) == 0  # whether a request begins a part; one behind the last does
-    is_first = (piece > 0) | (is_alone[:-1] | (numbers == 0)).unsqueeze(1)
-    is_last = (piece < pieces.unsqueeze(1) - 1) | is_alone[1:].unsqueeze(1)
-    row = (begun + (taken == 0)).unsqueeze(1) + piece
-    live, request = piece < pieces.unsqueeze(1), numbers.unsqueeze(1).expand_as(piece)
-    is_split = (pieces > 1).unsqueeze(1).expand_as(piece)
-    table = torch.zeros(num_parts + 1, 8, dtype=torch.long, device=lens.device)  # its last row is of no part
-    table[:, 0], table[:, 1] = n, n - 1
-    for values, mask in (((request, begin, piece, is_split), is_first), ((request, stop, is_split), is_last)):
-        at = torch.where(live & mask, row, num_parts).flatten()
-        for column, value in zip((0, 2, 4, 5) if len(values) == 4 else (1, 3, 6), values, strict=True):
-            table[:, column].index_copy_(0, at, value.long().flatten())
-    parts.copy_(table[:-1])
+    part = torch.arange(num_parts, device=lens.device)
+    begin = torch.searchsorted(ends, part * share, right=True).clamp(max=n - 1)
+    end = torch.searchsorted(starts, (part + 1) * share) - 1
+    used = torch.stack(
+        (
+            begin,
+            end,
+            (part * share - starts[begin]).clamp_min(0),
+            torch.minimum((part + 1) * share - starts[end], blocks[end]),
+            part - first[begin],
+            (pieces[begin] > 1).long(),
+            (pieces[end] > 1).long(),
+            torch.zeros_like(part),
+        ),
+        1,
+    )
+    is_used = (begin <= end) & (part * share < ends[-1])
+    unused = torch.tensor([n, n - 1, 0, 0, 0, 0, 0, 0], device=lens.device)
+    parts.copy_(torch.where(is_used.unsqueeze(1), used, unused))
 
 
 @on_its_device

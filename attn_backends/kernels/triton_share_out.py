@@ -1,8 +1,7 @@
 """FlashMLA's share-out as one Triton launch of one program: `schedule_operators.share_out`.
 
-Where a request begins depends on all before it, so one loop goes over requests; a step of it is a few additions, and
-what it needs is loaded a step ahead. What requests and parts get follows from that for all of them at once. FlashMLA's
-own scheduler goes over requests and parts on one thread.
+Where requests lie on the axis of costs is a sum; where a part begins and ends on it is a search, of all parts at once.
+FlashMLA's own scheduler goes over requests and parts on one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from attn_backends.kernels.schedule_operators import BLOCK_KEYS, OVERHEAD
 from attn_backends.kernels.triton_launch import Launch, unspecialized
 
-_REQUESTS, _PIECES = 32, 32  # of a block
+_REQUESTS = 256  # of a block
 _WARPS = 4
 
 
@@ -30,60 +29,42 @@ def _blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS: t
 
 
 @triton.jit
-def _total(lens, more_lens, lens_stride, more_stride, n, most, KEYS: tl.constexpr, REQUESTS: tl.constexpr):
-    """Blocks of keys of all requests, at least one of each."""
+def _total(
+    lens, more_lens, lens_stride, more_stride, n, most, KEYS: tl.constexpr, COST: tl.constexpr, REQUESTS: tl.constexpr
+):
+    """The length of the axis of costs."""
     total = tl.zeros((REQUESTS,), dtype=tl.int32)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
         blocks = _blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS)
-        total += tl.where(request < n, tl.maximum(blocks, 1), 0)
-    return tl.sum(total, axis=0)
+        total += tl.where(request < n, tl.maximum(blocks, 1) + COST, 0)
+    return tl.sum(total, axis=0) - COST
 
 
 @triton.jit
-def _mark(lens, more_lens, marks, lens_stride, more_stride, n, most, size, KEYS: tl.constexpr, COST: tl.constexpr):
-    """Write where each request begins: the part, and its blocks in there, 0 if it begins the next one. Returns the last
-    part in use.
-    """
-    part, room, reciprocal = 0, size + COST, 1.0 / size
-    coming = tl.maximum(_blocks(lens, more_lens, lens_stride, more_stride, n, most, 0, KEYS), 1)
-    for request in range(0, n):
-        blocks = coming
-        coming = tl.maximum(_blocks(lens, more_lens, lens_stride, more_stride, n, most, request + 1, KEYS), 1)
-        fits = room >= blocks + COST
-        taken = tl.where(fits, blocks, tl.maximum(room - COST, 0))
-        rest = blocks - taken
-        further = ((rest - 1).to(tl.float32) * reciprocal).to(tl.int32) + 1  # then made exact
-        further = tl.where((further - 1) * size >= rest, further - 1, further)
-        further = tl.where(further * size < rest, further + 1, further)
-        tl.store(marks + 2 * request, part)
-        tl.store(marks + 2 * request + 1, taken)
-        room = tl.where(fits, room - blocks - COST, size - (rest - (further - 1) * size))
-        part += further
-    return part
+def _search(marks, n, bound, STEPS: tl.constexpr):
+    """How many of n rising marks lie at or before a bound."""
+    low, high = bound * 0, bound * 0 + n
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        is_before = (low < high) & (tl.load(marks + 2 * middle, mask=low < high, other=0) <= bound)
+        high = tl.where(is_before, high, middle)
+        low = tl.where(is_before, middle + 1, low)
+    return low
 
 
 @triton.jit
-def _store_parts(parts, request, begun, taken, taken_next, blocks, end, pieces, n, size, PIECES: tl.constexpr):
-    """Write the ends of parts that lie in a block of requests."""
-    is_begun = tl.where(taken > 0, taken, size)[:, None]
-    is_split = (pieces > 1).to(tl.int32)[:, None]
-    is_alone, is_next_alone = (taken == 0) | (request == 0), (taken_next == 0) | (request == n - 1)
-    for begin in range(0, tl.max(pieces, axis=0), PIECES):
-        piece = begin + tl.arange(0, PIECES)[None, :]
-        live = piece < pieces[:, None]
-        row = parts + ((begun + (taken == 0).to(tl.int32))[:, None] + piece) * 8
-        first = live & ((piece > 0) | is_alone[:, None])
-        last = live & ((piece < pieces[:, None] - 1) | is_next_alone[:, None])
-        number, shape = request[:, None] + piece * 0, piece * 0
-        tl.store(row, number, mask=first)
-        tl.store(row + 2, tl.where(piece > 0, is_begun + (piece - 1) * size, 0), mask=first)
-        tl.store(row + 4, piece + number * 0, mask=first)
-        tl.store(row + 5, is_split + shape, mask=first)
-        tl.store(row + 1, number, mask=last)
-        tl.store(row + 3, tl.minimum(is_begun + piece * size, end[:, None]), mask=last)
-        tl.store(row + 6, is_split + shape, mask=last)
-        tl.store(row + 7, number * 0, mask=last)
+def _store_part(parts, part, begin, end, used, n, begin_block, end_block, piece, is_begin_split, is_end_split):
+    """Write the words of all parts; an unused one begins behind the last request."""
+    row = parts + part * 8
+    tl.store(row, tl.where(used, begin, n), mask=part >= 0)
+    tl.store(row + 1, tl.where(used, end, n - 1), mask=part >= 0)
+    tl.store(row + 2, tl.where(used, begin_block, 0), mask=part >= 0)
+    tl.store(row + 3, tl.where(used, end_block, 0), mask=part >= 0)
+    tl.store(row + 4, tl.where(used, piece, 0), mask=part >= 0)
+    tl.store(row + 5, tl.where(used, is_begin_split, 0), mask=part >= 0)
+    tl.store(row + 6, tl.where(used, is_end_split, 0), mask=part >= 0)
+    tl.store(row + 7, part * 0, mask=part >= 0)
 
 
 @unspecialized
@@ -103,34 +84,49 @@ def _share_out(
     COST: tl.constexpr,
     PARTS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    PIECES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    num_blocks = _total(lens, more_lens, lens_stride, more_stride, n, most, KEYS, REQUESTS)
-    size = tl.cdiv(num_blocks + n * COST, num_parts)
-    last_part = _mark(lens, more_lens, marks, lens_stride, more_stride, n, most, size, KEYS, COST)
-    tl.debug_barrier()  # the marks are there for all threads
-    piece = 0
+    total = _total(lens, more_lens, lens_stride, more_stride, n, most, KEYS, COST, REQUESTS)
+    share = tl.cdiv(total, num_parts)
+    cost, piece = -COST, 0
     tl.store(splits, 0)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
         live = request < n
-        end = _blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS)
-        blocks = tl.maximum(end, 1)
-        begun = tl.load(marks + 2 * request, mask=live, other=0)
-        taken = tl.load(marks + 2 * request + 1, mask=live, other=0)
-        taken_next = tl.load(marks + 2 * request + 3, mask=request < n - 1, other=0)
-        pieces = tl.where(live, tl.cdiv(blocks - taken, size) + (taken > 0).to(tl.int32), 0)
+        blocks = tl.maximum(_blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS), 1)
+        own = tl.where(live, blocks + COST, 0)
+        ends = cost + tl.cumsum(own, axis=0)
+        pieces = tl.where(live, (ends - 1) // share - (ends - blocks) // share + 1, 0)
+        tl.store(marks + 2 * request, ends - blocks, mask=live)
+        tl.store(marks + 2 * request + 1, ends, mask=live)
         tl.store(splits + 1 + request, piece + tl.cumsum(pieces, axis=0), mask=live)
-        piece += tl.sum(pieces, axis=0)
+        cost, piece = cost + tl.sum(own, axis=0), piece + tl.sum(pieces, axis=0)
         if read_lens is not None:
             more = tl.load(more_lens + request * more_stride, mask=live, other=0).to(tl.int32)
             tl.store(read_lens + request, tl.minimum(more, most), mask=live)
-        _store_parts(parts, request, begun, taken, taken_next, blocks, end, pieces, n, size, PIECES)
+    tl.debug_barrier()  # the marks are there for all threads
     part = tl.arange(0, PARTS)
-    unused = (part > last_part) & (part < num_parts)
-    for column in tl.static_range(8):
-        value = n if column == 0 else (n - 1 if column == 1 else 0)
-        tl.store(parts + part * 8 + column, tl.zeros_like(part) + value, mask=unused)
+    first_cost = part * share
+    begin = tl.minimum(_search(marks + 1, n, first_cost, STEPS), n - 1)
+    end = _search(marks, n, first_cost + share - 1, STEPS) - 1
+    used = (part < num_parts) & (begin <= end) & (first_cost < total)
+    start, stop = tl.load(marks + 2 * begin), tl.load(marks + 2 * begin + 1)
+    end_start = tl.load(marks + 2 * end, mask=end >= 0, other=0)
+    end_stop = tl.load(marks + 2 * end + 1, mask=end >= 0, other=1)
+    end_block = _blocks(lens, more_lens, lens_stride, more_stride, n, most, tl.maximum(end, 0), KEYS)
+    _store_part(
+        parts,
+        tl.where(part < num_parts, part, -1),
+        begin,
+        end,
+        used,
+        n,
+        tl.maximum(first_cost - start, 0),
+        tl.minimum(first_cost + share - end_start, end_block),
+        part - start // share,
+        ((stop - 1) // share > start // share).to(tl.int32),
+        ((end_stop - 1) // share > end_start // share).to(tl.int32),
+    )
 
 
 def share_out(
@@ -145,7 +141,8 @@ def share_out(
     """`schedule_operators.share_out`."""
     num_parts = parts.shape[0]
     strides = (lens.stride(0), 0 if more_lens is None else more_lens.stride(0))
-    constants = (BLOCK_KEYS, OVERHEAD, triton.next_power_of_2(num_parts), _REQUESTS, _PIECES)
+    num_steps = lens.shape[0].bit_length()
+    constants = (BLOCK_KEYS, OVERHEAD, triton.next_power_of_2(num_parts), _REQUESTS, num_steps)
     launch = Launch(_share_out, lens.device, (1, 1, 1), _WARPS)
     variant = (lens.dtype, more_lens is None, read_lens is None, constants)
     outputs = (parts, splits, marks, read_lens)
