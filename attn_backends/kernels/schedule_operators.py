@@ -43,8 +43,9 @@ def share_out(
     list, which begin at a whole block; at most `most` of them are read, and `read_lens` [n] int32 is written with how
     many.
 
-    Requests lie one behind the other on an axis of costs: a unit for each block, at least one, and an overhead between
-    two requests. Every part gets an even share of the axis, and so each block's part follows from its place alone.
+    Requests lie on an axis of costs, a unit for each block, and every part gets an even share of the axis, so that a
+    block's part follows from its place alone. They lie one behind the other, an overhead between two. Where the longest
+    allows it they lie evenly, so that parts begin with requests, which then have no more pieces than they need.
     FlashMLA fills one part after the other instead, by the same costs; its shares are as even.
     """
     torch.ops.attn_backends.share_out(lens, more_lens, parts, splits, marks, read_lens, most)
@@ -66,16 +67,26 @@ def _share_out_torch(
         blocks = blocks + (more + BLOCK_KEYS - 1) // BLOCK_KEYS
         if read_lens is not None:
             read_lens.copy_(more)
-    ends = (blocks.clamp_min(1) + OVERHEAD).cumsum(0) - OVERHEAD
-    starts = ends - blocks.clamp_min(1)
-    marks.copy_(torch.stack((starts, ends), 1))
+    sizes, request = blocks.clamp_min(1), torch.arange(n, device=lens.device)
+    ends, longest = (sizes + OVERHEAD).cumsum(0), sizes.max()
     share = (ends[-1] + num_parts - 1) // num_parts
+    if n <= num_parts:  # whole parts a request, or else whole requests a part
+        pieces_of_each = num_parts // n
+        even_share = torch.maximum((longest + pieces_of_each - 1) // pieces_of_each, share)
+        stride, is_even = pieces_of_each * even_share, even_share <= share + OVERHEAD
+    else:
+        each = -(-n // num_parts)
+        stride, even_share, is_even = longest, each * longest, each * (longest + OVERHEAD) <= share + 2 * OVERHEAD
+    starts = torch.where(is_even, request * stride, ends - OVERHEAD - sizes)
+    share, ends = torch.where(is_even, even_share, share), starts + sizes
+    marks.copy_(torch.stack((starts, ends), 1))
     first, pieces = starts // share, (ends - 1) // share - starts // share + 1
     splits[:1].zero_()
     splits[1:].copy_(pieces.cumsum(0))
     part = torch.arange(num_parts, device=lens.device)
-    begin = torch.searchsorted(ends, part * share, right=True).clamp(max=n - 1)
+    begin = torch.searchsorted(ends, part * share, right=True)
     end = torch.searchsorted(starts, (part + 1) * share) - 1
+    is_used, begin = (begin <= end).unsqueeze(1), begin.clamp(max=n - 1)
     used = torch.stack(
         (
             begin,
@@ -89,9 +100,8 @@ def _share_out_torch(
         ),
         1,
     )
-    is_used = (begin <= end) & (part * share < ends[-1])
     unused = torch.tensor([n, n - 1, 0, 0, 0, 0, 0, 0], device=lens.device)
-    parts.copy_(torch.where(is_used.unsqueeze(1), used, unused))
+    parts.copy_(torch.where(is_used, used, unused))
 
 
 @on_its_device

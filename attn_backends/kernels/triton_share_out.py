@@ -29,16 +29,31 @@ def _blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS: t
 
 
 @triton.jit
-def _total(
+def _sizes(
     lens, more_lens, lens_stride, more_stride, n, most, KEYS: tl.constexpr, COST: tl.constexpr, REQUESTS: tl.constexpr
 ):
-    """The length of the axis of costs."""
-    total = tl.zeros((REQUESTS,), dtype=tl.int32)
+    """The cost of all requests, and the blocks of the longest."""
+    total, longest = tl.zeros((REQUESTS,), dtype=tl.int32), tl.zeros((REQUESTS,), dtype=tl.int32)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
-        blocks = _blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS)
-        total += tl.where(request < n, tl.maximum(blocks, 1) + COST, 0)
-    return tl.sum(total, axis=0) - COST
+        blocks = tl.maximum(_blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS), 1)
+        total += tl.where(request < n, blocks + COST, 0)
+        longest = tl.maximum(longest, blocks)
+    return tl.sum(total, axis=0), tl.max(longest, axis=0)
+
+
+@triton.jit
+def _axis(total, longest, n, num_parts, COST: tl.constexpr):
+    """A part's share of the axis, whether requests lie on it evenly, and the distance of two that do."""
+    share = tl.cdiv(total, num_parts)
+    if n <= num_parts:
+        pieces = num_parts // n
+        even_share = tl.maximum(tl.cdiv(longest, pieces), share)
+        stride, is_even = pieces * even_share, even_share <= share + COST
+    else:
+        each = tl.cdiv(n, num_parts)
+        stride, even_share, is_even = longest, each * longest, each * (longest + COST) <= share + 2 * COST
+    return tl.where(is_even, even_share, share), is_even, stride
 
 
 @triton.jit
@@ -86,18 +101,19 @@ def _share_out(
     REQUESTS: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    total = _total(lens, more_lens, lens_stride, more_stride, n, most, KEYS, COST, REQUESTS)
-    share = tl.cdiv(total, num_parts)
-    cost, piece = -COST, 0
+    total, longest = _sizes(lens, more_lens, lens_stride, more_stride, n, most, KEYS, COST, REQUESTS)
+    share, is_even, stride = _axis(total, longest, n, num_parts, COST)
+    cost, piece = 0, 0
     tl.store(splits, 0)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
         live = request < n
         blocks = tl.maximum(_blocks(lens, more_lens, lens_stride, more_stride, n, most, request, KEYS), 1)
         own = tl.where(live, blocks + COST, 0)
-        ends = cost + tl.cumsum(own, axis=0)
-        pieces = tl.where(live, (ends - 1) // share - (ends - blocks) // share + 1, 0)
-        tl.store(marks + 2 * request, ends - blocks, mask=live)
+        starts = tl.where(is_even, request * stride, cost + tl.cumsum(own, axis=0) - own)
+        ends = starts + blocks
+        pieces = tl.where(live, (ends - 1) // share - starts // share + 1, 0)
+        tl.store(marks + 2 * request, starts, mask=live)
         tl.store(marks + 2 * request + 1, ends, mask=live)
         tl.store(splits + 1 + request, piece + tl.cumsum(pieces, axis=0), mask=live)
         cost, piece = cost + tl.sum(own, axis=0), piece + tl.sum(pieces, axis=0)
@@ -107,13 +123,12 @@ def _share_out(
     tl.debug_barrier()  # the marks are there for all threads
     part = tl.arange(0, PARTS)
     first_cost = part * share
-    begin = tl.minimum(_search(marks + 1, n, first_cost, STEPS), n - 1)
-    end = _search(marks, n, first_cost + share - 1, STEPS) - 1
-    used = (part < num_parts) & (begin <= end) & (first_cost < total)
+    begin, end = _search(marks + 1, n, first_cost, STEPS), _search(marks, n, first_cost + share - 1, STEPS) - 1
+    used, begin = begin <= end, tl.minimum(begin, n - 1)
     start, stop = tl.load(marks + 2 * begin), tl.load(marks + 2 * begin + 1)
-    end_start = tl.load(marks + 2 * end, mask=end >= 0, other=0)
-    end_stop = tl.load(marks + 2 * end + 1, mask=end >= 0, other=1)
-    end_block = _blocks(lens, more_lens, lens_stride, more_stride, n, most, tl.maximum(end, 0), KEYS)
+    end_start = tl.load(marks + 2 * end)
+    end_stop = tl.load(marks + 2 * end + 1)
+    end_block = _blocks(lens, more_lens, lens_stride, more_stride, n, most, end, KEYS)
     _store_part(
         parts,
         tl.where(part < num_parts, part, -1),
