@@ -81,6 +81,6 @@ def compaction_moves(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor
         raise InvalidStepError(f"paths of up to {max_accepted} nodes; the verify has {step.width}")
     depths = torch.arange(max_accepted, device=step.device)
     on_path = depths < acceptance.num_accepted.unsqueeze(1)
-    sources = step.out_cache_loc.long().reshape(bs, -1).gather(1, torch.where(on_path, acceptance.path, 0))
+    sources = step.flat_slots().long().reshape(bs, -1).gather(1, torch.where(on_path, acceptance.path, 0))
     destinations = step.paging.slots(step.seq_lens.long().unsqueeze(1) + torch.where(on_path, depths, 0))
     return sources.reshape(-1), destinations.reshape(-1)

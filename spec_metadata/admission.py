@@ -168,7 +168,7 @@ def check_values(step: Step, capacity: Capacity) -> None:
     positions = torch.arange(step.paging.row_tokens, device=step.device).expand(step.bs, -1)
     slots = step.paging.slots(positions)[:num_real].tolist() if num_real else []
     visible = [row[:length] for row, length in zip(slots, lens, strict=True)]
-    flat, writes = step.out_cache_loc.tolist(), []
+    flat, writes = step.flat_slots().tolist(), []
     for width in widths:
         writes.append(flat[:width])
         flat = flat[width:]

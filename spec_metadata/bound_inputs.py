@@ -82,10 +82,11 @@ def read_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capa
 
     static: over static buffers (`static_step`). paging: the engine's, in place.
     """
-    geometry, bs = static.paging.geometry, static.bs
-    place = torch.arange(bs, device=static.device)
-    static.num_real.copy_(_num_real(inputs, paging))
-    real = place < static.num_real
+    geometry, num_real, slots = static.paging.geometry, static.num_real, static.out_cache_loc
+    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
+    assert slots is not None, "a graph reads them from a buffer"
+    num_real.copy_(_num_real(inputs, paging))
+    real = torch.arange(static.bs, device=static.device) < num_real
     lens = _committed(inputs, static).clamp(0, most_committed(static, capacity))
     static.seq_lens.copy_(torch.where(real, lens, 0))
     if isinstance(paging, RequestTable):
@@ -97,7 +98,7 @@ def read_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capa
         inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
         table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
         table[:, columns:] = geometry.reserved_page
-    static.out_cache_loc.copy_(_write_slots(static, inputs, geometry))
+    slots.copy_(_write_slots(static, inputs, geometry))
     if static.tree_mask is not None and inputs.tree_mask is not None:
         own = torch.eye(static.width, dtype=torch.bool, device=static.device)
         static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))

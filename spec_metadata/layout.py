@@ -8,24 +8,17 @@ in `spec_metadata.visibility`. The query layouts are types of their own (`spec_m
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import InvalidStepError
 from spec_metadata.paging import Paging
 from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery, min_added, packed_rows
-from spec_metadata.step_checks import (
-    check_device,
-    check_paging,
-    check_place,
-    check_requests,
-    check_tensor,
-    exact_lens,
-)
+from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
 
 
 class HostBounds(TypedDict, total=False):
@@ -40,47 +33,59 @@ class HostBounds(TypedDict, total=False):
     seq_lens_cpu: Sequence[int] | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class Step:
-    """One step of `bs` requests (padded rows included), built by the class methods below.
+    """One step of `bs` requests (padded rows included), built by the class methods below. Making one launches nothing
+    and allocates nothing on the device.
 
     seq_lens: [bs] int32 or int64, committed tokens of each request before the step. paging: where its tokens live.
     out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode
     [bs * topk * num_steps] in (batch, topk, step) order; values are not read outside of checking mode, so -1 is no way
-    to write nothing (`CacheGeometry.reserved_slot` is). num_real: [1] int32, leading rows that are real requests, the
-    rest is padding. num_steps: drafted depth of a draft-decode step, which plans num_steps - 1 forwards; else 1.
-    tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included); None for a chain.
-    max_committed, seq_lens_cpu: what the host knows (`HostBounds`). layout: what decides how the tensors of a uniform
-    step are read, but for a request table, which is read in place; steps of one layout differ in values alone.
+    to write nothing (`CacheGeometry.reserved_slot` is). None: those right after the committed tokens, which whoever
+    plans the step finds in its table. num_real: leading rows that are real requests, the rest is padding; an integer of
+    the host, or [1] int32 where the device alone knows. num_steps: drafted depth of a draft-decode step, which plans
+    num_steps - 1 forwards; else 1. tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself
+    included); None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
     """
 
     kind: StepKind
     query: AnyQuery
     seq_lens: Tensor
     paging: Paging
-    out_cache_loc: Tensor
-    num_real: Tensor
+    out_cache_loc: Tensor | None
+    num_real: Tensor | int
     num_steps: int = 1
     tree_mask: Tensor | None = None
     max_committed: int | None = None
     seq_lens_cpu: tuple[int, ...] | None = None
-    layout: Hashable = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        check_requests(self.query, self.num_steps, self.seq_lens, self.paging)
-        slots, mask = self.out_cache_loc, self.tree_mask
-        check_tensor("num_real", self.num_real, (1,), (torch.int32,))
-        if not isinstance(slots, Tensor) or slots.shape != (self.num_writes,):
-            raise InvalidStepError(
-                f"out_cache_loc of a {self.kind} step must hold {self.num_writes} slots, got {describe(slots)}"
-            )
-        check_tensor("out_cache_loc", slots, (self.num_writes,), (torch.int32, torch.int64))
-        if mask is not None:
-            check_tensor("tree_mask", mask, (self.bs, self.width, self.width), (torch.bool,))
-        check_device(self.seq_lens, out_cache_loc=slots, num_real=self.num_real, tree_mask=mask)
-        if self.seq_lens_cpu is not None and len(self.seq_lens_cpu) > self.bs:
-            raise InvalidStepError(f"seq_lens_cpu holds {len(self.seq_lens_cpu)} lengths, seq_lens {self.bs}")
-        object.__setattr__(self, "layout", _layout_of(self))
+    def __init__(
+        self,
+        kind: StepKind,
+        query: AnyQuery,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None,
+        num_real: Tensor | int,
+        num_steps: int = 1,
+        tree_mask: Tensor | None = None,
+        max_committed: int | None = None,
+        seq_lens_cpu: tuple[int, ...] | None = None,
+    ) -> None:
+        vars(self).update(  # a frozen dataclass sets field by field, which takes twice as long
+            kind=kind,
+            query=query,
+            seq_lens=seq_lens,
+            paging=paging,
+            out_cache_loc=out_cache_loc,
+            num_real=num_real,
+            num_steps=num_steps,
+            tree_mask=tree_mask,
+            max_committed=max_committed,
+            seq_lens_cpu=seq_lens_cpu,
+        )
+        if not is_sound(self):
+            check_step(self)
 
     @property
     def bs(self) -> int:
@@ -127,6 +132,35 @@ class Step:
         """Where the step's tensors live."""
         return self.seq_lens.device
 
+    @property
+    def layout(self) -> Hashable:
+        """What decides how the tensors of a uniform step are read, but for a request table, which is read in place;
+        steps of one layout differ in values alone. Without what follows from the rest, as replays compare it.
+        """
+        lens, slots, pages, mask = self.seq_lens, self.out_cache_loc, self.paging.static_input(), self.tree_mask
+        return (
+            self.kind,
+            type(self.query),
+            self.query.width,
+            self.num_steps,
+            self.paging.geometry,
+            lens.device,
+            lens.dtype,
+            lens.stride(),
+            None if isinstance(self.num_real, Tensor) else self.num_real,
+            None if slots is None else (slots.dtype, slots.stride()),
+            pages.shape,
+            pages.dtype,
+            pages.stride(),
+            None if mask is None else mask.stride(),
+        )
+
+    def flat_slots(self) -> Tensor:
+        """[num_writes] int32 or int64: out_cache_loc, or what stands for it where it was left out, looked up now."""
+        if self.out_cache_loc is not None:
+            return self.out_cache_loc
+        return next_slots(self.query, self.num_steps, self.seq_lens, self.paging)
+
     def extent(self, capacity: Capacity) -> Extent:
         """Sizes of the buffers of an eager plan of this step: no more pages than its table has."""
         committed = capacity.max_context if self.max_committed is None else self.max_committed
@@ -159,14 +193,14 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """Prompt tokens after `seq_lens` cached ones (0, or the earlier chunks); causal."""
-        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, **host)
+        return cls._build(StepKind.PREFILL, query, seq_lens, paging, out_cache_loc, host)
 
     @classmethod
     def decode(
         cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **host: Unpack[HostBounds]
     ) -> Self:
         """One new token a request."""
-        return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, **host)
+        return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, host)
 
     @classmethod
     def draft_decode(
@@ -180,7 +214,7 @@ class Step:
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
         query = UniformQuery(topk)
-        return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, num_steps=num_steps, **host)
+        return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, host, num_steps)
 
     @classmethod
     def target_verify(
@@ -195,7 +229,7 @@ class Step:
     ) -> Self:
         """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
         query = UniformQuery(num_draft_tokens)
-        return cls._build(StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, tree_mask=tree_mask, **host)
+        return cls._build(StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, host, 1, tree_mask)
 
     @classmethod
     def draft_extend(
@@ -207,14 +241,14 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle."""
-        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, **host)
+        return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, host)
 
     @classmethod
     def idle(cls, paging: Paging) -> Self:
         """No request at all: what a rank without work calls. `paging` holds no rows."""
         check_paging(paging)
         empty = torch.empty(0, dtype=torch.int32, device=paging.static_input().device)
-        return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty, seq_lens_cpu=())
+        return cls._build(StepKind.IDLE, UniformQuery(1), empty, paging, empty, {"seq_lens_cpu": ()})
 
     @classmethod
     def _build(
@@ -224,41 +258,16 @@ class Step:
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None,
-        *,
+        host: HostBounds,
         num_steps: int = 1,
         tree_mask: Tensor | None = None,
-        **host: Unpack[HostBounds],
     ) -> Self:
-        if out_cache_loc is None or not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1:
-            check_requests(query, num_steps, seq_lens, paging)  # else it is asked when the step is made
-        bs, max_committed = seq_lens.shape[0], host.get("max_committed")
-        exact = exact_lens(bs, **host)
-        if out_cache_loc is None:
-            check_place(query, num_steps, paging, exact, max_committed)
-            out_cache_loc = next_slots(query, num_steps, seq_lens, paging)
-        num_real = torch.full((1,), bs, dtype=torch.int32, device=seq_lens.device)
-        return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
-
-
-def _layout_of(step: Step) -> Hashable:
-    """Without what follows from the rest, as layouts are compared with every replay."""
-    lens, slots, pages, mask = step.seq_lens, step.out_cache_loc, step.paging.static_input(), step.tree_mask
-    return (
-        step.kind,
-        type(step.query),
-        step.query.width,
-        step.num_steps,
-        step.paging.geometry,
-        lens.device,
-        lens.dtype,
-        lens.stride(),
-        slots.dtype,
-        slots.stride(),
-        pages.shape,
-        pages.dtype,
-        pages.stride(),
-        None if mask is None else mask.stride(),
-    )
+        if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1:
+            check_requests(query, num_steps, seq_lens, paging)
+        bs, max_committed, exact = seq_lens.shape[0], None, None
+        if host:
+            max_committed, exact = host.get("max_committed"), exact_lens(bs, **host)
+        return cls(kind, query, seq_lens, paging, out_cache_loc, bs, num_steps, tree_mask, max_committed, exact)
 
 
 def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:

@@ -95,9 +95,14 @@ def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
     return request, row - starts[request]
 
 
+def are_integers(values: Sequence[object]) -> bool:
+    """Whether all are integers of the host. Python's own are told by their type, which takes a tenth of the time."""
+    return {int}.issuperset(map(type, values)) or all(isinstance(value, Integral) for value in values)
+
+
 def check_lens(lens: Sequence[int]) -> None:
     """Refuse lengths of a packed query that are no integers of the host."""
-    if not isinstance(lens, Sequence) or not all(isinstance(length, Integral) for length in lens):
+    if not isinstance(lens, Sequence) or not are_integers(lens):
         raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
@@ -143,7 +144,7 @@ def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) 
         seq_lens=torch.zeros(1, dtype=torch.int32, device=given.device),
         paging=paging.on_static(given.new_full((1, *given.shape[1:]), pad)),
         out_cache_loc=geometry.reserved_slots(bucket.num_tokens, given.device),
-        num_real=torch.zeros(1, dtype=torch.int32, device=given.device),
+        num_real=0,
         max_committed=0,
         seq_lens_cpu=(),
     )
@@ -164,13 +165,14 @@ def _fill(static: Step, step: Step | None) -> None:
     """Write real requests, then padded ones."""
     bs, num_writes = (step.bs, step.num_writes) if step is not None else (0, 0)
     geometry = static.paging.geometry
-    table = static.paging.static_input()
+    table, slots, num_real = static.paging.static_input(), static.flat_slots(), static.num_real
+    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
     if step is None:
-        static.num_real.zero_()
+        num_real.zero_()
     else:
-        static.num_real.copy_(step.num_real)
+        num_real.copy_(step.num_real) if isinstance(step.num_real, Tensor) else num_real.fill_(step.num_real)
         static.seq_lens[:bs].copy_(step.seq_lens)
-        static.out_cache_loc[:num_writes].copy_(step.out_cache_loc)
+        slots[:num_writes].copy_(step.flat_slots())
         given = step.paging.static_input()
         if isinstance(step.paging, BlockTable):
             columns = min(given.shape[1], table.shape[1])
@@ -179,7 +181,7 @@ def _fill(static: Step, step: Step | None) -> None:
         else:
             table[:bs].copy_(given)
     static.seq_lens[bs:].zero_()
-    static.out_cache_loc[num_writes:].copy_(geometry.reserved_slots(static.num_writes - num_writes, static.device))
+    slots[num_writes:].copy_(geometry.reserved_slots(static.num_writes - num_writes, static.device))
     is_table = isinstance(static.paging, BlockTable)
     table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
     if isinstance(static.query, BoundedQuery):

@@ -4,15 +4,97 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from spec_metadata.errors import InvalidStepError, describe
-from spec_metadata.paging import Paging
-from spec_metadata.query import AnyQuery, PackedQuery, check_query, min_added, packed_starts
+from spec_metadata.paging import BlockTable, Paging, RequestTable
+from spec_metadata.query import (
+    AnyQuery,
+    PackedQuery,
+    UniformQuery,
+    are_integers,
+    check_query,
+    min_added,
+    packed_starts,
+)
+
+if TYPE_CHECKING:
+    from spec_metadata.layout import Step
 
 _INDEX = (torch.int32, torch.int64)
+
+
+def is_sound(step: Step) -> bool:
+    """Whether a uniform step is made of what engines have, so that `check_step` has nothing to refuse. Every step pays
+    for this: one pass, which does not look for what is wrong.
+    """
+    query, lens, paging, slots, mask = step.query, step.seq_lens, step.paging, step.out_cache_loc, step.tree_mask
+    if type(query) is not UniformQuery or not isinstance(lens, Tensor):
+        return False
+    width, num_steps, num_real, shape, device = query.width, step.num_steps, step.num_real, lens.shape, lens.device
+    if type(paging) is RequestTable:
+        if paging.rows.shape != shape or paging.rows.device != device:
+            return False
+    elif type(paging) is not BlockTable or paging.table.shape[:1] != shape:
+        return False
+    if paging.table.device != device or lens.dtype not in _INDEX:
+        return False
+    if type(width) is not int or type(num_steps) is not int or width < 1 or num_steps < 1:
+        return False
+    bs = shape[0]
+    if type(num_real) is int:
+        if not 0 <= num_real <= bs:
+            return False
+    elif not _is_tensor(num_real, (1,), (torch.int32,), device):
+        return False
+    if slots is not None and not _is_tensor(slots, (bs * width * num_steps,), _INDEX, device):
+        return False
+    if mask is not None and not _is_tensor(mask, (bs, width, width), (torch.bool,), device):
+        return False
+    known = step.seq_lens_cpu
+    if known is not None and len(known) > bs:
+        return False
+    if slots is not None:
+        return True
+    longest = step.max_committed or 0 if known is None else max(known, default=0) + width * num_steps - 1
+    return longest < paging.row_tokens
+
+
+def _is_tensor(tensor: object, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
+    """Whether it is a tensor of this kind."""
+    if not isinstance(tensor, Tensor):
+        return False
+    return tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device
+
+
+def check_step(step: Step) -> None:
+    """Refuse a step whose parts do not agree."""
+    check_requests(step.query, step.num_steps, step.seq_lens, step.paging)
+    slots, num_real, mask = step.out_cache_loc, step.num_real, step.tree_mask
+    if isinstance(num_real, Tensor):
+        check_tensor("num_real", num_real, (1,), (torch.int32,))
+        check_device(step.seq_lens, num_real=num_real)
+    elif not isinstance(num_real, Integral) or not 0 <= num_real <= step.bs:
+        given = describe(num_real)
+        raise InvalidStepError(
+            f"num_real must be an integer in [0, {step.bs}], or [1] int32 on the device, got {given}"
+        )
+    if slots is None:
+        check_place(step.query, step.num_steps, step.paging, step.seq_lens_cpu, step.max_committed)
+    elif not isinstance(slots, Tensor) or slots.shape != (step.num_writes,):
+        raise InvalidStepError(
+            f"out_cache_loc of a {step.kind} step must hold {step.num_writes} slots, got {describe(slots)}"
+        )
+    else:
+        check_tensor("out_cache_loc", slots, (step.num_writes,), _INDEX)
+    if mask is not None:
+        check_tensor("tree_mask", mask, (step.bs, step.width, step.width), (torch.bool,))
+    check_device(step.seq_lens, out_cache_loc=slots, tree_mask=mask)
+    if step.seq_lens_cpu is not None and len(step.seq_lens_cpu) > step.bs:
+        raise InvalidStepError(f"seq_lens_cpu holds {len(step.seq_lens_cpu)} lengths, seq_lens {step.bs}")
 
 
 def check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
@@ -61,15 +143,16 @@ def exact_lens(
     bs: int, max_committed: int | None = None, seq_lens_cpu: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
     """The lengths of `bs` real requests as the host has them, if they agree with what else it knows."""
-    if max_committed is not None and not isinstance(max_committed, Integral):
-        raise InvalidStepError(f"max_committed must be an integer of the host, got {describe(max_committed)}")
-    if max_committed is not None and max_committed < 0:
-        raise InvalidStepError(f"max_committed must be at least 0 tokens, got {max_committed}")
+    if max_committed is not None:
+        if type(max_committed) is not int and not isinstance(max_committed, Integral):
+            raise InvalidStepError(f"max_committed must be an integer of the host, got {describe(max_committed)}")
+        if max_committed < 0:
+            raise InvalidStepError(f"max_committed must be at least 0 tokens, got {max_committed}")
     if seq_lens_cpu is None:
         return None
     if isinstance(seq_lens_cpu, Tensor):
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
-    if not isinstance(seq_lens_cpu, Sequence) or not all(isinstance(length, Integral) for length in seq_lens_cpu):
+    if not isinstance(seq_lens_cpu, Sequence) or not are_integers(seq_lens_cpu):
         raise InvalidStepError(f"seq_lens_cpu must be integers of the host, got {seq_lens_cpu!r}")
     if len(seq_lens_cpu) != bs:
         raise InvalidStepError(f"seq_lens_cpu holds {len(seq_lens_cpu)} lengths, seq_lens {bs}")
@@ -91,7 +174,7 @@ def check_place(
         committed, num_added = max_committed or 0, 1
     else:
         added = query.lens_cpu if isinstance(query, PackedQuery) else (min_added(query, num_steps),) * len(exact)
-        committed, num_added = max(zip(exact, added, strict=True), key=sum, default=(0, 0))
+        committed, num_added = max(zip(exact, added, strict=False), key=sum, default=(0, 0))
     if committed + num_added > paging.row_tokens:
         raise InvalidStepError(
             f"a table row holds {paging.row_tokens} tokens: {committed} committed ones leave no place for {num_added} "

@@ -103,7 +103,7 @@ def is_causal(step: Step) -> bool:
 
 
 def real_rows(step: Step) -> Tensor:
-    """[bs] bool: the rows that are real requests, known on the device only."""
+    """[bs] bool: the rows that are real requests."""
     return torch.arange(step.bs, device=step.device) < step.num_real
 
 
@@ -119,7 +119,7 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
         return None
     if step.kind is StepKind.TARGET_VERIFY:
         assert step.tree_mask is not None
-        return TreePart(step.out_cache_loc.long().reshape(step.bs, step.width), step.tree_mask)
+        return TreePart(step.flat_slots().long().reshape(step.bs, step.width), step.tree_mask)
     expected = (step.bs, step.width, forward + 1)
     if not isinstance(ancestors, Tensor) or ancestors.shape != expected or ancestors.dtype not in _INDEX:
         raise InvalidStepError(
@@ -132,7 +132,7 @@ def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> 
     mask = torch.zeros((*on_path.shape[:3], step.num_steps), dtype=torch.bool, device=step.device)
     mask[..., : forward + 1] = on_path
     num_keys = step.width * step.num_steps
-    slots = step.out_cache_loc.long().reshape(step.bs, num_keys)
+    slots = step.flat_slots().long().reshape(step.bs, num_keys)
     return TreePart(slots, mask.reshape(step.bs, step.width, num_keys))
 
 
@@ -143,7 +143,7 @@ def chain_parts(step: Step) -> tuple[TreePart, ...]:
     """
     if step.kind is not StepKind.DRAFT_DECODE or step.is_tree:
         return ()
-    slots = step.out_cache_loc.long().reshape(step.bs, step.num_steps)
+    slots = step.flat_slots().long().reshape(step.bs, step.num_steps)
     seen = torch.ones((), dtype=torch.bool, device=step.device)
     sizes = range(1, step.num_forwards + 1)
     return tuple(TreePart(slots[:, :size], seen.expand(step.bs, 1, size)) for size in sizes)
@@ -158,8 +158,8 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
     """
     check_forward(step.kind, forward, step.num_forwards)
     if step.kind is not StepKind.DRAFT_DECODE:
-        return step.out_cache_loc.long().contiguous()
-    per_step = step.out_cache_loc.long().reshape(step.bs, step.width, step.num_steps)
+        return step.flat_slots().long().contiguous()
+    per_step = step.flat_slots().long().reshape(step.bs, step.width, step.num_steps)
     return per_step[:, :, forward].reshape(-1).contiguous()
 
 

@@ -32,6 +32,7 @@ class Case:
     """A random batch of a kind, in either form of table, and what its rows see by definition.
 
     sizes: requests to choose from. context: committed tokens that a request may have. pad: rows of padding behind them.
+    has_slots: whether the step brings its write slots.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Case:
         sizes: Sequence[int] = (2, 3, 5),
         context: int | None = None,
         device: torch.device | str = "cpu",
+        has_slots: bool = True,
     ) -> None:
         rng = self.rng = random.Random(f"{kind} {page_size} {seed}")
         self.kind, self.page_size, self.pad, self.device = kind, page_size, pad, device
@@ -71,6 +73,8 @@ class Case:
         self.pages = shuffled[: self.bs * columns].view(self.bs, columns).tolist()
         self.paging = self._paging(form)
         self.step = self._step()
+        if has_slots:
+            self.step = replace(self.step, out_cache_loc=self._tensor(self.step.flat_slots(), self.other))
         if pad:
             self.step = pad_step(self.step, self.bucket(pad), self.capacity)
 
@@ -103,20 +107,19 @@ class Case:
         mask = torch.tensor(sees, device=self.device).transpose(1, 2)
         match self.kind:
             case "prefill":
-                step = Step.prefill(query, lens, self.paging)
+                return Step.prefill(query, lens, self.paging)
             case "decode":
-                step = Step.decode(lens, self.paging)
+                return Step.decode(lens, self.paging)
             case "draft chain" | "draft tree":
-                step = Step.draft_decode(width, self.num_steps, lens, self.paging)
+                return Step.draft_decode(width, self.num_steps, lens, self.paging)
             case "verify chain":
-                step = Step.target_verify(width, lens, self.paging)
+                return Step.target_verify(width, lens, self.paging)
             case "verify tree":
-                step = Step.target_verify(width, lens, self.paging, tree_mask=mask)
+                return Step.target_verify(width, lens, self.paging, tree_mask=mask)
             case "extend":
-                step = Step.draft_extend(UniformQuery(width), lens, self.paging)
+                return Step.draft_extend(UniformQuery(width), lens, self.paging)
             case _:
-                step = Step.draft_extend(query, lens, self.paging)
-        return replace(step, out_cache_loc=self._tensor(step.out_cache_loc, self.other))
+                return Step.draft_extend(query, lens, self.paging)
 
     def bucket(self, num_more: int) -> Bucket | TokenBucket:
         """One with room for more requests than the step has, and for three packed rows of each of them."""

@@ -223,7 +223,7 @@ def shared_pages_are_read_only(slots: SlotAllocator) -> Iterator[list[int]]:
 
     def check(backend: AttentionBackend, step: Step) -> None:
         if step.kind is not StepKind.IDLE:
-            pages = {slot // slots.geometry.page_size for slot in step.out_cache_loc.tolist()}
+            pages = {slot // slots.geometry.page_size for slot in step.flat_slots().tolist()}
             counts = [slots.refcount(page) for page in pages]
             assert set(counts) == {1}, f"a {step.kind} step writes to pages that {counts} rows hold"
             rows = step.paging.rows.tolist()

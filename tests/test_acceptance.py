@@ -169,7 +169,7 @@ def test_compaction_of_a_permuted_row_keeps_the_path() -> None:
     paging = RequestTable(table, torch.tensor([1]), CacheGeometry(20, 1))
     step = Step.target_verify(4, torch.tensor([0]), paging, torch.tensor([13, 10, 11, 12]), tree_mask=tree.mask)
     memory = torch.zeros(20, dtype=torch.int64)
-    memory[step.out_cache_loc] = torch.tensor([5, 6, 7, 8])
+    memory[step.flat_slots()] = torch.tensor([5, 6, 7, 8])
     sources, destinations = compaction_moves(got, step)
     memory[destinations] = memory[sources]
     assert memory[10:13].tolist() == [5, 7, 8]

@@ -60,8 +60,8 @@ def assert_same_step(actual: Step, scene: Scene) -> None:
         assert actual.query.cu_seqlens.tolist() == expected.query.cu_seqlens.tolist()
     assert (actual.bs, actual.width, actual.num_steps) == (expected.bs, expected.width, expected.num_steps)
     assert actual.seq_lens.tolist() == expected.seq_lens.tolist()
-    assert actual.out_cache_loc.tolist() == expected.out_cache_loc.tolist()
-    assert actual.num_real.tolist() == [len(scene.requests)]
+    assert actual.flat_slots().tolist() == expected.flat_slots().tolist()
+    assert actual.num_real == len(scene.requests)
     assert (actual.tree_mask is None) is (expected.tree_mask is None)
     if actual.tree_mask is not None and expected.tree_mask is not None:
         assert torch.equal(actual.tree_mask, expected.tree_mask)

@@ -79,7 +79,7 @@ def test_the_steps_of_a_cycle_start_behind_the_context(topk):
         assert (step.kind, step.width, step.bs, step.seq_lens.tolist()) == (kind, width[kind], 2, [600, 600])
         assert (step.max_committed, step.seq_lens_cpu) == (600, (600, 600))
         assert batch.step(kind, exact=False).seq_lens_cpu is None
-        assert step.out_cache_loc[0] == batch.tables.table[1, 600]
+        assert step.flat_slots()[0] == batch.tables.table[1, 600]
         assert step.is_tree == (topk > 1 and kind is not StepKind.DRAFT_EXTEND)
         assert as_new(step) is not step
 

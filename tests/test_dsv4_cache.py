@@ -228,9 +228,9 @@ def test_exactly_the_owned_slots_change(index: int, kind: StepKind) -> None:
     before = [pool.data.clone() for pool in pools_of(cache)]
     at = engine.backend.init_forward_metadata(step).at()
     engine.backend.store(given.stored, cache, at, layer)
-    rows = step.out_cache_loc.tolist()
+    rows = step.flat_slots().tolist()
     assert changed(before[0], cache.rows.data) == set(rows)
-    assert torch.equal(cache.rows.read(step.out_cache_loc), given.stored.rows)
+    assert torch.equal(cache.rows.read(step.flat_slots()), given.stored.rows)
     if layer.compression is None:
         return
     ratio, ring = layer.compression.ratio, engine.backend.ring(layer)

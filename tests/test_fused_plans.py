@@ -13,7 +13,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
-from tests.plan_batches import KINDS, PACKED_KINDS, Case
+from tests.plan_batches import KINDS, PACKED_KINDS, RESERVED, Case
 from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage
 from tests.triton_interpreter import interpreted
 
@@ -168,6 +168,7 @@ def test_a_bound_copy_is_launched_as_a_compiled_one(
     monkeypatch.setattr(Launch, "bind", bound)
     case = Case(kind, 16, 0, form=table)
     first = Step.idle(case.paging.on_static(case.paging.static_input()[:0])) if idle else case.step
+    first = replace(first, num_real=torch.zeros(1, dtype=torch.int32))
     static = pad_step(case.step, case.step.bucket(case.bs), case.capacity)
     moved = {name: elsewhere(getattr(first, name)) for name in ("seq_lens", "out_cache_loc", "num_real", "tree_mask")}
     second = replace(first, paging=first.paging.on_static(elsewhere(first.paging.static_input())), **moved)
@@ -179,7 +180,7 @@ def test_a_bound_copy_is_launched_as_a_compiled_one(
     bind_inputs(static)(second)(second)
     assert len(launches) == 3
     assert launches[1] == launches[2]
-    assert launches[0] != launches[1]
+    assert (launches[0] == launches[1]) is idle, "of an idle step nothing is read"
 
 
 def test_a_plan_is_repeated_as_it_was_bound_but_where_a_graph_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +237,45 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
             num_launches += 1
         bind_inputs(pad_step(case.step, case.bucket(0), case.capacity))(case.step)(case.step)
     assert len(compiled) < num_launches
+
+
+NO_SLOTS_KINDS = ["decode", "draft chain", "draft tree", "verify tree", "packed extend"]
+
+
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+@pytest.mark.parametrize("kind", NO_SLOTS_KINDS)
+def test_slots_that_were_left_out_are_looked_up_by_the_launch(kind: str, table: type) -> None:
+    """Of the plan, and of the copy of inputs; the number of requests is the host's."""
+    for seed, page_size in enumerate((1, 16)):
+        case = Case(kind, page_size, seed, form=table, context=40, has_slots=False)
+        assert case.step.out_cache_loc is None
+        assert case.step.num_real == case.bs
+        for name, form in FORMS.items():
+            if name != "block_table" or kind not in PACKED_KINDS:
+                check_equal(form, case)
+        check_inputs(case, 3)
+    if "tree" not in kind:
+        page_size, rings = RINGS["small"]
+        check_equal(rings.form, Case(kind, page_size, 1, form=table, has_slots=False))
+
+
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+def test_no_slot_is_looked_up_outside_of_a_row(table: type) -> None:
+    """Where there are more tokens than the table has room for, or fewer than none, slots are the reserved page's."""
+    case = Case("verify chain", 16, 0, form=table, has_slots=False)
+    for length in (case.paging.row_tokens - 1, 10**6, -3):
+        lens = case.step.seq_lens.clone().fill_(length)
+        case.step = replace(case.step, seq_lens=lens)
+        assert RESERVED * 16 in case.step.flat_slots().tolist()
+        buffers = garbage(FORMS["ragged"].specs, case)
+        FORMS["ragged"].bind(case.step, buffers)()
+        assert buffers["write_slots"][0].tolist() == case.step.flat_slots().tolist()
+        check_inputs(case, 1)
+
+
+@pytest.mark.parametrize("num_real", [0, 1])
+def test_rows_behind_those_that_the_host_says_are_real_are_padding(num_real: int) -> None:
+    case = Case("verify chain", 16, 0, form=BlockTable)
+    case.step = replace(case.step, num_real=num_real)
+    check_equal(FORMS["csr"], case)
+    check_inputs(case, 1)

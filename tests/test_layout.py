@@ -74,10 +74,10 @@ def test_default_write_slots_follow_the_committed_tokens(name: str, form: type, 
     step = MAKERS[name](lens_of(dtype), paging_of(form, dtype))
     counts = [NEW_TOKENS[name]] * 3 if name in NEW_TOKENS else [2, 5, 1]
     expected = [slot(r, LENS[r] + j) for r in range(3) for j in range(counts[r])]
-    assert step.out_cache_loc.tolist() == expected
+    assert step.flat_slots().tolist() == expected
     assert step.num_writes == len(expected)
     assert step.bs == 3
-    assert int(step.num_real) == 3
+    assert step.num_real == 3
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -187,8 +187,8 @@ def test_idle_step_holds_nothing() -> None:
     for paging in (PAGING.on_static(torch.empty(0, dtype=torch.int64)), BlockTable(torch.empty(0, 8).int(), GEOMETRY)):
         step = Step.idle(paging)
         assert (step.bs, step.num_tokens, step.num_writes, step.num_forwards) == (0, 0, 0, 1)
-        assert int(step.num_real) == 0
-        assert step.out_cache_loc.shape == (0,)
+        assert step.num_real == 0
+        assert step.flat_slots().shape == (0,)
 
 
 def test_packed_query() -> None:

@@ -156,7 +156,7 @@ def test_an_eager_step_owns_what_its_forwards_read(
         step = scene.step()  # its slots are int64
         meta = world.backend.init_forward_metadata(step)
         if is_reused:
-            for tensor in (step.seq_lens, step.out_cache_loc, step.num_real):
+            for tensor in (step.seq_lens, step.out_cache_loc):
                 tensor.zero_()
             if step.tree_mask is not None:
                 step.tree_mask.fill_(True)

@@ -59,9 +59,10 @@ def test_rows_that_are_left_over_belong_to_the_last_request(paging) -> None:
     assert starts(padded) == [0, 3, 5, 5, 5, 10]
     assert padded.seq_lens.tolist() == [0, 5, 0, 0, 0]
     assert dense_part(padded).kv_lens.tolist() == [3, 7, 0, 0, 5]
-    assert padded.num_real.item() == 2
-    assert padded.out_cache_loc[:5].tolist() == step.out_cache_loc.tolist()
-    assert set((padded.out_cache_loc[5:] // 4).tolist()) == {3}
+    assert int(padded.num_real) == 2
+    slots = padded.flat_slots()
+    assert slots[:5].tolist() == step.flat_slots().tolist()
+    assert set((slots[5:] // 4).tolist()) == {3}
     assert token_positions(padded).tolist() == [0, 1, 2, 5, 6, 0, 1, 2, 3, 4]
     pages = padded.paging.pages(3)
     assert torch.equal(pages[:2], step.paging.pages(3))

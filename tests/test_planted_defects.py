@@ -103,7 +103,7 @@ def plant_d2(patch: pytest.MonkeyPatch) -> None:
 
 def plant_d3(patch: pytest.MonkeyPatch) -> None:
     """Every forward takes the first slots of the flat out_cache_loc instead of its step's."""
-    patch.setattr(base, "write_slots", lambda step, forward=0: step.out_cache_loc[: step.num_tokens])
+    patch.setattr(base, "write_slots", lambda step, forward=0: step.flat_slots()[: step.num_tokens])
 
 
 def plant_d3_in_replay(patch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def plant_d3_in_replay(patch: pytest.MonkeyPatch) -> None:
         self.copy_inputs(meta, step)
         self.refresh(meta)
         for write_slots in meta.buffers["write_slots"]:
-            write_slots.copy_(meta.step.out_cache_loc[: len(write_slots)])
+            write_slots.copy_(meta.step.flat_slots()[: len(write_slots)])
 
     patch.setattr(base.AttentionBackend, "replay", truncate)
 
@@ -122,7 +122,7 @@ def plant_d8(patch: pytest.MonkeyPatch) -> None:
     """A writer reads the strided view of one step as if it were dense."""
 
     def read_as_dense(step: Step, forward: int = 0) -> Tensor:
-        view = step.out_cache_loc.contiguous().view(-1, step.num_steps)[:, forward]
+        view = step.flat_slots().contiguous().view(-1, step.num_steps)[:, forward]
         return view.as_strided(view.shape, (1,), view.storage_offset())
 
     patch.setattr(base, "write_slots", read_as_dense)

@@ -56,7 +56,8 @@ class Engine:
         name = self.rng.choice(("seq_lens", "out_cache_loc", "paging"))
         if name == "paging":
             return replace(step, paging=step.paging.on_static(self.tensor(step.paging.static_input())))
-        return replace(step, **{name: self.tensor(getattr(step, name))})
+        given = step.flat_slots() if name == "out_cache_loc" else step.seq_lens
+        return replace(step, **{name: self.tensor(given)})
 
     def paging(self, rows: Sequence[int]) -> Paging:
         if self.form is RequestTable:

@@ -191,7 +191,7 @@ def test_a_step_on_another_device_is_refused_before_the_memory_changes_hands(tak
     if taken_before:
         world.backend.replay(meta, step)
         world.backend.replay(extend, Scene(world, Batch(StepKind.DRAFT_EXTEND, (5, 3))).step())
-    elsewhere = {name: getattr(step, name).to("meta") for name in ("seq_lens", "out_cache_loc", "num_real")}
+    elsewhere = {name: getattr(step, name).to("meta") for name in ("seq_lens", "out_cache_loc")}
     bad = replace(step, paging=replace(step.paging, table=step.paging.table.to("meta")), **elsewhere)
     with pytest.raises(UnsupportedStepError, match=r"tensors on meta \(the backend was built for cpu"):
         world.backend.replay(meta, bad)

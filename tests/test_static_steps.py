@@ -53,8 +53,9 @@ def test_padding_has_one_policy(name: str, form: type, bs: int) -> None:
     assert padded.seq_lens.tolist() == LENS + [0] * extra
     assert int(padded.num_real) == 3
     assert real_rows(padded).tolist() == [True] * 3 + [False] * extra
-    assert padded.out_cache_loc[: step.num_writes].tolist() == step.out_cache_loc.tolist()
-    assert {int(s) // 4 for s in padded.out_cache_loc[step.num_writes :]} <= {5}
+    slots = padded.flat_slots()
+    assert slots[: step.num_writes].tolist() == step.flat_slots().tolist()
+    assert {int(s) // 4 for s in slots[step.num_writes :]} <= {5}
     num_pages = CAPACITY.max_pages
     assert padded.paging.pages(num_pages).tolist() == (
         [PAGES[row][:num_pages] for row in ROWS] + [[5 if form is BlockTable else PAGES[1][0]] * num_pages] * extra
@@ -102,17 +103,18 @@ def static_buffers(step: Step, paging: Paging) -> Buffers:
 def static_tensors(step: Step) -> list[Tensor]:
     """Everything that a graph reads of a step."""
     assert step.tree_mask is not None
-    return [step.num_real, step.seq_lens, step.out_cache_loc, step.paging.static_input(), step.tree_mask]
+    assert isinstance(step.num_real, Tensor)
+    return [step.num_real, step.seq_lens, step.flat_slots(), step.paging.static_input(), step.tree_mask]
 
 
 def test_padding_leaves_the_step_alone() -> None:
     step = Step.target_verify(4, SEQ_LENS.clone(), PAGING)
-    before = [step.seq_lens.clone(), step.out_cache_loc.clone(), PAGING.static_input().clone()]
+    before = [step.seq_lens.clone(), step.flat_slots().clone(), PAGING.static_input().clone()]
     padded = pad_step(step, step.bucket(5), CAPACITY)
     padded.seq_lens.zero_()
-    padded.out_cache_loc.zero_()
+    padded.flat_slots().zero_()
     padded.paging.static_input().zero_()
-    after = [step.seq_lens, step.out_cache_loc, PAGING.static_input()]
+    after = [step.seq_lens, step.flat_slots(), PAGING.static_input()]
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 

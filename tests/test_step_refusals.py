@@ -101,8 +101,8 @@ def test_lengths_outside_of_the_table_index_nothing(form: type, lens: list[int])
     """The device alone knows them, so checking mode says so; slots that don't exist are the reserved page's."""
     step = Step.decode(torch.tensor(lens), paging_of(form))
     fits = Step.decode(torch.tensor([7, 31, 12]), paging_of(form))
-    assert step.out_cache_loc[[0, 2]].tolist() == fits.out_cache_loc[[0, 2]].tolist()
-    assert int(step.out_cache_loc[1]) == GEOMETRY.reserved_page * GEOMETRY.page_size
+    assert step.flat_slots()[[0, 2]].tolist() == fits.flat_slots()[[0, 2]].tolist()
+    assert int(step.flat_slots()[1]) == GEOMETRY.reserved_page * GEOMETRY.page_size
     with pytest.raises(InvalidStepError, match=f"request 1 has {lens[1]} committed tokens and adds 1; its table row"):
         check_values(step, Capacity(3, 28, 4))
 
@@ -110,7 +110,7 @@ def test_lengths_outside_of_the_table_index_nothing(form: type, lens: list[int])
 @pytest.mark.parametrize("row", [-1, 5, 10**9])
 def test_rows_outside_of_the_table_index_nothing(row: int) -> None:
     step = Step.decode(SEQ_LENS, PAGING.on_static(torch.tensor([3, row, 4])))
-    assert int(step.out_cache_loc[1]) == GEOMETRY.reserved_page * GEOMETRY.page_size
+    assert int(step.flat_slots()[1]) == GEOMETRY.reserved_page * GEOMETRY.page_size
     with pytest.raises(InvalidStepError, match=rf"rows \[3, {row}, 4\] must lie in the table's \[0, 5\)"):
         check_values(step, Capacity(3, 28, 4))
 

@@ -60,7 +60,7 @@ class BoundGraph(Captured):
             reserved = ANYTHING
         self._fill(self.paging.static_input(), given, bs, reserved)
         if inputs.out_cache_loc is not None:
-            self._fill(inputs.out_cache_loc, step.out_cache_loc, step.num_writes if bs else 0, -1)
+            self._fill(inputs.out_cache_loc, step.flat_slots(), step.num_writes if bs else 0, -1)
         if inputs.num_real is not None:
             inputs.num_real.fill_(bs)
         if inputs.tree_mask is not None:

@@ -251,9 +251,9 @@ def owns_its_inputs(subject: Subject, case: Case) -> Measured:
     captured, scene = _captured(subject, case)
     before = prepare_memory(scene, case)
     step = captured.load(scene)
-    for tensor in (step.seq_lens, step.out_cache_loc, step.num_real, step.paging.static_input(), step.tree_mask):
-        if tensor is not None:
-            tensor.zero_()
+    for given in (step.seq_lens, step.out_cache_loc, step.num_real, step.paging.static_input(), step.tree_mask):
+        if isinstance(given, Tensor):
+            given.zero_()
     if isinstance(step.query, PackedQuery):
         step.query.cu_seqlens.zero_()
     return _measure(captured.replay(scene, before))

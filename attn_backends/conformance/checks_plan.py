@@ -85,14 +85,14 @@ def leaves_the_step_alone(subject: Subject, case: Case) -> Measured:
 
 
 def _tensors(step: Step) -> dict[str, Tensor]:
-    found = {
+    given = {
         "seq_lens": step.seq_lens,
         "out_cache_loc": step.out_cache_loc,
         "num_real": step.num_real,
         "paging": step.paging.static_input(),
+        "tree_mask": step.tree_mask,
     }
-    if step.tree_mask is not None:
-        found["tree_mask"] = step.tree_mask
+    found = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if isinstance(step.query, PackedQuery):
         found["cu_seqlens"] = step.query.cu_seqlens
     return found

@@ -35,17 +35,18 @@ if TYPE_CHECKING:
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
-    "plan_pages(Tensor seq_lens, Tensor num_real, Tensor? query_starts, Tensor out_cache_loc, Tensor table, "
+    "plan_pages(Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, "
     "Tensor? rows, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
-    "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int max_pages, "
-    "int reserved_page, int over_read) -> ()",
+    "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int reserved_page, "
+    "int known_real, int max_pages, int over_read) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "plan_compressed(Tensor seq_lens, Tensor num_real, Tensor? query_starts, Tensor out_cache_loc, Tensor table, "
+    "plan_compressed(Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, "
     "Tensor? rows, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
     "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
-    "int[] read_windows, int over_read, int width, int num_steps, int first, int advance, int page_size) -> ()",
+    "int[] read_windows, int over_read, int width, int num_steps, int first, int advance, int page_size, "
+    "int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
@@ -85,10 +86,9 @@ def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Co
         no_slots = own[0].unsqueeze(-1)[..., :0]
         entries += [*own, no_slots if compression.indexed else buffers[f"entry_slots_{compression.ratio}"]]
     ratios, read_windows = [each.ratio for each in rings], [each.read_window for each in rings]
-    sizes = (step.width, step.num_steps, *_keys(step), step.paging.geometry.page_size)
     outputs = [buffers[name] for name in names]
     lists = (entries, ratios, list(rings.values()), read_windows)
-    return _Repeated("plan_compressed", *_inputs(step), *outputs, *lists, INDEX_GROUP, *sizes)
+    return _Repeated("plan_compressed", *_inputs(step), *outputs, *lists, INDEX_GROUP, *_sizes(step, _keys(step)))
 
 
 def _keys(step: Step) -> tuple[int, int]:
@@ -98,6 +98,12 @@ def _keys(step: Step) -> tuple[int, int]:
     return (1, 1) if step.kind is StepKind.DRAFT_DECODE else (step.width, 0)
 
 
+def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:
+    """Of a step as operators take them, `width` to `known_real`: num_real where the host knows it. keys: as `_keys`."""
+    geometry, known_real = step.paging.geometry, 0 if isinstance(step.num_real, Tensor) else step.num_real
+    return (step.width, step.num_steps, *keys, geometry.page_size, geometry.reserved_page, known_real)
+
+
 def _bind_pages(
     step: Step,
     buffers: Buffers,
@@ -105,9 +111,7 @@ def _bind_pages(
     keys: tuple[int, int],
     over_read: int,
 ) -> Callable[[], None]:
-    geometry = step.paging.geometry
-    sizes = (step.width, step.num_steps, *keys, geometry.page_size, buffers.extent.max_pages)
-    rest = (buffers["write_slots"], *sizes, geometry.reserved_page, over_read)
+    rest = (buffers["write_slots"], *_sizes(step, keys), buffers.extent.max_pages, over_read)
     return _Repeated("plan_pages", *_inputs(step), *outputs, *rest)
 
 
@@ -134,16 +138,19 @@ class _Repeated:
 
 
 def _inputs(step: Step) -> tuple[Tensor | None, ...]:
-    """seq_lens, num_real, query_starts of a packed query, out_cache_loc, table, and rows of a request table."""
+    """seq_lens, num_real that the device knows, query_starts of a packed query, out_cache_loc that was not left out,
+    table, and rows of a request table.
+    """
     rows = step.paging.rows if isinstance(step.paging, RequestTable) else None
-    return step.seq_lens, step.num_real, packed_starts(step.query), step.out_cache_loc, step.paging.table, rows
+    num_real = step.num_real if isinstance(step.num_real, Tensor) else None
+    return step.seq_lens, num_real, packed_starts(step.query), step.out_cache_loc, step.paging.table, rows
 
 
 def _pages(
     seq_lens: Tensor,
-    num_real: Tensor,
+    num_real: Tensor | None,
     query_starts: Tensor | None,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor | None,
     table: Tensor,
     rows: Tensor | None,
     starts: Tensor | None,
@@ -151,27 +158,19 @@ def _pages(
     lens: Tensor,
     pages: Tensor,
     write_slots: Tensor,
-    width: int,
-    num_steps: int,
-    first: int,
-    advance: int,
-    page_size: int,
-    max_pages: int,
-    reserved_page: int,
-    over_read: int,
+    *sizes: int,
 ) -> Prepared:
     from attn_backends.kernels import triton_plan
 
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
-    sizes = (width, num_steps, first, advance, page_size, max_pages, reserved_page, over_read)
     return triton_plan.plan_pages(*inputs, starts, page_starts, lens, pages, write_slots, *sizes)
 
 
 def _compressed(
     seq_lens: Tensor,
-    num_real: Tensor,
+    num_real: Tensor | None,
     query_starts: Tensor | None,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor | None,
     table: Tensor,
     rows: Tensor | None,
     starts: Tensor,
@@ -185,11 +184,7 @@ def _compressed(
     rings: list[int],
     read_windows: list[int],
     over_read: int,
-    width: int,
-    num_steps: int,
-    first: int,
-    advance: int,
-    page_size: int,
+    *sizes: int,
 ) -> Prepared:
     from attn_backends.kernels import triton_plan_compressed
 
@@ -198,7 +193,6 @@ def _compressed(
     num = len(_ENTRY_BUFFERS) + 1
     found = [triton_plan_compressed.Entries(*entries[i : i + num]) for i in range(0, len(entries), num)]
     compressions = list(zip(ratios, rings, read_windows, strict=True))
-    sizes = (width, num_steps, first, advance, page_size)
     return triton_plan_compressed.plan_compressed(*step, *outputs, found, compressions, over_read, *sizes)
 
 

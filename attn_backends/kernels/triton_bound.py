@@ -162,9 +162,8 @@ def _read_bound(
         if rows is not None:
             tl.store(static_paging + request, row)
         if tree_mask is not None:
-            node = tree_mask + request.to(tl.int64) * mask_stride
-            mask = static_mask + request * number(sizes.width) * number(sizes.width)
-            copy_mask(node, mask_row_stride, mask_column_stride, mask, real, number(sizes.width), BLOCK)
+            node, width = tree_mask + request.to(tl.int64) * mask_stride, number(sizes.width)
+            copy_mask(node, mask_row_stride, mask_column_stride, static_mask, real, width, BLOCK)
     if out_cache_loc is not None:
         _copy_slots(out_cache_loc, loc_stride, static_loc, request, count, sizes, BLOCK)
     else:

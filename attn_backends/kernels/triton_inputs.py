@@ -1,8 +1,9 @@
 """The raw inputs of a captured step as one Triton launch: copies into its static tensors, and padding behind.
 
 The definition is `spec_metadata.copy_step`. The inputs are read as they come, of either integer type and any stride.
-Of a block table only those pages are copied that a request's tokens lie in, committed or written by this step: no form
-reads what lies behind them, and at a long context that would take longer than all else.
+Write slots that a step leaves out are looked up in its table by the same launch. Of a block table only those pages are
+copied that a request's tokens lie in, committed or written by this step: no form reads what lies behind them, and at a
+long context that would take longer than all else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
-from attn_backends.kernels.triton_plan import number
+from attn_backends.kernels.triton_plan import number, slots_at
 from spec_metadata import BlockTable, Step, StepKind
 from spec_metadata.query import packed_starts
 
@@ -26,7 +27,7 @@ _MOST_PROGRAMS = 2048
 
 class StaticSizes(NamedTuple):
     """Of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no padding of
-    packed rows. num_columns, paging_stride: of a block table.
+    packed rows. num_columns, paging_stride: of a block table. row_stride, slot_stride, row_tokens: of a table of slots.
     """
 
     width: int
@@ -37,6 +38,9 @@ class StaticSizes(NamedTuple):
     paging_stride: int
     reserved_page: int
     reserved_row: int
+    row_stride: int
+    slot_stride: int
+    row_tokens: int
 
 
 @triton.jit
@@ -54,20 +58,54 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 
 @triton.jit
-def _copy_slots(given, stride, num_given, into, begin, end, sizes, BLOCK: tl.constexpr):
-    """The write slots of a request; behind the given ones those of the reserved page, walked round and round."""
+def _row_of(paging, paging_stride, column_stride, num_given, table, real, sizes, HAS_COLUMNS: tl.constexpr):
+    """A request's row: its number in a table of slots, where it begins, and the stride and number of its columns."""
+    request = tl.program_id(0)
+    if HAS_COLUMNS:
+        return request, paging + request.to(tl.int64) * paging_stride, column_stride, num_given
+    else:
+        own = tl.load(paging + request * paging_stride, mask=real, other=0).to(tl.int64)
+        return own, table + own * number(sizes.row_stride), number(sizes.slot_stride), number(sizes.row_tokens)
+
+
+@triton.jit
+def _copy_slots(
+    given,
+    stride,
+    num_given,
+    into,
+    begin,
+    end,
+    committed,
+    row,
+    column_stride,
+    num_columns,
+    sizes,
+    HAS_COLUMNS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The write slots of a request, given or right after its committed tokens; behind those of real requests come those
+    of the reserved page, walked round and round. row, column_stride, num_columns: of its table.
+    """
     part, num_parts, page_size = tl.program_id(1), tl.num_programs(1), number(sizes.page_size)
     for start in range(begin + part * BLOCK, end, num_parts * BLOCK):
         write = start + tl.arange(0, BLOCK)
         is_given = (write < num_given) & (write < end)
-        slots = tl.load(given + write.to(tl.int64) * stride, mask=is_given, other=0).to(tl.int64)
+        if HAS_SLOTS:
+            slots = tl.load(given + write.to(tl.int64) * stride, mask=is_given, other=0).to(tl.int64)
+        else:
+            position, reserved_page = committed + write - begin, number(sizes.reserved_page)
+            columns = (column_stride, num_columns, page_size, reserved_page)
+            slots = slots_at(row, position, is_given, *columns, HAS_COLUMNS)
         padding = number(sizes.reserved_page).to(tl.int64) * page_size + (write - num_given) % page_size
         tl.store(into + write, tl.where(is_given, slots, padding), mask=write < end)
 
 
 @triton.jit
 def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
-    """What the nodes of a request see; a padded one's see themselves."""
+    """What the nodes of a request see; a padded one's see themselves. into: of all requests."""
+    into += tl.program_id(0) * width * width
     for start in range(0, width * width, BLOCK):
         place = start + tl.arange(0, BLOCK)
         row, column = place // width, place % width
@@ -105,7 +143,9 @@ def _copy_inputs(
     mask_row_stride,
     mask_column_stride,
     bs,
+    known_real,
     num_given,
+    table,
     static_lens,
     static_num_real,
     static_loc,
@@ -114,38 +154,38 @@ def _copy_inputs(
     static_starts,
     sizes,
     HAS_COLUMNS: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """All inputs of a request; a padded one commits nothing and writes to the reserved page.
 
     paging: rows of a table of slots, or a block table if it has columns, num_given of them. tree_mask, static_mask,
-    given_starts (of packed rows), static_starts: None where a step has none.
+    given_starts (of packed rows), static_starts: None where a step has none. known_real: of the host, or below 0.
     """
     request, part, real = tl.program_id(0), tl.program_id(1), tl.program_id(0) < bs
     begin = _first_write(given_starts, starts_stride, bs, request, sizes)
     end = _first_write(given_starts, starts_stride, bs, request + 1, sizes)
-    num_slots = _first_write(given_starts, starts_stride, bs, bs, sizes)
-    _copy_slots(out_cache_loc, loc_stride, num_slots, static_loc, begin, end, sizes, BLOCK)
     committed = tl.load(seq_lens + request * seq_stride, mask=real, other=0).to(tl.int32)
+    of_paging = (paging, paging_stride, column_stride, num_given, table)
+    own, row, stride, columns = _row_of(*of_paging, real, sizes, HAS_COLUMNS)
+    writes = (_first_write(given_starts, starts_stride, bs, bs, sizes), static_loc, begin, end, committed)
+    _copy_slots(out_cache_loc, loc_stride, *writes, row, stride, columns, sizes, HAS_COLUMNS, HAS_SLOTS, BLOCK)
     if part == 0:
-        if request == 0:
-            tl.store(static_num_real, tl.load(num_real).to(tl.int32))
+        count = tl.where(known_real < 0, tl.load(num_real).to(tl.int32), known_real)
+        tl.store(static_num_real, count, mask=request == 0)
         tl.store(static_lens + request, committed)
         if static_starts is not None:
             tl.store(static_starts + request, begin)
             tl.store(static_starts + request + 1, end)
         if tree_mask is not None:
-            node = tree_mask + request.to(tl.int64) * mask_stride
-            mask = static_mask + request * number(sizes.width) * number(sizes.width)
-            copy_mask(node, mask_row_stride, mask_column_stride, mask, real, number(sizes.width), BLOCK)
+            node, width = tree_mask + request.to(tl.int64) * mask_stride, number(sizes.width)
+            copy_mask(node, mask_row_stride, mask_column_stride, static_mask, real, width, BLOCK)
     if not HAS_COLUMNS:
-        if part == 0:
-            row = tl.load(paging + request * paging_stride, mask=real, other=0).to(tl.int64)
-            tl.store(static_paging + request, tl.where(real, row, number(sizes.reserved_row)))
+        tl.store(static_paging + request, tl.where(real, own, number(sizes.reserved_row)), mask=part == 0)
     else:
         num_pages = tl.minimum(tl.cdiv(committed + end - begin, number(sizes.page_size)), number(sizes.num_columns))
         into = static_paging + request.to(tl.int64) * number(sizes.paging_stride)
-        row, num_given = paging + request.to(tl.int64) * paging_stride, tl.where(real, num_given, 0)
+        num_given = tl.where(real, num_given, 0)
         _copy_pages(row, column_stride, num_given, into, num_pages, number(sizes.reserved_page), BLOCK)
 
 
@@ -160,24 +200,26 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     launch = Launch(_copy_inputs, static.device, (static.bs, num_parts(static.bs, max(num_columns, num_writes)), 1))
     mask = None if static.tree_mask is None else as_bytes(static.tree_mask)
     into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
-    outputs = (*into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns, _BLOCK)
+    slots_of_rows = None if isinstance(static.paging, BlockTable) else static.paging.table
+    outputs = (slots_of_rows, *into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns)
 
     def bind(like: Step) -> Callable[[Step], None]:
         is_idle = like.kind is StepKind.IDLE
-        given, bs = static if is_idle else like, like.seq_lens.shape[0]
-        tensors = (given.seq_lens, given.out_cache_loc, given.paging.static_input())
-        variant = tuple(each.dtype for each in tensors)
-        fixed = (*_strides_of(given), bs, tensors[-1].shape[-1], *outputs)
+        given, bs, has_slots = static if is_idle else like, like.bs, is_idle or like.out_cache_loc is not None
+        tensors = _read_of(given, static)
+        variant = (has_slots, *(each.dtype for each in tensors))
+        known_real = 0 if is_idle else -1 if isinstance(like.num_real, Tensor) else like.num_real
+        fixed = (*_strides_of(given), bs, known_real, tensors[-1].shape[-1], *outputs, has_slots, _BLOCK)
         if starts is not None:
-            return lambda step: _launch_packed(launch, variant, static if is_idle else step, step.num_real, fixed)
+            return lambda step: _launch_packed(launch, variant, static if is_idle else step, static, fixed)
         bound = (None,) * (2 if mask is None else 1) + fixed
         direct = launch.bind(variant, bound)
 
         def fill(step: Step) -> None:
             nonlocal direct
             source = static if is_idle else step
-            lens, real, loc, nodes = source.seq_lens, step.num_real, source.out_cache_loc, source.tree_mask
-            paging = source.paging.static_input()
+            lens, real, loc, paging = _read_of(source, static)
+            nodes = source.tree_mask
             if direct is None:
                 masks = (None if nodes is None else as_bytes(nodes), None)
                 launch.compile(variant, lens, real, loc, paging, *masks, *fixed)
@@ -197,15 +239,25 @@ def num_parts(bs: int, num_columns: int) -> int:
     return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // bs))
 
 
-def _launch_packed(launch: Launch, variant: Hashable, step: Step, num_real: Tensor, fixed: Sequence[Any]) -> None:
+def _launch_packed(launch: Launch, variant: Hashable, step: Step, static: Step, fixed: Sequence[Any]) -> None:
     """Every packed step has a layout of its own, so that its launch would be bound for one call."""
-    inputs = (step.seq_lens, num_real, step.out_cache_loc, step.paging.static_input(), None, packed_starts(step.query))
     with torch.cuda.device_of(step.seq_lens):
-        launch(variant, *inputs, *fixed)
+        launch(variant, *_read_of(step, static), None, packed_starts(step.query), *fixed)
+
+
+def _read_of(step: Step, static: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Lengths, number of real requests, slots and paging of a step. For what the device is not told of them stands the
+    static one's, whose value is not used.
+    """
+    num_real = step.num_real if isinstance(step.num_real, Tensor) else static.num_real
+    slots = static.out_cache_loc if step.out_cache_loc is None else step.out_cache_loc
+    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
+    assert slots is not None, "a graph reads them from a buffer"
+    return step.seq_lens, num_real, slots, step.paging.static_input()
 
 
 def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
-    geometry = static.paging.geometry
+    geometry, table = static.paging.geometry, static.paging.table
     return StaticSizes(
         width=static.width,
         num_writes=num_writes,
@@ -215,13 +267,17 @@ def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
         paging_stride=static.paging.static_input().stride(0),
         reserved_page=geometry.reserved_page,
         reserved_row=geometry.reserved_row,
+        row_stride=table.stride(0),
+        slot_stride=table.stride(1),
+        row_tokens=table.shape[1],
     )
 
 
 def _strides_of(step: Step) -> tuple[int, ...]:
     """Of lengths, slots, starts, what a table gives, and masks, as the kernel takes them."""
     starts, paging = packed_starts(step.query), step.paging.static_input().stride()
-    own = (step.seq_lens.stride(0), step.out_cache_loc.stride(0), 0 if starts is None else starts.stride(0))
+    loc_stride, starts_stride = (0 if each is None else each.stride(0) for each in (step.out_cache_loc, starts))
+    own = (step.seq_lens.stride(0), loc_stride, starts_stride)
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
 
 

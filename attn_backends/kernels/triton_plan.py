@@ -26,8 +26,9 @@ _MOST_PROGRAMS = 2048
 
 
 class StepSizes(NamedTuple):
-    """Strides and sizes of a step. first, advance: keys that the last row of a uniform step sees beside the committed
-    ones in forward 0, and more in each further.
+    """Strides and sizes of a step. num_columns: of its table. first, advance: keys that the last row of a uniform step
+    sees beside the committed ones in forward 0, and more in each further. known_real: real requests where the host
+    knows how many.
     """
 
     seq_stride: int
@@ -36,13 +37,16 @@ class StepSizes(NamedTuple):
     table_stride: int
     column_stride: int
     rows_stride: int
+    num_columns: int
     bs: int
     width: int
     num_steps: int
-    num_forwards: int
     first: int
     advance: int
     page_size: int
+    reserved_page: int
+    known_real: int
+    num_forwards: int
     max_pages: int
 
 
@@ -56,7 +60,6 @@ class PageSizes(NamedTuple):
     writes_stride: int
     num_lens: int
     num_columns: int
-    reserved_page: int
     over_read: int
 
 
@@ -77,12 +80,21 @@ def first_row(given_starts, step, request):
 
 
 @triton.jit
+def _real_requests(num_real, step):
+    """How many there are. num_real: None where the host knows."""
+    if num_real is None:
+        return number(step.known_real)
+    else:
+        return tl.load(num_real)
+
+
+@triton.jit
 def visible_keys(seq_lens, num_real, given_starts, step, request, forward):
     """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
     live = request < number(step.bs)
     committed = tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0).to(tl.int32)
     if given_starts is None:
-        is_real = request < tl.load(num_real)
+        is_real = request < _real_requests(num_real, step)
         added = number(step.first) + forward * number(step.advance)
         keys = tl.where(is_real, committed + added, number(step.width))
     else:
@@ -113,15 +125,45 @@ def page_ids(row, rows, step, page, mask):
 
 
 @triton.jit
-def _copy_slots(out_cache_loc, write_slots, writes_stride, begin, count, step, BLOCK: tl.constexpr):
+def slots_at(row, position, live, column_stride, num_columns, page_size, reserved_page, OF_PAGES: tl.constexpr):
+    """The slots of positions in a row of a table, of pages or of slots; outside of it one of the reserved page."""
+    if OF_PAGES:
+        column = position // page_size
+        inside = live & (position >= 0) & (column < num_columns)
+        page = tl.load(row + column.to(tl.int64) * column_stride, mask=inside, other=0).to(tl.int64)
+        found = page * page_size + position % page_size
+    else:
+        inside = live & (position >= 0) & (position < num_columns)
+        found = tl.load(row + position.to(tl.int64) * column_stride, mask=inside, other=0).to(tl.int64)
+    return tl.where(inside, found, reserved_page.to(tl.int64) * page_size)
+
+
+@triton.jit
+def given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, place, live):
+    """Write slots of a request, at their places in out_cache_loc; where it was left out those behind what is committed,
+    as `spec_metadata.next_slots` has them. begin: first row of the request. row, rows: as of `page_ids`.
+    """
+    if out_cache_loc is None:
+        committed = tl.load(seq_lens + request * number(step.seq_stride), mask=request < number(step.bs), other=0)
+        position = committed.to(tl.int32) + place - begin * number(step.num_steps)
+        sizes = (number(step.column_stride), number(step.num_columns), number(step.page_size))
+        return slots_at(row, position, live, *sizes, number(step.reserved_page), rows is None)
+    else:
+        at = out_cache_loc + place.to(tl.int64) * number(step.loc_stride)
+        return tl.load(at, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit
+def _write_slots(out_cache_loc, seq_lens, row, rows, step, write_slots, stride, begin, count, BLOCK: tl.constexpr):
     """The write slots of a request's rows in all forwards: out_cache_loc is (row, step), write_slots (forward, row)."""
+    request = tl.program_id(0)
     num_slots = count * number(step.num_forwards)
     for start in range(0, num_slots, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        forward, row = place // tl.maximum(count, 1), begin + place % tl.maximum(count, 1)
-        given = (row * number(step.num_steps) + forward).to(tl.int64) * number(step.loc_stride)
-        slots = tl.load(out_cache_loc + given, mask=place < num_slots, other=0).to(tl.int64)
-        tl.store(write_slots + forward * writes_stride + row, slots, mask=place < num_slots)
+        forward, into = place // tl.maximum(count, 1), begin + place % tl.maximum(count, 1)
+        given, live = into * number(step.num_steps) + forward, place < num_slots
+        slots = given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, given, live)
+        tl.store(write_slots + forward * stride + into, slots, mask=live)
 
 
 @triton.jit
@@ -177,21 +219,21 @@ def _plan_pages(
         for forward in range(0, num_lens):
             keys = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
             tl.store(lens + forward * number(sizes.lens_stride) + request, keys, mask=is_request)
-    if part == num_parts - 1:
-        count = first_row(given_starts, step, request + 1) - begin
-        _copy_slots(out_cache_loc, write_slots, number(sizes.writes_stride), begin, count, step, BLOCK)
     row = page_row(table, rows, step, request)
+    if part == num_parts - 1:
+        count, stride = first_row(given_starts, step, request + 1) - begin, number(sizes.writes_stride)
+        _write_slots(out_cache_loc, seq_lens, row, rows, step, write_slots, stride, begin, count, BLOCK)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
         ids = page_ids(row, rows, step, page, page < tl.minimum(live, number(step.max_pages)))
-        tl.store(into + page, tl.where(page < live, ids, number(sizes.reserved_page)), mask=page < end)
+        tl.store(into + page, tl.where(page < live, ids, number(step.reserved_page)), mask=page < end)
 
 
 def plan_pages(
     seq_lens: Tensor,
-    num_real: Tensor,
+    num_real: Tensor | None,
     query_starts: Tensor | None,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor | None,
     table: Tensor,
     rows: Tensor | None,
     starts: Tensor | None,
@@ -199,21 +241,15 @@ def plan_pages(
     lens: Tensor,
     pages: Tensor,
     write_slots: Tensor,
-    width: int,
-    num_steps: int,
-    first: int,
-    advance: int,
-    page_size: int,
-    max_pages: int,
-    reserved_page: int,
-    over_read: int,
+    *counts: int,
 ) -> Prepared:
-    """The launch; arguments as of the operator (`plan_operators`)."""
+    """The launch; arguments as of the operator (`plan_operators`), the counts from `width` on."""
     bs, num_forwards = seq_lens.shape[0], write_slots.shape[0]
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
-    step = step_sizes(*inputs, width, num_steps, num_forwards, first, advance, page_size, max_pages)
+    *of_step, max_pages, over_read = counts
+    step = step_sizes(*inputs, *of_step, num_forwards, max_pages)
     strides = (lens.stride(0), pages.stride(0), write_slots.stride(0))
-    sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1], reserved_page, over_read))
+    sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1], over_read))
     variant = (*types(*inputs), starts is None, page_starts is None)
     launch = _launch(seq_lens.device, (bs + 1, num_parts(bs + 1, max_pages + over_read), 1))
     return Prepared(launch, variant, (*inputs, starts, page_starts, lens, pages, write_slots, step, sizes, _BLOCK))
@@ -226,17 +262,18 @@ def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
 
 def step_sizes(
     seq_lens: Tensor,
-    num_real: Tensor,
+    num_real: Tensor | None,
     query_starts: Tensor | None,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor | None,
     table: Tensor,
     rows: Tensor | None,
     *counts: int,
 ) -> StepSizes:
     """The sizes of a step as kernels take them. counts: those behind `bs`."""
-    starts_stride, rows_stride = (0 if each is None else each.stride(0) for each in (query_starts, rows))
-    strides = (seq_lens.stride(0), starts_stride, out_cache_loc.stride(0), table.stride(0), table.stride(1))
-    return opaque(StepSizes(*strides, rows_stride, seq_lens.shape[0], *counts))
+    given = (query_starts, out_cache_loc, rows)
+    starts_stride, loc_stride, rows_stride = (0 if each is None else each.stride(0) for each in given)
+    strides = (seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
+    return opaque(StepSizes(*strides, table.shape[1], seq_lens.shape[0], *counts))
 
 
 def types(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:

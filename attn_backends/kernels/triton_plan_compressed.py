@@ -18,7 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
-from attn_backends.kernels.triton_plan import first_row, number, page_ids, page_row, step_sizes, types, visible_keys
+from attn_backends.kernels.triton_plan import (
+    first_row,
+    given_slots,
+    number,
+    page_ids,
+    page_row,
+    step_sizes,
+    types,
+    visible_keys,
+)
 
 _BLOCK = 128
 _MOST_PROGRAMS = 2048
@@ -172,8 +181,9 @@ def _plan_made(
     for index in range(part, num_entries, num_parts):
         token = (start // ratio + index) * ratio
         closer = begin + token + ratio - 1 - start
-        place = (closer * number(step.num_steps) + forward).to(tl.int64) * number(step.loc_stride)
-        write = tl.load(out_cache_loc + place).to(tl.int64) // ratio
+        place = closer * number(step.num_steps) + forward
+        live = index < num_entries
+        write = given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, place, live) // ratio
         at = (first_entry + index, write, token, start, begin)
         _store_made(entries, sizes, forward, *at, row, rows, step, BLOCK)
     nothing = tl.full((), -1, dtype=tl.int32)
@@ -231,8 +241,8 @@ def _plan_compressed(
         window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
         for index in range(part, count, num_parts):
             into, position = begin + index, end - count + index
-            place = (into * number(step.num_steps) + forward).to(tl.int64) * number(step.loc_stride)
-            slot = tl.load(out_cache_loc + place).to(tl.int64)
+            place, live = into * number(step.num_steps) + forward, index < count
+            slot = given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, place, live)
             tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
             tl.store(window_lens + forward * number(shared.lens_stride) + into, tl.minimum(position + 1, window))
             slots = window_slots + windows + into.to(tl.int64) * number(shared.window_stride)
@@ -248,9 +258,9 @@ def _plan_compressed(
 
 def plan_compressed(
     seq_lens: Tensor,
-    num_real: Tensor,
+    num_real: Tensor | None,
     query_starts: Tensor | None,
-    out_cache_loc: Tensor,
+    out_cache_loc: Tensor | None,
     table: Tensor,
     rows: Tensor | None,
     starts: Tensor,
@@ -263,16 +273,15 @@ def plan_compressed(
     compressions: Sequence[tuple[int, int, int]],
     over_read: int,
     width: int,
-    num_steps: int,
-    first: int,
-    advance: int,
-    page_size: int,
+    *counts: int,
 ) -> Prepared:
-    """The launch; arguments as of the operator (`plan_operators`). compressions: ratio, ring, read window of each."""
+    """The launch; arguments as of the operator (`plan_operators`), `counts` those behind `width`. compressions: ratio,
+    ring, read window of each.
+    """
     bs, num_forwards, max_pages = seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
     outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
-    step = step_sizes(*inputs, width, num_steps, num_forwards, first, advance, page_size, max_pages)
+    step = step_sizes(*inputs, width, *counts, num_forwards, max_pages)
     windows = (window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
     strides = (window_lens.stride(0), page_table.stride(0), write_slots.stride(0))
     sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))

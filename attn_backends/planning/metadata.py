@@ -144,7 +144,8 @@ def own_drafted(step: Step, write_slots: Tensor) -> Step:
     its own buffers for the next step already. write_slots: [num_forwards, num_tokens] int64, the metadata's.
     """
     if step.kind is StepKind.DRAFT_DECODE:
-        return replace(step, out_cache_loc=step.out_cache_loc.to(torch.int64, copy=True))
+        given = step.out_cache_loc is not None
+        return replace(step, out_cache_loc=step.flat_slots().to(torch.int64, copy=given))
     if step.tree_mask is None:
         return step
     return replace(step, out_cache_loc=write_slots[0], tree_mask=step.tree_mask.clone())

@@ -88,7 +88,7 @@ def a_draft_writes_in_step_order(patch: pytest.MonkeyPatch) -> None:
     def wrong(right: Any, step: Step, forward: int = 0) -> Tensor:
         if step.kind is not StepKind.DRAFT_DECODE:
             return right(step, forward)
-        return step.out_cache_loc.long().reshape(step.bs, step.num_steps, step.width)[:, forward].reshape(-1)
+        return step.flat_slots().long().reshape(step.bs, step.num_steps, step.width)[:, forward].reshape(-1)
 
     wrap(patch, base, "write_slots", wrong)
 

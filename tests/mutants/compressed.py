@@ -163,7 +163,7 @@ def window_one_short(patch: pytest.MonkeyPatch) -> None:
 def draft_targets_not_sliced(patch: pytest.MonkeyPatch) -> None:
     """Rows, states and entries of every draft forward go where the first slots of the flat list say."""
     for module in (base, compressed):
-        patch.setattr(module, "write_slots", lambda step, forward=0: step.out_cache_loc[: step.num_tokens].long())
+        patch.setattr(module, "write_slots", lambda step, forward=0: step.flat_slots()[: step.num_tokens].long())
 
 
 @mutant(

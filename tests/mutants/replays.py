@@ -246,10 +246,10 @@ def larger_batch_cut(patch: pytest.MonkeyPatch) -> None:
     copy_inputs = AttentionBackend.copy_inputs
 
     def cut(self: AttentionBackend, meta: Metadata, step: Step) -> None:
-        bs, writes = meta.step.bs, step.out_cache_loc[: meta.step.num_writes]
+        bs, writes = meta.step.bs, step.flat_slots()[: meta.step.num_writes]
         if step.bs > bs and step.tree_mask is None:
             paging = step.paging.on_static(step.paging.static_input()[:bs])
-            real = step.num_real.clamp(max=bs)
+            real = min(int(step.num_real), bs)
             step = replace(step, seq_lens=step.seq_lens[:bs], paging=paging, out_cache_loc=writes, num_real=real)
         copy_inputs(self, meta, step)
 

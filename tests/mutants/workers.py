@@ -41,7 +41,7 @@ def accepted_path_not_moved(patch: pytest.MonkeyPatch) -> None:
 
     def stay(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor]:
         bs, depth = acceptance.path.shape
-        kept = step.out_cache_loc.long().reshape(bs, -1)[:, :depth].reshape(-1)
+        kept = step.flat_slots().long().reshape(bs, -1)[:, :depth].reshape(-1)
         return kept, kept
 
     patch.setattr(phases, "compaction_moves", stay)

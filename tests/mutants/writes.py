@@ -19,7 +19,7 @@ from tests.mutants.mutant import mutant
 def first_slots(meta: Metadata) -> None:
     """Let every forward write to the first slots of the flat list."""
     for write_slots in meta.buffers["write_slots"]:
-        write_slots.copy_(meta.step.out_cache_loc[: len(write_slots)])
+        write_slots.copy_(meta.step.flat_slots()[: len(write_slots)])
 
 
 @mutant(
@@ -67,7 +67,7 @@ def strided_slots_read_as_dense(patch: pytest.MonkeyPatch) -> None:
     """Row j of draft forward i is written to flat[i + j]; one request shows nothing."""
 
     def as_dense(step: Step, forward: int = 0) -> Tensor:
-        view = step.out_cache_loc.long().contiguous().view(-1, step.num_steps)[:, forward]
+        view = step.flat_slots().long().contiguous().view(-1, step.num_steps)[:, forward]
         return view.as_strided(view.shape, (1,), view.storage_offset())
 
     patch.setattr(base, "write_slots", as_dense)
