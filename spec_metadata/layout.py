@@ -240,6 +240,12 @@ class Step:
         return cls(kind, query, seq_lens, paging, out_cache_loc, num_real, num_steps, tree_mask, max_committed, exact)
 
 
+def check_step(step: Step) -> None:
+    """Refuse what is no step."""
+    if not isinstance(step, Step):
+        raise InvalidStepError(f"a step is what Step's constructors return, such as Step.decode, got {describe(step)}")
+
+
 def _layout_of(step: Step) -> Hashable:
     """Without what follows from the rest, as layouts are compared with every replay."""
     lens, slots, pages, mask = step.seq_lens, step.out_cache_loc, step.paging.static_input(), step.tree_mask
