@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -15,7 +16,7 @@ def interpreted(name: str, kernel: str) -> ModuleType:
     pytest.importorskip("triton", reason="Triton's interpreter is not installed here")
     from triton.runtime import interpreter
 
-    _mend_loop_bounds(interpreter)
+    _prepare(interpreter)
     module = import_module(f"attn_backends.kernels.{name}")
     found = getattr(module, kernel)
     assert isinstance(found, interpreter.InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
@@ -23,6 +24,24 @@ def interpreted(name: str, kernel: str) -> ModuleType:
 
 
 @cache
+def _prepare(interpreter: ModuleType) -> None:
+    """Once a process. The interpreter makes Triton's language its own again at every call of a function, and computes
+    what overflows only to drop it, as nothing asserts without `debug`: together, most of a kernel's time.
+    """
+    _mend_loop_bounds(interpreter)
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            patch(function)
+        return interpreter._LangPatchScope()  # of no changes, so none is undone
+
+    interpreter._patch_lang = patch_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def _mend_loop_bounds(interpreter: ModuleType) -> None:
     """Triton 3.6 makes a loop's bound by `int` of an array of one element, which NumPy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor
