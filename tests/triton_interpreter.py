@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Where Triton compiles for a GPU, or is not installed, the kernels can't be run here.
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+BOTH = ["operator", *(["triton"] if _INTERPRETS else [])]  # the implementations of an operator
 
 
 def interpreted(name: str, kernel: str) -> ModuleType:
