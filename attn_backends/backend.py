@@ -38,7 +38,7 @@ from attn_backends.planning.metadata import (
     Metadata,
     check_forward,
     check_frozen,
-    check_owner,
+    check_metadata,
     own_drafted,
 )
 from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
@@ -62,6 +62,7 @@ from spec_metadata import (
 from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
 from spec_metadata.bound_inputs import check_bound
 from spec_metadata.buffers import out_of_range
+from spec_metadata.layout import check_is_step
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts, host_lens
 
@@ -149,6 +150,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
         """Metadata of an eager step, in fresh buffers."""
+        check_is_step(step)
         self._admit(step)
         extent = step.extent(self.capacity)
         arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
@@ -191,7 +193,8 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
         """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
-        check_owner(self, meta.owner, meta.step.kind)
+        check_metadata(self, meta)
+        check_is_step(step)
         tenant = meta.tenant
         if tenant is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
@@ -216,7 +219,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Plan captured metadata again from its static inputs, or the engine's buffers if it is bound to those. In
         checking mode it reads the device, so it can't be recorded then.
         """
-        check_owner(self, meta.owner, meta.step.kind)
+        check_metadata(self, meta)
         if meta.tenant is not None:
             meta.tenant.begin()
         meta.write()

@@ -20,8 +20,8 @@ class AttentionLayer:
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
     scale: multiplies query·key; for MLA that of the heads before absorption. group: cache group. window: keys that a
     row sees at most, itself included (None: all). sinks: [num_heads] float32 logits of a key without value. k_scale,
-    v_scale: stored = value / scale, positive in float32. Raises `UnsupportedStepError` for sizes and scales that can't
-    be.
+    v_scale: stored = value / scale; from 2**-63 to 2**63, half of float32's exponents, which leaves the other half to
+    the values. Raises `UnsupportedStepError` for sizes and scales that can't be.
     """
 
     id: int
@@ -44,7 +44,8 @@ class AttentionLayer:
         reasons += [f"{name} is {x!r}, not a finite number" for name, x in scales.items() if not _is_real(x)]
         if not reasons:
             divisors = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-            reasons += [f"{name} is {x!r}, not a positive float32" for name, x in divisors.items() if not _divides(x)]
+            reasons += [f"{name} is {x!r}, not from 2**-63 to 2**63" for name, x in divisors.items() if not _divides(x)]
+            reasons += _product_reasons(self.scale, self.k_scale)
         if not reasons and self.num_heads % self.num_kv_heads:
             reasons.append(f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly")
         if reasons:
@@ -69,6 +70,14 @@ def _is_real(value: object) -> bool:
 
 
 def _divides(value: float) -> bool:
-    """Whether no finite value becomes infinite or not a number for its sign or size alone."""
-    limits = torch.finfo(torch.float32)
-    return limits.tiny <= value <= limits.max
+    return 2.0**-63 <= value <= 2.0**63
+
+
+def _product_reasons(scale: float, k_scale: float) -> list[str]:
+    """Why kernels can't multiply scores, to the base of two, with one float32 for both scales; empty if they can."""
+    product, limits = abs(scale * k_scale) * math.log2(math.e), torch.finfo(torch.float32)
+    if product == 0.0 or limits.tiny <= product <= limits.max:
+        return []
+    return [
+        f"scale * k_scale is {scale * k_scale:g}; times log2(e), as kernels multiply by it, it leaves float32's range"
+    ]

@@ -124,6 +124,7 @@ _CYCLE = {"phase": (CYCLE,), "mode": ("in_graph",), "topk": (1,)}
 _IN_GRAPH = {**_CYCLE, "backend": ("trtllm_mla", "fa3", "dsv4")}
 _OURS = {**_IN_GRAPH, "kernel": (OURS,)}
 _PAGES = {"page_size": (64, 256)}
+# The aim of a cycle whose kernel plans on the host: FlashInfer's did, and does where its version is unknown to us.
 _FLASHINFER = {**_CYCLE, "backend": ("flashinfer_mla",), "kernel": ("flashinfer_fa2", "flashinfer_fa3")}
 _STATIC = {"phase": (ALL,), "buffer": (TOTAL,), "batch_size": (MAX_BS,), "context": (MAX_CONTEXT,)}
 _WORDS = {

@@ -217,23 +217,34 @@ def _check_query_values(step: Step) -> None:
 
 
 def _check_mask(step: Step, num_real: int) -> None:
-    """A node sees the root, itself, and of the others only nodes before it, as parents come before their children."""
     if step.tree_mask is None:
         return
     for request, rows in enumerate(step.tree_mask[:num_real].tolist()):
-        for node, row in enumerate(rows):
-            where, seen = (
-                f"tree_mask: node {node} of request {request}",
-                [other for other, sees in enumerate(row) if sees],
-            )
-            if not seen:
-                raise InvalidStepError(f"{where} sees nothing; it sees itself at least")
-            if node not in seen:
-                raise InvalidStepError(f"{where} does not see itself")
-            if 0 not in seen:
-                raise InvalidStepError(f"{where} does not see the root, node 0")
-            if seen[-1] > node:
-                raise InvalidStepError(f"{where} sees node {seen[-1]}, which comes later; ancestors come before a node")
+        paths = [[other for other, sees in enumerate(row) if sees] for row in rows]
+        for node in range(len(paths)):
+            if wrong := _no_path(node, paths):
+                raise InvalidStepError(f"tree_mask: node {node} of request {request} {wrong}")
+
+
+def _no_path(node: int, paths: Sequence[Sequence[int]]) -> str | None:
+    """Why what a node sees is no path from the root, node 0; None if it is: what its parent sees, and itself. Parents
+    come before their children, so the last node before it that it sees is its parent.
+    """
+    seen = paths[node]
+    if not seen:
+        return "sees nothing; it sees itself at least"
+    if node not in seen:
+        return "does not see itself"
+    if 0 not in seen:
+        return "does not see the root, node 0"
+    if seen[-1] > node:
+        return f"sees node {seen[-1]}, which comes later; ancestors come before a node"
+    if node > 0 and seen[:-1] != paths[seen[-2]]:
+        return (
+            f"sees {seen[:-1]} before itself, but its parent, node {seen[-2]}, sees {paths[seen[-2]]}; a node sees "
+            "what its parent sees, and itself"
+        )
+    return None
 
 
 def check_ancestors(step: Step, ancestors: Tensor) -> None:

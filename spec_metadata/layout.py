@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging
 from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery, min_added, packed_rows
 from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
@@ -268,6 +268,12 @@ class Step:
         if host:
             max_committed, exact = host.get("max_committed"), exact_lens(bs, **host)
         return cls(kind, query, seq_lens, paging, out_cache_loc, bs, num_steps, tree_mask, max_committed, exact)
+
+
+def check_is_step(step: Step) -> None:
+    """Refuse what is no step."""
+    if not isinstance(step, Step):
+        raise InvalidStepError(f"a step is what Step's constructors return, such as Step.decode, got {describe(step)}")
 
 
 def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:

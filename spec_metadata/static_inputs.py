@@ -19,7 +19,7 @@ from torch import Tensor
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.layout import Step
+from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
 from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery
 
@@ -155,6 +155,7 @@ def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> St
     lengths any more. It keeps `max_committed`; without it an eager plan has a replay's extent, and so its bits. Raises
     `InvalidStepError` for a step that does not fit the bucket.
     """
+    check_is_step(step)
     padded = padding_step(bucket, step.paging, capacity)
     copy_step(padded, step)
     exact = step.seq_lens_cpu if isinstance(bucket, Bucket) else None

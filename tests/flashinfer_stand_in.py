@@ -22,6 +22,7 @@ from attn_backends.selection import providers
 from attn_backends.vendors import flashinfer
 from attn_backends.vendors.flashinfer_work import layout_of
 from spec_metadata.plans import csr
+from tests import checks
 from tests.listed_attention import attend
 
 LOG2_E = math.log2(math.e)
@@ -103,7 +104,7 @@ class Module:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Module:
-    """The stand-in, as what FlashInfer compiles."""
+    """The stand-in, as what FlashInfer compiles; graphs of `tests.checks` warm up, as CUDA's do."""
     made = Module()
 
     def get_batch_mla_module(backend: str, **types: Any) -> SimpleNamespace:
@@ -112,6 +113,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Module:
         assert types["use_profiler"] is False
         return SimpleNamespace(_module=made)  # the proxy
 
+    monkeypatch.setattr(checks, "RecordedGraph", WarmedUp)
     monkeypatch.setattr(providers, "load", {"flashinfer.mla:get_batch_mla_module": get_batch_mla_module}.get)
     return made
 

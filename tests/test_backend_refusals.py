@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,6 +70,20 @@ def test_captured_draft_refuses_another_depth() -> None:
     step = Step.draft_decode(1, 2, torch.tensor([3, 4]), world.paging(torch.tensor([0, 2])))
     with nothing_written(world, meta), pytest.raises(UnsupportedStepError, match=r"num_steps=3.*num_steps=2"):
         world.backend.replay(meta, step)
+
+
+def test_what_is_no_metadata_is_neither_replayed_nor_refreshed() -> None:
+    world = World(Setup(FA3Backend, KV, 4))
+    meta = captured(world, StepKind.DECODE)
+    step = Scene(world, Batch(StepKind.DECODE, (5, 3))).step()
+    wrong: tuple[Any, ...] = (None, step, meta.at())
+    for each in wrong:
+        for call in (partial(world.backend.replay, each, step), partial(world.backend.refresh, each)):
+            with (
+                nothing_written(world, meta),
+                pytest.raises(UnsupportedStepError, match=f"a {type(each).__name__} where a step's metadata belongs"),
+            ):
+                call()
 
 
 def test_replay_takes_captured_metadata_only() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import weakref
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,9 +16,7 @@ from attn_backends.errors import BackendUnavailableError, CaptureError, Unsuppor
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
-from benchmarks import ceilings, compressed, kernels, plot, shapes, trees
-from benchmarks import cli_attention as bench
-from benchmarks.__main__ import main
+from benchmarks import ceilings, compressed, kernels, shapes, trees
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.compressed import COMPRESSION, TOPK, WINDOW, compressed_problems
 from benchmarks.kernels import compare_kernels, measure_kernels, runnable_kernels
@@ -27,7 +24,6 @@ from benchmarks.rows import KernelRow, Missing, Row, Stage
 from benchmarks.shapes import LAYERS, dense_problems, fill_pool, problem
 from benchmarks.trees import NUM_NODES, measure_trees, tree_mask
 from spec_metadata import StepKind
-from tests.matplotlib_stand_in import Figure, install_matplotlib
 from tests.test_bench import CPU, Ticks
 
 ONE = Ceilings(1.0, 1.0)  # a terabyte, or 1e12 operations, a second
@@ -302,93 +298,6 @@ def test_nodes_of_the_tree_see_themselves_and_their_ancestors():
     assert mask.sum(1).tolist() == [1, *[2] * 4, *[3] * 11]
     assert mask[7].nonzero().flatten().tolist() == [0, 1, 7]
     assert mask[15].nonzero().flatten().tolist() == [0, 3, 15]
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """A command that measures nothing: what the sets give is up to the test."""
-    measured = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(bench, "runnable_kernels", lambda backends, device: ({"fa3": ["triton"]}, []))
-    monkeypatch.setattr(bench, "measure_ceilings", lambda stage: Ceilings(4.1, 790.0))
-    monkeypatch.setattr(bench, "measure_kernels", lambda *args: iter(measured))
-    monkeypatch.setattr(bench, "measure_trees", lambda *args: iter(measured))
-    monkeypatch.setattr(bench.results, "device_name", lambda device: "NVIDIA H200")
-    return measured
-
-
-ROW = KernelRow("kernels", "fa3", "triton", 8, 4096, 32, 1, 10.2, "vllm_flash_attn", 10.0, 1.02, 3.3, 44.0)
-
-
-def test_the_command_writes_rates_and_ceilings(fake_gpu, tmp_path, capsys):
-    fake_gpu += [ROW, *[Missing("fa3", "torch", f"batch {n}", "many keys", False) for n in (1, 2, 3)]]
-    path = tmp_path / "rows.json"
-    assert main(["attention", "--set", "kernels", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert written["rows"] == [asdict(ROW)]
-    assert written["ceilings"] == {"copy_tb_per_s": 4.1, "matmul_tflop_per_s": 790.0}
-    cases = ["batch 1", "batch 2", "batch 3"]
-    assert written["missing"] == [
-        {"backend": "fa3", "kernel": "torch", "reason": "many keys", "failed": False, "cases": cases}
-    ]
-    output = capsys.readouterr().out
-    assert "not measured: fa3/torch batch 1; batch 2 and 1 more: many keys" in output
-    assert "copies 4.10 TB/s and multiplies 790 TFLOP/s" in output
-    assert all(word in output for word in ("TFLOP/s", "3.30", "1.020"))
-
-
-def test_a_table_in_a_file_is_not_cut_to_a_terminal(fake_gpu, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    fake_gpu += [replace(ROW, backend="flashinfer_mla", kernel="flashinfer_fa3", batch_size=128, context=131072)]
-    assert main(["attention", "--set", "kernels"]) == 0
-    row = next(line for line in capsys.readouterr().out.splitlines() if "131072" in line)
-    words = ("flashinfer_mla", "flashinfer_fa3", "vllm_flash_attn", "128", "131072", "10.2", "1.020", "3.30", "44")
-    assert all(word in row for word in words)
-
-
-def test_the_command_measures_trees(fake_gpu, tmp_path):
-    row = Row("trees", "fa3", "triton", 8, 4096, 32, 16, 12.0, "triton, a chain", 10.0, 1.2)
-    fake_gpu += [row]
-    path = tmp_path / "rows.json"
-    assert main(["attention", "--set", "trees", "--json", str(path)]) == 0
-    written = json.loads(path.read_text())
-    assert written["rows"] == [asdict(row)]
-    assert "ceilings" not in written
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--plot", "a.png"], "--plot goes with --set kernels or prefill, not with layer"),
-        (["--plot", "a.png", "--set", "trees"], "--plot goes with --set kernels or prefill, not with trees"),
-        (["--plot", "a.jpg", "--set", "kernels"], "--plot a.jpg: a picture ends in .png or .svg"),
-        (["--plot", "no/a.png", "--set", "kernels"], "there is no folder no"),
-        (["--plot", "a.png", "--set", "kernels"], "pip install 'attn-backends[bench]'"),
-        (["--set", "kernels", "--context", "16"], "--context must be over 16"),
-        (["--set", "trees", "--context", "16"], "--context must be over 16"),
-    ],
-)
-def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(plot, "is_installed", lambda name: False)
-    assert main(["attention", *arguments]) == 2
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, monkeypatch):
-    install_matplotlib(monkeypatch)
-    slow = replace(ROW, batch_size=1, tb_per_s=2.0, tflop_per_s=10.0)
-    fake_gpu += [replace(ROW, tb_per_s=2.0), slow, replace(ROW, kernel="torch", heads=64), replace(ROW, tb_per_s=0.0)]
-    path = tmp_path / "kernels.svg"
-    assert main(["attention", "--set", "kernels", "--plot", str(path)]) == 0
-    assert path.read_text() == "picture"
-    roof = [2.5, 790.0 / 4.1, 44.0]
-    roof.sort()
-    title, line, triton, heads, _, torch_, more_heads = Figure.drawn
-    assert "NVIDIA H200: copies 4.1 TB/s, multiplies 790 TFLOP/s" in title
-    assert line == ("copy and matrix product", roof, pytest.approx([2.5 * 4.1, 44.0 * 4.1, 790.0]))
-    assert triton == ("fa3 triton", [22.0, 5.0], [44.0, 10.0])
-    assert (heads, more_heads) == ("32 query heads", "64 query heads")
-    assert torch_ == ("fa3 torch", [44.0 / 3.3], [44.0])
 
 
 PREFILLED = {"fa3": (16, 128, 32, 64), "trtllm_mla": (16, 128), "dsv4": (64, 16)}  # and the heads of each

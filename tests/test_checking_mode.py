@@ -10,7 +10,7 @@ import torch
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import BlockTable, CacheGeometry, Capacity, InvalidStepError, RequestTable, Step, StepKind
+from spec_metadata import BlockTable, CacheGeometry, Capacity, DraftTree, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.admission import check_values, check_write_slots
 
 CAPACITY = Capacity(3, 24, 4, topk=3, num_steps=3, num_draft_tokens=6)
@@ -51,6 +51,10 @@ MASKS = {
     "node 4 of request 0 does not see the root, node 0": mask_of(0, 4, 2, 4),
     "node 2 of request 1 sees node 5, which comes later": mask_of(1, 2, 0, 2, 5),
     "node 0 of request 1 sees node 1, which comes later": mask_of(1, 0, 0, 1),
+    r"node 3 of request 1 sees \[0, 2\] before itself, but its parent, node 2, sees \[0, 1, 2\]": mask_of(
+        1, 3, 0, 2, 3
+    ),
+    r"node 3 of request 0 sees \[0, 1, 2\] before itself, but its parent, node 2, sees \[0, 2\]": mask_of(0, 2, 0, 2),
 }
 
 
@@ -62,7 +66,8 @@ def backend() -> AttentionBackend:
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "replay"])
 @pytest.mark.parametrize("message", MASKS)
 def test_masks_that_are_no_tree_s(backend: AttentionBackend, message: str, captured: bool) -> None:
-    good, bad = verify(mask_of(1, 3, 0, 1, 3)), verify(MASKS[message])
+    parents = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 1, 2, 2, 4]])
+    good, bad = verify(DraftTree.from_parents(parents, parents, 4).mask), verify(MASKS[message])
     backend.init_forward_metadata(good)
     meta = backend.capture(CAPACITY.bucket(StepKind.TARGET_VERIFY, 3), good.paging)
     backend.replay(meta, good)

@@ -65,7 +65,24 @@ def desk(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", sorted({snippet.text for snippet in those("sh")}))
+LONG = {  # commands that take longest, and what of them `make test` runs beside
+    "attn-backends demo --backend fa3": "the demo of one prompt and one draft, `test_cli`",
+    "attn-backends demo --backend my_package.my_mla:MyMLABackend": "the demo of another package's backend, `test_cli`",
+    "attn-backends conformance fa3 --quick": "the same with `--select 'graph.*'`",
+    "attn-backends conformance seqmajor --quick": "the same cases through pytest",
+    'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
+    'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
+}
+COMMANDS = sorted({snippet.text for snippet in those("sh")})
+
+
+def test_the_longest_commands_are_commands_of_the_documents():
+    assert LONG.keys() <= set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=pytest.mark.full if each in LONG else ()) for each in COMMANDS]
+)
 def test_a_command_of_the_documents_runs(command, desk, site):
     environment = os.environ | {
         "PATH": os.pathsep.join((str(desk.parent / "bin"), os.environ["PATH"])),

@@ -12,7 +12,7 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.conformance import Outcome, Report, compressed_oracle, run_conformance
 from attn_backends.kernels import fp8_pages
 from attn_backends.vendors import flashmla_sparse
-from tests.test_vendor_flashmla_sparse import CALLS
+from tests.flashmla_sparse_stand_in import CALLS
 from tests.vendor_stand_ins import install
 
 GOOD = {Outcome.PASS, Outcome.REFUSED}

@@ -1,4 +1,7 @@
-"""FlashInfer's own plans on the host, which a version of unknown format gets: a stand-in attends by them."""
+"""FlashInfer's own plans on the host, which a version of unknown format gets: a stand-in attends by them.
+
+What holds whoever plans is in `tests/test_vendor_flashinfer.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import MAX_BS, World
+from attn_backends.conformance.worlds import World
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.planning.metadata import Metadata
@@ -37,41 +40,7 @@ from tests.gpu.syncs import (
     worker_of,
 )
 
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    return install(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "RecordedGraph", WarmedUp)
-
-
-GRAPH_KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
-TREE_KINDS = [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY]
-CASES = [*((kind, 1) for kind in GRAPH_KINDS), *((kind, 3) for kind in TREE_KINDS)]
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize(("kind", "topk"), CASES)
-def test_a_replay_is_right_for_other_lengths_and_padding(module: Module, kind: StepKind, topk: int, page_size: int):
-    shortest = 0 if topk > 1 else 1
-    first, second = Batch(kind, (9, 4)), Batch(kind, (shortest, 12, 5))
-    check_replay(World(setup_of(page_size, topk, OnCpuByVendor)), first, second, MAX_BS)
-
-
-@pytest.mark.parametrize(("kind", "topk"), CASES)
-def test_the_plan_may_be_recorded_while_the_host_plans_before_it(module: Module, kind: StepKind, topk: int):
-    first, second = Batch(kind, (9, 4)), Batch(kind, (3, 12, 5))
-    check_replay(
-        World(replace(setup_of(4, topk, OnCpuByVendor), checking=False)), first, second, MAX_BS, record_refresh=True
-    )
-
-
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
-def test_packed_steps(module: Module, kind: StepKind):
-    check_eager(World(setup_of(4, backend=OnCpuByVendor)), Batch(kind, (5, 0, 8), widths=(3, 2, 1)))
+module = pytest.fixture(install)
 
 
 def one_key_less(rows: csr.CsrRows) -> csr.CsrRows:

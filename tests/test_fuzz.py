@@ -21,12 +21,13 @@ from tests.fuzz.run import Spec, Tally
 
 FOLDER = Path(run.__file__).parent
 HOST = [*(f"{name}, {where}" for name in illegal.HOST for where in ("eagerly", "replayed")), *illegal.USES]
+DEVICE = [*illegal.DEVICE, *illegal.PATHS]
 CLASSES = [
     *(f"host, {name}" for name in HOST),
-    *(f"checking, {name}, {where}" for name in illegal.DEVICE for where in ("eagerly", "replayed")),
-    *(f"plain, {name}" for name in illegal.DEVICE),
+    *(f"checking, {name}, {where}" for name in DEVICE for where in ("eagerly", "replayed")),
+    *(f"plain, {name}" for name in DEVICE),
 ]
-BACKENDS_TRIED = 3 * steps.BACKENDS
+BACKENDS_TRIED = 6 * steps.BACKENDS
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import torch
 from attn_backends import AttentionLayer, Capabilities, UnsupportedStepError
 from attn_backends.cache import CacheFormat
 from attn_backends.contract.capabilities import extras_reasons
+from attn_backends.kernels.operators import store_kv
 
 LAYER = AttentionLayer(0, 4, 2, 16, 16, 0.25)
 FLOAT = torch.float32
@@ -24,11 +25,16 @@ FLOAT = torch.float32
         ({"scale": None}, "scale is None, not a finite number"),
         ({"scale": float("nan")}, "scale is nan, not a finite number"),
         ({"k_scale": None}, "k_scale is None, not a finite number"),
-        ({"k_scale": 0}, "k_scale is 0, not a positive float32"),
-        ({"k_scale": -0.5}, "k_scale is -0.5, not a positive float32"),
+        ({"k_scale": 0}, r"k_scale is 0, not from 2\*\*-63 to 2\*\*63"),
+        ({"k_scale": -0.5}, "k_scale is -0.5, not from"),
         ({"v_scale": float("inf")}, "v_scale is inf, not a finite number"),
-        ({"v_scale": 1e-46}, "v_scale is 1e-46, not a positive float32"),
-        ({"v_scale": 1e39}, r"v_scale is 1e\+39, not a positive float32"),
+        ({"v_scale": 1e-46}, "v_scale is 1e-46, not from"),
+        ({"v_scale": 1e39}, r"v_scale is 1e\+39, not from"),
+        ({"k_scale": 1.2e-38}, "k_scale is 1.2e-38, not from"),
+        ({"v_scale": 1e38}, r"v_scale is 1e\+38, not from"),
+        ({"scale": 1e30, "k_scale": 1e10}, r"scale \* k_scale is 1e\+40; times log2"),
+        ({"scale": -2.4e38}, r"scale \* k_scale is -2.4e\+38; times log2"),
+        ({"scale": 1e-30, "k_scale": 1e-10}, r"scale \* k_scale is 1e-40; times log2"),
         ({"num_kv_heads": 0}, "num_kv_heads is 0, not a positive integer"),
         ({"v_head_dim": 16.0}, "v_head_dim is 16.0, not a positive integer"),
         ({"num_kv_heads": 3}, "4 query heads can't share 3 KV heads evenly"),
@@ -38,6 +44,14 @@ FLOAT = torch.float32
 def test_a_layer_that_can_not_be(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedStepError, match=f"^layer 0: {reason}"):
         replace(LAYER, **changes)
+
+
+@pytest.mark.parametrize("k_scale", [2.0**-63, 2.0**63])
+def test_scales_leave_room_for_values(k_scale: float) -> None:
+    """What is stored with the smallest and the largest of them is read back in float32."""
+    pages, rows = torch.zeros(1, 2, 1, 8), torch.linspace(-1e15, 1e15, 16).view(2, 1, 8)
+    store_kv(pages, pages.clone(), rows, rows, torch.arange(2), k_scale)
+    torch.testing.assert_close(pages[0] * replace(LAYER, k_scale=k_scale).k_scale, rows)
 
 
 @pytest.mark.parametrize(

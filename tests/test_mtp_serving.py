@@ -23,7 +23,7 @@ PER_MODULE = GRAPH | {"draft_graphs": "per_module"}
 RANDOM = [
     pytest.param("mla", "flashinfer_mla", 16, GRAPH, 1, marks=pytest.mark.full),
     pytest.param("mla", "trtllm_mla", 32, PER_MODULE, 0, marks=pytest.mark.full),
-    ("mla", "fa3", 4, {}, 1),
+    pytest.param("mla", "fa3", 4, {}, 1, marks=pytest.mark.full),
     ("gqa", "fa3", 16, PER_MODULE, 1),
     ("gqa", "reference", 1, {}, 0),
 ]

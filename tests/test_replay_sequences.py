@@ -116,10 +116,10 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-LONG = pytest.param(BlockTable, 40, marks=pytest.mark.full)
+LONG = [pytest.param(form, 40, marks=pytest.mark.full) for form in (RequestTable, BlockTable)]
 
 
-@pytest.mark.parametrize(("form", "turns"), [(RequestTable, 40), (BlockTable, 8), LONG])
+@pytest.mark.parametrize(("form", "turns"), [(RequestTable, 20), (BlockTable, 8), *LONG])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("fused")
 def test_a_replay_depends_on_nothing_before_it(kind: StepKind, form: type, turns: int) -> None:

@@ -25,14 +25,15 @@ from tests.serving_scenes import CHAIN, NEWLINE, TREE, arrivals, eagle_worker, e
 
 GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 
-# Every backend, draft, path and lag, each pair of them at least once. `make test-full` runs the whole cross.
+# Every backend, draft, path and lag, each pair of them at least once; in the quick tests each of them. `make test-full`
+# runs the whole cross.
 RANDOM = [
     ("mla", "flashinfer_mla", 16, TREE, {}, 1),
     ("mla", "trtllm_mla", 32, CHAIN, GRAPH, 1),
-    ("mla", "fa3", 8, CHAIN, {}, 0),
+    pytest.param("mla", "fa3", 8, CHAIN, {}, 0, marks=pytest.mark.full),
     ("gqa", "fa3", 16, TREE, GRAPH, 0),
     ("gqa", "reference", 4, CHAIN, GRAPH, 1),
-    ("gqa", "reference", 1, TREE, {}, 0),
+    pytest.param("gqa", "reference", 1, TREE, {}, 0, marks=pytest.mark.full),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,18 @@ def test_rows_outside_of_the_table_index_nothing(row: int) -> None:
     assert int(step.flat_slots()[1]) == GEOMETRY.reserved_page * GEOMETRY.page_size
     with pytest.raises(InvalidStepError, match=rf"rows \[3, {row}, 4\] must lie in the table's \[0, 5\)"):
         check_values(step, Capacity(3, 28, 4))
+
+
+@pytest.mark.parametrize("nothing", [None, "decode", SEQ_LENS], ids=repr)
+def test_what_is_no_step_is_planned_by_nobody(nothing: Any) -> None:
+    world = World(Setup(FA3Backend, CacheFormat.KV, 4))
+    backend, capacity, bucket = world.backend, world.capacity, world.capacity.bucket(StepKind.DECODE, 3)
+    replay = partial(backend.replay, backend.capture(bucket, world.paging()))
+    for plan in (backend.init_forward_metadata, replay, lambda step: pad_step(step, bucket, capacity)):
+        with pytest.raises(
+            InvalidStepError, match=r"a step is what Step's constructors return, .* got (None|'d|\[3\])"
+        ):
+            plan(nothing)
 
 
 CAPACITY = Capacity(6, 20, 4, topk=2, num_steps=3, num_draft_tokens=4)

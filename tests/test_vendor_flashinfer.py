@@ -23,43 +23,42 @@ from attn_backends.vendors import flashinfer
 from attn_backends.vendors.flashinfer_work import KNOWN_VERSIONS, MLASchedule, _room_reasons, cluster_size
 from spec_metadata import StepKind, pad_step
 from spec_metadata.buffers import Producer
-from tests import checks
 from tests.checks import check_eager, check_replay
-from tests.flashinfer_stand_in import Module, OnCpu, WarmedUp, install, setup_of
+from tests.flashinfer_stand_in import Module, OnCpu, OnCpuByVendor, install, setup_of
 
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Module:
-    return install(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def _warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "RecordedGraph", WarmedUp)
-
-
+module = pytest.fixture(install)
+PLANNED = pytest.mark.parametrize("backend", [OnCpu, OnCpuByVendor], ids=["by us", "by FlashInfer"])
 GRAPH_KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
 TREE_KINDS = [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY]
 CASES = [*((kind, 1) for kind in GRAPH_KINDS), *((kind, 3) for kind in TREE_KINDS)]
 
 
+@PLANNED
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(("kind", "topk"), CASES)
-def test_a_replay_is_right_for_other_lengths_and_padding(module: Module, kind: StepKind, topk: int, page_size: int):
+def test_a_replay_is_right_for_other_lengths_and_padding(
+    module: Module, kind: StepKind, topk: int, page_size: int, backend: type[FlashInferMLABackend]
+):
     shortest = 0 if topk > 1 else 1
     first, second = Batch(kind, (9, 4)), Batch(kind, (shortest, 12, 5))
-    check_replay(World(setup_of(page_size, topk)), first, second, MAX_BS)
+    check_replay(World(setup_of(page_size, topk, backend)), first, second, MAX_BS)
 
 
+@PLANNED
 @pytest.mark.parametrize(("kind", "topk"), CASES)
-def test_the_plan_may_be_recorded_with_the_list_of_work(module: Module, kind: StepKind, topk: int):
+def test_the_plan_may_be_recorded_with_the_list_of_work(
+    module: Module, kind: StepKind, topk: int, backend: type[FlashInferMLABackend]
+):
+    """FlashInfer plans its own on the host, before the graph."""
     first, second = Batch(kind, (9, 4)), Batch(kind, (3, 12, 5))
-    check_replay(World(replace(setup_of(4, topk), checking=False)), first, second, MAX_BS, record_refresh=True)
+    world = World(replace(setup_of(4, topk, backend), checking=False))
+    check_replay(world, first, second, MAX_BS, record_refresh=True)
 
 
+@PLANNED
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DRAFT_EXTEND])
-def test_packed_steps(module: Module, kind: StepKind):
-    check_eager(World(setup_of(4)), Batch(kind, (5, 0, 8), widths=(3, 2, 1)))
+def test_packed_steps(module: Module, kind: StepKind, backend: type[FlashInferMLABackend]):
+    check_eager(World(setup_of(4, backend=backend)), Batch(kind, (5, 0, 8), widths=(3, 2, 1)))
 
 
 def test_a_log_sum_exp_in_base_two_is_seen(module: Module):

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+# Where Triton compiles for a GPU, or is not installed, the kernels can't be run here.
+_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+BOTH = ["operator", *(["triton"] if _INTERPRETS else [])]  # the implementations of an operator
 
 
 def interpreted(name: str, kernel: str) -> ModuleType:
@@ -15,7 +22,7 @@ def interpreted(name: str, kernel: str) -> ModuleType:
     pytest.importorskip("triton", reason="Triton's interpreter is not installed here")
     from triton.runtime import interpreter
 
-    _mend_loop_bounds(interpreter)
+    _prepare(interpreter)
     module = import_module(f"attn_backends.kernels.{name}")
     found = getattr(module, kernel)
     assert isinstance(found, interpreter.InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
@@ -23,6 +30,24 @@ def interpreted(name: str, kernel: str) -> ModuleType:
 
 
 @cache
+def _prepare(interpreter: ModuleType) -> None:
+    """Once a process. The interpreter makes Triton's language its own again at every call of a function, and computes
+    what overflows only to drop it, as nothing asserts without `debug`: together, most of a kernel's time.
+    """
+    _mend_loop_bounds(interpreter)
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Any) -> Any:
+        if id(function.__globals__) not in patched:
+            patched.add(id(function.__globals__))
+            patch(function)
+        return interpreter._LangPatchScope()  # of no changes, so none is undone
+
+    interpreter._patch_lang = patch_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
 def _mend_loop_bounds(interpreter: ModuleType) -> None:
     """Triton 3.6 makes a loop's bound by `int` of an array of one element, which NumPy 2.4 refuses."""
     patch = interpreter._patch_lang_tensor

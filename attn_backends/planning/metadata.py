@@ -113,7 +113,16 @@ class Metadata(Generic[Plan]):
         )
 
 
-def check_owner(backend: Owner, owner: Owner, kind: StepKind) -> None:
+def check_metadata(backend: Owner, meta: Metadata) -> None:
+    """Refuse what is not the metadata of a step, or was planned by another backend."""
+    if not isinstance(meta, Metadata):
+        raise UnsupportedStepError(
+            backend.name, [f"a {type(meta).__name__} where a step's metadata belongs"], "pass what capture() returned"
+        )
+    _check_owner(backend, meta.owner, meta.step.kind)
+
+
+def _check_owner(backend: Owner, owner: Owner, kind: StepKind) -> None:
     """Refuse metadata that another backend planned: also one of the same class has tables and memory of its own."""
     if owner is backend:
         return
@@ -134,7 +143,7 @@ def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
         raise UnsupportedStepError(
             backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
         )
-    check_owner(backend, meta.owner, meta.kind)
+    _check_owner(backend, meta.owner, meta.kind)
     if meta.tenant is not None:
         meta.tenant.check()
 

@@ -114,20 +114,33 @@ DEVICE: dict[str, Change] = {
     "a mask that sees nothing": _tensor("mask", lambda x: x & False),
     "a mask that sees later nodes": _tensor("mask", lambda x: x | True),
     "a mask of nodes that do not see themselves": _tensor("mask", lambda x: x.tril(-1)),
-    "a mask of a node that does not see the root": lambda p, e: _rootless(p),
+    "a mask of a node that does not see the root": lambda p, e: _without(p, 0),
+    "a mask of a node that does not see what its parent sees": lambda p, e: _without(p, 1),
     "a row of no whole pages": lambda p, e: _moved(p),
     "a visible token of the reserved page": lambda p, e: _committed(p, e.world.reserved_page),
     "one page twice": lambda p, e: None if e.world.page_size * 2 > 16 else _committed(p, None),
 }  # fmt: skip
 
 
-def _rootless(p: Parts) -> Parts | None:
-    """A mask in which the last node of the first request does not see the root."""
-    if p["mask"] is None or p["mask"].shape[1] < 2:
+def _without(p: Parts, ancestor: int) -> Parts | None:
+    """A mask of chains in which the last node of the first request does not see an ancestor that its parent sees."""
+    if p["mask"] is None or p["mask"].shape[1] < ancestor + 3:
         return None
-    mask = p["mask"].clone()
-    mask[0, -1, 0] = False
+    mask = (p["mask"] | True).tril()
+    mask[0, -1, ancestor] = False
     return p | {"mask": mask}
+
+
+def _same(ancestors: Any) -> Any:
+    return ancestors
+
+
+PATHS: dict[str, Callable[[Any], Any]] = {
+    "ancestors below 0": lambda x: _first(x, -1),
+    "ancestors that are no branches": lambda x: _first(x, 99),
+    "ancestors of another branch": lambda x: x.flip(1),
+}
+"""Wrong values of the ancestors of a drafted tree."""
 
 
 def _moved(p: Parts) -> Parts | None:
@@ -165,11 +178,15 @@ class Scene:
         """Plan a step of parts, eagerly or into captured metadata."""
         return self.engine.plan(meta, self.engine.build(parts))
 
-    def attend(self, meta: Any) -> None:
-        """Store and attend all forwards of what was planned."""
+    def paths(self) -> dict[str, Callable[[Any], Any]]:
+        """The wrong values of ancestors, if the step has any."""
+        return PATHS if self.handed.ancestors(0) else {}
+
+    def attend(self, meta: Any, change: Callable[[Any], Any] = _same) -> None:
+        """Store and attend all forwards of what was planned. change: of the ancestors of a drafted tree."""
         heads, kv_heads, dim, v_dim = self.layer.sizes
         rng = np.random.default_rng(0)
-        for at, num in self.engine.forwards(meta, self.handed.ancestors(0)):
+        for at, num in self.engine.forwards(meta, tuple(map(change, self.handed.ancestors(0)))):
             new = [self.layer.random(rng, num, kv_heads, size)[0] for size in (dim, v_dim)[: len(self.layer.pools)]]
             self.layer.run(at, self.layer.random(rng, num, heads, dim)[0], new)
 
@@ -221,16 +238,22 @@ def _checking(scene: Scene) -> Iterator[tuple[str, str]]:
         if changed := change(scene.handed.parts(0), scene.engine):
             for where, meta in (("eagerly", None), ("replayed", scene.meta)):
                 yield f"{name}, {where}", _outcome(partial(scene.plan, changed, meta), scene.written)
+    for name, change in scene.paths().items():
+        for where, meta in (("eagerly", None), ("replayed", scene.meta)):
+            planned = scene.plan(scene.handed.parts(0), meta)
+            yield f"{name}, {where}", _outcome(partial(scene.attend, planned, change), scene.written)
 
 
 def _plain(world: World, device: str, rng: np.random.Generator) -> Iterator[tuple[str, str]]:
     scene = Scene(world, device, rng, checking=False)
-    before = scene.layer.guards()
-    for name, change in DEVICE.items():
-        if changed := change(scene.handed.parts(0), scene.engine):
+    legal, before = scene.handed.parts(0), scene.layer.guards()
+    changed = [(name, change(legal, scene.engine), _same) for name, change in DEVICE.items()]
+    changed += [(name, legal, change) for name, change in scene.paths().items()]
+    for name, parts, change in changed:
+        if parts:
             outcome = "kept"
             try:
-                scene.attend(scene.plan(changed))
+                scene.attend(scene.plan(parts), change)
             except Exception as error:
                 outcome = f"kept, and raised {type(error).__name__}"
             same = all(np.array_equal(a, b) for a, b in zip(before, scene.layer.guards(), strict=True))
