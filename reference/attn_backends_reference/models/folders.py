@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SHOWN_TENSORS = 4
+REFUSED = {"GptOssForCausalLM": "it has sinks, and windows in alternate layers, which no backend takes yet"}
+"""Architectures that are known and not served, and why."""
 
 
 def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
@@ -37,7 +39,10 @@ def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTraine
     """The checkpoint's architecture, one of `known`, and its configuration."""
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
+        why = [f" ({REFUSED[name]})" for name in named or () if name in REFUSED] if isinstance(named, list) else []
+        raise CheckpointError(
+            f"{path} has architectures {named}{''.join(why)}; supported here: {', '.join(known)} (config.json)"
+        )
     config = load_config(path)
     _check_servable(path, config)
     return named[0], config

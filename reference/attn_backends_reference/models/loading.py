@@ -35,8 +35,6 @@ EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
 """Their drafts; one of the target's name for each, the EAGLE-3 draft of ``gqa`` and the MTP modules of ``mla``."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-EXPERTS = "batched_mm"
-"""transformers' implementation of experts whose shapes don't depend on the routing."""
 Draft = TypeVar("Draft", bound=nn.Module)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -63,7 +61,6 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
                 local_files_only=True,
                 trust_remote_code=False,
                 attn_implementation="eager",
-                experts_implementation=EXPERTS,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
@@ -93,7 +90,8 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     """
     _require_transformers()
     path = folders.find(folder, EMBEDDED_DRAFTS)
-    families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
+    families = {family.draft_architecture: family for family in _families() if family.draft_architecture}
+    with_modules = _mtp_families()
     of_eagle3 = {family.eagle3_architecture: family for family in _families() if family.eagle3_architecture}
     architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
     if hasattr(config, "draft_vocab_size"):  # SafeAILab's folders say LlamaForCausalLM, as a target's do
@@ -104,8 +102,10 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     folders.refuse_published_eagle(path, located)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
+    from attn_backends_reference.models.interface import IMPLEMENTATION
+
     _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
-    config._experts_implementation = EXPERTS
+    config._experts_implementation = IMPLEMENTATION
     draft = families[architecture].draft(config)
     needed, given = draft.state_dict(), folders.read_tensors(located)
     shapes = folders.compare_shapes(given, needed)
@@ -212,9 +212,9 @@ def _without_progress_bars() -> Iterator[None]:
 def _families() -> tuple[Family, ...]:
     from attn_backends_reference.models.deepseek import DEEPSEEK
     from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import LLAMA
+    from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 
-    return LLAMA, DEEPSEEK, DEEPSEEK_V4
+    return LLAMA, DEEPSEEK, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 
 
 def _mtp_families() -> dict[str, Family]:
@@ -273,9 +273,10 @@ def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str])
 
 
 def _new_modules(config: PreTrainedConfig, count: int) -> list[MtpModule]:
+    from attn_backends_reference.models.interface import IMPLEMENTATION
     from attn_backends_reference.models.mtp import MtpModule, module_config
 
-    config._experts_implementation = EXPERTS
+    config._experts_implementation = IMPLEMENTATION
     return [MtpModule(module_config(config, index)) for index in range(count)]
 
 
