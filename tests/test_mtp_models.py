@@ -251,10 +251,10 @@ def test_layers_behind_the_last_are_mtp_modules_or_refused(experts: Published) -
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda index, shard: shard.unlink(), "model-mtp.safetensors can't be read"),
+        (lambda index, shard: shard.unlink(), "in model-mtp.safetensors, which the folder lacks"),
         (lambda index, shard: shard.write_bytes(b"torn"), "model-mtp.safetensors can't be read"),
         (lambda index, shard: save_file({"a": torch.ones(1)}, shard), "model-mtp.safetensors can't be read"),
-        (lambda index, shard: index.write_text("{"), "is not an index with a weight_map"),
+        (lambda index, shard: index.write_text("{"), "index.json is not a JSON object"),
         (lambda index, shard: index.write_text("{}"), "is not an index with a weight_map"),
         (lambda index, shard: index.unlink(), "no model.safetensors that can be read"),
     ],

@@ -39,7 +39,8 @@ class Family:
     architecture, draft_architecture, mtp_architecture, eagle3_architecture: as config.json names them; the last three
     are None if its EAGLE drafts, MTP modules or EAGLE-3 drafts can't be loaded. cache_format: what its attention layers
     store. attach: make transformers' decoder layers of a configuration attend through an `Attention` passed as
-    `attention=`; returns their attention layers. target, draft: the classes of its models.
+    `attention=`; returns their attention layers. target, draft: the classes of its models. renamed: whether checkpoints
+    name tensors otherwise than transformers' modules, experts apart.
     """
 
     architecture: str
@@ -50,6 +51,7 @@ class Family:
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
     eagle3_architecture: str | None = None
+    renamed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -119,4 +119,5 @@ DEEPSEEK_V4 = Family(
     _attach,
     CompressedTarget,
     MtpDraft,
+    renamed=True,
 )

@@ -1,4 +1,4 @@
-"""Loading targets, drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
+"""Loading drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
 
 A folder is checked before anything is computed: architecture, tensors and shapes, and that a draft fits its target.
 """
@@ -6,8 +6,7 @@ A folder is checked before anything is computed: architecture, tensors and shape
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
 from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
+from attn_backends_reference.models.families import served_families
+from attn_backends_reference.models.targets import EMBEDDED_TARGETS
 from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from attn_backends_reference.models.draft import DraftHead
     from attn_backends_reference.models.mtp import MtpModule
 
-EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
-"""The targets that ship with the package, by name, and their folders."""
 EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
     "gqa-eagle3": "gqa/eagle3",
     "mla-mtp": "mla/mtp",
@@ -39,47 +38,6 @@ Draft = TypeVar("Draft", bound=nn.Module)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
-    """The target in a folder of transformers' format, or an embedded one by name (`EMBEDDED_TARGETS`).
-
-    The folder may hold MTP modules too, which `load_mtp` reads. Raises `CheckpointError` if the folder, its
-    architecture, its tensors or their shapes can't be used.
-    """
-    _require_transformers()
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    path = folders.find(folder, EMBEDDED_TARGETS)
-    families = {family.architecture: family for family in _families()}
-    architecture, config = folders.read_config(path, families)
-    try:
-        with _without_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                attn_implementation="eager",
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
-    except Exception as error:  # what a wrong size or name in a configuration makes of a model may be anything
-        words = folders.error_in_words(error)
-        raise CheckpointError(
-            f"transformers can't make the model that {path}/config.json describes: {words}"
-        ) from error
-    model, report = loaded
-    shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
-    folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
-    family = families[architecture]
-    target = family.target(family, model.to(device))
-    target.eos_token_ids = folders.eos_token_ids(path)
-    return target
-
-
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     """The draft in a folder of config.json and tensors (`folders.locate_tensors`), or an embedded one by name
     (`EMBEDDED_DRAFTS`).
@@ -88,11 +46,10 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     every drafted step; EAGLE-3 drafts are as `models.eagle3` describes them. Raises `CheckpointError` as
     `load_target` does, and if the draft does not fit the target.
     """
-    _require_transformers()
     path = folders.find(folder, EMBEDDED_DRAFTS)
-    families = {family.draft_architecture: family for family in _families() if family.draft_architecture}
+    families = {family.draft_architecture: family for family in served_families() if family.draft_architecture}
     with_modules = _mtp_families()
-    of_eagle3 = {family.eagle3_architecture: family for family in _families() if family.eagle3_architecture}
+    of_eagle3 = {family.eagle3_architecture: family for family in served_families() if family.eagle3_architecture}
     architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
     if hasattr(config, "draft_vocab_size"):  # SafeAILab's folders say LlamaForCausalLM, as a target's do
         of_eagle3 |= {family.architecture: family for family in of_eagle3.values()}
@@ -125,7 +82,6 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
     holds as many modules as its num_nextn_predict_layers says.
     """
-    _require_transformers()
     path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
     architecture, config = folders.read_config(path, families)
     family = families[architecture]
@@ -184,43 +140,10 @@ class _HubTokenizer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
 
 
-def _require_transformers() -> None:
-    try:
-        import safetensors  # noqa: F401
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
-        ) from error
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """No bar of transformers' for every folder that is loaded; whether others are shown stays as it was."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    if shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _families() -> tuple[Family, ...]:
-    from attn_backends_reference.models.deepseek import DEEPSEEK
-    from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
-
-    return LLAMA, DEEPSEEK, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
-
-
 def _mtp_families() -> dict[str, Family]:
     """By the architectures of folders that may hold MTP modules: of them alone, and of a target."""
     found: dict[str, Family] = {}
-    for family in _families():
+    for family in served_families():
         if family.mtp_architecture is not None:
             found |= {family.mtp_architecture: family, family.architecture: family}
     return found
@@ -247,14 +170,6 @@ def _layer_of(name: str) -> int:
     """The layer whose tensor it is; -1 if it is none's."""
     found = LAYER.fullmatch(name)
     return int(found[1]) if found else -1
-
-
-def _without_mtp(names: Collection[str], config: PreTrainedConfig) -> list[str]:
-    """Without the tensors of the MTP modules that a target's folder keeps behind its layers."""
-    first = config.num_hidden_layers
-    behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
-    modules = {layer for layer in behind if f"model.layers.{layer}.eh_proj.weight" in names}
-    return [name for name in names if _layer_of(name) not in modules]
 
 
 def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str]) -> int:
