@@ -103,6 +103,11 @@ class PagedModel:
 
         return allocate_caches(backend.geometry, make, self.device)
 
+    def cache_bytes(self, backend: AttentionBackend, dtype: torch.dtype) -> int:
+        """What `allocate_caches` would take."""
+        meta = torch.device("meta")
+        return sum(self._allocate_cache(layer, backend, dtype, meta).num_bytes for layer in self.layers)
+
     def embed(self, tokens: Tensor, multimodal: MultimodalRows | None) -> Tensor:
         """[T, hidden_size], what rows begin with: the embeddings of their tokens, or those given in place of them.
 

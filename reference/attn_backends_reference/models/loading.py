@@ -122,19 +122,29 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
         raise CheckpointError(f"transformers can't read the tokenizer in {path} ({found}): {error}") from error
     if len(tokenizer) > vocab_size:
         raise CheckpointError(f"the tokenizer in {path} has {len(tokenizer)} tokens, the target {vocab_size}")
-    return _HubTokenizer(tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return _HubTokenizer(path, tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
 @dataclass(frozen=True, slots=True)
 class _HubTokenizer:
     """A tokenizer of transformers."""
 
+    path: Path
     tokenizer: Any
     bos_token_id: int | None
     eos_token_id: int | None
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
+
+    def encode_chat(self, text: str) -> list[int]:
+        message = [{"role": "user", "content": text}]
+        try:
+            whole = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            words = folders.error_in_words(error)
+            raise CheckpointError(f"the tokenizer in {self.path} has no chat template that works: {words}") from error
+        return self.tokenizer.encode(whole, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)

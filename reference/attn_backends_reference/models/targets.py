@@ -53,6 +53,10 @@ class TargetFolder:
         target.eos_token_ids = folders.eos_token_ids(self.path)
         return target
 
+    def empty(self) -> TargetModel:
+        """The target without memory, on torch's meta device: its layers and their caches' sizes, without weights."""
+        return self.family.target(self.family, _empty_model(self.path, self.config))
+
     def _read(self, dtype: torch.dtype, on_bytes: Callable[[int], None]) -> PreTrainedModel:
         import transformers
 

@@ -93,7 +93,7 @@ def read_headers(path: Path, blocks: Fp8Blocks | None) -> Weights:
     """The weights of a folder. Raises `CheckpointError` that names the file, and the tensor or its scales, of what is
     missing, cut short, outside the folder, or of a type that is not served.
     """
-    tensors = dict(_headers(folders.locate_tensors(path)))
+    tensors = stored_tensors(path)
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith(OLD_BUFFERS)}
     scales = {}
     for name, stored in [(name, stored) for name, stored in tensors.items() if stored.dtype not in TYPES]:
@@ -105,6 +105,11 @@ def read_headers(path: Path, blocks: Fp8Blocks | None) -> Weights:
         scales[name + SCALE] = _scales_of(name, tensors, blocks)
         del tensors[name + SCALE]
     return Weights(path, tensors, scales, blocks)
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """What the files of a folder hold, by name, of any type. Raises `CheckpointError` as `read_headers` does."""
+    return dict(_headers(folders.locate_tensors(path)))
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
