@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import load_target, open_target
+from attn_backends_reference.models import load_mtp, load_target, open_target
 from attn_backends_reference.models.decoder import TargetModel
+from tests import mtp_models
 from tests import reference_models as rm
 
 BLOCK = (20, 12)  # 32 rows are a block and three fifths, 32 columns two blocks and two thirds
@@ -166,3 +167,32 @@ def test_blocks_that_the_configuration_says_nothing_of(folder: Path) -> None:
     edit_config(folder, quantization_config=None)
     with pytest.raises(CheckpointError, match=r"is stored as F8_E4M3, which config\.json says nothing of"):
         open_target(folder)
+
+
+def test_modules_behind_the_layers_are_dequantized_too(tmp_path: Path) -> None:
+    """As NEXTN's are stored in DeepSeek-V3's folder, in shards and with experts."""
+    eights, plain, kept = (
+        tmp_path / "eights",
+        tmp_path / "plain",
+        ["gate", "lm_head", "embed_tokens", "shared_head.head"],
+    )
+    for folder in (eights, plain):
+        mtp_models.publish(folder, mtp_models.deep_model("mla_experts"))
+    index = json.loads((eights / "model.safetensors.index.json").read_text())
+    for shard in sorted(eights.glob("*.safetensors")):
+        stored, values = load_file(shard), load_file(shard)
+        for name, weight in load_file(shard).items():
+            if weight.ndim == 2 and not any(f".{module}." in f".{name}" for module in kept):
+                stored[name], stored[f"{name}_scale_inv"] = quantize(weight)
+                values[name] = exact(stored[name], stored[f"{name}_scale_inv"])
+        save_file(stored, shard, metadata={"format": "pt"})
+        save_file(values, plain / shard.name, metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(stored, shard.name)
+    (eights / "model.safetensors.index.json").write_text(json.dumps(index))
+    edit_config(eights, quantization_config=QUANTIZATION | {"modules_to_not_convert": kept})
+    target = load_target(plain, torch.float32)
+    given, expected = (
+        [module._draft.state_dict() for module in load_mtp(folder, target)] for folder in (eights, plain)
+    )
+    for ours, theirs in zip(given, expected, strict=True):
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

@@ -10,14 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import KeyValues
 from attn_backends.errors import CheckpointError, UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
+from attn_backends_reference.eagle.engine import serve
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import TargetModel, interface, load_target
 from attn_backends_reference.models.decoder import MultimodalRows
-from spec_metadata import PackedQuery, Step, token_positions
+from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, token_positions
 from tests import reference_models as rm
 
 LENS = (5, 13, 9)
@@ -169,3 +174,36 @@ def test_a_folder_of_a_family_loads(name: str, tmp_path: Path) -> None:
     tokens = torch.arange(9)
     outputs = [target.forward(tokens, tokens, GivenAttention(target)) for target in (loaded, built)]
     torch.testing.assert_close(*outputs, rtol=0, atol=0)
+
+
+DRAFTS = {
+    "chain": {"topk": 1, "num_steps": 3, "num_draft_tokens": 4},
+    "tree": {"topk": 2, "num_steps": 2, "num_draft_tokens": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("mistral", "chain"), ("qwen2", "tree"), ("qwen3", "chain"), ("qwen3_moe", "tree")]
+)
+def test_texts_are_transformers_own(name: str, shape: str) -> None:
+    """Greedily, plainly and by a random EAGLE draft of Llama's layers, through recorded graphs and in chunks."""
+    source, prompts = rm.tiny_target(name), [text.tolist() for text in rm.random_tokens((11, 5))]
+    target = rm.served_target(name, source)
+    capacity = Capacity(2, 48, 4, **DRAFTS[shape])
+    backend = FA3Backend(capacity, CacheGeometry(2 * capacity.max_pages + 1, 4))
+    place = PhaseBackends(backend, backend, backend, backend, backend), capacity, backend.geometry
+    options = WorkerOptions((2,), RecordedGraph, chunk=4)
+    eagle = EagleWorker(target, rm.served_draft(rm.tiny_draft("gqa"), target), *place, options)
+    plain = PlainWorker(target, *place, options)
+    expected = [greedy(source, prompt, 14) for prompt in prompts]
+    for worker in (plain, eagle):
+        assert [done.tokens for done in serve(worker, prompts, 14)] == expected
+        assert worker.num_graph_steps
+
+
+def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """The next tokens of a prompt, each of a forward of the whole text."""
+    text = list(prompt)
+    for _ in range(num_tokens):
+        text.append(int(model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return text[len(prompt) :]

@@ -38,14 +38,15 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
 
 def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
     """The checkpoint's architecture, one of `known`, and its configuration, of weights that are floats."""
-    found = read_architecture(path, known)
-    if getattr(found[1], "quantization_config", None):
+    if read_fields(path / "config.json").get("quantization_config"):
         raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    return found
+    return read_architecture(path, known)
 
 
 def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
-    """The checkpoint's architecture, one of `known`, and its configuration."""
+    """The checkpoint's architecture, one of `known`, and its configuration, which says nothing of a quantization:
+    transformers would take it for its own to do.
+    """
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
         why = [f" ({REFUSED[name]})" for name in named or () if name in REFUSED] if isinstance(named, list) else []
@@ -53,6 +54,7 @@ def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, Pre
             f"{path} has architectures {named}{''.join(why)}; supported here: {', '.join(known)} (config.json)"
         )
     config = load_config(path)
+    config.__dict__.pop("quantization_config", None)
     _check_servable(path, config)
     return named[0], config
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import folders
+from attn_backends_reference.models import folders, quantization, weights
 from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
 from attn_backends_reference.models.families import served_families
 from attn_backends_reference.models.targets import EMBEDDED_TARGETS
@@ -75,25 +75,26 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
 
     A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
-    them behind its layers, as DeepSeek-V3's does; `models.mtp` has the names of their tensors and where
-    they were published. The embedding and the output head are the target's; a module's embed_tokens and
-    shared_head.head may be absent, and if they are there and not the same, the folder is refused.
+    them behind its layers, as DeepSeek-V3's does, in 8-bit blocks or floats; `models.mtp` has the names of their
+    tensors and where they were published. The embedding and the output head are the target's; a module's embed_tokens
+    and shared_head.head may be absent, and if they are there and not the same, the folder is refused.
 
     The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
     holds as many modules as its num_nextn_predict_layers says.
     """
     path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
-    architecture, config = folders.read_config(path, families)
+    blocks = quantization.blocks_of(path, folders.read_fields(path / "config.json"))
+    architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
     given = _sizes(family, config) | {"layers": config.num_hidden_layers}
     _check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
-    located = folders.locate_tensors(path)
-    count = _count_modules(path, config, located)
-    in_modules = {name: file for name, file in located.items() if _layer_of(name) >= config.num_hidden_layers}
+    stored = weights.read_headers(path, blocks)
+    count = _count_modules(path, config, stored.tensors)
+    in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
     if architecture == family.mtp_architecture:
-        folders.check_tensors(path, (), located.keys() - in_modules.keys(), ())
+        folders.check_tensors(path, (), stored.tensors.keys() - in_modules.tensors.keys(), ())
     modules = _new_modules(config, count)
-    _fill(path, modules, config.num_hidden_layers, folders.read_tensors(in_modules), target)
+    _fill(path, modules, config.num_hidden_layers, in_modules.read(), target)
     return tuple(_serve(module, target) for module in modules)
 
 

@@ -114,9 +114,9 @@ def open_target(folder: str | Path) -> TargetFolder:
     blocks = quantization.blocks_of(path, fields)
     architecture, config = folders.read_architecture(path, families)
     check_keys(path, fields, config)
-    config.__dict__.pop("quantization_config", None)  # transformers would take it for its own to do
     family, stored = families[architecture], weights.read_headers(path, blocks)
-    found = stored.without(_mtp_prefixes(config, stored))
+    behind = _mtp_prefixes(config, stored)
+    found = stored.chosen(lambda name: not name.startswith(behind))
     if not family.renamed:
         tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
         weights.check_shapes(found, weights.expected_shapes(_empty_model(path, config)), tied)

@@ -52,13 +52,17 @@ class Weights:
         """Of all weights."""
         return sum(prod(stored.shape) for stored in self.tensors.values())
 
-    def without(self, prefixes: tuple[str, ...]) -> Weights:
-        """All but the tensors whose names begin so."""
+    def chosen(self, keep: Callable[[str], bool]) -> Weights:
+        """Those of the names that are kept, which of a weight and its scales are alike."""
         of_tensors, of_scales = (
-            {name: stored for name, stored in part.items() if not name.startswith(prefixes)}
-            for part in (self.tensors, self.scales)
+            {name: stored for name, stored in part.items() if keep(name)} for part in (self.tensors, self.scales)
         )
         return Weights(self.path, of_tensors, of_scales, self.blocks)
+
+    def read(self) -> dict[str, Tensor]:
+        """All of them, blocks dequantized."""
+        with self.opened(lambda _: None) as unread:
+            return {name: each[...] for name, each in unread.items()}
 
     @contextmanager
     def opened(self, on_bytes: Callable[[int], None]) -> Iterator[dict[str, Any]]:
