@@ -23,8 +23,8 @@ from attn_backends_reference.models import (
     Tokenizer,
     load_draft,
     load_mtp,
-    load_target,
     load_tokenizer,
+    open_target,
 )
 from attn_backends_reference.run_options import PHASES
 from spec_metadata import CacheGeometry
@@ -118,13 +118,14 @@ class Engine:
         capacity, model = self.config.capacity, self.config.model
         room = capacity.draft_room if self.drafts else 0
         limits = {f"the target {model.target}": self.target.max_positions}
-        limits |= {f"the draft {model.draft}": draft.max_positions for draft in self.drafts}
+        limits |= {f"the draft {model.draft}": model.draft_positions or draft.max_positions for draft in self.drafts}
         shortest = min(limits, key=lambda name: limits[name])
         if capacity.max_context + room > limits[shortest]:
             raise ConfigError(
                 f"{self.config.source}: runtime.max_context {capacity.max_context} and {room} drafted tokens need "
                 f"{capacity.max_context + room} positions; {shortest} has {limits[shortest]} "
                 f"(max_position_embeddings). Set runtime.max_context to {limits[shortest] - room}, or less"
+                f"{', or model.draft_positions' if 'draft' in shortest else ''}"
             )
 
     def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
@@ -169,12 +170,13 @@ class Engine:
         )
 
 
-def build_engine(config: RunConfig) -> Engine:
+def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: None) -> Engine:
     """Load the models of a run and put them on its backends.
 
-    Raises `ConfigError`, `CheckpointError` or `BackendUnavailableError` before anything is computed.
+    on_bytes: gets the bytes of the target's files that were read, see `TargetFolder.load`. Raises `ConfigError`,
+    `CheckpointError`, `MemoryLimitError` or `BackendUnavailableError` before anything is computed.
     """
-    target = load_target(config.model.target, config.dtype, config.device)
+    target = open_target(config.model.target).load(config.dtype, config.device, on_bytes)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
     return Engine(config, target, _load_drafts(config, target), tokenizer)
 
