@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -95,9 +95,14 @@ def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
     return request, row - starts[request]
 
 
-def are_integers(values: Sequence[object]) -> bool:
-    """Whether all are integers of the host. Python's own are told by their type, which takes a tenth of the time."""
-    return {int}.issuperset(map(type, values)) or all(isinstance(value, Integral) for value in values)
+def are_integers(values: Sequence[Any]) -> bool:
+    """Whether all are integers of the host. Were one none, their sum would be none, which takes a tenth of the time."""
+    try:
+        if type(sum(values)) is int:
+            return True
+    except TypeError:
+        pass
+    return all(isinstance(value, Integral) for value in values)
 
 
 def check_lens(lens: Sequence[int]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import backend as base
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
@@ -16,6 +15,7 @@ from attn_backends.conformance import Outcome, Subject, run_case, run_conformanc
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
+from attn_backends.planning import planners
 from attn_backends.planning.planners import choose_planner
 from attn_backends.registry import get_backend
 from attn_backends.selection import providers
@@ -64,7 +64,7 @@ def test_a_fused_planner_takes_the_place_of_the_definition(monkeypatch: pytest.M
     calls: list[int] = []
 
     def bind_fused(self: FA3Backend, step: Step, buffers: Buffers) -> Callable[[], None]:
-        write, number = base.AttentionBackend._bind_torch(self, step, buffers), len(calls)
+        write, number = planners.bind_torch(self.write, step, buffers), len(calls)
         calls.append(0)
 
         def fused() -> None:

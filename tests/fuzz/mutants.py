@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends import cache
 from attn_backends.backends import fa3, flashinfer_mla, reference, trtllm_mla
 from attn_backends.kernels import plan_operators
@@ -90,7 +89,7 @@ def a_draft_writes_in_step_order(patch: pytest.MonkeyPatch) -> None:
             return right(step, forward)
         return step.flat_slots().long().reshape(step.bs, step.num_steps, step.width)[:, forward].reshape(-1)
 
-    wrap(patch, base, "write_slots", wrong)
+    wrap(patch, planners, "write_slots", wrong)
 
 
 @mutant("fa3")

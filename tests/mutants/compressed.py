@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends.backends import dsv4
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.kernels import torch_compressed
+from attn_backends.planning import planners
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.plans import compressed
 from spec_metadata.plans.compressed import EntryPlan
@@ -162,7 +162,7 @@ def window_one_short(patch: pytest.MonkeyPatch) -> None:
 )
 def draft_targets_not_sliced(patch: pytest.MonkeyPatch) -> None:
     """Rows, states and entries of every draft forward go where the first slots of the flat list say."""
-    for module in (base, compressed):
+    for module in (planners, compressed):
         patch.setattr(module, "write_slots", lambda step, forward=0: step.flat_slots()[: step.num_tokens].long())
 
 

@@ -94,7 +94,7 @@ def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
 
     def rebind(self: AttentionBackend, meta: Metadata) -> None:
         fresh = Buffers({name: tensor.clone() for name, tensor in meta.buffers.items()}, meta.buffers.extent)
-        self._bind_torch(meta.step, fresh)()
+        planners.bind_torch(self.write, meta.step, fresh)()
         object.__setattr__(meta, "plans", self.plans(meta.step, fresh))
         object.__setattr__(meta, "buffers", fresh)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache, PagedKV
+from attn_backends.planning import planners
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import CacheGeometry, Step, StepKind, static_inputs
 from tests.mutants.mutant import mutant
@@ -70,7 +70,7 @@ def strided_slots_read_as_dense(patch: pytest.MonkeyPatch) -> None:
         view = step.flat_slots().long().contiguous().view(-1, step.num_steps)[:, forward]
         return view.as_strided(view.shape, (1,), view.storage_offset())
 
-    patch.setattr(base, "write_slots", as_dense)
+    patch.setattr(planners, "write_slots", as_dense)
 
 
 @mutant("padded rows that write slot 0", "graph.padded")
