@@ -26,6 +26,7 @@ from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
 from attn_backends.contract.capabilities import extras_reasons, listed
+from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
@@ -108,7 +109,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
-        self._arenas = Arenas(self.name, *place)
+        self._arenas, self._layers = Arenas(self.name, *place), CheckedLayers()
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -217,22 +218,20 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
-        self._check_layer(cache, meta, layer, inputs.dtype)
+        self._shape_of(cache, meta, layer, inputs.dtype)
         cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
     ) -> AttentionOutput:
         """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
-        self._check_layer(cache, meta, layer, q.dtype)
+        shape = self._shape_of(cache, meta, layer, q.dtype)
         expected = (meta.write_slots.shape[0], layer.num_heads, layer.head_dim)
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
-            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-            empty = q.new_empty(0, layer.num_heads, layer.v_head_dim)
-            return AttentionOutput(empty, empty.new_empty(empty.shape[:2], dtype=lse_dtype))
-        planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
+            return AttentionOutput.of_no_rows(q, layer.v_head_dim)
+        planned = meta.schedules.planned(meta.forward, shape)
         dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
         if meta.tree is None:
             return dense
@@ -322,15 +321,21 @@ class AttentionBackend(ABC, Generic[Plan]):
         """The static buffers of a captured step, its inputs among them."""
         return (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
 
-    def _check_layer(
-        self,
-        cache: PagedCache,
-        meta: ForwardMetadata[Plan],
-        layer: AttentionLayer,
-        dtype: torch.dtype,
-    ) -> None:
-        """Refuse metadata, a cache or a layer. dtype: of queries, or of rows to store."""
+    def _shape_of(
+        self, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer, dtype: torch.dtype
+    ) -> LayerShape:
+        """The shape of a layer, checked with every new cache and use. dtype: of queries, or of rows to store."""
         check_forward(self, meta)
+        use = Use(meta.kind, dtype, meta.tree is not None)
+        if shape := self._layers.shape_of(layer, cache, use):
+            return shape
+        self._check_layer(cache, meta, layer, dtype)
+        return self._layers.take(layer, cache, use, LayerShape.of(layer, dtype, cache.dtype))
+
+    def _check_layer(
+        self, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer, dtype: torch.dtype
+    ) -> None:
+        """Refuse a cache or a layer. dtype: of queries, or of rows to store."""
         if cache.format not in self.formats:
             raise UnsupportedStepError(
                 f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]

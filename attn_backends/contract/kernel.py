@@ -157,7 +157,7 @@ class Schedules(Generic[Plan]):
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         distinct = list({id(plan): None for plan in plans})
         self._place = [distinct.index(id(plan)) for plan in plans]
-        self._made: dict[tuple[int, LayerShape], Schedule] = {}
+        self._made: dict[tuple[int, LayerShape], Scheduled[Plan]] = {}
         self._workspaces: dict[LayerShape, Workspaces] = {}
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
@@ -165,10 +165,11 @@ class Schedules(Generic[Plan]):
         plan = self._plans[forward]
         if self.kernel.schedule is None:
             return plan
-        place = self._place[forward]
-        if (place, shape) not in self._made:
-            self._made[place, shape] = self._make(plan, place, shape)
-        return Scheduled(plan, self._made[place, shape])
+        key = self._place[forward], shape
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = Scheduled(plan, self._make(plan, *key))
+        return made
 
     @property
     def needs_lens(self) -> bool:
@@ -180,13 +181,13 @@ class Schedules(Generic[Plan]):
         assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
         assert len(lens) == len(self._lens), "a replay has the plans of its capture"
         self._lens = lens
-        for (place, shape), schedule in self._made.items():
-            self._plan(schedule, place, shape)
+        for (place, shape), made in self._made.items():
+            self._plan(made.schedule, place, shape)
 
     def refresh(self) -> None:
         """The device half of a replay."""
-        for schedule in self._made.values():
-            schedule.refresh()
+        for made in self._made.values():
+            made.schedule.refresh()
 
     def _make(self, plan: Plan, place: int, shape: LayerShape) -> Schedule:
         assert self.kernel.schedule is not None
