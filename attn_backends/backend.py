@@ -26,8 +26,9 @@ from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
 from attn_backends.contract.capabilities import extras_reasons, listed
+from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
-from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
+from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.memory.arenas import Arenas
@@ -39,6 +40,7 @@ from attn_backends.planning.metadata import (
     check_forward,
     check_frozen,
     check_metadata,
+    check_ranges,
     own_drafted,
 )
 from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
@@ -61,10 +63,9 @@ from spec_metadata import (
 )
 from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
 from spec_metadata.bound_inputs import check_bound
-from spec_metadata.buffers import out_of_range
 from spec_metadata.layout import check_is_step
 from spec_metadata.static_inputs import padding_step
-from spec_metadata.visibility import HostLens, chain_parts, host_lens
+from spec_metadata.visibility import HostLens, chain_parts
 
 Plan = TypeVar("Plan")
 
@@ -110,7 +111,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
-        self._arenas = Arenas(self.name, *place)
+        self._arenas, self._layers = Arenas(self.name, *place), CheckedLayers()
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -168,13 +169,13 @@ class AttentionBackend(ABC, Generic[Plan]):
         instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay.
         """
         check_capture(bucket, paging, self.capacity)
-        if inputs is not None:
-            check_bound(inputs, bucket, paging)
+        check_bound(inputs, bucket, paging)
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
-        reasons = reasons or ([] if inputs is None else self.kernel_of(bucket.kind).bound_reasons(bucket.kind))
+        if inputs is not None:
+            reasons = reasons or self.kernel_of(bucket.kind).bound_reasons(bucket.kind)
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         arena = self._arenas.captured(bucket, paging)
@@ -227,27 +228,25 @@ class AttentionBackend(ABC, Generic[Plan]):
         if self.checking:
             if meta.tenant is not None:
                 meta.tenant.check_bound()
-            self._check_ranges(meta)
+            check_ranges(meta, self.buffers(meta.step.kind))
             check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
-        self._check_layer(cache, meta, layer, inputs.dtype)
+        self._shape_of(cache, meta, layer, inputs.dtype)
         cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
     ) -> AttentionOutput:
         """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
-        self._check_layer(cache, meta, layer, q.dtype)
+        shape = self._shape_of(cache, meta, layer, q.dtype)
         expected = (meta.write_slots.shape[0], layer.num_heads, layer.head_dim)
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
-            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-            empty = q.new_empty(0, layer.num_heads, layer.v_head_dim)
-            return AttentionOutput(empty, empty.new_empty(empty.shape[:2], dtype=lse_dtype))
-        planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
+            return AttentionOutput.of_no_rows(q, layer.v_head_dim)
+        planned = meta.schedules.planned(meta.forward, shape)
         dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
         if meta.tree is None:
             return dense
@@ -311,34 +310,32 @@ class AttentionBackend(ABC, Generic[Plan]):
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant, self.checking)
         if self.checking:
-            self._check_ranges(meta)
+            check_ranges(meta, self.buffers(meta.step.kind))
         return meta
-
-    def _check_ranges(self, meta: Metadata[Plan]) -> None:
-        if problems := out_of_range(self.buffers(meta.step.kind), meta.buffers):
-            raise PlanError(f"{self.name} planned outside its declaration: {'; '.join(problems)}")
 
     def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
         """What the kernel's host half needs, None if it has none."""
-        if step.kind is StepKind.IDLE or not self.kernel_of(step.kind).capabilities[step.kind].needs_host_lens:
-            return None
-        self.kernel_of(step.kind).check_host_lens(self.name, step)
         forwards = (None,) if self.prefix_only else range(step.num_forwards)
-        return tuple(host_lens(step, bs, forward) for forward in forwards)
+        return self.kernel_of(step.kind).host_lens(self.name, step, bs, forwards)
 
     def _static_specs(self, bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
-        """The static buffers of a captured step, its inputs among them."""
         return (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
 
-    def _check_layer(
-        self,
-        cache: PagedCache,
-        meta: ForwardMetadata[Plan],
-        layer: AttentionLayer,
-        dtype: torch.dtype,
-    ) -> None:
-        """Refuse metadata, a cache or a layer. dtype: of queries, or of rows to store."""
+    def _shape_of(
+        self, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer, dtype: torch.dtype
+    ) -> LayerShape:
+        """The shape of a layer, checked with every new cache and use. dtype: of queries, or of rows to store."""
         check_forward(self, meta)
+        use = Use(meta.kind, dtype, meta.tree is not None)
+        if shape := self._layers.shape_of(layer, cache, use):
+            return shape
+        self._check_layer(cache, meta, layer, dtype)
+        return self._layers.take(layer, cache, use, LayerShape.of(layer, dtype, cache.dtype))
+
+    def _check_layer(
+        self, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer, dtype: torch.dtype
+    ) -> None:
+        """Refuse a cache or a layer. dtype: of queries, or of rows to store."""
         if cache.format not in self.formats:
             raise UnsupportedStepError(
                 f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]

@@ -55,7 +55,7 @@ class Latents:
 CacheInputs = KeyValues | Latents
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PagedKV:
     """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
     last size of its own. Raises `UnsupportedStepError` for views that don't agree.
@@ -118,7 +118,7 @@ class PagedKV:
         self.store(KeyValues(k, v), destinations)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PagedLatent:
     """One layer's cache of MLA latents. latent: [num_pages, page_size, rank + rope], the first `rank` the values.
     Raises `UnsupportedStepError` for a view of another form.

@@ -105,7 +105,7 @@ class EntryPools:
     states: FloatPages
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompressedCache:
     """The cache of one layer. rows: of tokens. compressor: its entries, None without a compression. indexer: the keys
     by which entries are selected, None where they are not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_backends.errors import UnsupportedStepError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AttentionLayer:
     """An attention layer on this rank (tensor parallelism is local heads).
 
@@ -59,6 +59,12 @@ class AttentionOutput(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+    @classmethod
+    def of_no_rows(cls, q: Tensor, v_head_dim: int) -> Self:
+        """The output for queries [0, num_heads, head_dim]."""
+        lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+        return cls(q.new_empty(*q.shape[:2], v_head_dim), q.new_empty(q.shape[:2], dtype=lse_dtype))
 
 
 def _is_count(value: object) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attn_backends.cli import Command, add_threads, guarded, run_command
-from benchmarks import cli_attention, cli_cycles
+from benchmarks import cli_attention, cli_cycles, eager
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,15 +18,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    return (cli_attention if args.what == "attention" else cli_cycles).run(args)
+    return {"attention": cli_attention, "eager": eager}.get(args.what, cli_cycles).run(args)
 
 
 def _add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument(
         "what",
-        choices=("attention", "metadata", "memory", "cycle"),
-        help="attention: a layer's forward, under graphs. metadata: preparing each phase of a cycle. memory: bytes of "
-        "static buffers. cycle: whole cycles of the worker",
+        choices=("attention", "eager", "metadata", "memory", "cycle"),
+        help="attention: a layer's forward, under graphs. eager: the host's time of layers and metadata without one. "
+        "metadata: preparing each phase of a cycle. memory: bytes of static buffers. cycle: whole cycles of the worker",
     )
     bench.add_argument(
         "--set",

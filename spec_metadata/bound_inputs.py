@@ -44,8 +44,10 @@ class BoundInputs:
     lens_include_rows: bool = False
 
 
-def check_bound(inputs: BoundInputs, bucket: Bucket | TokenBucket, paging: Paging) -> None:
-    """Refuse buffers that don't fit a bucket. Reads shapes and types only."""
+def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging: Paging) -> None:
+    """Refuse buffers that don't fit a bucket; None binds none. Reads shapes and types only."""
+    if inputs is None:
+        return
     if isinstance(bucket, TokenBucket):
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
     bs, width, slots = bucket.bs, bucket.width, inputs.out_cache_loc

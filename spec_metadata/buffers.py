@@ -8,9 +8,10 @@ the same strides and addresses, so a graph captured on any bucket stays valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -114,6 +115,11 @@ def _guard_word(dtype: torch.dtype) -> int:
     return _GUARD_WORD.get(dtype, 0x5AFE)
 
 
+def _pad_byte(spec: BufferSpec) -> int | None:
+    """The byte that padding consists of; None where bytes of an element differ."""
+    return {0: 0, -1: 0xFF}.get(spec.pad) if spec.pad == 0 or spec.dtype in (torch.int32, torch.int64) else None
+
+
 def _num_guards(checking: bool) -> int:
     return GUARD_ELEMENTS if checking else 0
 
@@ -163,18 +169,33 @@ class Arena:
         self._storage: dict[str, Tensor] = {}
         self._full: dict[str, Tensor] = {}
         for spec, place in zip(self.specs, places, strict=True):
-            storage = memory[place].view(spec.dtype)
+            storage = live = memory[place].view(spec.dtype)
+            if self._guard:
+                live = storage[self._guard : storage.numel() - self._guard]
             self._storage[spec.name] = storage
-            live = storage[self._guard : storage.numel() - self._guard]
             self._full[spec.name] = live.view(spec.sizes(largest))
+        self._fills = self._guarded_fills() if self._guard else self._joint_fills(places, memory)
         self.reset()
 
     def reset(self) -> None:
         """Make the contents those of a fresh arena: pad values, and the guard words around them."""
-        for spec in self.specs:
-            if self._guard:
-                self._storage[spec.name].fill_(_guard_word(spec.dtype))
-            self._full[spec.name].fill_(spec.pad)
+        for memory, value in self._fills:
+            memory.fill_(value)
+
+    def _guarded_fills(self) -> list[tuple[Tensor, int]]:
+        guards = [(self._storage[spec.name], _guard_word(spec.dtype)) for spec in self.specs]
+        return guards + [(self._full[spec.name], spec.pad) for spec in self.specs]
+
+    def _joint_fills(self, places: Sequence[slice], memory: Tensor) -> list[tuple[Tensor, int]]:
+        """One fill for neighbours whose padding is of one byte, which is a launch less for each."""
+        fills: list[tuple[Tensor, int]] = []
+        for byte, group in groupby(zip(self.specs, places, strict=True), lambda each: _pad_byte(each[0])):
+            alike = list(group)
+            if byte is None:
+                fills += [(self._full[spec.name], spec.pad) for spec, _ in alike]
+            else:
+                fills.append((memory[alike[0][1].start : alike[-1][1].stop], byte))
+        return fills
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +212,7 @@ class Arena:
                     f"buffer {spec.name} [{', '.join(map(str, spec.shape))}] needs {sizes} but was allocated "
                     f"{tuple(full.shape)}: the step is larger than the declared capacity"
                 )
-            views[spec.name] = full[tuple(slice(0, size) for size in sizes)]
+            views[spec.name] = full if full.shape == sizes else full[tuple(slice(0, size) for size in sizes)]
         return Buffers(views, extent)
 
     def check_guards(self) -> list[str]:

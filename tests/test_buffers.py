@@ -29,7 +29,8 @@ from spec_metadata import (
     StepKind,
     allocate,
 )
-from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, ONE, WIDTH, out_of_range
+from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, ONE, WIDTH, allocation_size, out_of_range
+from tests.launches import CountsLaunches
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(max_bs=6, max_context=37, page_size=4, topk=2, num_steps=3, num_draft_tokens=7)
@@ -103,6 +104,21 @@ def test_views_keep_addresses_and_strides(checking: bool) -> None:
     arena.view(extent_of(1))["pages"].fill_(9)
     assert full["pages"][0].tolist() == [9] * 11
     assert full["pages"][1].tolist() == [3] * 11
+
+
+def test_fresh_buffers_are_written_at_once() -> None:
+    """Neighbours of one padding byte, in one launch; every pad stands, and nothing beside is written."""
+    pads = (0, 0, -1, -1, 3, 0)
+    specs = [BufferSpec(f"b{place}", torch.int32, (BS, MAX_PAGES), "", pad=pad) for place, pad in enumerate(pads)]
+    memory = torch.full((allocation_size(specs, extent_of(3)) + 8,), 7, dtype=torch.uint8)
+    with CountsLaunches() as launches:
+        arena = Arena(specs, extent_of(3), CPU, memory=memory)
+    assert launches.num == 4
+    assert [set(each.flatten().tolist()) for each in arena.view(extent_of(3)).values()] == [{pad} for pad in pads]
+    assert memory[-8:].tolist() == 8 * [7]
+    with CountsLaunches() as launches:
+        Arena((*FA3Backend.buffers(StepKind.DECODE), *TrtllmMLABackend.buffers(StepKind.DECODE)), extent_of(3), CPU)
+    assert launches.num == 1
 
 
 def test_view_above_the_declared_size_is_refused() -> None:

@@ -209,7 +209,7 @@ def test_a_row_reads_no_more_entries_than_are_selected() -> None:
     at = engine.backend.init_forward_metadata(step_of(engine, StepKind.DECODE, requests)).at()
     found = []
     for layer, cache in zip(engine.layers[1:3], engine.caches[1:3], strict=True):
-        planned = engine.backend._planned(at, torch.bfloat16, cache, layer).planned
+        planned = at.schedules.planned(0, engine.backend._checked(cache, at, layer, torch.bfloat16)[2])
         assert isinstance(planned, Scheduled)
         assert isinstance(planned.schedule, flashmla_sparse.RowSchedule)
         found.append(planned.schedule.entry_lens.tolist())

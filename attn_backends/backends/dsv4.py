@@ -32,6 +32,7 @@ from attn_backends.compressed_cache import (
 )
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends.contract.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.contract.checked_layers import Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.compressor_operators import write_entries, write_states
@@ -167,7 +168,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         layer: AttentionLayer,
     ) -> None:
         """Write this forward's rows to their slots, then the entries that close, their index keys, and the states."""
-        cache, layer = self._checked(cache, meta, layer, inputs.dtype)
+        cache, layer, shape = self._checked(cache, meta, layer, inputs.dtype)
         inputs = layer.checked_inputs(inputs, meta.write_slots.shape[0])
         if meta.write_slots.shape[0] == 0:
             return
@@ -175,7 +176,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         cache.rows.write(meta.write_slots, inputs.rows, reserved)
         if layer.compression is None:
             return
-        made = self._planned(meta, inputs.dtype, cache, layer).plan.entries[layer.compression.ratio]
+        planned = meta.schedules.planned(meta.forward, shape)
+        made = Selected(planned, None).plan.entries[layer.compression.ratio]
         parts = [
             (inputs.compressor, layer.compressor, cache.compressor),
             (inputs.indexer, layer.indexer, cache.indexer),
@@ -200,13 +202,12 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         selects entries, for an indexed layer. The output is still rotated by its keys' angles: the model turns the
         tail of it back by the query's own.
         """
-        cache, layer = self._checked(cache, meta, layer, q.dtype)
+        cache, layer, shape = self._checked(cache, meta, layer, q.dtype)
         num_tokens = meta.write_slots.shape[0]
         layer.check_query(q, index, num_tokens)
         if num_tokens == 0:
-            lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-            return AttentionOutput(torch.empty_like(q), q.new_empty(0, layer.num_heads, dtype=lse_dtype))
-        selected = self._planned(meta, q.dtype, cache, layer)
+            return AttentionOutput.of_no_rows(q, layer.v_head_dim)
+        selected = Selected(meta.schedules.planned(meta.forward, shape), None)
         if layer.compression is not None:
             entries = selected.plan.entries[layer.compression.ratio]
             slots = entries.slots if index is None else _select(index, cache, selected.plan, layer)
@@ -251,34 +252,32 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         )
         return min(needed, self.geometry.page_size)
 
-    def _planned(
-        self, meta: ForwardMetadata[CompressedPlan], dtype: torch.dtype, cache: CompressedCache, layer: CompressedLayer
-    ) -> Selected:
-        """What is known before entries are selected. dtype: of the layer's inputs."""
-        shape = LayerShape.of(layer, dtype, cache.dtype)._replace(variant=(layer.compression, layer.index_topk))
-        return Selected(meta.schedules.planned(meta.forward, shape), None)
-
     def _checked(
         self,
         cache: PagedCache | CompressedCache,
         meta: ForwardMetadata[CompressedPlan],
         layer: AttentionLayer,
         dtype: torch.dtype,
-    ) -> tuple[CompressedCache, CompressedLayer]:
-        """The cache and layer as what they are, or a refusal. dtype: of queries, or of rows to store."""
+    ) -> tuple[CompressedCache, CompressedLayer, LayerShape]:
+        """The cache and layer as what they are, and the layer's shape, or a refusal. dtype: as of `_shape_of`."""
         check_forward(self, meta)
         what = f"{self.name} layer {layer.id}"
         if not isinstance(cache, CompressedCache):
             raise UnsupportedStepError(what, [f"a cache of {cache.format} (it takes {', '.join(self.formats)})"])
         if not isinstance(layer, CompressedLayer):
             raise UnsupportedStepError(what, [f"a plain {type(layer).__name__} (it takes a CompressedLayer)"])
-        reasons = self._layer_reasons(cache, layer)
-        if meta.kind is not StepKind.IDLE:
-            capabilities = self.kernel_of(meta.kind).capabilities[meta.kind]
-            reasons += capabilities.layer_reasons(layer, dtype, cache.dtype)
-        if reasons:
-            raise UnsupportedStepError(what, reasons)
-        return cache, layer
+        use = Use(meta.kind, dtype, is_tree=False)
+        shape = self._layers.shape_of(layer, cache, use)
+        if shape is None:
+            reasons = self._layer_reasons(cache, layer)
+            if meta.kind is not StepKind.IDLE:
+                capabilities = self.kernel_of(meta.kind).capabilities[meta.kind]
+                reasons += capabilities.layer_reasons(layer, dtype, cache.dtype)
+            if reasons:
+                raise UnsupportedStepError(what, reasons)
+            shape = LayerShape.of(layer, dtype, cache.dtype)._replace(variant=(layer.compression, layer.index_topk))
+            self._layers.take(layer, cache, use, shape)
+        return cache, layer, shape
 
     def _layer_reasons(self, cache: CompressedCache, layer: CompressedLayer) -> list[str]:
         """Why metadata of this backend does not describe a layer or its cache; empty if it does."""

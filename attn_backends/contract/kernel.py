@@ -7,7 +7,7 @@ the device by `refresh`, and on the host by `plan_host` where the vendor plans t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
-from spec_metadata.visibility import HostLens
+from spec_metadata.visibility import HostLens, host_lens
 
 Plan = TypeVar("Plan")
 
@@ -134,6 +134,15 @@ class Kernel(Generic[Plan]):
             return [f"kernel {self.name} plans lengths on the host, which buffers of the device do not tell"]
         return []
 
+    def host_lens(self, owner: str, step: Step, bs: int, forwards: Iterable[int | None]) -> tuple[HostLens, ...] | None:
+        """What the host half of each plan is made of, padded to bs requests; None for a step that it plans nothing of.
+        forwards: of which plans are, as of `spec_metadata.host_lens`. Refuses a step without exact lengths.
+        """
+        if step.kind is StepKind.IDLE or not self.capabilities[step.kind].needs_host_lens:
+            return None
+        self.check_host_lens(owner, step)
+        return tuple(host_lens(step, bs, forward) for forward in forwards)
+
     def check_host_lens(self, owner: str, step: Step) -> None:
         """Refuse a step that can't be planned on the host now. owner: the backend's name."""
         if is_capturing():
@@ -163,7 +172,7 @@ class Schedules(Generic[Plan]):
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         distinct = list({id(plan): None for plan in plans})
         self._place = [distinct.index(id(plan)) for plan in plans]
-        self._made: dict[tuple[int, LayerShape], Schedule] = {}
+        self._made: dict[tuple[int, LayerShape], Scheduled[Plan]] = {}
         self._workspaces: dict[LayerShape, Workspaces] = {}
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
@@ -171,10 +180,11 @@ class Schedules(Generic[Plan]):
         plan = self._plans[forward]
         if self.kernel.schedule is None:
             return plan
-        place = self._place[forward]
-        if (place, shape) not in self._made:
-            self._made[place, shape] = self._make(plan, place, shape)
-        return Scheduled(plan, self._made[place, shape])
+        key = self._place[forward], shape
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = Scheduled(plan, self._make(plan, *key))
+        return made
 
     @property
     def needs_lens(self) -> bool:
@@ -186,13 +196,13 @@ class Schedules(Generic[Plan]):
         assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
         assert len(lens) == len(self._lens), "a replay has the plans of its capture"
         self._lens = lens
-        for (place, shape), schedule in self._made.items():
-            self._plan(schedule, place, shape)
+        for (place, shape), made in self._made.items():
+            self._plan(made.schedule, place, shape)
 
     def refresh(self) -> None:
         """The device half of a replay."""
-        for schedule in self._made.values():
-            schedule.refresh()
+        for made in self._made.values():
+            made.schedule.refresh()
 
     def _make(self, plan: Plan, place: int, shape: LayerShape) -> Schedule:
         assert self.kernel.schedule is not None

@@ -19,12 +19,12 @@ import torch
 import triton
 from torch import Tensor
 
-_CODES = {"i32": "i", "i64": "q"}  # of a parameter, as `struct` calls it; of a pointer "Q"
+_CODES = {"i32": "i", "i64": "q", "fp32": "f"}  # of a parameter, as `struct` calls it; of a pointer "Q"
 _AT, _OF_SIZE, _END = 1, 2, 0  # CU_LAUNCH_PARAM_BUFFER_POINTER, CU_LAUNCH_PARAM_BUFFER_SIZE, CU_LAUNCH_PARAM_END
 _NO_CONTEXT = 201  # what the driver answers a thread that has not called CUDA's runtime yet
 
-Parameter = tuple[int, str]
-"""A value, an address or an integer, and the code of its type; "?" of one that is not known."""
+Parameter = tuple[float, str]
+"""A value, an address or a number, and the code of its type; "?" of one that is not known."""
 
 
 def bind_launch(
@@ -41,14 +41,8 @@ def bind_launch(
     moving = list(_flattened(types[:num_moving], [0] * num_moving))
     assert len(moving) == num_moving, "a constant is among the arguments that move"
     parameters = [*moving, *_flattened(types[num_moving:], fixed)]
-    codes = "".join(code for _, code in parameters)
-    found = _parameter_places(compiled.function, device)
-    num_scratch = next((n for n in range(3) if _places(codes + n * "Q") == found), None)
-    if _is_plain(compiled.metadata) and "?" not in codes and num_scratch is not None:
-        values = [_fitting(value, code, compiled.name) for value, code in parameters]
-        layout = struct.Struct(codes + num_scratch * "Q")
-        launch = _by_driver(compiled, device, grid, layout, [*values, *num_scratch * [0]], num_moving)
-    else:
+    launch = _by_driver(compiled, device, grid, parameters, range(num_moving))
+    if launch is None:
         by_triton = compiled[grid]
 
         def launch(*moving: int) -> None:
@@ -57,24 +51,47 @@ def bind_launch(
     return launch if torch.cuda.device_count() == 1 else _guarded(launch, device)
 
 
+def bind_tensors(
+    compiled: Any, device: torch.device, grid: tuple[int, int, int], arguments: Sequence[Any]
+) -> Callable[..., None] | None:
+    """The same for launches whose tensors move, wherever they stand among the arguments: it takes their addresses, in
+    that order. None where Triton must launch. arguments: of one launch, constants left out, which are the last; what is
+    no tensor, all others have too.
+    """
+    types = list(compiled.src.signature.values())
+    constants = [None] * (len(types) - len(arguments))
+    parameters = list(_flattened(types, (*arguments, *constants)))
+    places = [place for place, (_, code) in enumerate(parameters) if code == "Q"]
+    launch = _by_driver(compiled, device, grid, parameters, places)
+    return launch if launch is None or torch.cuda.device_count() == 1 else _guarded(launch, device)
+
+
 def _by_driver(
     compiled: Any,
     device: torch.device,
     grid: tuple[int, int, int],
-    layout: struct.Struct,
-    values: Sequence[int],
-    num_moving: int,
-) -> Callable[..., None]:
-    """Launches with these values, of which the first move."""
+    parameters: Sequence[Parameter],
+    places: Sequence[int],
+) -> Callable[..., None] | None:
+    """Launches with these parameters, of which those at some places move; None where they are not as the driver says,
+    or the kernel needs more than parameters.
+    """
+    codes = "".join(code for _, code in parameters)
+    found = _parameter_places(compiled.function, device)
+    num_scratch = next((n for n in range(3) if _places(codes + n * "Q") == found), None)
+    if not _is_plain(compiled.metadata) or "?" in codes or num_scratch is None:
+        return None
+    values = [*(_fitting(value, code, compiled.name) for value, code in parameters), *num_scratch * [0]]
+    layout = struct.Struct(codes + num_scratch * "Q")
     memory = ctypes.create_string_buffer(8 + layout.size)  # their size, then the parameters
     struct.pack_into("N", memory, 0, layout.size)
     layout.pack_into(memory, 8, *values)
+    write = _writer(layout, values, places)
     extra = (ctypes.c_void_p * 5)(_AT, ctypes.addressof(memory) + 8, _OF_SIZE, ctypes.addressof(memory), _END)
     block, stream = (32 * compiled.metadata.num_warps, 1, 1), ctypes.c_void_p()
     given = (ctypes.c_void_p(compiled.function), *grid, *block, compiled.metadata.shared, stream, None, extra)
     start, index = _driver().cuLaunchKernel, device.index
     get_stream = triton.runtime.driver.active.get_current_stream
-    write = struct.Struct(layout.format[:num_moving]).pack_into
 
     def launch(*moving: int) -> None:
         write(memory, 8, *moving)
@@ -87,6 +104,19 @@ def _by_driver(
             raise RuntimeError(f"the CUDA driver did not launch {compiled.name} in a grid of {grid}: {_reason(error)}")
 
     return launch
+
+
+def _writer(layout: struct.Struct, values: list[float], places: Sequence[int]) -> Callable[..., None]:
+    """What writes the parameters that move, given memory, an offset and them."""
+    if list(places) == list(range(len(places))):
+        return struct.Struct(layout.format[: len(places)]).pack_into
+
+    def write(memory: Any, offset: int, *moving: int) -> None:
+        for place, value in zip(places, moving, strict=True):
+            values[place] = value
+        layout.pack_into(memory, offset, *values)
+
+    return write
 
 
 def _guarded(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
@@ -113,7 +143,7 @@ def _flattened(types: Any, arguments: Any) -> Iterator[Parameter]:
             yield value, "Q" if type_.startswith("*") else _CODES.get(type_, "?")
 
 
-def _fitting(value: int, code: str, kernel: str) -> int:
+def _fitting(value: float, code: str, kernel: str) -> float:
     if code == "i" and not -(2**31) <= value < 2**31:
         raise OverflowError(f"{kernel} was compiled for integers of 32 bits, and one is {value}")
     return value

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+_PLAIN = (Tensor, Parameter)  # and no class with a dispatch of its own
 Rest = ParamSpec("Rest")
 Result = TypeVar("Result")
 
@@ -25,6 +28,24 @@ def on_its_device(launch: Callable[Concatenate[Tensor, Rest], Result]) -> Callab
             return launch(first, *rest, **options)
 
     return launched
+
+
+def is_watched() -> bool:
+    """Whether somebody is to see operators: a compiler that traces, or a dispatch mode such as a recording."""
+    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+
+
+def undispatched(operator: Callable[..., Result], on_cuda: Callable[..., Result]) -> Callable[..., Result]:
+    """An operator, called without torch's dispatcher where nobody else is to see it: on CUDA tensors as they are.
+
+    on_cuda: what the dispatcher would call.
+    """
+
+    def call(first: Tensor, *rest: Any) -> Result:
+        is_direct = first.is_cuda and type(first) in _PLAIN and not is_watched()
+        return (on_cuda if is_direct else operator)(first, *rest)
+
+    return call
 
 
 class Gpu(NamedTuple):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attn_backends.kernels.devices import on_its_device
+from attn_backends.kernels.devices import on_its_device, undispatched
 from attn_backends.kernels.torch_attention import tree_attention
 
 MAX_TREE_KEYS = 512
@@ -71,9 +71,7 @@ def tree_join(
     float64 for float64 queries; a row that sees nothing gets 0 and -inf. Raises ValueError where shapes or types do not
     fit together.
     """
-    return torch.ops.attn_backends.tree_join.default(
-        q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale
-    )
+    return _call_tree_join(q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale)
 
 
 def store_kv(
@@ -86,12 +84,12 @@ def store_kv(
     slot, which only padding has, any may win. A value is divided by its scale in float32, or float64 where rows or
     pages are, then rounded to the pages' dtype; 8-bit floats saturate. Raises ValueError as `tree_join`.
     """
-    torch.ops.attn_backends.store_kv.default(k_pages, v_pages, k, v, slots, k_scale, v_scale)
+    _call_store_kv(k_pages, v_pages, k, v, slots, k_scale, v_scale)
 
 
 def store_rows(pages: Tensor, rows: Tensor, slots: Tensor, scale: float = 1.0) -> None:
     """Write a row to each slot. pages: [num_pages, page_size, dim]. rows: [num_tokens, dim]. Else as `store_kv`."""
-    torch.ops.attn_backends.store_rows.default(pages, rows, slots, scale)
+    _call_store_rows(pages, rows, slots, scale)
 
 
 def store_ring(
@@ -331,3 +329,6 @@ torch.library.register_fake("attn_backends::tree_join", _tree_join_fake, lib=_li
 torch.library.register_fake("attn_backends::store_kv", _nothing_fake, lib=_library)
 torch.library.register_fake("attn_backends::store_rows", _nothing_fake, lib=_library)
 torch.library.register_fake("attn_backends::store_ring", _nothing_fake, lib=_library)
+_call_tree_join = undispatched(torch.ops.attn_backends.tree_join.default, _tree_join_cuda)
+_call_store_kv = undispatched(torch.ops.attn_backends.store_kv.default, _store_kv_cuda)
+_call_store_rows = undispatched(torch.ops.attn_backends.store_rows.default, _store_rows_cuda)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends.kernels.devices import on_its_device
+from attn_backends.kernels.devices import on_its_device, undispatched
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
 
 MAX_DIVIDED_WIDTH = 64  # query rows of a request up to which its keys are divided
@@ -56,7 +56,7 @@ def paged_attention(
     float64 for float64 queries; a row that sees nothing gets 0 and -inf. Keys past kv_lens are not read: their memory
     may hold NaN. Raises ValueError where shapes or types do not fit together.
     """
-    return torch.ops.attn_backends.paged_attention.default(
+    return _call(
         q,
         k_pages,
         v_pages,
@@ -183,3 +183,4 @@ def _check(
 _library.impl("paged_attention", _paged_attention_torch, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 torch.library.register_fake("attn_backends::paged_attention", _paged_attention_fake, lib=_library)
+_call = undispatched(torch.ops.attn_backends.paged_attention.default, _paged_attention_cuda)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from attn_backends.kernels.devices import on_its_device
+from attn_backends.kernels.devices import is_watched, on_its_device, undispatched
 from spec_metadata import Buffers, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.block_table import BLOCK_TABLE
@@ -116,12 +115,12 @@ def _bind_pages(
 
 
 class _Repeated:
-    """A plan, launched with every call: by its operator the first time, which is often the only one, and whenever a
-    dispatch mode is to see it, as in a `RecordedGraph`; else what the operator compiled, without looking at arguments.
+    """A plan, launched with every call: as its operator the first time, which is often the only one, and whenever
+    somebody is to see it, as in a `RecordedGraph`; else what was compiled then, without looking at arguments.
     """
 
     def __init__(self, name: str, *arguments: Any) -> None:
-        self._operator = partial(getattr(torch.ops.attn_backends, name).default, *arguments)
+        self._operator = partial(_OPERATORS[name], *arguments)
         self._prepare = partial(_PREPARED[name], *arguments)
         self._num_calls = 0
         self._direct: Callable[[], None] | None = None
@@ -131,7 +130,7 @@ class _Repeated:
         if self._num_calls == 1:
             self._direct = self._prepare().bind()
         self._num_calls += 1
-        if self._direct is None or _get_current_dispatch_mode() is not None:
+        if self._direct is None or is_watched():
             self._operator()
         else:
             self._direct()
@@ -205,7 +204,10 @@ def _launched(prepare: Callable[..., Prepared]) -> Callable[..., None]:
 
 
 _PREPARED: dict[str, Callable[..., Prepared]] = {"plan_pages": _pages, "plan_compressed": _compressed}
+_OPERATORS: dict[str, Callable[..., None]] = {}
 for _name, _prepare in _PREPARED.items():
+    _launch = _launched(_prepare)
     for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _launched(_prepare), _key)
+        _library.impl(_name, _launch, _key)
+    _OPERATORS[_name] = undispatched(getattr(torch.ops.attn_backends, _name).default, _launch)
     torch.library.register_fake(f"attn_backends::{_name}", lambda *_: None, lib=_library)

@@ -36,14 +36,19 @@ are slower for 128 heads (timed apart, not committed): 32 keys in three stages t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 from attn_backends.kernels.triton_merge import merge, part_of, query_rows
 from attn_backends.kernels.triton_tiles import (
+    Tiles,
     choose_num_splits,
     choose_tiles,
     is_one_latent,
@@ -55,6 +60,9 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
+Dims = tuple[int, int, bool]
+"""Elements of a key and of a value, and whether values are the first elements of keys."""
+
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -243,38 +251,48 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     bs, group = kv_lens.shape[0], num_heads // num_kv_heads
-    sizes = sizes_of(dim, v_dim, is_one_latent(k_pages, v_pages))
+    heads, dims = (max_query, group, num_kv_heads), (dim, v_dim, is_one_latent(k_pages, v_pages))
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
-    gpu = gpu_of(q.device)
-    tiles = choose_tiles(max_query * group, sizes, dot, gpu)
-    num_tiles = triton.cdiv(max_query * group, tiles.rows)
+    tiles, num_tiles, num_slots = _shares(max_query * group, dims, dot, q.device)
     room = min(partial_lse.numel(), partial_out.numel() // v_dim) // max(num_tokens * num_heads, 1)
     num_programs = bs * num_kv_heads * num_tiles
-    num_slots = gpu.num_processors * max(1, min(2, gpu.shared // tile_bytes(tiles, sizes, dot, gpu)))
-    num_splits = choose_num_splits(num_programs, num_slots, min(room, triton.cdiv(max_kv_len, tiles.keys)))
+    num_splits = choose_num_splits(num_programs, num_slots, min(room, -(-max_kv_len // tiles.keys)))
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    heads = (max_query, group, num_kv_heads)
-    shape = (*heads, page_size, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
     parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
-    _attend[(num_programs, num_splits)](
-        *((tensor, tensor.stride()) for tensor in (q, k_pages, v_pages)),
-        query_indptr,
-        page_indptr,
-        page_ids,
-        kv_lens,
-        *parts,
-        shape,
-        scale * k_scale * _LOG2_E,
-        v_scale,
-        CAUSAL=causal,
-        WHOLE_PAGES=page_size % tiles.keys == 0,
-        **sizes,
-        BLOCK_ROWS=tiles.rows,
-        BLOCK_KEYS=tiles.keys,
-        DOT=_DOT_TYPES[dot],
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    shape = (*heads, page_size, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
+    scales = (scale * k_scale * _LOG2_E, v_scale)
+    _launch((q, k_pages, v_pages, *lists, *parts), num_programs, shape, scales, causal, dims, dot, tiles)
     if num_splits > 1:
         merge(parts, query_indptr, kv_lens, (out, lse), max_query, num_splits, tiles.keys)
     return out, lse
+
+
+@lru_cache(1024)
+def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -> tuple[Tiles, int, int]:
+    """Tiles for so many rows of a request, how many there are, and how many the GPU works on at once."""
+    sizes, gpu = sizes_of(*dims), gpu_of(device)
+    tiles = choose_tiles(num_rows, sizes, dot, gpu)
+    at_once = max(1, min(2, gpu.shared // tile_bytes(tiles, sizes, dot, gpu)))
+    return tiles, triton.cdiv(num_rows, tiles.rows), gpu.num_processors * at_once
+
+
+def _call(
+    tensors: Sequence[Tensor],
+    num_programs: int,
+    shape: tuple[int, ...],
+    scales: tuple[float, float],
+    causal: bool,
+    dims: Dims,
+    dot: torch.dtype,
+    tiles: Tiles,
+) -> Call:
+    _, _, _, page_size, _, _, num_splits, _ = shape
+    views = [(tensor, tensor.stride()) for tensor in tensors[:3]]
+    constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
+    constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
+    options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return Call((num_programs, num_splits), (*views, *tensors[3:], shape, *scales), options)
+
+
+_launch = DirectLaunch(_attend, _call)

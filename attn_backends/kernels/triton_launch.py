@@ -3,7 +3,8 @@
 Before each launch Triton looks at every argument for what its compiler could use, such as a pointer's alignment, which
 takes several times as long as the launch. An `unspecialized` kernel uses none of it and is the same for all arguments
 of the same types, so that what was compiled first is launched directly ever after. What is launched with the same
-arguments again and again, but for a few, is bound to them once (`cuda_launch`).
+arguments again and again, but for a few, is bound to them once (`cuda_launch`). A `DirectLaunch` does so
+with a kernel that uses all that it can, and that every layer of a step launches, on tensors of its own.
 
 Of what stands in a tuple Triton uses all, whatever it is told. So numbers are `opaque` there, and the alignment of
 pointers belongs to the variant of a `Launch`.
@@ -13,12 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from inspect import signature
+from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+from torch import Tensor
 
-from attn_backends.kernels.cuda_launch import bind_launch
+from attn_backends.kernels.cuda_launch import bind_launch, bind_tensors
+
+MOST_KEPT = 1024
+"""Launches that a `DirectLaunch` keeps; with one more it begins anew."""
 
 
 def unspecialized(kernel: Callable[..., Any]) -> Any:
@@ -87,3 +93,49 @@ class Prepared(NamedTuple):
     def bind(self) -> Callable[[], None] | None:
         """What repeats it, once it was launched, on tensors that the caller keeps; None on the interpreter."""
         return self.launch.bind(self.variant, self.arguments)
+
+
+Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]
+
+
+class Call(NamedTuple):
+    """A launch as Triton takes it. options: constants, which are a kernel's last parameters, num_warps, num_stages."""
+
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class DirectLaunch:
+    """Launches of a `triton.jit` kernel by the layers of a step, alike but for where their tensors lie: Triton compiles
+    for the first and launches it, and the driver launches the others. Who calls it makes the device the current one.
+
+    prepare: tensors and numbers -> the call, with the tensors in their order, None among them left as they are. Beside
+    numbers it reads types and strides of tensors, and no sizes.
+    """
+
+    def __init__(self, kernel: Any, prepare: Callable[..., Call]) -> None:
+        self._kernel, self._prepare = kernel, prepare
+        self._kept: dict[Hashable, Callable[..., None]] = {}
+
+    def __call__(self, tensors: Tensors, *numbers: Hashable) -> None:
+        """Launch. What was kept is a thread's own, because it has one place for its parameters."""
+        looks = [each if each is None else (each.dtype, each.stride(), each.data_ptr() % 16) for each in tensors]
+        key = (get_ident(), tensors[0].device, numbers, *looks)
+        launch = self._kept.get(key)
+        if launch is None:
+            self._first(key, tensors, numbers)
+        else:
+            launch(*[each.data_ptr() for each in tensors if each is not None])
+
+    def _first(self, key: Hashable, tensors: Tensors, numbers: Sequence[Hashable]) -> None:
+        call = self._prepare(tensors, *numbers)
+        compiled = self._kernel[call.grid](*call.arguments, **call.options)
+        if compiled is None:  # the interpreter compiles nothing
+            return
+        x, y, z = (*call.grid, 1, 1)[:3]
+        launch = bind_tensors(compiled, tensors[0].device, (x, y, z), call.arguments)
+        if launch is not None:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = launch

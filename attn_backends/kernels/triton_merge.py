@@ -6,10 +6,14 @@ same bits; a part without keys was not written and is not read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -93,19 +97,27 @@ def merge(
     parts: out and lse of each split, one after the other, float32. query_indptr, max_query: as of `triton_decode`.
     block_keys: keys of a block, which the parts are made of.
     """
-    num_tokens, num_heads, v_dim = merged[0].shape
+    num_rows = (kv_lens.shape[0] * max_query, *merged[1].shape)
+    _launch((*parts, query_indptr, kv_lens, *merged), num_rows, merged[0].shape[2], max_query, num_splits, block_keys)
+
+
+def _call(
+    tensors: Sequence[Tensor],
+    num_rows: tuple[int, int, int],
+    v_dim: int,
+    max_query: int,
+    num_splits: int,
+    block_keys: int,
+) -> Call:
+    """num_rows: of all requests at the most, real ones, and query heads."""
+    most, num_tokens, num_heads = num_rows
     block_splits = triton.next_power_of_2(num_splits)
     merged_at_once = min(block_splits, _MAX_PARTS)
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
-    _merge[(kv_lens.shape[0] * max_query * num_heads, triton.cdiv(v_dim, block_dim))](
-        *parts,
-        query_indptr,
-        kv_lens,
-        *merged,
-        (max_query, num_heads, num_splits, num_tokens * num_heads),
-        V_DIM=v_dim,
-        BLOCK_V_DIM=block_dim,
-        BLOCK_SPLITS=block_splits,
-        MERGED=merged_at_once,
-        BLOCK_KEYS=block_keys,
-    )
+    shape = (max_query, num_heads, num_splits, num_tokens * num_heads)
+    constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "BLOCK_SPLITS": block_splits, "MERGED": merged_at_once}
+    constants["BLOCK_KEYS"] = block_keys
+    return Call((most * num_heads, triton.cdiv(v_dim, block_dim)), (*tensors, shape), constants)
+
+
+_launch = DirectLaunch(_merge, _call)

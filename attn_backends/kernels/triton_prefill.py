@@ -25,6 +25,7 @@ float32 queries (no TF32). The order of all sums is fixed by the query's own req
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -32,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 from attn_backends.kernels.triton_tiles import Tiles, is_one_latent, sizes_of
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -222,33 +224,41 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """`paged_operators.paged_attention` for types up to 32 bits, without its scratch."""
     num_tokens, num_heads, dim = q.shape
-    num_kv_heads, v_dim = v_pages.shape[2:]
+    page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     group, bs = num_heads // num_kv_heads, kv_lens.shape[0]
-    sizes = sizes_of(dim, v_dim, is_one_latent(k_pages, v_pages))
+    dims = (dim, v_dim, is_one_latent(k_pages, v_pages))
+    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    shape, scales = (bs, max_query, page_ids.stride(0), group), (scale * k_scale * math.log2(math.e), v_scale)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    _launch((q, k_pages, v_pages, out, lse, *lists), num_tokens, num_kv_heads, page_size, shape, scales, causal, dims)
+    return out, lse
+
+
+def _call(
+    tensors: Sequence[Tensor],
+    num_tokens: int,
+    num_kv_heads: int,
+    page_size: int,
+    shape: tuple[int, int, int, int],
+    scales: tuple[float, float],
+    causal: bool,
+    dims: tuple[int, int, bool],
+) -> Call:
+    (bs, max_query, _, group), q, query_indptr = shape, tensors[0], tensors[5]
+    sizes = sizes_of(*dims)
     tile = choose_tiles(sizes, q.dtype, gpu_of(q.device).shared)
     if query_indptr is None:
         num_blocks = triton.cdiv(max_query * group, tile.rows) * bs
     else:
         num_blocks = num_tokens * group // tile.rows + bs
-    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    _paged_attention[(num_blocks, num_kv_heads)](
-        *((tensor, tensor.stride()) for tensor in (q, k_pages, v_pages)),
-        out,
-        lse,
-        *(query_indptr, page_indptr, page_ids, kv_lens),
-        (bs, max_query, page_ids.stride(0), group),
-        scale * k_scale * math.log2(math.e),
-        v_scale,
-        causal,
-        v_pages.shape[1],
-        *(tile.rows, tile.keys),
-        **sizes,
-        DOT=_DOT_TYPES[q.dtype],
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return out, lse
+    views = [(tensor, tensor.stride()) for tensor in tensors[:3]]
+    constants = {"CAUSAL": causal, "PAGE_SIZE": page_size, "BLOCK_ROWS": tile.rows, "BLOCK_KEYS": tile.keys}
+    options = {"DOT": _DOT_TYPES[q.dtype], "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    arguments = (*views, *tensors[3:], shape, *scales)
+    return Call((num_blocks, num_kv_heads), arguments, {**constants, **sizes, **options})
 
+
+_launch = DirectLaunch(_paged_attention, _call)
 
 # Best first; the first of each line measured on an H200, the others for less shared memory. Wide: of more than 128
 # elements.

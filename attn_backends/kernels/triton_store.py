@@ -5,10 +5,14 @@ A program takes one token and a block of its entry's elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 
 MAX_BLOCK = 1024
 
@@ -61,37 +65,42 @@ def _store_kv(
 
 def store_rows(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) -> None:
     """`operators.store_rows` for types up to 32 bits."""
-    num_tokens, dim = rows.shape
-    block = min(MAX_BLOCK, triton.next_power_of_2(dim))
-    _store_rows[(num_tokens, triton.cdiv(dim, block))](
-        *_views(pages.unsqueeze(2), rows.unsqueeze(1), slots),
-        pages.shape[1],
-        scale,
-        HEADS=1,
-        DIM=dim,
-        LIMIT=_limit(pages.dtype),
-        BLOCK=block,
-    )
+    _launch_rows((pages, rows, slots), *rows.shape, pages.shape[1], scale)
 
 
 def store_kv(
     k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, slots: Tensor, k_scale: float, v_scale: float
 ) -> None:
     """`operators.store_kv` for types up to 32 bits; both pages are of one type."""
-    num_tokens, num_kv_heads, dim = k.shape
-    size = num_kv_heads * max(dim, v.shape[2])
+    _launch_kv((k_pages, v_pages, k, v, slots), *k.shape, v.shape[2], k_pages.shape[1], k_scale, v_scale)
+
+
+def _rows_call(tensors: Sequence[Tensor], num_tokens: int, dim: int, page_size: int, scale: float) -> Call:
+    pages, rows, slots = tensors
+    block = min(MAX_BLOCK, triton.next_power_of_2(dim))
+    views = _views(pages.unsqueeze(2), rows.unsqueeze(1), slots)
+    constants = {"HEADS": 1, "DIM": dim, "LIMIT": _limit(pages.dtype), "BLOCK": block}
+    return Call((num_tokens, triton.cdiv(dim, block)), (*views, page_size, scale), constants)
+
+
+def _kv_call(
+    tensors: Sequence[Tensor],
+    num_tokens: int,
+    num_kv_heads: int,
+    dim: int,
+    v_dim: int,
+    page_size: int,
+    k_scale: float,
+    v_scale: float,
+) -> Call:
+    size = num_kv_heads * max(dim, v_dim)
     block = min(MAX_BLOCK, triton.next_power_of_2(size))
-    _store_kv[(num_tokens, triton.cdiv(size, block))](
-        *_views(k_pages, v_pages, k, v, slots),
-        k_pages.shape[1],
-        k_scale,
-        v_scale,
-        HEADS=num_kv_heads,
-        DIM=dim,
-        V_DIM=v.shape[2],
-        LIMIT=_limit(k_pages.dtype),
-        BLOCK=block,
-    )
+    sizes = {"HEADS": num_kv_heads, "DIM": dim, "V_DIM": v_dim}
+    constants = {**sizes, "LIMIT": _limit(tensors[0].dtype), "BLOCK": block}
+    return Call((num_tokens, triton.cdiv(size, block)), (*_views(*tensors), page_size, k_scale, v_scale), constants)
+
+
+_launch_rows, _launch_kv = DirectLaunch(_store_rows, _rows_call), DirectLaunch(_store_kv, _kv_call)
 
 
 def _views(*tensors: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:

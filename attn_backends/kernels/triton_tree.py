@@ -17,12 +17,15 @@ its own, which weighs there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.operators import MAX_TREE_KEYS
+from attn_backends.kernels.triton_launch import Call, DirectLaunch
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -140,21 +143,31 @@ def tree_join(
     if num_keys > MAX_TREE_KEYS:
         raise ValueError(f"the tree part reads {num_keys} drafted tokens a request, the kernel at most {MAX_TREE_KEYS}")
     out, lse = q.new_empty(num_rows, num_heads, v_dim), q.new_empty(num_rows, num_heads, dtype=torch.float32)
+    shape, scales = (width, group, num_keys, page_size), (scale * k_scale, v_scale)
+    tensors = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, out, lse)
+    _launch(tensors, bs, num_kv_heads, shape, scales, dim, v_dim)
+    return out, lse
+
+
+def _call(
+    tensors: Sequence[Tensor],
+    bs: int,
+    num_kv_heads: int,
+    shape: tuple[int, int, int, int],
+    scales: tuple[float, float],
+    dim: int,
+    v_dim: int,
+) -> Call:
+    (q, k_pages, *_), (width, group, num_keys, _) = tensors, shape
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     blocks = _blocks(width * group, num_keys, dim, v_dim, dot.itemsize)
-    _tree_join[(bs, num_kv_heads, triton.cdiv(width * group, blocks["BLOCK_ROWS"]))](
-        *((tensor, tensor.stride()) for tensor in (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse)),
-        out,
-        lse,
-        (width, group, num_keys, page_size),
-        scale * k_scale,
-        v_scale,
-        DIM=dim,
-        V_DIM=v_dim,
-        **blocks,
-        DOT=_DOT_TYPES[dot],
-    )
-    return out, lse
+    views = [(tensor, tensor.stride()) for tensor in tensors[:7]]
+    grid = (bs, num_kv_heads, triton.cdiv(width * group, blocks["BLOCK_ROWS"]))
+    constants = {"DIM": dim, "V_DIM": v_dim, **blocks, "DOT": _DOT_TYPES[dot]}
+    return Call(grid, (*views, *tensors[7:], shape, *scales), constants)
+
+
+_launch = DirectLaunch(_tree_join, _call)
 
 
 def _blocks(num_rows: int, num_keys: int, dim: int, v_dim: int, itemsize: int) -> dict[str, int]:

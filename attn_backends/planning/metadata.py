@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.contract.kernel import Schedules
-from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.memory.static_memory import Tenant
 from spec_metadata import (
@@ -26,7 +26,7 @@ from spec_metadata import (
     tree_part,
 )
 from spec_metadata.admission import check_ancestors
-from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS
+from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
 
 Plan = TypeVar("Plan")
 
@@ -146,6 +146,12 @@ def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
     _check_owner(backend, meta.owner, meta.kind)
     if meta.tenant is not None:
         meta.tenant.check()
+
+
+def check_ranges(meta: Metadata[Any], specs: Iterable[BufferSpec]) -> None:
+    """Refuse values outside of what a backend declares of its buffers; reads the device: checking mode only."""
+    if problems := out_of_range(specs, meta.buffers):
+        raise PlanError(f"{meta.owner.name} planned outside its declaration: {'; '.join(problems)}")
 
 
 def own_drafted(step: Step, write_slots: Tensor) -> Step:

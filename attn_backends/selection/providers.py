@@ -154,8 +154,9 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
     return tuple(reasons or [problem for call in vendor.calls if (problem := _problem(kernel, call))])
 
 
+@cache
 def load(path: str) -> Any:
-    """What `module:attribute.attribute` names, imported now."""
+    """What `module:attribute.attribute` names, imported now, or by an earlier call; a launch asks for it every time."""
     module, _, attributes = path.partition(":")
     found = import_module(module)
     for attribute in attributes.split("."):

@@ -109,7 +109,7 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], la
         tile_scheduler_metadata=schedule.parts, num_splits=schedule.splits
     )
     out, lse = providers.load("flash_mla:flash_mla_with_kvcache")(
-        q=q.unflatten(0, (-1, plan.width)),
+        q=q.view(-1, plan.width, *q.shape[1:]),
         k_cache=cache.latent.unsqueeze(2),
         block_table=plan.block_table,
         cache_seqlens=plan.cache_seqlens,
