@@ -48,6 +48,11 @@ class BoundGraph(Captured):
         )
         return world.backend.capture(bucket, self.paging, self.inputs)
 
+    def plan(self, step: Step) -> None:
+        """Write a step into the buffers, and plan from there."""
+        self.bring(step)
+        self.world.backend.refresh(self.meta)
+
     def bring(self, step: Step) -> None:
         """Write a step into the buffers, and the engine's padding behind."""
         bs = 0 if step.kind is StepKind.IDLE else step.bs

@@ -128,8 +128,7 @@ class Captured:
         backend, bucket = world.backend, bucket_of(world, case)
         self.meta = self.capture(bucket)
         self.addresses = addresses(self.meta)
-        self.bring(self.scene.step())
-        backend.refresh(self.meta)
+        self.plan(self.scene.step())
         self.static = self.scene.inputs(case.bs, case.num_tokens)
         if backend.kernel_of(self.scene.batch.kind).schedule is not None:
             self._region()  # a vendor's schedules are made by the first forward, which a graph may not hold
@@ -145,6 +144,10 @@ class Captured:
         """The metadata of the graph."""
         return self.world.backend.capture(bucket, self.world.paging())
 
+    def plan(self, step: Step) -> None:
+        """Make the metadata that of a step."""
+        self.world.backend.replay(self.meta, step)
+
     def bring(self, step: Step) -> None:
         """Make what the metadata is planned from that of a step."""
         self.world.backend.copy_inputs(self.meta, step)
@@ -153,11 +156,8 @@ class Captured:
         """Make inputs and metadata those of a scene. Returns the step."""
         if scene.batch.kind is not StepKind.IDLE:
             fill(self.static, scene.inputs(self.case.bs, self.case.num_tokens))
-        step, backend = scene.step(), self.world.backend
-        if self.case.refresh:
-            self.bring(step)
-        else:
-            backend.replay(self.meta, step)
+        step = scene.step()
+        (self.bring if self.case.refresh else self.plan)(step)
         return step
 
     def run(self, scene: Scene, case: Case) -> Ran:

@@ -86,7 +86,8 @@ def compressed_requests_past_the_fourth_zeroed(patch: pytest.MonkeyPatch) -> Non
 
     def four_requests(self: Any, q: Tensor, cache: Any, meta: Any, layer: Any, index: Any) -> AttentionOutput:
         out, lse = forward(self, q, cache, meta, layer, index)
-        request = self._planned(meta, q.dtype, cache, layer).plan.request
+        *_, shape = self._checked(cache, meta, layer, q.dtype)
+        request = meta.schedules.planned(meta.forward, shape).request
         return AttentionOutput(out.masked_fill((request >= 4).view(-1, 1, 1), 0), lse)
 
     patch.setattr(DSV4Backend, "forward", four_requests)
