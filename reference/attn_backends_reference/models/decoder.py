@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from attn_backends.backends.dsv4 import DSV4Backend
     from attn_backends_reference.models.draft import DraftHead, EagleDraft
+    from attn_backends_reference.models.eagle1 import Eagle1Draft
     from attn_backends_reference.models.eagle3 import Eagle3Draft
 
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 class Family:
     """An architecture that can be served.
 
-    architecture, draft_architecture, mtp_architecture, eagle3_architecture: as config.json names them; the last two are
-    None if its MTP modules or EAGLE-3 drafts can't be loaded. cache_format: what its attention layers store. attach:
+    architecture, draft_architecture, mtp_architecture: as config.json names them; the last is None if its MTP modules
+    can't be loaded. cache_format: what its attention layers store. attach:
     make transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`;
     returns their attention layers. target, draft: the classes of its models.
     """
@@ -48,7 +49,6 @@ class Family:
     target: type[TargetModel]
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
-    eagle3_architecture: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,13 +174,16 @@ class TargetModel(PagedModel):
 class DraftModel(PagedModel):
     """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
 
-    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). feature_layers, feature_size:
-    which features of its target it takes (`TargetModel.tapped`), and how many columns they have.
+    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). family: of its attention, the
+    target's if None. feature_layers, feature_size: which features of its target it takes (`TargetModel.tapped`), and
+    how many columns they have. target_hidden_size: columns of a hidden state of its target.
     """
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: DraftHead | Eagle3Draft, target: TargetModel) -> None:
+    def __init__(
+        self, draft: DraftHead | Eagle1Draft | Eagle3Draft, target: TargetModel, family: Family | None = None
+    ) -> None:
         draft.eval().requires_grad_(False)
         weight = next(draft.parameters())
         if (weight.dtype, weight.device) != (target.dtype, target.device):
@@ -188,15 +191,14 @@ class DraftModel(PagedModel):
                 f"a draft's weights are {weight.dtype} on {weight.device}, its target's {target.dtype} on "
                 f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
             )
-        super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
+        super().__init__(family or target.family, draft.config, draft.layers, target.embedding, target.head)
         self._draft = draft
-        self.feature_size = self.hidden_size
+        self.feature_size = self.target_hidden_size = self.hidden_size
 
     def misfits(self, target: TargetModel) -> list[str]:
         """Why it can't draft for a target, in words; empty if it can."""
         of_models = {
-            "cache format": (self.cache_format, target.cache_format),
-            "hidden size": (self.hidden_size, target.hidden_size),
+            "hidden size": (self.target_hidden_size, target.hidden_size),
             "vocabulary": (self.vocab_size, target.vocab_size),
             "dtype": (self.dtype, target.dtype),
             "device": (self.device, target.device),

@@ -58,5 +58,4 @@ LLAMA = Family(
     TargetModel,
     EagleDraft,
     mtp_architecture="LlamaForCausalLMMTP",
-    eagle3_architecture="LlamaForCausalLMEagle3",
 )
