@@ -35,7 +35,7 @@ class CaptureError(AttnBackendsError):
 
 
 class MemoryLimitError(AttnBackendsError):
-    """A cache is larger than the free memory of its device; nothing of it was allocated."""
+    """A cache, or a model, is larger than the free memory of its device; nothing of it was allocated."""
 
 
 class PlanError(AttnBackendsError):

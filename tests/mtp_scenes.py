@@ -27,7 +27,7 @@ from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.requests import RequestOptions
 from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
-from attn_backends_reference.models.loading import EXPERTS
+from attn_backends_reference.models.interface import IMPLEMENTATION
 from attn_backends_reference.models.mtp import MtpModule, module_config
 from spec_metadata import CacheGeometry, Capacity, Sampling
 from tests import reference_models as rm
@@ -76,7 +76,7 @@ def tiny_module(model: str, index: int) -> MtpModule:
 def served_module(module: MtpModule, target: TargetModel) -> DraftModel:
     """A copy of a module, attending through backends on capture-safe experts."""
     module = copy.deepcopy(module)
-    module.config._experts_implementation = EXPERTS
+    module.config._experts_implementation = IMPLEMENTATION
     return DraftModel(module, target)
 
 

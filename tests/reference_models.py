@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
@@ -22,7 +32,7 @@ from attn_backends_reference.models import DraftModel, ForwardAttention, TargetM
 from attn_backends_reference.models.decoder import Family, PagedModel
 from attn_backends_reference.models.deepseek import DEEPSEEK
 from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.llama import LLAMA
+from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32
@@ -54,7 +64,10 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
+WINDOW = 6
+WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
+QWEN_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gqa": (LlamaConfig, GQA),
     "gqa_bias": (
         LlamaConfig,
@@ -66,24 +79,45 @@ CONFIGS: dict[str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]] = {
         MLA | {"q_lora_rank": 24, "attention_bias": True, "rope_interleave": False, "rope_parameters": YARN},
     ),
     "mla_experts": (DeepseekV3Config, MLA | {"q_lora_rank": None, "first_k_dense_replace": 1} | EXPERTS),
+    "mistral": (MistralConfig, GQA | {"sliding_window": None}),
+    "mistral_window": (MistralConfig, GQA | {"sliding_window": WINDOW}),
+    "qwen2": (Qwen2Config, COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2_windows": (Qwen2Config, COMMON | {"num_key_value_heads": 2, "max_window_layers": 1} | WINDOWED),
+    "qwen3": (Qwen3Config, GQA | {"rope_parameters": YARN}),
+    "qwen3_bias": (Qwen3Config, GQA | {"attention_bias": True, "max_window_layers": 1} | WINDOWED),
+    "qwen3_moe": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    "qwen3_moe_window": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | WINDOWED),
 }
+WINDOW_NAMES = ("mistral_window", "qwen2_windows", "qwen3_bias", "qwen3_moe_window")
 BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
     "reference": (ReferenceBackend, 1),
     "fa3": (FA3Backend, 4),
     "flashinfer_mla": (FlashInferMLABackend, 5),
     "trtllm_mla": (TrtllmMLABackend, 32),
 }
-PAIRS = [
-    (model, backend)
-    for model in CONFIGS
-    for backend, (kind, _) in BACKENDS.items()
-    if (DEEPSEEK if model.startswith("mla") else LLAMA).cache_format in kind.formats
-]
+FAMILIES = {
+    LlamaConfig: LLAMA,
+    DeepseekV3Config: DEEPSEEK,
+    MistralConfig: MISTRAL,
+    Qwen2Config: QWEN2,
+    Qwen3Config: QWEN3,
+    Qwen3MoeConfig: QWEN3_MOE,
+}
 
 
 def family_of(name: str) -> Family:
     """The family of a tiny model."""
-    return DEEPSEEK if name.startswith("mla") else LLAMA
+    kind, _ = CONFIGS[name]
+    return FAMILIES[kind]
+
+
+PAIRS = [
+    (model, backend)
+    for model in CONFIGS
+    for backend, (kind, _) in BACKENDS.items()
+    if model not in WINDOW_NAMES and family_of(model).cache_format in kind.formats
+]
+"""Models and backends that run them; of windows see `tests/test_target_families.py`."""
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
@@ -122,10 +156,8 @@ def tiny_draft(name: str, seed: int = 1) -> EagleDraft:
 
 
 def served_target(name: str, model: PreTrainedModel) -> TargetModel:
-    """A copy of a model, attending through backends on capture-safe experts."""
-    model = copy.deepcopy(model)
-    model.set_experts_implementation("batched_mm")
-    return TargetModel(family_of(name), model)
+    """A copy of a model, attending through backends."""
+    return TargetModel(family_of(name), copy.deepcopy(model))
 
 
 def served_draft(draft: EagleDraft, target: TargetModel) -> DraftModel:

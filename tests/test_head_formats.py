@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.registry import get_backend
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.worker import EagleWorker
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import load_draft
 from spec_metadata import CacheGeometry, Capacity
+from tests import reference_models as rm
 from tests.eagle3_laws import CHAIN, TREE, check_drafts
 from tests.eagle3_scenes import watch
 from tests.head_catalogue import FORMATS, VARIANTS
@@ -71,3 +74,27 @@ def worker_of(name: str, folder: Path, shape: tuple[int, int, int]) -> EagleWork
     backend = get_backend("fa3")(capacity, geometry, kernel="torch", checking=True)
     backends = PhaseBackends(**dict.fromkeys(PHASES, backend))
     return EagleWorker(target, load_draft(folder, target), backends, capacity, geometry, WorkerOptions(chunk=5))
+
+
+def test_a_head_of_another_attention_than_its_target_has_its_own_cache(tmp_path: Path) -> None:
+    """As Kimi-K2's head of grouped queries, and an MLA head of a Llama; a draft of our own has its target's."""
+    format = FORMATS["SpecForge"]
+    write(format, tmp_path, dict(format.config) | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}})
+    target = rm.served_target("mla", tiny_mla())
+    draft = load_draft(tmp_path, target)
+    assert (draft.cache_format, target.cache_format) == (CacheFormat.KV, CacheFormat.LATENT)
+    capacity, prompts = Capacity(2, 40, 4, *TREE), [TEXT[:11].tolist(), TEXT[20:24].tolist()]
+    geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
+    latents, both = (get_backend(name)(capacity, geometry, kernel="torch") for name in ("flashinfer_mla", "fa3"))
+    one = PhaseBackends(prefill=both, decode=latents, draft=both, verify=latents, draft_extend=both)
+    worker, plain = EagleWorker(target, draft, one, capacity, geometry), PlainWorker(target, one, capacity, geometry)
+    assert [c.tokens for c in serve(worker, prompts, 12)] == [c.tokens for c in serve(plain, prompts, 12)]
+    with pytest.raises(UnsupportedStepError, match=r"a cache of kv: flashinfer_mla takes"):
+        EagleWorker(target, draft, PhaseBackends(**dict.fromkeys(PHASES, latents)), capacity, geometry)
+
+
+def tiny_mla() -> PreTrainedModel:
+    """A random MLA target of three layers."""
+    model = AutoModelForCausalLM.from_config(rm.tiny_config("mla", num_hidden_layers=3, first_k_dense_replace=3))
+    rm.randomize(model, 0)
+    return model.eval().requires_grad_(False)

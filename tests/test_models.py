@@ -116,7 +116,7 @@ def test_tree_verify(case: TargetCase) -> None:
     case.errors.check()
 
 
-DRAFT_PAIRS = [pair for pair in rm.PAIRS if pair[0] != "mla_experts"]
+DRAFT_PAIRS = [pair for pair in rm.PAIRS if pair[0] in ("gqa", "gqa_bias", "mla", "mla_q_lora")]
 
 
 class DraftCase:

@@ -220,7 +220,7 @@ def test_embedding_and_head_may_be_absent(experts: Published) -> None:
         ({"num_hidden_layers": 3}, "does not fit the target: .* layers 3; .* layers 2"),
         ({"architectures": ["LlamaForCausalLMMTP"]}, "made for family LlamaForCausalLM, .* DeepseekV3ForCausalLM"),
         ({"architectures": ["DeepseekV4ForCausalLMMTP"]}, "supported here: LlamaForCausalLMMTP, LlamaForCausalLM, "),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None; served are"),
     ],
 )
 def test_configurations_that_do_not_match(experts: Published, changes: dict[str, object], message: str) -> None:
@@ -251,10 +251,13 @@ def test_layers_behind_the_last_are_mtp_modules_or_refused(experts: Published) -
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda index, shard: shard.unlink(), "model-mtp.safetensors can't be read"),
-        (lambda index, shard: shard.write_bytes(b"torn"), "model-mtp.safetensors can't be read"),
-        (lambda index, shard: save_file({"a": torch.ones(1)}, shard), "model-mtp.safetensors can't be read"),
-        (lambda index, shard: index.write_text("{"), "is not an index with a weight_map"),
+        (lambda index, shard: shard.unlink(), "in model-mtp.safetensors, which the folder lacks"),
+        (lambda index, shard: shard.write_bytes(b"torn"), r"model-mtp.safetensors, where \S+ should be, can't be read"),
+        (
+            lambda index, shard: save_file({"a": torch.ones(1)}, shard),
+            r"model-mtp.safetensors, where \S+ should be, can't be read",
+        ),
+        (lambda index, shard: index.write_text("{"), "index.json is not a JSON object"),
         (lambda index, shard: index.write_text("{}"), "is not an index with a weight_map"),
         (lambda index, shard: index.unlink(), "no model.safetensors that can be read"),
     ],

@@ -32,6 +32,7 @@ HELP = {
     "list": "backends, their kernels, and what runs here",
     "info": "one backend: kernels, capabilities, declared buffers",
     "conformance": "whether backends are right: every check, eagerly and through graphs",
+    "inspect": "a model's folder: what would run it here, in how much memory, and what is refused",
     "generate": "continue prompts, by EAGLE if the configuration has a draft",
     "demo": "plain and speculative decoding compared, on every vendor's backend",
 }

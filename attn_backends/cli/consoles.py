@@ -48,7 +48,7 @@ class Bar:
         self._what = what
         self._show()
 
-    def advance(self, number: int = 1) -> None:
+    def advance(self, number: float = 1) -> None:
         """Count what was done."""
         self._progress.advance(self._task, number)
 

@@ -3,9 +3,9 @@
 import sys
 
 from attn_backends.cli import guarded, run_command
-from attn_backends_reference.cli import demo, generate
+from attn_backends_reference.cli import demo, generate, inspect_folders
 
-COMMANDS = {"demo": demo.COMMAND, "generate": generate.COMMAND}
+COMMANDS = {"demo": demo.COMMAND, "generate": generate.COMMAND, "inspect": inspect_folders.COMMAND}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [] or sys.argv[1] not in COMMANDS:

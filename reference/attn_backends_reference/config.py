@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload, choose_kernels
+from attn_backends_reference.folder_runs import run_of_folders
 from attn_backends_reference.run_options import (
     PHASES,
     EagleOptions,
@@ -37,7 +39,7 @@ class RunConfig(Options):
     """A run, with everything decided: what an engine is built from.
 
     source: the file. backends: of each phase. kernels: of each backend, by name. page_size: tokens. eagle: None if
-    nothing drafts.
+    nothing drafts. notes: what was decided that no file says, and why.
     """
 
     source: str
@@ -47,6 +49,7 @@ class RunConfig(Options):
     model: ModelOptions
     eagle: EagleOptions | None
     runtime: RuntimeOptions
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,19 +83,20 @@ class RunConfig(Options):
 
 
 def load_run_config(
-    config: str,
+    config: str | None,
     *,
+    model: ModelOptions | None = None,
     backend: str | None = None,
     runtime: Mapping[str, object] = NOTHING,
     flags: Mapping[str, str] = NO_FLAGS,
 ) -> RunConfig:
     """A run from a file, or from the name of a preset in `reference/configs/eagle`.
 
-    backend: runs all phases instead of the file's. runtime: replaces keys of the file's [runtime]. flags: what errors
-    call those keys, such as "--max-new-tokens".
+    model: instead of the file's; without its draft a run decodes plainly, and without a file it is
+    `folder_runs.run_of_folders`. backend: runs all phases instead of the file's. runtime: replaces keys of the file's
+    [runtime]. flags: what errors call those keys, such as "--max-new-tokens".
     """
-    path = _run_file(config)
-    raw = read_toml(path)
+    path, raw, notes = _tables(config, model)
     if backend is not None:
         raw["backend"] = backend
     if runtime and isinstance(raw.setdefault("runtime", {}), dict):
@@ -115,6 +119,7 @@ def load_run_config(
         model=run.model or _model(path, options),
         eagle=run.eagle,
         runtime=run.runtime,
+        notes=notes,
     )
 
 
@@ -128,6 +133,21 @@ def preset_folder() -> Path:
 def preset_names() -> list[str]:
     """The presets of `reference/configs/eagle`."""
     return sorted(path.stem for path in preset_folder().glob("*.toml"))
+
+
+def _tables(config: str | None, model: ModelOptions | None) -> tuple[Path, dict[str, Any], tuple[str, ...]]:
+    """What errors call a run, its tables and its notes."""
+    if config is None:
+        assert model is not None, "a run without a file is that of a model"
+        found = run_of_folders(model.target, model.draft, model.draft_positions)
+        return Path(model.target), found.tables, found.notes
+    path = _run_file(config)
+    raw = read_toml(path)
+    if model is not None:
+        raw["model"] = model.model_dump(exclude_none=True)
+        if model.draft is None:
+            raw.pop("eagle", None)
+    return path, raw, ()
 
 
 def _run_file(config: str) -> Path:

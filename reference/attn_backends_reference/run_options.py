@@ -80,11 +80,13 @@ class EagleOptions(Options):
 
 class ModelOptions(Options):
     """Names of embedded models, or folders. draft: None to decode plainly. placeholder_token: what stands in prompts
-    for embeddings that come with them, None if prompts are text.
+    for embeddings that come with them, None if prompts are text. draft_positions: positions that the draft is taken to
+    reach, None for its folder's max_position_embeddings.
     """
 
     target: str
     draft: str | None = None
+    draft_positions: Count | None = None
     placeholder_token: Annotated[int, Field(ge=0)] | None = None
 
 

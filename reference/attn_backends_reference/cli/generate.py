@@ -15,11 +15,15 @@ from rich.rule import Rule
 from attn_backends.cli import Command
 from attn_backends.cli.consoles import output_console, progress
 from attn_backends.errors import ConfigError
-from attn_backends_reference.cli.options import add_runtime, load_config
-from attn_backends_reference.eagle.engine import build_engine
+from attn_backends_reference.cli.options import add_run, add_runtime, in_bytes, load_config
+from attn_backends_reference.config import RunConfig
+from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.requests import FinishReason, Request, RequestOptions
+from attn_backends_reference.models import open_target
 from attn_backends_reference.run_options import RuntimeOptions
 from spec_metadata import Sampling
+
+MB = 10**6
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     if not prompts or "" in prompts:
         raise ConfigError("generate needs at least one --prompt TEXT or --prompt-file FILE, and none of them empty")
     sampling = Sampling(args.temperature, args.top_p, args.top_k, args.seed)
-    config, console = load_config(args, args.config, args.backend), output_console()
+    config = load_config(args, args.config, args.backend)
     options = RequestOptions(config.runtime.max_new_tokens, sampling, tuple(args.stop))
-    with progress(f"loading {config.model.target}", "tokens") as bar:
-        engine = build_engine(config)
+    engine, console = _load(config), output_console()
+    encode = engine.tokenizer.encode_chat if args.chat else engine.tokenizer.encode
+    with progress("first tokens; the first step of each kind makes its kernels and graphs", "tokens"):
         server = engine.server()
-        requests = [server.submit(engine.tokenizer.encode(prompt), options) for prompt in prompts]
-        bar.describe("first tokens; the first step of each kind makes its kernels and graphs")
+        requests = [server.submit(encode(prompt), options) for prompt in prompts]
         stream = server.stream()
         begun = list(islice(stream, 1))
     streamed, num_tokens = args.stream or console.is_terminal, len(prompts) * options.max_new_tokens
@@ -53,7 +57,18 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{backend}, kernel {engine.kernels[phases[0]]}: {', '.join(phases)}")
     for phase, counts in engine.ran.items():
         console.print(f"{phase}: {counts['graph']} steps through graphs, {counts['eager']} eagerly")
+    for note in config.notes:
+        console.print(note, markup=False, soft_wrap=True)
     return 0
+
+
+def _load(config: RunConfig) -> Engine:
+    """The models on their backends; the bytes of the target's files are counted as they are read."""
+    found = open_target(config.model.target)
+    needed = found.num_bytes(config.dtype)
+    what = f"loading {config.model.target}, {in_bytes(needed)} in memory as {config.runtime.dtype}"
+    with progress(what, "MB read", -(-found.weights.num_bytes // MB)) as bar:
+        return build_engine(config, lambda number: bar.advance(number / MB))
 
 
 class _InOrder:
@@ -101,10 +116,11 @@ def _read(path: Path) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", default="chain", help="a file, or a preset's name (default: %(default)s)")
-    parser.add_argument("--backend", help="run every phase on this backend instead of the file's")
+    parser.add_argument("--model", metavar="FOLDER", help="the target's folder, or an embedded one's name")
+    add_run(parser)
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument("--prompt-file", type=Path, action="append", default=[], help="a text file; may be repeated")
+    parser.add_argument("--chat", action="store_true", help="prompts are messages: apply the tokenizer's template")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens to generate (default: the file's)")
     parser.add_argument("--stream", action="store_true", help="show text as it grows, as on a terminal, in a pipe too")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import add_threads
+from attn_backends.config.toml_options import validated
+from attn_backends.errors import ConfigError
 from attn_backends_reference.config import RunConfig, load_run_config
 from attn_backends_reference.eagle.options import PhaseBackends
+from attn_backends_reference.run_options import ModelOptions
 from spec_metadata import StepKind
 
+CONFIG = "chain"
 RUNTIME_KEYS = ("kernel", "dtype", "cache_dtype", "device", "max_new_tokens")
 
 
@@ -25,11 +30,36 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     add_threads(parser)
 
 
-def load_config(args: argparse.Namespace, config: str, backend: str | None, **runtime: object) -> RunConfig:
-    """A run from a file or preset; keys of [runtime] on the command line, then `runtime`, replace the file's."""
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The options that say which run: a file, a backend for all of its phases, and a draft."""
+    parser.add_argument("--config", help=f"a file, or a preset's name (default: {CONFIG}, or what a folder asks for)")
+    parser.add_argument("--backend", help="run every phase on this backend instead of the file's")
+    parser.add_argument("--draft", metavar="FOLDER", help="the draft's folder, or an embedded one's name")
+    parser.add_argument(
+        "--draft-positions", type=int, metavar="N", help="that the draft reaches (default: what its folder says)"
+    )
+
+
+def model_of(args: argparse.Namespace) -> ModelOptions | None:
+    """The models on the command line, in place of a file's; None if there are none."""
+    if args.model is None:
+        if args.draft is not None:
+            raise ConfigError("--draft names a draft and --model no target; give both, or a file that names them")
+        return None
+    named = {"target": args.model, "draft": args.draft, "draft_positions": args.draft_positions}
+    flags = {"target": "--model", "draft": "--draft", "draft_positions": "--draft-positions"}
+    return validated(ModelOptions, named, Path(args.model), flags)
+
+
+def load_config(args: argparse.Namespace, config: str | None, backend: str | None, **runtime: object) -> RunConfig:
+    """A run from a file or preset, or of the models on the command line; keys of [runtime] there, then `runtime`,
+    replace the file's.
+    """
+    model = model_of(args) if hasattr(args, "model") else None
+    name = config or (None if model else CONFIG)
     given = {key: value for key, value in vars(args).items() if key in RUNTIME_KEYS and value is not None}
     flags = {key: f"--{key.replace('_', '-')}" for key in given}
-    return load_run_config(config, backend=backend, runtime=given | runtime, flags=flags)
+    return load_run_config(name, model=model, backend=backend, runtime=given | runtime, flags=flags)
 
 
 def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) -> list[str]:
@@ -44,3 +74,10 @@ def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) ->
         lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
         lines += [f"  passed over {reason}" for reason in passed_over]
     return lines
+
+
+def in_bytes(number: int) -> str:
+    """Bytes in the unit that people use for as many."""
+    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+    size, unit = next((size, unit) for size, unit in units if number >= size or size == 1)
+    return f"{number / size:,.3g} {unit}"

@@ -23,9 +23,10 @@ from attn_backends_reference.models import (
     Tokenizer,
     load_draft,
     load_mtp,
-    load_target,
     load_tokenizer,
+    open_target,
 )
+from attn_backends_reference.models.decoder import PagedModel
 from attn_backends_reference.run_options import PHASES
 from spec_metadata import CacheGeometry
 
@@ -118,23 +119,25 @@ class Engine:
         capacity, model = self.config.capacity, self.config.model
         room = capacity.draft_room if self.drafts else 0
         limits = {f"the target {model.target}": self.target.max_positions}
-        limits |= {f"the draft {model.draft}": draft.max_positions for draft in self.drafts}
+        limits |= {f"the draft {model.draft}": model.draft_positions or draft.max_positions for draft in self.drafts}
         shortest = min(limits, key=lambda name: limits[name])
         if capacity.max_context + room > limits[shortest]:
             raise ConfigError(
                 f"{self.config.source}: runtime.max_context {capacity.max_context} and {room} drafted tokens need "
                 f"{capacity.max_context + room} positions; {shortest} has {limits[shortest]} "
                 f"(max_position_embeddings). Set runtime.max_context to {limits[shortest] - room}, or less"
+                f"{', or model.draft_positions' if 'draft' in shortest else ''}"
             )
 
     def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
-        config, backend = self.config, get_backend(name)
-        if self.target.cache_format not in backend.formats:
-            raise ConfigError(
-                f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
-                f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
-            )
-        layers = tuple(layer for model in (self.target, *self.drafts) for layer in model.layers)
+        config, backend, models = self.config, get_backend(name), self._models_on(name)
+        for called, model in models:
+            if model.cache_format not in backend.formats:
+                raise ConfigError(
+                    f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the "
+                    f"model {called} stores {model.cache_format}. Choose another backend or model"
+                )
+        layers = tuple(layer for _, model in models for layer in model.layers)
         workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
         return backend(
             config.capacity,
@@ -145,6 +148,15 @@ class Engine:
             planner=config.runtime.planner,
             memory=memory,
         )
+
+    def _models_on(self, name: str) -> list[tuple[str | None, PagedModel]]:
+        """The models that run on a backend, which may be one for the target and another for its draft, with names."""
+        backends, names, found = self.config.backends, self.config.model, list[tuple[str | None, PagedModel]]()
+        if name in map(backends.of, ("prefill", "decode", "verify")):
+            found.append((names.target, self.target))
+        if name in map(backends.of, ("prefill", "draft", "draft_extend")):
+            found += [(names.draft, draft) for draft in self.drafts]
+        return found
 
     @property
     def _options(self) -> WorkerOptions:
@@ -169,12 +181,13 @@ class Engine:
         )
 
 
-def build_engine(config: RunConfig) -> Engine:
+def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: None) -> Engine:
     """Load the models of a run and put them on its backends.
 
-    Raises `ConfigError`, `CheckpointError` or `BackendUnavailableError` before anything is computed.
+    on_bytes: gets the bytes of the target's files that were read, see `TargetFolder.load`. Raises `ConfigError`,
+    `CheckpointError`, `MemoryLimitError` or `BackendUnavailableError` before anything is computed.
     """
-    target = load_target(config.model.target, config.dtype, config.device)
+    target = open_target(config.model.target).load(config.dtype, config.device, on_bytes)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
     return Engine(config, target, _load_drafts(config, target), tokenizer)
 

@@ -7,12 +7,11 @@ from attn_backends_reference.models.attention import Attention, ForwardAttention
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from attn_backends_reference.models.loading import (
     EMBEDDED_DRAFTS,
-    EMBEDDED_TARGETS,
     load_draft,
     load_mtp,
-    load_target,
     load_tokenizer,
 )
+from attn_backends_reference.models.targets import EMBEDDED_TARGETS, TargetFolder, load_target, open_target
 from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = [
@@ -22,10 +21,12 @@ __all__ = [
     "ByteTokenizer",
     "DraftModel",
     "ForwardAttention",
+    "TargetFolder",
     "TargetModel",
     "Tokenizer",
     "load_draft",
     "load_mtp",
     "load_target",
     "load_tokenizer",
+    "open_target",
 ]

@@ -1,14 +1,15 @@
 """A target and a draft as a worker sees them: tokens in, hidden states out, attention passed in.
 
-transformers' modules hold the weights and compute everything but attention. The decoder layers are run one by one, not
-through transformers' own forward, which builds masks and may read the device: this forward has fixed shapes and reads
-nothing, so it can be recorded into a graph.
+transformers' models hold the weights and compute everything but attention, by their own forward: of targets that of
+the whole model, of drafts that of its layers. It has fixed shapes and reads nothing on the host, so it can be recorded
+into a graph.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,7 +20,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_caches, allocate_kv, allocate_latent
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
-from attn_backends.errors import CheckpointError
+from attn_backends.errors import CheckpointError, UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from attn_backends_reference.models.attention import Attention
 
@@ -36,19 +37,21 @@ if TYPE_CHECKING:
 class Family:
     """An architecture that can be served.
 
-    architecture, draft_architecture, mtp_architecture: as config.json names them; the last is None if its MTP modules
-    can't be loaded. cache_format: what its attention layers store. attach:
-    make transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`;
-    returns their attention layers. target, draft: the classes of its models.
+    architecture, draft_architecture, mtp_architecture: as config.json names them; the last two are None if its EAGLE
+    drafts of our own or MTP modules can't be loaded. cache_format: what its attention layers store. attach: make
+    transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`; returns their
+    attention layers. target, draft: the classes of its models. renamed: whether checkpoints name tensors otherwise than
+    transformers' modules, experts apart.
     """
 
     architecture: str
-    draft_architecture: str
+    draft_architecture: str | None
     cache_format: CacheFormat | CompressedFormat
     attach: Callable[[Iterable[Any], Any], tuple[AttentionLayer, ...]]
     target: type[TargetModel]
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
+    renamed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +95,22 @@ class PagedModel:
 
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
         """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's.
-        Raises `MemoryLimitError`, before any is allocated, where not all of them fit.
+        Raises `MemoryLimitError`, before any is allocated, where not all of them fit, and `UnsupportedStepError` for a
+        format that the backend does not take.
         """
+        if self.cache_format not in backend.formats:
+            takes = f"{backend.name} takes {' or '.join(sorted(backend.formats))}"
+            raise UnsupportedStepError(f"a cache of {self.cache_format}", [takes], "another backend")
 
         def make(device: torch.device) -> list[PagedCache]:
             return [self._allocate_cache(layer, backend, dtype or self.dtype, device) for layer in self.layers]
 
         return allocate_caches(backend.geometry, make, self.device)
+
+    def cache_bytes(self, backend: AttentionBackend, dtype: torch.dtype) -> int:
+        """What `allocate_caches` would take."""
+        meta = torch.device("meta")
+        return sum(self._allocate_cache(layer, backend, dtype, meta).num_bytes for layer in self.layers)
 
     def embed(self, tokens: Tensor, multimodal: MultimodalRows | None) -> Tensor:
         """[T, hidden_size], what rows begin with: the embeddings of their tokens, or those given in place of them.
@@ -137,9 +149,14 @@ class TargetModel(PagedModel):
     eos_token_ids: frozenset[int] = frozenset()
 
     def __init__(self, family: Family, model: PreTrainedModel) -> None:
+        from attn_backends_reference.models.interface import IMPLEMENTATION
+
         model.eval().requires_grad_(False)
-        super().__init__(family, model.config, model.model.layers, model.model.embed_tokens, model.lm_head)
-        self._decoder = model.model
+        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_experts_implementation(IMPLEMENTATION)
+        self._decoder: Any = model.get_decoder()
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        super().__init__(family, model.config, self._decoder.layers, embedding, head)
 
     def tapped(self, layers: Sequence[int]) -> TargetModel:
         """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
@@ -160,15 +177,25 @@ class TargetModel(PagedModel):
 
         multimodal: what takes the place of the embeddings of some tokens.
         """
-        rows = self.embed(tokens, multimodal).unsqueeze(0)
-        rotation = self._decoder.rotary_emb(rows, positions.unsqueeze(0))
-        taken = []
-        for index, block in enumerate(self._decoder.layers):
-            rows = block(rows, position_embeddings=rotation, attention=attention)
-            if index in self.feature_layers:
-                taken.append(rows)
-        hidden = self._decoder.norm(rows).squeeze(0)
-        return hidden, torch.cat(taken, dim=-1).squeeze(0) if taken else hidden
+        rows = {"input_ids": tokens} if multimodal is None else {"inputs_embeds": self.embed(tokens, multimodal)}
+        batched = {name: value.unsqueeze(0) for name, value in (rows | {"position_ids": positions}).items()}
+        with _outputs([self._decoder.layers[index] for index in self.feature_layers]) as taken:
+            hidden = self._decoder(**batched, use_cache=False, attention=attention).last_hidden_state.squeeze(0)
+        return hidden, torch.cat(taken, dim=-1) if taken else hidden
+
+
+@contextmanager
+def _outputs(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """What decoder layers return from now on, in the order in which they run: [T, ...] flattened to [T, F]."""
+    taken: list[Tensor] = []
+
+    def take(layer: nn.Module, inputs: object, output: Tensor) -> None:
+        taken.append(output.squeeze(0).flatten(1))
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.callback(layer.register_forward_hook(take).remove)
+        yield taken
 
 
 class DraftModel(PagedModel):
@@ -192,12 +219,14 @@ class DraftModel(PagedModel):
                 f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
             )
         super().__init__(family or target.family, draft.config, draft.layers, target.embedding, target.head)
-        self._draft = draft
+        self._draft, self._is_target_s_family = draft, family is None
         self.feature_size = self.target_hidden_size = self.hidden_size
 
     def misfits(self, target: TargetModel) -> list[str]:
-        """Why it can't draft for a target, in words; empty if it can."""
+        """Why it can't draft for a target, in words; empty if it can. One of a family of its own has its own cache."""
+        own_cache = (self.cache_format, target.cache_format if self._is_target_s_family else self.cache_format)
         of_models = {
+            "cache format": own_cache,
             "hidden size": (self.target_hidden_size, target.hidden_size),
             "vocabulary": (self.vocab_size, target.vocab_size),
             "dtype": (self.dtype, target.dtype),

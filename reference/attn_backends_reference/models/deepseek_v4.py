@@ -16,7 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
 from attn_backends_reference.models.attention import Attention
-from attn_backends_reference.models.decoder import Family, MultimodalRows, TargetModel
+from attn_backends_reference.models.decoder import Family, TargetModel
 from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
 from spec_metadata.plans.compressed import Compression
 
@@ -93,26 +93,15 @@ def _projections(compressor: Any, x: Tensor) -> Projections | None:
 
 
 class CompressedTarget(TargetModel):
-    """A DeepSeek-V4 target. Its residual is `hc_mult` streams, which the head before the final norm joins."""
+    """A DeepSeek-V4 target. Its residual is `hc_mult` streams, which the head before the final norm joins; its features
+    behind a layer are the streams side by side, [T, hc_mult * hidden_size].
+    """
 
     def __init__(self, family: Family, model: PreTrainedModel) -> None:
         # transformers keeps norms and hyper-connections in float32, whose outputs its own projections then refuse
         for parameter in model.parameters():
             parameter.data = parameter.data.to(model.lm_head.weight.dtype)
         super().__init__(family, model)
-
-    def forward_features(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, multimodal: MultimodalRows | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `TargetModel.forward_features`; no draft takes states behind its layers."""
-        decoder = self._decoder
-        rows, places = self.embed(tokens, multimodal).unsqueeze(0), positions.unsqueeze(0)
-        rotation = {kind: decoder.rotary_emb(rows, places, layer_type=kind) for kind in ("main", "compress")}
-        streams = rows.unsqueeze(2).expand(-1, -1, decoder.config.hc_mult, -1).contiguous()
-        for block in decoder.layers:
-            streams = block(streams, position_embeddings=rotation, attention=attention)
-        hidden = decoder.norm(decoder.hc_head(streams)).squeeze(0)
-        return hidden, hidden
 
 
 def _attach(blocks: Iterable[Any], config: Any) -> tuple[CompressedLayer, ...]:
@@ -130,4 +119,5 @@ DEEPSEEK_V4 = Family(
     _attach,
     CompressedTarget,
     MtpDraft,
+    renamed=True,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from pickle import UnpicklingError
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SHOWN_TENSORS = 4
+REFUSED = {"GptOssForCausalLM": "it has sinks, and windows in alternate layers, which no backend takes yet"}
+"""Architectures that are known and not served, and why."""
 
 
 def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
@@ -34,11 +37,24 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
 
 
 def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
-    """The checkpoint's architecture, one of `known`, and its configuration."""
+    """The checkpoint's architecture, one of `known`, and its configuration, of weights that are floats."""
+    if read_fields(path / "config.json").get("quantization_config"):
+        raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
+    return read_architecture(path, known)
+
+
+def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
+    """The checkpoint's architecture, one of `known`, and its configuration, which says nothing of a quantization:
+    transformers would take it for its own to do.
+    """
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)}")
+        why = [f" ({REFUSED[name]})" for name in named or () if name in REFUSED] if isinstance(named, list) else []
+        raise CheckpointError(
+            f"{path} has architectures {named}{''.join(why)}; supported here: {', '.join(known)} (config.json)"
+        )
     config = load_config(path)
+    config.__dict__.pop("quantization_config", None)
     _check_servable(path, config)
     return named[0], config
 
@@ -72,6 +88,21 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise CheckpointError(f"transformers can't read {file}: {error_in_words(error)}") from error
 
 
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """No bar of transformers' for every folder that is loaded; whether others are shown stays as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def error_in_words(error: Exception) -> str:
     """The words of another package's error, whose kind says what many of them leave out."""
     return f"{type(error).__name__}: {error}"
@@ -100,8 +131,6 @@ def eos_token_ids(path: Path) -> frozenset[int]:
 
 
 def _check_servable(path: Path, config: PreTrainedConfig) -> None:
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         raise CheckpointError(
@@ -126,17 +155,27 @@ def locate_tensors(path: Path) -> dict[str, Path]:
     whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
     pickled = path / "pytorch_model.bin"
     if pickled.is_file() and not whole.is_file() and not index.is_file():
-        return dict.fromkeys(_unpickled(pickled), pickled)
+        return dict.fromkeys(unpickled(pickled), pickled)
     try:
         if whole.is_file() or not index.is_file():
             with safe_open(whole, framework="pt") as file:
                 return dict.fromkeys(file.keys(), whole)
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: path / shard for name, shard in placed.items()}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} has no model.safetensors that can be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not an index with a weight_map: {error!r}") from error
+    return _located_in(index)
+
+
+def _located_in(index: Path) -> dict[str, Path]:
+    """The file of each tensor, as an index names it: one beside the index."""
+    placed = read_fields(index).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise CheckpointError(f"{index} is not an index with a weight_map: it is {placed!r}")
+    for name, shard in placed.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{index} places {name} in {shard!r}, which is not the name of a file beside it")
+        if not (index.parent / shard).is_file():
+            raise CheckpointError(f"{index} places {name} in {shard}, which the folder lacks")
+    return {name: index.parent / shard for name, shard in placed.items()}
 
 
 def read_tensors(located: Mapping[str, Path]) -> dict[str, Tensor]:
@@ -146,7 +185,7 @@ def read_tensors(located: Mapping[str, Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in sorted(set(located.values())):
         if path.suffix == ".bin":
-            found = _unpickled(path)
+            found = unpickled(path)
             tensors |= {name: found[name] for name, place in located.items() if place == path}
             continue
         try:
@@ -157,7 +196,7 @@ def read_tensors(located: Mapping[str, Path]) -> dict[str, Tensor]:
     return tensors
 
 
-def _unpickled(path: Path) -> dict[str, Tensor]:
+def unpickled(path: Path) -> dict[str, Tensor]:
     """The tensors that `torch.save` wrote. Reading them runs no code of the file."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

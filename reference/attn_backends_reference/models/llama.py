@@ -1,42 +1,23 @@
-"""LlamaForCausalLM and its draft: grouped-query attention over cached keys and values."""
+"""Llama and the families that differ from it within transformers' own layers: Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+
+All attend by grouped queries over cached keys and values, so biases, norms of queries and keys, experts and rotary
+embeddings are transformers' business. A sliding window is the backend's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-from transformers import AttentionInterface
-
-from attn_backends.cache import CacheFormat, KeyValues
+from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
-from attn_backends_reference.models.attention import Attention
 from attn_backends_reference.models.decoder import Family, TargetModel
 from attn_backends_reference.models.draft import EagleDraft
-
-_INTERFACE = "attn_backends"
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    attention: Attention,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention function. query: [1, num_heads, T, head_dim], key and value likewise, after RoPE."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    return attention.attend(module.layer_idx, q, KeyValues(k, v)).unsqueeze(0), None
-
-
-AttentionInterface.register(_INTERFACE, _attend)
+from attn_backends_reference.models.interface import IMPLEMENTATION
 
 
 def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
-    config._attn_implementation = _INTERFACE
+    config._attn_implementation = IMPLEMENTATION
     return tuple(
         AttentionLayer(
             id=index,
@@ -45,9 +26,23 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
             head_dim=block.self_attn.head_dim,
             v_head_dim=block.self_attn.head_dim,
             scale=block.self_attn.scaling,
+            window=window_of(config, index),
         )
         for index, block in enumerate(blocks)
     )
+
+
+def window_of(config: Any, index: int) -> int | None:
+    """The keys that a row of a layer sees at most, itself included; None where it sees all."""
+    kinds = getattr(config, "layer_types", None)
+    if not getattr(config, "use_sliding_window", True) or (kinds and kinds[index] != "sliding_attention"):
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def _family(architecture: str) -> Family:
+    """A family without drafts of its own."""
+    return Family(architecture, None, CacheFormat.KV, _attach, TargetModel, EagleDraft)
 
 
 LLAMA = Family(
@@ -59,3 +54,7 @@ LLAMA = Family(
     EagleDraft,
     mtp_architecture="LlamaForCausalLMMTP",
 )
+MISTRAL = _family("MistralForCausalLM")
+QWEN2 = _family("Qwen2ForCausalLM")
+QWEN3 = _family("Qwen3ForCausalLM")
+QWEN3_MOE = _family("Qwen3MoeForCausalLM")

@@ -1,4 +1,4 @@
-"""Loading targets, drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
+"""Loading drafts, MTP modules and tokenizers from local folders; nothing here touches the network.
 
 A folder is checked before anything is computed: architecture, tensors and shapes, and that a draft fits its target.
 """
@@ -6,8 +6,7 @@ A folder is checked before anything is computed: architecture, tensors and shape
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,11 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import folders
+from attn_backends_reference.models import folders, quantization, weights
 from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
+from attn_backends_reference.models.families import served_families
 from attn_backends_reference.models.fit import cast, check_fit
+from attn_backends_reference.models.targets import EMBEDDED_TARGETS
 from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from attn_backends_reference.models.draft import DraftHead
     from attn_backends_reference.models.mtp import MtpModule
 
-EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
-"""The targets that ship with the package, by name, and their folders."""
 EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
     "gqa-eagle3": "gqa/eagle3",
     "mla-mtp": "mla/mtp",
@@ -36,51 +35,7 @@ EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
 """Their drafts; one of the target's name for each, the EAGLE-3 draft of ``gqa`` and the MTP modules of ``mla``."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-EXPERTS = "batched_mm"
-"""transformers' implementation of experts whose shapes don't depend on the routing."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-
-
-def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> TargetModel:
-    """The target in a folder of transformers' format, or an embedded one by name (`EMBEDDED_TARGETS`).
-
-    The folder may hold MTP modules too, which `load_mtp` reads. Raises `CheckpointError` if the folder, its
-    architecture, its tensors or their shapes can't be used.
-    """
-    _require_transformers()
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    path = folders.find(folder, EMBEDDED_TARGETS)
-    families = {family.architecture: family for family in _families()}
-    architecture, config = folders.read_config(path, families)
-    try:
-        with _without_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                config=config,
-                dtype=dtype,
-                local_files_only=True,
-                trust_remote_code=False,
-                attn_implementation="eager",
-                experts_implementation=EXPERTS,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} has no weights that transformers can read: {error}") from error
-    except Exception as error:  # what a wrong size or name in a configuration makes of a model may be anything
-        words = folders.error_in_words(error)
-        raise CheckpointError(
-            f"transformers can't make the model that {path}/config.json describes: {words}"
-        ) from error
-    model, report = loaded
-    shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
-    folders.check_tensors(path, report["missing_keys"], _without_mtp(report["unexpected_keys"], config), shapes)
-    family = families[architecture]
-    target = family.target(family, model.to(device))
-    target.eos_token_ids = folders.eos_token_ids(path)
-    return target
 
 
 def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
@@ -91,10 +46,11 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     every drafted step; published EAGLE and EAGLE-3 heads are as `models.heads` describes them. Raises `CheckpointError`
     as `load_target` does, and if the draft does not fit the target.
     """
-    _require_transformers()
+    path = folders.find(folder, EMBEDDED_DRAFTS)
+    families = {family.draft_architecture: family for family in served_families() if family.draft_architecture}
+    with_modules = _mtp_families()
     from attn_backends_reference.models import head_config, heads
 
-    path = folders.find(folder, EMBEDDED_DRAFTS)
     fields = folders.read_fields(path / "config.json")
     if head_config.is_eagle3(fields):
         return heads.load_eagle3(path, fields, target)
@@ -102,12 +58,13 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     located = folders.locate_tensors(path)
     if heads.is_eagle(located):
         return heads.load_eagle(path, fields, target)
-    families, with_modules = {family.draft_architecture: family for family in _families()}, _mtp_families()
     architecture, config = folders.read_config(path, families | with_modules)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
+    from attn_backends_reference.models.interface import IMPLEMENTATION
+
     check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
-    config._experts_implementation = EXPERTS
+    config._experts_implementation = IMPLEMENTATION
     draft = families[architecture].draft(config)
     needed, given = draft.state_dict(), folders.read_tensors(located)
     shapes = folders.compare_shapes(given, needed)
@@ -120,26 +77,26 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
 
     A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
-    them behind its layers, as DeepSeek-V3's does; `models.mtp` has the names of their tensors and where
-    they were published. The embedding and the output head are the target's; a module's embed_tokens and
-    shared_head.head may be absent, and if they are there and not the same, the folder is refused.
+    them behind its layers, as DeepSeek-V3's does, in 8-bit blocks or floats; `models.mtp` has the names of their
+    tensors and where they were published. The embedding and the output head are the target's; a module's embed_tokens
+    and shared_head.head may be absent, and if they are there and not the same, the folder is refused.
 
     The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
     holds as many modules as its num_nextn_predict_layers says.
     """
-    _require_transformers()
     path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
-    architecture, config = folders.read_config(path, families)
+    blocks = quantization.blocks_of(path, folders.read_fields(path / "config.json"))
+    architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
     given = _sizes(family, config) | {"layers": config.num_hidden_layers}
     check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
-    located = folders.locate_tensors(path)
-    count = _count_modules(path, config, located)
-    in_modules = {name: file for name, file in located.items() if _layer_of(name) >= config.num_hidden_layers}
+    stored = weights.read_headers(path, blocks)
+    count = _count_modules(path, config, stored.tensors)
+    in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
     if architecture == family.mtp_architecture:
-        folders.check_tensors(path, (), located.keys() - in_modules.keys(), ())
+        folders.check_tensors(path, (), stored.tensors.keys() - in_modules.tensors.keys(), ())
     modules = _new_modules(config, count)
-    _fill(path, modules, config.num_hidden_layers, folders.read_tensors(in_modules), target)
+    _fill(path, modules, config.num_hidden_layers, in_modules.read(), target)
     return tuple(_serve(module, target) for module in modules)
 
 
@@ -168,13 +125,14 @@ def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
         raise CheckpointError(f"transformers can't read the tokenizer in {path} ({found}): {error}") from error
     if len(tokenizer) > vocab_size:
         raise CheckpointError(f"the tokenizer in {path} has {len(tokenizer)} tokens, the target {vocab_size}")
-    return _HubTokenizer(tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return _HubTokenizer(path, tokenizer, tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
 @dataclass(frozen=True, slots=True)
 class _HubTokenizer:
     """A tokenizer of transformers."""
 
+    path: Path
     tokenizer: Any
     bos_token_id: int | None
     eos_token_id: int | None
@@ -182,47 +140,23 @@ class _HubTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
+    def encode_chat(self, text: str) -> list[int]:
+        message = [{"role": "user", "content": text}]
+        try:
+            whole = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template may raise anything
+            words = folders.error_in_words(error)
+            raise CheckpointError(f"the tokenizer in {self.path} has no chat template that works: {words}") from error
+        return self.tokenizer.encode(whole, add_special_tokens=False)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-
-def _require_transformers() -> None:
-    try:
-        import safetensors  # noqa: F401
-        import transformers  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CheckpointError(
-            f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
-        ) from error
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """No bar of transformers' for every folder that is loaded; whether others are shown stays as it was."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    if shown:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _families() -> tuple[Family, ...]:
-    from attn_backends_reference.models.deepseek import DEEPSEEK
-    from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import LLAMA
-
-    return LLAMA, DEEPSEEK, DEEPSEEK_V4
 
 
 def _mtp_families() -> dict[str, Family]:
     """By the architectures of folders that may hold MTP modules: of them alone, and of a target."""
     found: dict[str, Family] = {}
-    for family in _families():
+    for family in served_families():
         if family.mtp_architecture is not None:
             found |= {family.mtp_architecture: family, family.architecture: family}
     return found
@@ -243,14 +177,6 @@ def _layer_of(name: str) -> int:
     return int(found[1]) if found else -1
 
 
-def _without_mtp(names: Collection[str], config: PreTrainedConfig) -> list[str]:
-    """Without the tensors of the MTP modules that a target's folder keeps behind its layers."""
-    first = config.num_hidden_layers
-    behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
-    modules = {layer for layer in behind if f"model.layers.{layer}.eh_proj.weight" in names}
-    return [name for name in names if _layer_of(name) not in modules]
-
-
 def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str]) -> int:
     """How many MTP modules a folder has, which its tensors and its configuration must agree on."""
     first, count = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0) or 0
@@ -267,9 +193,10 @@ def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str])
 
 
 def _new_modules(config: PreTrainedConfig, count: int) -> list[MtpModule]:
+    from attn_backends_reference.models.interface import IMPLEMENTATION
     from attn_backends_reference.models.mtp import MtpModule, module_config
 
-    config._experts_implementation = EXPERTS
+    config._experts_implementation = IMPLEMENTATION
     return [MtpModule(module_config(config, index)) for index in range(count)]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from attn_backends.errors import CheckpointError
+
 
 class Tokenizer(Protocol):
     """What `load_tokenizer` returns."""
@@ -20,6 +22,11 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with the begin token that the model expects."""
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Token ids of a user's message, in the form that the model was trained on. Raises `CheckpointError` if none
+        is known.
+        """
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without begin and end tokens."""
 
@@ -33,6 +40,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """The begin token and the bytes of a text."""
         return [0, *text.encode("utf-8")]
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Bytes have no messages."""
+        raise CheckpointError("a model of bytes continues text and knows no messages; leave --chat out")
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the bytes; zero bytes are dropped, invalid UTF-8 becomes the replacement character."""

@@ -1,0 +1,108 @@
+"""`inspect`: what a folder holds, what would run it here and in how much memory; no weights are loaded."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat
+from attn_backends.cli import Command
+from attn_backends.cli.consoles import output_console
+from attn_backends.contract.capabilities import extras_reasons
+from attn_backends.kernels.device_memory import free_bytes
+from attn_backends_reference.cli.options import add_run, add_runtime, choices_in_words, in_bytes, load_config
+from attn_backends_reference.config import RunConfig
+from attn_backends_reference.eagle.engine import Engine
+from attn_backends_reference.models import EMBEDDED_DRAFTS, ByteTokenizer, TargetFolder, folders, open_target, weights
+
+TARGET_PHASES = ("prefill", "decode", "verify")
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it; 2 if something of it is refused."""
+    found, console = open_target(args.model), output_console()
+    config = load_config(args, args.config, args.backend)
+    engine = Engine(config, found.empty(), (), ByteTokenizer())
+    refused = [*_refusals(engine), *_too_much(engine, found)]
+    lines = [*_target(found, engine), *_draft(config), *config.notes]
+    lines += choices_in_words(engine.backends, config.phases)
+    for line in (*lines, *(f"refused: {reason}" for reason in refused)):
+        console.print(line, markup=False, soft_wrap=True)
+    return 2 if refused else 0
+
+
+def _target(found: TargetFolder, engine: Engine) -> Iterator[str]:
+    model, config = engine.target, engine.config
+    yield (
+        f"{found.path}: {found.family.architecture}, {len(model.layers)} layers, hidden size {model.hidden_size:,}, "
+        f"vocabulary {model.vocab_size:,}, {model.max_positions:,} positions"
+    )
+    for layer, number in Counter(
+        (each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim, each.window) for each in model.layers
+    ).items():
+        heads, kv_heads, key, value, window = layer
+        sees = "all keys" if window is None else f"a window of {window:,} keys"
+        yield f"attention of {number} layers: {heads} heads over {kv_heads}, of {key} and {value}, over {sees}"
+    kinds = Counter(stored.dtype for stored in (*found.weights.tensors.values(), *found.weights.scales.values()))
+    yield (
+        f"weights: {found.weights.num_elements:,}, {in_bytes(found.weights.num_bytes)} in files "
+        f"({', '.join(sorted(kinds))}), {in_bytes(found.num_bytes(config.dtype))} in memory as {config.runtime.dtype}"
+    )
+    cache, tokens = _cache_bytes(engine), engine.geometry.num_pages * engine.geometry.page_size
+    yield (
+        f"cache: {cache // tokens:,} bytes a token, {in_bytes(cache)} for {config.runtime.max_bs} requests of "
+        f"{config.runtime.max_context:,} tokens"
+    )
+
+
+def _draft(config: RunConfig) -> Iterator[str]:
+    """What a draft's folder says; whether it fits its target is found when it is loaded."""
+    if config.model.draft is None:
+        return
+    path = folders.find(config.model.draft, EMBEDDED_DRAFTS)
+    fields, stored = folders.read_fields(path / "config.json"), weights.stored_tensors(path)
+    sizes = [f"{name} {fields[name]:,}" for name in SIZES if isinstance(fields.get(name), int)]
+    size = in_bytes(sum(each.num_bytes for each in stored.values()))
+    named = fields.get("architectures") or fields.get("speculators_model_type")
+    yield f"draft in {path}: {named}, {len(stored)} tensors, {size}, {', '.join(sizes)}"
+
+
+def _refusals(engine: Engine) -> Iterator[str]:
+    """Why the chosen kernels can't run the target's layers."""
+    config, found, format = engine.config, dict[str, None](), engine.target.cache_format
+    for phase, kind in config.phases.items():
+        if phase not in TARGET_PHASES:
+            continue
+        backend: AttentionBackend = getattr(engine.backends, phase)
+        kernel, is_tree = backend.kernel_of(kind), phase == "verify" and config.capacity.topk > 1
+        for layer in engine.target.layers:
+            reasons = kernel.capabilities[kind].layer_reasons(layer, config.dtype, config.cache_dtype)
+            reasons += extras_reasons(layer, format, is_tree) if isinstance(format, CacheFormat) else []
+            found |= {f"{backend.name} ({kernel.name}), {phase}: {reason}": None for reason in reasons}
+    yield from found
+
+
+def _too_much(engine: Engine, found: TargetFolder) -> Iterator[str]:
+    """Weights and caches that the device has no room for."""
+    device = engine.config.device
+    needed, free = found.num_bytes(engine.config.dtype) + _cache_bytes(engine), free_bytes(device)
+    if free is not None and needed > free:
+        yield f"weights and cache take {needed:,} bytes, {device} has {free:,} free; see max_bs and max_context"
+
+
+def _cache_bytes(engine: Engine) -> int:
+    return engine.target.cache_bytes(engine.backends.prefill, engine.config.cache_dtype)
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="FOLDER", help="a target's folder, or an embedded one's name")
+    add_run(parser)
+    add_runtime(parser)
+    parser.set_defaults(max_new_tokens=None)
+
+
+COMMAND = Command("What a model's folder is and what would run it; exit code 2: it is refused.", _add_arguments, run)
+"""See the module."""

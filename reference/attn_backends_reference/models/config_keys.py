@@ -1,0 +1,48 @@
+"""The keys of a target's config.json: what transformers' class does not know and could matter is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attn_backends.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+MATTERS = re.compile(
+    "act|attn|attention|bias|cap|chunk|clip|expert|factor|group|head|hidden|index|interval|layer|lora|mask|moe|mul|mup|"
+    "norm|position|quant|rank|residual|ratio|rope|rotary|router|scal|scor|sink|size|sparse|state|temp|theta|topk|window"
+)
+"""What the name of a key that changes what is computed holds."""
+INERT = {
+    "attn_implementation",  # the backends' takes its place
+    "ep_size",  # how DeepSeek's own engine spreads experts
+    "head_dim",  # which Qwen's layers read, though some of their classes do not declare it
+    "max_window_layers",  # of files made from a Qwen's; without use_sliding_window it says nothing
+    "num_nextn_predict_layers",  # MTP modules behind the layers, which `load_mtp` reads
+    "quantization_config",  # `models.quantization`
+    "rope_scaling",  # the older names of rope_parameters
+    "rope_theta",
+    "rotary_emb_base",
+    "torch_dtype",
+}
+COMPUTED = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "hidden_activation": "silu"}
+"""Keys of published folders whose one value here is what transformers' layers compute."""
+
+
+def check_keys(path: Path, fields: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Raises `CheckpointError` that names the keys of config.json that nothing here honours."""
+    known = set(vars(type(config)())) | set(getattr(config, "attribute_map", {})) | INERT
+    wrong = [
+        f"{key} = {value!r}"
+        for key, value in fields.items()
+        if key not in known and value not in (None, False) and MATTERS.search(key) and COMPUTED.get(key) != value
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{path / 'config.json'} has keys that model_type {config.model_type!r} does not honour here: "
+            f"{', '.join(wrong)}. Ignoring them would give other logits; remove those that change nothing"
+        )
