@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,13 +68,25 @@ def test_a_window_is_honoured_or_refused_by_name(tmp_path: Path) -> None:
         serve(worker, [TEXT[:11].tolist()], 2)
 
 
-def worker_of(name: str, folder: Path, shape: tuple[int, int, int]) -> EagleWorker:
+def test_embeddings_of_prompts_do_not_fit_a_head_of_another_width(tmp_path: Path) -> None:
+    name = "SafeAILab EAGLE-3, wider target"
+    write(FORMATS[name], tmp_path)
+    with pytest.raises(
+        UnsupportedStepError, match=r"prompts with embeddings: embeddings of 32 columns in a draft of 24"
+    ):
+        worker_of(name, tmp_path, CHAIN, placeholder_token=3)
+
+
+def worker_of(name: str, folder: Path, shape: tuple[int, int, int], **options: Any) -> EagleWorker:
+    """A worker of a tiny target and a format's folder."""
     target = target_of(FORMATS[name])
     capacity = Capacity(2, 40, 4, *shape)
     geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
     backend = get_backend("fa3")(capacity, geometry, kernel="torch", checking=True)
     backends = PhaseBackends(**dict.fromkeys(PHASES, backend))
-    return EagleWorker(target, load_draft(folder, target), backends, capacity, geometry, WorkerOptions(chunk=5))
+    return EagleWorker(
+        target, load_draft(folder, target), backends, capacity, geometry, WorkerOptions(chunk=5, **options)
+    )
 
 
 def test_a_head_of_another_attention_than_its_target_has_its_own_cache(tmp_path: Path) -> None:

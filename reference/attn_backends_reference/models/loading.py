@@ -56,6 +56,7 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
         return heads.load_eagle3(path, fields, target)
     folders.load_config(path)  # before tensors are looked at, so that a folder's own Python is refused by its name
     located = folders.locate_tensors(path)
+    _refuse_v4_modules(path, located)
     if heads.is_eagle(located):
         return heads.load_eagle(path, fields, target)
     architecture, config = folders.read_config(path, families | with_modules)
@@ -169,6 +170,16 @@ def _sizes(family: Family, config: PreTrainedConfig) -> dict[str, object]:
 def _sizes_of(target: TargetModel) -> dict[str, object]:
     sizes = (target.family.architecture, target.vocab_size, target.hidden_size)
     return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
+
+
+def _refuse_v4_modules(path: Path, names: Collection[str]) -> None:
+    """Refuses the modules that DeepSeek publishes with V4: they take the streams before `hc_head`, ours one row."""
+    found = sorted(name for name in names if name.startswith("mtp."))
+    if found:
+        raise CheckpointError(
+            f"{path} holds DeepSeek-V4's published MTP modules ({found[0]}, …), which take the residual streams before "
+            f"hc_head; they are not served yet, and are another model than DeepseekV4ForCausalLMMTP's"
+        )
 
 
 def _layer_of(name: str) -> int:
