@@ -151,7 +151,9 @@ def test_a_key_that_is_not_honoured_is_refused_by_name(key: str, value: object, 
     ("name", "more"),
     [
         ("gqa", {"unsloth_version": "2026.1", "auto_map": {}, "rope_theta": 1e4, "torch_dtype": "bfloat16"}),
+        ("gqa", {"_attn_implementation_autoset": True, "attn_pdrop": 0.0, "max_sequence_length": 2048}),
         ("gqa", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28}),
+        ("qwen3_moe", {"head_dim": 128, "max_window_layers": 48, "sliding_window": None}),
         ("mla", COMPUTED | {"ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}),
     ],
 )

@@ -18,6 +18,7 @@ MATTERS = re.compile(
 )
 """What the name of a key that changes what is computed holds."""
 INERT = {
+    "_attn_implementation_autoset",  # what transformers 4 noted of its own choice
     "attn_implementation",  # the backends' takes its place
     "ep_size",  # how DeepSeek's own engine spreads experts
     "head_dim",  # which Qwen's layers read, though some of their classes do not declare it
