@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attn_backends_reference.models import TargetModel
 from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model
+from attn_backends_reference.models.head_config import read_eagle3
 from tests import reference_models as rm
 from tests.eagle3_oracle import Oracle
 
@@ -36,7 +37,7 @@ CONFIG: dict[str, Any] = {
 
 def random_draft(config: dict[str, Any], seed: int = 1) -> Eagle3Draft:
     """Random weights, and a random choice of the target's ids."""
-    draft = Eagle3Draft(LlamaConfig(**config)).eval()
+    draft = Eagle3Draft(read_eagle3(config, "the draft")).eval()
     parts = {name: part for name, part in draft.named_children() if name != "rotary_emb"}
     rm.randomize(nn.ModuleDict(parts), seed)
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +49,7 @@ def random_draft(config: dict[str, Any], seed: int = 1) -> Eagle3Draft:
 
 def published(draft: Eagle3Draft) -> dict[str, Tensor]:
     """A draft's tensors by the names that published folders have."""
-    layer, attention, mlp = draft.midlayer, draft.midlayer.self_attn, draft.midlayer.mlp
+    layer, attention, mlp = draft.layers[0], draft.layers[0].self_attn, draft.layers[0].mlp
     modules = {
         "fc": draft.fc,
         "midlayer.hidden_norm": layer.hidden_norm,

@@ -39,7 +39,7 @@ def target() -> PreTrainedModel:
 
 def random_draft() -> Eagle3Draft:
     draft = eagle3.new_eagle3(TEXT)
-    for part in (draft.fc, draft.midlayer, draft.lm_head):
+    for part in (draft.fc, draft.layers, draft.lm_head):
         rm.randomize(part, seed=3)
     return draft.eval().requires_grad_(False)
 

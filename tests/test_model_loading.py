@@ -203,19 +203,6 @@ def test_a_draft_of_another_target(folders: tuple[str, Path, Path], changes: dic
         load_draft(draft_folder, target)
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle"])
-def test_a_published_eagle_head_is_named_as_what_it_is(architecture: str, tmp_path: Path) -> None:
-    """SafeAILab's folders name their target's architecture, those made for SGLang the draft's."""
-    draft = rm.tiny_draft("gqa")
-    draft.save_pretrained(tmp_path, torch.float32)
-    edit_config(tmp_path, architectures=[architecture])
-    absent = ("norm.weight", "layers.0.input_layernorm.weight")
-    edit_weights(tmp_path, lambda weights: [weights.pop(name) for name in absent])
-    edit_weights(tmp_path, lambda weights: weights.update({"embed_tokens.weight": torch.ones(rm.VOCAB, rm.HIDDEN)}))
-    with pytest.raises(CheckpointError, match=r"is an EAGLE-1 or EAGLE-2 head as SafeAILab .* can't be loaded yet"):
-        load_draft(tmp_path, rm.served_target("gqa", rm.tiny_target("gqa")))
-
-
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),
     [(2, None, {2}), ([2, 5], None, {2, 5}), (2, [5, 7], {2, 5, 7}), (None, 9, {9}), (None, None, set())],

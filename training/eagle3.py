@@ -8,9 +8,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attn_backends_reference.models.eagle3 import Eagle3Draft
+from attn_backends_reference.models.folders import read_fields
+from attn_backends_reference.models.head_config import HeadConfig, read_eagle3
+from attn_backends_reference.models.heads import renamed
 from training import attention, models
 
 EAGLE3 = {
@@ -26,19 +29,19 @@ EAGLE3 = {
 }
 
 
-def eagle3_config() -> PreTrainedConfig:
+def eagle3_config() -> HeadConfig:
     """The draft's configuration."""
-    return LlamaConfig(**models.COMMON | EAGLE3)
+    return read_eagle3(models.COMMON | EAGLE3, "the draft")
 
 
 def new_eagle3(stream: bytes) -> Eagle3Draft:
     """A draft with fresh weights on the training attention, whose vocabulary are the commonest tokens of a stream."""
-    config = eagle3_config()
-    draft = Eagle3Draft(config, attention.NAME)
-    models.initialize(draft, config)
-    commonest = Counter(stream).most_common(config.draft_vocab_size)
-    if len(commonest) < config.draft_vocab_size:
-        raise ValueError(f"the stream has {len(commonest)} different tokens, the draft {config.draft_vocab_size}")
+    head = eagle3_config()
+    draft = Eagle3Draft(head, attention.NAME)
+    models.initialize(draft, head.layer)
+    commonest = Counter(stream).most_common(head.num_ids)
+    if len(commonest) < head.num_ids:
+        raise ValueError(f"the stream has {len(commonest)} different tokens, the draft {head.num_ids}")
     ids = torch.tensor(sorted(token for token, _ in commonest))
     draft.d2t.copy_(ids - torch.arange(len(ids)))
     draft.t2d.zero_()[ids] = True
@@ -47,8 +50,8 @@ def new_eagle3(stream: bytes) -> Eagle3Draft:
 
 def load_eagle3(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3Draft:
     """A stored draft, frozen, on the training attention."""
-    draft = Eagle3Draft(AutoConfig.from_pretrained(folder), attention.NAME)
-    draft.load_state_dict(load_file(folder / "model.safetensors"))
+    draft = Eagle3Draft(read_eagle3(read_fields(folder / "config.json"), folder), attention.NAME)
+    draft.load_state_dict(renamed(folder, load_file(folder / "model.safetensors")))
     for parameter in draft.parameters():  # the rotary frequencies are buffers that must stay float32
         parameter.data = parameter.data.to(dtype)
     return draft.eval().requires_grad_(False).to(device)
@@ -56,7 +59,7 @@ def load_eagle3(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle
 
 def layers_of(draft: Eagle3Draft) -> tuple[int, ...]:
     """The layers of the target whose outputs a draft takes."""
-    return tuple(draft.config.eagle_config["eagle_aux_hidden_state_layer_ids"])
+    return draft.head.taps or ()
 
 
 def score(draft: Eagle3Draft, rows: Tensor) -> Tensor:

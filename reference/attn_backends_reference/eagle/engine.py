@@ -26,6 +26,7 @@ from attn_backends_reference.models import (
     load_tokenizer,
     open_target,
 )
+from attn_backends_reference.models.decoder import PagedModel
 from attn_backends_reference.run_options import PHASES
 from spec_metadata import CacheGeometry
 
@@ -129,13 +130,14 @@ class Engine:
             )
 
     def _backend(self, name: str, memory: StaticMemory) -> AttentionBackend:
-        config, backend = self.config, get_backend(name)
-        if self.target.cache_format not in backend.formats:
-            raise ConfigError(
-                f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the model "
-                f"{config.model.target} stores {self.target.cache_format}. Choose another backend or model"
-            )
-        layers = tuple(layer for model in (self.target, *self.drafts) for layer in model.layers)
+        config, backend, models = self.config, get_backend(name), self._models_on(name)
+        for called, model in models:
+            if model.cache_format not in backend.formats:
+                raise ConfigError(
+                    f"{config.source}: backend {name} takes a cache of {' or '.join(sorted(backend.formats))}, the "
+                    f"model {called} stores {model.cache_format}. Choose another backend or model"
+                )
+        layers = tuple(layer for _, model in models for layer in model.layers)
         workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
         return backend(
             config.capacity,
@@ -146,6 +148,15 @@ class Engine:
             planner=config.runtime.planner,
             memory=memory,
         )
+
+    def _models_on(self, name: str) -> list[tuple[str | None, PagedModel]]:
+        """The models that run on a backend, which may be one for the target and another for its draft, with names."""
+        backends, names, found = self.config.backends, self.config.model, list[tuple[str | None, PagedModel]]()
+        if name in map(backends.of, ("prefill", "decode", "verify")):
+            found.append((names.target, self.target))
+        if name in map(backends.of, ("prefill", "draft", "draft_extend")):
+            found += [(names.draft, draft) for draft in self.drafts]
+        return found
 
     @property
     def _options(self) -> WorkerOptions:

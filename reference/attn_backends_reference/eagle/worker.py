@@ -272,6 +272,9 @@ class EagleWorker(SpeculativeWorker):
         if capacity.topk > draft.head.out_features:
             reasons = [f"topk={capacity.topk} (the draft has {draft.head.out_features} tokens to propose)"]
             raise UnsupportedStepError("EAGLE", reasons, f"topk={draft.head.out_features}, or less")
+        if options.placeholder_token is not None and draft.embedding.embedding_dim != target.hidden_size:
+            reasons = [f"embeddings of {target.hidden_size} columns in a draft of {draft.embedding.embedding_dim}"]
+            raise UnsupportedStepError("prompts with embeddings", reasons, "text, or a draft of the target's width")
         target = target.tapped(draft.feature_layers)
         super().__init__(target, backends, capacity, geometry, options)
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)

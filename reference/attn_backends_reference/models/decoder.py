@@ -20,7 +20,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_caches, allocate_kv, allocate_latent
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
-from attn_backends.errors import CheckpointError
+from attn_backends.errors import CheckpointError, UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from attn_backends_reference.models.attention import Attention
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from attn_backends.backends.dsv4 import DSV4Backend
     from attn_backends_reference.models.draft import DraftHead, EagleDraft
+    from attn_backends_reference.models.eagle1 import Eagle1Draft
     from attn_backends_reference.models.eagle3 import Eagle3Draft
 
 
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 class Family:
     """An architecture that can be served.
 
-    architecture, draft_architecture, mtp_architecture, eagle3_architecture: as config.json names them; the last three
-    are None if its EAGLE drafts, MTP modules or EAGLE-3 drafts can't be loaded. cache_format: what its attention layers
-    store. attach: make transformers' decoder layers of a configuration attend through an `Attention` passed as
-    `attention=`; returns their attention layers. target, draft: the classes of its models. renamed: whether checkpoints
-    name tensors otherwise than transformers' modules, experts apart.
+    architecture, draft_architecture, mtp_architecture: as config.json names them; the last two are None if its EAGLE
+    drafts of our own or MTP modules can't be loaded. cache_format: what its attention layers store. attach: make
+    transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`; returns their
+    attention layers. target, draft: the classes of its models. renamed: whether checkpoints name tensors otherwise than
+    transformers' modules, experts apart.
     """
 
     architecture: str
@@ -50,7 +51,6 @@ class Family:
     target: type[TargetModel]
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
-    eagle3_architecture: str | None = None
     renamed: bool = False
 
 
@@ -95,8 +95,12 @@ class PagedModel:
 
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
         """A zeroed cache for each attention layer as the backend pages it. dtype: of entries, None for the model's.
-        Raises `MemoryLimitError`, before any is allocated, where not all of them fit.
+        Raises `MemoryLimitError`, before any is allocated, where not all of them fit, and `UnsupportedStepError` for a
+        format that the backend does not take.
         """
+        if self.cache_format not in backend.formats:
+            takes = f"{backend.name} takes {' or '.join(sorted(backend.formats))}"
+            raise UnsupportedStepError(f"a cache of {self.cache_format}", [takes], "another backend")
 
         def make(device: torch.device) -> list[PagedCache]:
             return [self._allocate_cache(layer, backend, dtype or self.dtype, device) for layer in self.layers]
@@ -197,13 +201,16 @@ def _outputs(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
 class DraftModel(PagedModel):
     """A draft of a target, with the target's embedding and output head: an EAGLE draft, or one MTP module.
 
-    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). feature_layers, feature_size:
-    which features of its target it takes (`TargetModel.tapped`), and how many columns they have.
+    Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). family: of its attention, the
+    target's if None. feature_layers, feature_size: which features of its target it takes (`TargetModel.tapped`), and
+    how many columns they have. target_hidden_size: columns of a hidden state of its target.
     """
 
     feature_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: DraftHead | Eagle3Draft, target: TargetModel) -> None:
+    def __init__(
+        self, draft: DraftHead | Eagle1Draft | Eagle3Draft, target: TargetModel, family: Family | None = None
+    ) -> None:
         draft.eval().requires_grad_(False)
         weight = next(draft.parameters())
         if (weight.dtype, weight.device) != (target.dtype, target.device):
@@ -211,15 +218,16 @@ class DraftModel(PagedModel):
                 f"a draft's weights are {weight.dtype} on {weight.device}, its target's {target.dtype} on "
                 f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
             )
-        super().__init__(target.family, draft.config, draft.layers, target.embedding, target.head)
-        self._draft = draft
-        self.feature_size = self.hidden_size
+        super().__init__(family or target.family, draft.config, draft.layers, target.embedding, target.head)
+        self._draft, self._is_target_s_family = draft, family is None
+        self.feature_size = self.target_hidden_size = self.hidden_size
 
     def misfits(self, target: TargetModel) -> list[str]:
-        """Why it can't draft for a target, in words; empty if it can."""
+        """Why it can't draft for a target, in words; empty if it can. One of a family of its own has its own cache."""
+        own_cache = (self.cache_format, target.cache_format if self._is_target_s_family else self.cache_format)
         of_models = {
-            "cache format": (self.cache_format, target.cache_format),
-            "hidden size": (self.hidden_size, target.hidden_size),
+            "cache format": own_cache,
+            "hidden size": (self.target_hidden_size, target.hidden_size),
             "vocabulary": (self.vocab_size, target.vocab_size),
             "dtype": (self.dtype, target.dtype),
             "device": (self.device, target.device),

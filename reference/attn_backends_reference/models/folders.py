@@ -130,21 +130,6 @@ def eos_token_ids(path: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def refuse_published_eagle(path: Path, names: Collection[str]) -> None:
-    """Raises `CheckpointError` if a folder's tensors are those of an EAGLE-1 or EAGLE-2 head.
-
-    SafeAILab publishes them (https://github.com/SafeAILab/EAGLE, ``eagle/model/cnets1.py``) under their target's
-    architecture: ``fc`` and ``layers.0`` without its input norm, no final norm, and perhaps ``embed_tokens``.
-    """
-    has_layer = any(name.startswith("layers.0.") for name in names)
-    if "fc.weight" in names and has_layer and "layers.0.input_layernorm.weight" not in names:
-        raise CheckpointError(
-            f"{path} is an EAGLE-1 or EAGLE-2 head as SafeAILab publishes it (fc and layers.0 without "
-            f"input_layernorm), which can't be loaded yet. Supported drafts: EAGLE-3 heads, MTP modules, and EAGLE "
-            f"drafts with input_layernorm and a final norm"
-        )
-
-
 def _check_servable(path: Path, config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):

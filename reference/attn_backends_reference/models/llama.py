@@ -53,7 +53,6 @@ LLAMA = Family(
     TargetModel,
     EagleDraft,
     mtp_architecture="LlamaForCausalLMMTP",
-    eagle3_architecture="LlamaForCausalLMEagle3",
 )
 MISTRAL = _family("MistralForCausalLM")
 QWEN2 = _family("Qwen2ForCausalLM")

@@ -9,15 +9,16 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders, quantization, weights
 from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
 from attn_backends_reference.models.families import served_families
+from attn_backends_reference.models.fit import cast, check_fit
 from attn_backends_reference.models.targets import EMBEDDED_TARGETS
 from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
 
@@ -34,7 +35,6 @@ EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
 """Their drafts; one of the target's name for each, the EAGLE-3 draft of ``gqa`` and the MTP modules of ``mla``."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-Draft = TypeVar("Draft", bound=nn.Module)
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -43,25 +43,28 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     (`EMBEDDED_DRAFTS`).
 
     It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
-    every drafted step; EAGLE-3 drafts are as `models.eagle3` describes them. Raises `CheckpointError` as
-    `load_target` does, and if the draft does not fit the target.
+    every drafted step; published EAGLE and EAGLE-3 heads are as `models.heads` describes them. Raises `CheckpointError`
+    as `load_target` does, and if the draft does not fit the target.
     """
     path = folders.find(folder, EMBEDDED_DRAFTS)
     families = {family.draft_architecture: family for family in served_families() if family.draft_architecture}
     with_modules = _mtp_families()
-    of_eagle3 = {family.eagle3_architecture: family for family in served_families() if family.eagle3_architecture}
-    architecture, config = folders.read_config(path, families | of_eagle3 | with_modules)
-    if hasattr(config, "draft_vocab_size"):  # SafeAILab's folders say LlamaForCausalLM, as a target's do
-        of_eagle3 |= {family.architecture: family for family in of_eagle3.values()}
-    if architecture in of_eagle3:
-        return _load_eagle3(path, of_eagle3[architecture], config, target)
+    from attn_backends_reference.models import head_config, heads
+
+    fields = folders.read_fields(path / "config.json")
+    if head_config.is_eagle3(fields):
+        return heads.load_eagle3(path, fields, target)
+    folders.load_config(path)  # before tensors are looked at, so that a folder's own Python is refused by its name
     located = folders.locate_tensors(path)
-    folders.refuse_published_eagle(path, located)
+    _refuse_v4_modules(path, located)
+    if heads.is_eagle(located):
+        return heads.load_eagle(path, fields, target)
+    architecture, config = folders.read_config(path, families | with_modules)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
     from attn_backends_reference.models.interface import IMPLEMENTATION
 
-    _check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
+    check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = IMPLEMENTATION
     draft = families[architecture].draft(config)
     needed, given = draft.state_dict(), folders.read_tensors(located)
@@ -87,7 +90,7 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
     given = _sizes(family, config) | {"layers": config.num_hidden_layers}
-    _check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
+    check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
     stored = weights.read_headers(path, blocks)
     count = _count_modules(path, config, stored.tensors)
     in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
@@ -169,11 +172,13 @@ def _sizes_of(target: TargetModel) -> dict[str, object]:
     return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
 
 
-def _check_fit(path: Path, given: Mapping[str, object], needed: Mapping[str, object]) -> None:
-    if given != needed:
-        have, need = (", ".join(f"{what} {size}" for what, size in sizes.items()) for sizes in (given, needed))
+def _refuse_v4_modules(path: Path, names: Collection[str]) -> None:
+    """Refuses the modules that DeepSeek publishes with V4: they take the streams before `hc_head`, ours one row."""
+    found = sorted(name for name in names if name.startswith("mtp."))
+    if found:
         raise CheckpointError(
-            f"the draft in {path} does not fit the target: it is made for {have}; this one has {need}"
+            f"{path} holds DeepSeek-V4's published MTP modules ({found[0]}, …), which take the residual streams before "
+            f"hc_head; they are not served yet, and are another model than DeepseekV4ForCausalLMMTP's"
         )
 
 
@@ -235,35 +240,9 @@ def _check_shared(path: Path, given: Mapping[str, Tensor], shared: Mapping[str, 
     if other:
         raise CheckpointError(
             f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
-            f"modules share both with their target, EAGLE-3 drafts the embedding; load the target of the same "
-            f"checkpoint"
+            f"modules share both with their target; load the target of the same checkpoint"
         )
 
 
-def _load_eagle3(path: Path, family: Family, config: PreTrainedConfig, target: TargetModel) -> DraftModel:
-    """An EAGLE-3 draft. Its maps may be absent if it has the target's whole vocabulary, and its embedding always."""
-    from attn_backends_reference.models import eagle3
-
-    _check_fit(path, _sizes(family, config), _sizes_of(target))
-    layers = eagle3.feature_layers(path, config, len(target.layers))
-    draft, shared = eagle3.Eagle3Draft(config), {"embed_tokens.weight": target.embedding.weight}
-    needed, given = draft.state_dict(), folders.read_tensors(folders.locate_tensors(path))
-    if eagle3.draft_vocab_size(config) == config.vocab_size:
-        given = {name: needed[name] for name in eagle3.MAPS} | given
-    shapes = folders.compare_shapes(given, needed | shared)
-    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys() - shared.keys(), shapes)
-    _check_shared(path, given, shared, target)
-    eagle3.check_maps(path, given)
-    draft.load_state_dict({name: given[name] for name in needed})
-    return eagle3.Eagle3Model(_cast(draft, target), target, layers)
-
-
 def _serve(draft: DraftHead, target: TargetModel) -> DraftModel:
-    return DraftModel(_cast(draft, target), target)
-
-
-def _cast(draft: Draft, target: TargetModel) -> Draft:
-    """The draft in its target's dtype and on its device."""
-    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
-        parameter.data = parameter.data.to(target.dtype)
-    return draft.to(target.device)
+    return DraftModel(cast(draft, target), target)

@@ -1,0 +1,30 @@
+"""What loading any draft comes down to: that it fits its target, and that it gets its target's dtype and device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from attn_backends.errors import CheckpointError
+from attn_backends_reference.models.decoder import TargetModel
+
+Draft = TypeVar("Draft", bound=nn.Module)
+
+
+def check_fit(path: Path, given: Mapping[str, object], needed: Mapping[str, object]) -> None:
+    """Raises `CheckpointError` unless the sizes that a draft is made for are those of the target."""
+    if given != needed:
+        have, need = (", ".join(f"{what} {size}" for what, size in sizes.items()) for sizes in (given, needed))
+        raise CheckpointError(
+            f"the draft in {path} does not fit the target: it is made for {have}; this one has {need}"
+        )
+
+
+def cast(draft: Draft, target: TargetModel) -> Draft:
+    """The draft in its target's dtype and on its device."""
+    for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
+        parameter.data = parameter.data.to(target.dtype)
+    return draft.to(target.device)

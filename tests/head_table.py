@@ -1,0 +1,120 @@
+"""The tables of docs/heads.md: ``python -m tests.head_table`` writes them, `tests/test_head_table.py` compares them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from attn_backends.errors import AttnBackendsError
+from attn_backends.registry import get_backend
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.serving import serve
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
+from attn_backends_reference.models import load_draft
+from attn_backends_reference.models.families import served_families
+from spec_metadata import CacheGeometry, Capacity
+from tests import reference_models as rm
+from tests.head_catalogue import FORMATS
+from tests.head_formats import write
+from tests.head_names import HEADS, Named
+from tests.head_runs import BUDGET, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
+from tests.serving_scenes import PHASES
+
+PAGE = Path(__file__).parent.parent / "docs" / "heads.md"
+NO_WINDOW = {"layer_types": None, "sliding_window": None}
+
+
+def format_table() -> list[str]:
+    """The lines of the table of formats."""
+    lines = ["| format | heads of | source | loads | logits equal an independent forward's |", "|---|---|---|---|---|"]
+    for name, form in FORMATS.items():
+        loads, equal = (said(value) for value in format_results(name))
+        lines.append(f"| {name} | {form.catalogue} | {form.source} | {loads} | {equal} |")
+    return lines
+
+
+def head_table() -> list[str]:
+    """The lines of the table of named heads."""
+    lines = ["| head | format | target | format loads | target and head run |", "|---|---|---|---|---|"]
+    for head, loads, ran in head_results():
+        lines.append(f"| {head.name} | {head.format} | `{head.architecture}` | {said(loads)} | {said(ran)} |")
+    return lines
+
+
+def said(value: bool) -> str:
+    """A cell."""
+    return "yes" if value else "no"
+
+
+@torch.no_grad()
+def format_results(name: str) -> tuple[bool, bool]:
+    """Whether a folder of a format loads, and whether its logits are an independent forward's."""
+    form = FORMATS[name]
+    with TemporaryDirectory() as folder:
+        oracle = oracle_of(form, write(form, Path(folder)))
+        try:
+            draft = load_draft(folder, target_of(form))
+        except AttnBackendsError:
+            return False, False
+        found = log_probs(draft, oracle.features(TEXT.tolist()), DenseAttention(draft))
+    return True, torch.allclose(found, expected_log_probs(oracle), rtol=0, atol=BUDGET)
+
+
+def head_results() -> Iterator[tuple[Named, bool, bool]]:
+    """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
+    loads = {name: format_results(name)[0] for name in FORMATS}
+    tiny = {rm.family_of(name).architecture: name for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mla")}
+    tiny = {
+        family.architecture: tiny[family.architecture] for family in served_families() if family.architecture in tiny
+    }
+    ran: dict[tuple[str, str], bool] = {}
+    for head in HEADS:
+        pair = (head.format, head.architecture)
+        if pair not in ran:
+            fits = head.architecture in tiny and loads.get(head.format, False)
+            ran[pair] = fits and runs(head.format, tiny[head.architecture])
+        yield head, loads.get(head.format, False), ran[pair]
+
+
+def runs(format: str, tiny: str) -> bool:
+    """Whether a tiny target emits by a head of a format what it emits plainly; without the head's window, if any."""
+    form, target = FORMATS[format], rm.served_target(tiny, tiny_target(tiny))
+    config = dict(form.config)
+    if "transformer_layer_config" in config:  # windows take a vendor's kernel, on a GPU
+        config["transformer_layer_config"] = config["transformer_layer_config"] | NO_WINDOW
+    with TemporaryDirectory() as folder:
+        write(form, Path(folder), config)
+        draft = load_draft(folder, target)
+    capacity, prompts = Capacity(2, 40, 4, 3, 3, 10), [TEXT[:11].tolist(), TEXT[20:24].tolist()]
+    geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
+    backend = get_backend("fa3")(capacity, geometry, kernel="torch")
+    place = (PhaseBackends(**dict.fromkeys(PHASES, backend)), capacity, geometry, WorkerOptions(chunk=5))
+    workers = (EagleWorker(target, draft, *place), PlainWorker(target, *place))
+    drafted, plain = ([done.tokens for done in serve(worker, prompts, 10)] for worker in workers)
+    return drafted == plain
+
+
+def tiny_target(name: str) -> PreTrainedModel:
+    """A random target of a family, of seven layers."""
+    changes = {"num_hidden_layers": 7} | ({"first_k_dense_replace": 7} if name == "mla" else {})
+    model = AutoModelForCausalLM.from_config(rm.tiny_config(name, **changes))
+    rm.randomize(model, 0)
+    return model.eval().requires_grad_(False)
+
+
+def page_with(made: Mapping[str, list[str]], page: str) -> str:
+    """The page with tables in the place of its own."""
+    for name, lines in made.items():
+        block = "\n".join([f"<!-- {name} -->", *lines, f"<!-- end of {name} -->"])
+        page = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
+    return page
+
+
+if __name__ == "__main__":
+    made = {"formats": format_table(), "heads": head_table()}
+    PAGE.write_text(page_with(made, PAGE.read_text(encoding="utf-8")), encoding="utf-8")

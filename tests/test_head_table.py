@@ -1,0 +1,27 @@
+"""The tables of docs/heads.md are what the loader and the workers do."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.head_catalogue import FORMATS
+from tests.head_names import HEADS
+from tests.head_table import PAGE, format_table, head_table, page_with
+
+AGAIN = "write it anew: python -m tests.head_table"
+
+
+def test_the_page_says_which_formats_load() -> None:
+    lines, page = format_table(), PAGE.read_text(encoding="utf-8")
+    assert page_with({"formats": lines}, page) == page, AGAIN
+    assert all(line.endswith("| yes | yes |") for line in lines[2:])
+    assert {head.format for head in HEADS} - FORMATS.keys() == {"block draft"}
+    rows = [line for line in page.splitlines() if line.endswith("| yes | yes |") and line not in lines]
+    assert len(rows) >= 34
+    assert len(HEADS) == 76 == sum(f"| {head.name} |" in page for head in HEADS)
+
+
+@pytest.mark.full
+def test_the_page_says_which_heads_run() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page_with({"heads": head_table()}, page) == page, AGAIN
