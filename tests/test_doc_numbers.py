@@ -134,6 +134,30 @@ def slower_cycles() -> str:
     return f"{100 * (max(row['ratio'] for row in found) - 1):.1f}"
 
 
+def of_schedules(name: str, digits: int) -> tuple[str, str]:
+    assert all(row["passed"] for row in rows("h200/schedules"))
+    return spread((row[name] for row in rows("h200/schedules")), digits)
+
+
+def plan_graphs(name: str) -> tuple[str, str]:
+    """Of cycles with the kernels that `auto` takes, at 32 and 128 requests of 4,096 tokens."""
+    kernels = {"flashmla": 64, "vllm_flash_attn": 64, "flashmla_sparse": 256}
+    found = [
+        row[name]
+        for kernel, page_size in kernels.items()
+        for row in rows("h200/plan_graphs", phase="cycle", kernel=kernel, page_size=page_size, context=4096)
+        if row["batch_size"] > 1
+    ]
+    assert len(found) == 6
+    return spread(found, 0)
+
+
+def made_in() -> tuple[str, str]:
+    found = [row for row in rows("h200/bench_steps") if row["bounds"] not in ("seq_lens_cpu", "")]
+    assert {row["operators"] for row in found} == {0}
+    return spread((row["us"] for row in found), 0)
+
+
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (README, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -168,6 +192,22 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (README, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
     (README, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
+    (README, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
+    (README, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
+    (README, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
+    (README, r"A cycle's kernels take the device (\S+) to (\S+) us", lambda: plan_graphs("kernel_us")),
+    (README, r"in (\S+) to (\S+) nodes", lambda: plan_graphs("nodes")),
+    (
+        README,
+        r"a layer costs the host (\S+) to (\S+) us",
+        lambda: spread((row["over_us"] for row in rows("h200/bench_eager")), 0),
+    ),
+    (
+        README,
+        r"metadata of a step (\S+) to (\S+) us",
+        lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager")), 0),
+    ),
+    (README, r"are made in (\S+) to (\S+) us", made_in),
     (README, r"takes (\S+) to (\S+) us from 1 request to 512", host_times),
     (README, r": (\S+) to (\S+) % of what SGLang's classes", lambda: of_sglang("trtllm_mla", "flashmla")),
     (README, r"for `trtllm_mla`, (\S+) to (\S+) % for `fa3`", lambda: of_sglang("fa3", "vllm_flash_attn")),
