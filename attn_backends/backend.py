@@ -233,11 +233,13 @@ class AttentionBackend(ABC, Generic[Plan]):
             empty = q.new_empty(0, layer.num_heads, layer.v_head_dim)
             return AttentionOutput(empty, empty.new_empty(empty.shape[:2], dtype=lse_dtype))
         planned = meta.schedules.planned(meta.forward, LayerShape.of(layer, q.dtype, cache.dtype))
-        dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
-        if meta.tree is None:
-            return dense
-        scales = (layer.scale, layer.k_scale, layer.v_scale)
-        return AttentionOutput(*tree_join(q, *cache.pages, meta.tree.slots, meta.tree.mask, *dense, *scales))
+        launch, tree = self.kernel_of(meta.kind).launch, meta.tree
+        if tree is None:
+            return launch(q, cache, planned, layer)
+        # The join counts the sinks, once.
+        dense = launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
+        mask, scales = tree.within(layer.window), (layer.scale, layer.k_scale, layer.v_scale)
+        return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 
     def unsupported_reasons(self, step: Step) -> list[str]:
         """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
@@ -287,11 +289,11 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
         write = self.bind_fused(step, buffers) if self.planner.is_fused else self._bind_torch(step, buffers)
         write()
+        if tenant is None and (step.is_tree or self.prefix_only):
+            step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket
         schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
-        if tenant is None and (step.is_tree or self.prefix_only):
-            step = own_drafted(step, buffers[WRITE_SLOTS.name])
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant, self.checking)
         if self.checking:
@@ -339,7 +341,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         if meta.kind is StepKind.IDLE:
             return
         kernel = self.kernel_of(meta.kind)
-        reasons = kernel.capabilities[meta.kind].layer_reasons(layer, dtype, cache.dtype)
-        reasons += extras_reasons(layer, cache.format, meta.tree is not None)
+        able = kernel.capabilities[meta.kind]
+        reasons = able.layer_reasons(layer, dtype, cache.dtype) + extras_reasons(layer, cache.format)
+        reasons += [] if meta.tree is None else able.tree_reasons(layer)
         if reasons:
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)

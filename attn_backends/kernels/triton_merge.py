@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.triton_windows import sink_weights, window_start
+
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _BLOCK = 4096  # elements that a program holds at once, of as many parts as there are up to _MAX_PARTS
@@ -29,10 +31,13 @@ def query_rows(indptr, request, width):
 
 
 @triton.jit
-def part_of(split, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
-    """First key of a part and the one past its last, whole blocks of them, and how many parts have keys."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS), 1) * BLOCK_KEYS
-    return split * size, tl.minimum((split + 1) * size, num_keys), tl.cdiv(num_keys, size)
+def part_of(split, first, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
+    """First key of a part and the one past its last, whole blocks of them, and how many parts have keys. first: of all
+    parts.
+    """
+    size = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK_KEYS), 1) * BLOCK_KEYS
+    start = first + split * size
+    return start, tl.minimum(start + size, num_keys), tl.cdiv(num_keys - first, size)
 
 
 @triton.jit
@@ -44,6 +49,10 @@ def _merge(
     out,
     lse,
     shape,
+    window,
+    drafted,
+    sinks,
+    CAUSAL: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -57,13 +66,17 @@ def _merge(
     first, num_rows = query_rows(query_indptr, request, width)
     if node >= num_rows:
         return
-    _, _, num_parts = part_of(0, tl.load(kv_lens + request), num_splits, BLOCK_KEYS)
+    num_keys = tl.load(kv_lens + request)
+    start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
+    _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
     flat = (first + node) * num_heads + program % num_heads
     split = tl.arange(0, BLOCK_SPLITS)
     parts = tl.load(partial_lse + flat + split.to(tl.int64) * split_stride, mask=split < num_parts, other=float("-inf"))
     peak = tl.maximum(tl.max(parts, axis=0), _LOWEST)
     total = tl.sum(tl.exp(parts - peak), axis=0)
     tl.store(lse + flat, peak + tl.log(total), mask=tl.program_id(1) == 0)
+    if sinks is not None:
+        total += sink_weights(sinks, program % num_heads, True, peak)
 
     dim = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
     joined = tl.zeros((BLOCK_V_DIM,), dtype=tl.float32)
@@ -87,11 +100,14 @@ def merge(
     max_query: int,
     num_splits: int,
     block_keys: int,
+    causal: bool,
+    extras: tuple[int | None, Tensor | None, Tensor | None],
 ) -> None:
     """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them.
 
-    parts: out and lse of each split, one after the other, float32. query_indptr, max_query: as of `triton_decode`.
-    block_keys: keys of a block, which the parts are made of.
+    parts: out and lse of each split, one after the other, float32, none with a sink. query_indptr, max_query, causal:
+    as of `triton_decode`. block_keys: keys of a block, which the parts are made of. extras: window, drafted and dense
+    sinks, as of it.
     """
     num_tokens, num_heads, v_dim = merged[0].shape
     block_splits = triton.next_power_of_2(num_splits)
@@ -103,6 +119,8 @@ def merge(
         kv_lens,
         *merged,
         (max_query, num_heads, num_splits, num_tokens * num_heads),
+        *extras,
+        CAUSAL=causal,
         V_DIM=v_dim,
         BLOCK_V_DIM=block_dim,
         BLOCK_SPLITS=block_splits,

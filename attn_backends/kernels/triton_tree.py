@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.operators import MAX_TREE_KEYS
+from attn_backends.kernels.triton_windows import dense, sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -66,6 +67,7 @@ def _tree_join(
     mask,
     prefix_out,
     prefix_lse,
+    sinks,
     out,
     lse,
     shape,
@@ -79,7 +81,7 @@ def _tree_join(
     BLOCK_V_DIM: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Tensors are (pointer, strides), out and lse dense. shape: width, heads of a KV head, num_keys, page_size."""
+    """Tensors are (pointer, strides), sinks, out and lse dense. shape: width, heads of a KV head, keys, page size."""
     width, group, num_keys, page_size = shape
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -99,9 +101,11 @@ def _tree_join(
     peak = tl.maximum(tl.maximum(tl.max(scores, axis=1), prefix), _LOWEST)
     weights, prefix_weight = tl.exp(scores - peak[:, None]), tl.exp(prefix - peak)
     total = tl.sum(weights, axis=1) + prefix_weight
-    norm = 1.0 / tl.maximum(total, _TINIEST)
     flat = token * (tl.num_programs(1) * group) + head
     tl.store(lse + flat, peak + tl.log(total), mask=real)
+    if sinks is not None:
+        total += sink_weights(sinks, head, real, peak)
+    norm = 1.0 / tl.maximum(total, _TINIEST)
 
     before = prefix_out[0] + token * prefix_out[1][0] + head * prefix_out[1][1]
     v_entry = v_pages[0] + page * v_pages[1][0] + offset * v_pages[1][1] + kv_head * v_pages[1][2]
@@ -127,6 +131,7 @@ def tree_join(
     scale: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`operators.tree_join` for float32, bfloat16 and float16 queries and at most `operators.MAX_TREE_KEYS` keys.
 
@@ -144,6 +149,7 @@ def tree_join(
     blocks = _blocks(width * group, num_keys, dim, v_dim, dot.itemsize)
     _tree_join[(bs, num_kv_heads, triton.cdiv(width * group, blocks["BLOCK_ROWS"]))](
         *((tensor, tensor.stride()) for tensor in (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse)),
+        dense(sinks),
         out,
         lse,
         (width, group, num_keys, page_size),

@@ -14,6 +14,7 @@ from tests.mutants import (
     scale,
     serving,
     visibility,
+    windows,
     workers,
     writes,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "scale",
     "serving",
     "visibility",
+    "windows",
     "workers",
     "writes",
 ]
