@@ -124,6 +124,13 @@ def test_blocks_before_a_window_are_skipped(decode, prefill, monkeypatch):
     assert blocks(prefill, "_places", monkeypatch, run) <= 2 * 2 * 4
 
 
+def test_every_part_has_keys_of_the_window(decode, monkeypatch):
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: 2)
+    given = arguments(Sizes(widths=(2,), lens=(600,), num_heads=2), "page table", True)
+    decode.paged_attention(*given, 100)
+    assert given[14][: 2 * 2 * 2].isfinite().all(), "the log-sum-exps of two parts"
+
+
 def tree_arguments() -> list:
     """The arguments of `tree_join`, of a tree of five nodes for each of two requests."""
     mask = torch.eye(5, dtype=torch.bool).repeat(2, 1, 1)
