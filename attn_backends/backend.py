@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
-from attn_backends.contract.capabilities import extras_reasons, listed
+from attn_backends.contract.capabilities import listed
 from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
@@ -247,11 +247,13 @@ class AttentionBackend(ABC, Generic[Plan]):
         if q.shape[0] == 0:
             return AttentionOutput.of_no_rows(q, layer.v_head_dim)
         planned = meta.schedules.planned(meta.forward, shape)
-        dense: AttentionOutput = self.kernel_of(meta.kind).launch(q, cache, planned, layer)
-        if meta.tree is None:
-            return dense
-        scales = (layer.scale, layer.k_scale, layer.v_scale)
-        return AttentionOutput(*tree_join(q, *cache.pages, meta.tree.slots, meta.tree.mask, *dense, *scales))
+        launch, tree = self.kernel_of(meta.kind).launch, meta.tree
+        if tree is None:
+            return launch(q, cache, planned, layer)
+        # The join counts the sinks, once.
+        dense = launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
+        mask, scales = tree.within(layer.window), (layer.scale, layer.k_scale, layer.v_scale)
+        return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 
     def unsupported_reasons(self, step: Step) -> list[str]:
         """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
@@ -302,11 +304,11 @@ class AttentionBackend(ABC, Generic[Plan]):
         write = self.bind_fused(step, buffers) if self.planner.is_fused else bind_torch(self.write, step, buffers)
         write = write if tenant is None else tenant.reading(write)
         write()
+        if tenant is None and (step.is_tree or self.prefix_only):
+            step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         bucket = None if tenant is None else tenant.bucket
         schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
-        if tenant is None and (step.is_tree or self.prefix_only):
-            step = own_drafted(step, buffers[WRITE_SLOTS.name])
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant, self.checking)
         if self.checking:
@@ -343,8 +345,6 @@ class AttentionBackend(ABC, Generic[Plan]):
         check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
             return
-        kernel = self.kernel_of(meta.kind)
-        reasons = kernel.capabilities[meta.kind].layer_reasons(layer, dtype, cache.dtype)
-        reasons += extras_reasons(layer, cache.format, meta.tree is not None)
-        if reasons:
+        kernel, is_tree = self.kernel_of(meta.kind), meta.tree is not None
+        if reasons := kernel.layer_reasons(meta.kind, layer, dtype, cache.dtype, cache.format, is_tree=is_tree):
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)

@@ -19,9 +19,10 @@ class AttentionLayer:
     id: index of its cache. num_heads, num_kv_heads: local query and KV heads; 1 KV head for absorbed MLA. head_dim,
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
     scale: multiplies query·key; for MLA that of the heads before absorption. group: cache group. window: keys that a
-    row sees at most, itself included (None: all). sinks: [num_heads] float32 logits of a key without value. k_scale,
-    v_scale: stored = value / scale; from 2**-63 to 2**63, half of float32's exponents, which leaves the other half to
-    the values. Raises `UnsupportedStepError` for sizes and scales that can't be.
+    row sees at most, itself included (None: all). sinks: [num_heads] float32, of each query head the logit of a key
+    without value, to which scale is not applied; -inf for no sink. k_scale, v_scale: stored = value / scale; from
+    2**-63 to 2**63, half of float32's exponents, which leaves the other half to the values. Raises
+    `UnsupportedStepError` for sizes, scales and sinks that can't be.
     """
 
     id: int
@@ -48,6 +49,8 @@ class AttentionLayer:
             reasons += _product_reasons(self.scale, self.k_scale)
         if not reasons and self.num_heads % self.num_kv_heads:
             reasons.append(f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly")
+        if not reasons and self.sinks is not None:
+            reasons += _sinks_reasons(self.sinks, self.num_heads)
         if reasons:
             raise UnsupportedStepError(f"layer {self.id}", reasons)
 
@@ -55,6 +58,9 @@ class AttentionLayer:
 class AttentionOutput(NamedTuple):
     """out: [num_tokens, num_heads, v_head_dim], the query's dtype. lse: [num_tokens, num_heads] float32 (float64 for
     float64 queries), natural logarithm of the sum of exp(scale * query·key) over the keys that the row sees.
+
+    It never counts a layer's sinks, as FlashMLA's does not: so outputs over disjoint keys can be joined by it, and the
+    sink counted once, then. FlashAttention-3's and FlashInfer's, where they take sinks, count it.
     """
 
     out: Tensor
@@ -68,7 +74,15 @@ class AttentionOutput(NamedTuple):
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _sinks_reasons(sinks: object, num_heads: int) -> list[str]:
+    if not isinstance(sinks, Tensor):
+        return [f"sinks are {sinks!r}, not a tensor of [{num_heads}] float32"]
+    if tuple(sinks.shape) == (num_heads,) and sinks.dtype is torch.float32:
+        return []
+    return [f"sinks are {list(sinks.shape)} {sinks.dtype}, not [{num_heads}] float32, a logit of each query head"]
 
 
 def _is_real(value: object) -> bool:

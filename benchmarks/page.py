@@ -34,7 +34,8 @@ kernel beside it, or is a second one of a vendor.
 
 Where our kernels stop, and why, is said at the head of each: [decode and
 verify](../attn_backends/kernels/triton_decode.py), [prefill](../attn_backends/kernels/triton_prefill.py),
-[sparse](../attn_backends/kernels/triton_sparse.py), [trees](../attn_backends/kernels/triton_tree.py)."""
+[sparse](../attn_backends/kernels/triton_sparse.py), [trees](../attn_backends/kernels/triton_tree.py).
+Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
 
 Row = Mapping[str, Any]
 

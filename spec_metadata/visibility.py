@@ -56,6 +56,15 @@ class TreePart:
     slots: Tensor
     mask: Tensor
 
+    def within(self, window: int | None) -> Tensor:
+        """The mask in a sliding window. Keys are nodes of a verify, or the tokens of each depth of each branch."""
+        _, width, num_keys = self.mask.shape
+        if window is None or window >= (most := num_keys if num_keys == width else num_keys // width):
+            return self.mask
+        depth = self.mask.sum(dim=2)
+        of_keys = depth if num_keys == width else torch.arange(1, most + 1, device=depth.device).repeat(width)
+        return self.mask & (depth.unsqueeze(2) - of_keys.expand(len(depth), -1).unsqueeze(1) < window)
+
 
 def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     """The dense part of forward `forward` of a step.
@@ -100,6 +109,26 @@ def _num_added(step: Step, forward: int | None) -> int:
 def is_causal(step: Step) -> bool:
     """Whether the rows of a request see ever more of its tokens in the dense part, and not all of it as in a tree."""
     return isinstance(step.query, PackedQuery) or not step.is_tree
+
+
+def drafted(step: Step, forward: int) -> Tensor | int:
+    """What the rows of a forward see beside its dense part: as many tokens each, or the mask [bs, width, width] of a
+    verify's tree, which says it for each row.
+    """
+    if not step.is_tree:
+        return 0
+    return forward + 1 if step.tree_mask is None else step.tree_mask
+
+
+def windowed(window: int | None, drafted: Tensor | int) -> tuple[int | None, Tensor | None]:
+    """What a sliding window leaves of the dense part: the last so many of its keys and of those that rows see besides,
+    which are [bs * width] int32, None for none.
+
+    A row's window is measured by its depth: in a tree rows differ in it, and in their first key with it.
+    """
+    if window is None or isinstance(drafted, int):
+        return (None if window is None else max(window - int(drafted), 0)), None
+    return window, drafted.sum(dim=2, dtype=torch.int32).flatten()
 
 
 def real_rows(step: Step) -> Tensor:

@@ -79,7 +79,7 @@ def test_inspect_tells_what_is_refused(
     monkeypatch.setattr(
         Capabilities, "layer_reasons", lambda *given: [f"window {given[1].window}"] * bool(given[1].window)
     )
-    monkeypatch.setattr(inspect_folders, "extras_reasons", lambda layer, format, is_tree: ["a tree"] * is_tree)
+    monkeypatch.setattr(Capabilities, "tree_reasons", lambda self, layer: ["a tree"])
     rm.tiny_target("qwen2_windows").save_pretrained(tmp_path)
     file = tmp_path / "run.toml"
     tree = "[eagle]\ntopk = 2\nnum_steps = 2\nnum_draft_tokens = 4\n[runtime]\nmax_context = 64\n"

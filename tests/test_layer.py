@@ -37,6 +37,11 @@ FLOAT = torch.float32
         ({"scale": 1e-30, "k_scale": 1e-10}, r"scale \* k_scale is 1e-40; times log2"),
         ({"num_kv_heads": 0}, "num_kv_heads is 0, not a positive integer"),
         ({"v_head_dim": 16.0}, "v_head_dim is 16.0, not a positive integer"),
+        ({"window": True}, "window is True, not a positive integer"),
+        ({"sinks": 0.5}, r"sinks are 0.5, not a tensor of \[4\] float32"),
+        ({"sinks": torch.zeros(2)}, r"sinks are \[2\] torch.float32, not \[4\] float32, a logit of each query head"),
+        ({"sinks": torch.zeros(4, 1)}, r"sinks are \[4, 1\] torch.float32, not \[4\] float32"),
+        ({"sinks": torch.zeros(4).bfloat16()}, r"sinks are \[4\] torch.bfloat16, not \[4\] float32"),
         ({"num_kv_heads": 3}, "4 query heads can't share 3 KV heads evenly"),
     ],
     ids=str,
@@ -71,8 +76,12 @@ def test_a_reason_reads_as_a_sentence(changes: dict[str, Any], dtype: torch.dtyp
 
 def test_reasons_of_trees_and_latents_say_so() -> None:
     layer = replace(LAYER, window=4, sinks=torch.zeros(4))
-    assert extras_reasons(layer, CacheFormat.LATENT, is_tree=True) == [
-        "a sliding window of 4 tokens over a draft tree (trees take none)",
-        "attention sinks over a draft tree (trees take none)",
-        "attention sinks on latents (they take none)",
+    assert extras_reasons(layer, CacheFormat.LATENT) == ["attention sinks on latents (they take none)"]
+    capabilities = Capabilities(page_sizes=None, dtypes=frozenset({FLOAT}), window=True, sinks=True)
+    assert capabilities.tree_reasons(layer) == [
+        "a sliding window of 4 tokens over a draft tree (rows of other depths begin at other keys of the prefix, and "
+        "it takes one window for all)"
     ]
+    assert capabilities.tree_reasons(replace(layer, window=None)) == []
+    assert replace(capabilities, tree_window=True).tree_reasons(layer) == []
+    assert replace(capabilities, window=False).tree_reasons(layer) == [], "layer_reasons has said it"

@@ -70,10 +70,11 @@ def test_auto_passes_over_a_kernel_that_the_page_size_does_not_suit():
         ),
         ({}, Workload(16, [LAYER], torch.bfloat16, torch.float8_e4m3fn), "a cache of torch.float8_e4m3fn"),
         ({}, Workload(16, [LAYER, replace(LAYER, window=128)], torch.float32), "a sliding window of 128 tokens"),
+        ({}, Workload(16, [LAYER, replace(LAYER, sinks=torch.zeros(8))], torch.float32), "attention sinks"),
     ],
 )
 def test_auto_passes_over_a_kernel_that_the_models_layers_do_not_suit(changes, workload, reason):
-    able = {"window": True, "cache_dtypes": frozenset({torch.float8_e4m3fn}), "kv_scales": True}
+    able = {"window": True, "sinks": True, "cache_dtypes": frozenset({torch.float8_e4m3fn}), "kv_scales": True}
     best, plain = kernel("best", DECODE, **changes), kernel("plain", DECODE, **able)
     chosen = choose_kernels("mine", (best, plain), "auto", CPU, workload)[DECODE]
     assert chosen.kernel is plain
@@ -100,6 +101,17 @@ def test_auto_passes_over_a_kernel_that_the_capacitys_steps_do_not_suit(changes,
     assert names(choices) == {DECODE: "best", VERIFY: "plain"}
     assert len(choices[VERIFY].passed_over) == 1
     assert choices[VERIFY].passed_over[0].startswith(f"best: {reason}")
+
+
+def test_auto_passes_over_a_kernel_with_one_window_for_all_rows_where_trees_are_drafted():
+    tree, layer = {"non_causal": True, "lse": LseBase.NATURAL, "window": True}, replace(LAYER, window=128)
+    kernels = (kernel("vendor", DECODE, VERIFY, **tree), kernel("ours", DECODE, VERIFY, **tree, tree_window=True))
+    for topk, verifies in ((1, "vendor"), (2, "ours")):
+        capacity = Capacity(2, 64, 16, topk, 3, num_draft_tokens=4)
+        workload = Workload(16, [layer], torch.float32, capacity=capacity)
+        chosen = choose_kernels("mine", kernels, "auto", CPU, workload)
+        assert names(chosen) == {DECODE: "vendor", VERIFY: verifies}
+    assert "vendor: a sliding window of 128 tokens over a draft tree" in chosen[VERIFY].passed_over[0]
 
 
 def test_types_and_layers_that_are_not_known_yet_are_not_held_against_a_kernel():

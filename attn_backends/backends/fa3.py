@@ -25,6 +25,7 @@ from attn_backends.vendors import flash_attention
 from attn_backends.vendors.ours import triton_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
+from spec_metadata.visibility import windowed
 
 _UNIFORM = Capabilities(
     page_sizes=None,
@@ -32,6 +33,9 @@ _UNIFORM = Capabilities(
     cache_dtypes=FP8_TYPES,
     non_causal=True,
     lse=LseBase.NATURAL,
+    window=True,
+    tree_window=True,
+    sinks=True,
     kv_scales=True,
 )
 _PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
@@ -45,6 +49,7 @@ _TORCH = {
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: AttentionLayer) -> AttentionOutput:
+    window, drafted = windowed(layer.window, plan.drafted)
     out, lse = page_table_attention(
         q,
         *cache.pages,
@@ -56,6 +61,9 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: 
         scale=layer.scale,
         k_scale=layer.k_scale,
         v_scale=layer.v_scale,
+        window=window,
+        drafted=drafted,
+        sinks=layer.sinks,
     )
     return AttentionOutput(out, lse)
 

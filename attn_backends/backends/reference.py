@@ -1,6 +1,7 @@
 """The reference: attention row by row over slot lists, for any cache format. Slow and plain.
 
-out[t] = softmax(scale * q[t] @ k[slots(t)].T) @ v[slots(t)]
+out[t] = softmax(scale * q[t] @ k[slots(t)].T) @ v[slots(t)], of a sliding window the last slots of these alone, with
+sinks the share of the softmax that they leave.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import slots
+from spec_metadata.visibility import windowed
 
 _UNIFORM = Capabilities(
     page_sizes=None,
@@ -25,6 +27,9 @@ _UNIFORM = Capabilities(
     cache_dtypes=FP8_TYPES,
     non_causal=True,
     lse=LseBase.NATURAL,
+    window=True,
+    tree_window=True,
+    sinks=True,
     kv_scales=True,
 )
 _PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
@@ -39,8 +44,8 @@ _TORCH = {
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:
     k, v = cache.read(plan.slots)
-    scales = (layer.scale, layer.k_scale, layer.v_scale)
-    return AttentionOutput(*slot_attention(q, k, v, plan.request, plan.num_visible, *scales))
+    scales, window = (layer.scale, layer.k_scale, layer.v_scale), windowed(layer.window, plan.drafted)
+    return AttentionOutput(*slot_attention(q, k, v, plan.request, plan.num_visible, *scales, *window, layer.sinks))
 
 
 class ReferenceBackend(AttentionBackend[slots.SlotPlan]):

@@ -16,6 +16,7 @@ from attn_backends.conformance import (
     checks_poison,
     checks_refusals,
     checks_scale,
+    checks_windows,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -26,6 +27,7 @@ from attn_backends.conformance.runner import resolve_subjects, run_case, run_con
 CHECK_MODULES = (
     checks_plan,
     checks_math,
+    checks_windows,
     checks_scale,
     checks_bound,
     checks_graph,

@@ -6,14 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from attn_backends.cache import CacheFormat
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
 from attn_backends.conformance.exercise import Captured, batch_of, run_case, run_eagerly, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import (
-    TREE_TOPK,
-    UNIFORM_KINDS,
     Cases,
     around_pages,
     eager,
@@ -37,7 +34,7 @@ def _of_kind(kind: StepKind) -> Cases:
     return joined(eager(kinds), graph(kinds=kinds), bounded, typed)
 
 
-def _prefill(subject: Subject) -> list[Case]:
+def prompts(subject: Subject) -> list[Case]:
     """Prompts with and without a cached prefix."""
     cases = []
     for case in situations(subject, StepKind.PREFILL):
@@ -48,7 +45,7 @@ def _prefill(subject: Subject) -> list[Case]:
     return cases + in_every_dtype(lambda _: cases[:1])(subject) + _captured_rows(StepKind.PREFILL)(subject)
 
 
-def _packed_extend(subject: Subject) -> list[Case]:
+def packed_extend(subject: Subject) -> list[Case]:
     """Every mix of accept lengths in one packed draft extend."""
     declared = subject.capabilities.get(StepKind.DRAFT_EXTEND)
     if declared is None or not declared.packed:
@@ -96,22 +93,16 @@ def draft_extend(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
-@check("math.packed_draft_extend", _packed_extend)
+@check("math.packed_draft_extend", packed_extend)
 def packed_draft_extend(subject: Subject, case: Case) -> Measured:
     """A draft extend of differing accept lengths, packed, where the kernel declares it."""
     return _measure(subject, case)
 
 
-def _with(extra: str, topks: tuple[int, ...] = (1, TREE_TOPK)) -> Cases:
-    """Chains and trees at one page size, where the kernel declares an extra of a layer."""
-
-    def cases(subject: Subject) -> list[Case]:
-        kinds = [kind for kind, declared in subject.capabilities.items() if getattr(declared, extra)]
-        chosen = [kind for kind in UNIFORM_KINDS if kind in kinds]
-        found = one_page_size(joined(eager(chosen), graph(kinds=chosen)))(subject)
-        return [replace(case, feature=extra) for case in found if case.topk in topks]
-
-    return cases
+def _scaled(subject: Subject) -> list[Case]:
+    """Chains, trees, prompts and packed extends at one page size, where the kernel declares scales."""
+    found = one_page_size(joined(eager(), graph(), prompts, packed_extend))(subject)
+    return [replace(case, feature="kv_scales") for case in found if subject.capabilities[StepKind(case.kind)].kv_scales]
 
 
 def _cache_types(subject: Subject) -> list[Case]:
@@ -120,13 +111,14 @@ def _cache_types(subject: Subject) -> list[Case]:
     for kind, declared in subject.capabilities.items():
         given = {"dtype": "bfloat16"} if torch.bfloat16 in declared.dtypes else {}
         uniform = one_page_size(joined(eager((kind,)), graph(kinds=(kind,), **given)))  # type: ignore[arg-type]
-        found = one_page_size(_prefill)(subject)[:2] if kind is StepKind.PREFILL else uniform(subject)
+        found = one_page_size(prompts)(subject)[:2] if kind is StepKind.PREFILL else uniform(subject)
         names = [name for name, dtype in CACHE_DTYPES.items() if dtype in declared.cache_dtypes]
         cases += [replace(case, cache_dtype=name) for case in found for name in names]
     return cases
 
 
-def _measure_extra(subject: Subject, case: Case) -> Measured:
+def measure_extra(subject: Subject, case: Case) -> Measured:
+    """Outputs and memory of a case whose layer has what it asks for."""
     world = world_of(setup_of(subject, case))
     world.layer = with_extra(world.layer, case.feature, world.device)
     if case.path == "graph":
@@ -137,22 +129,10 @@ def _measure_extra(subject: Subject, case: Case) -> Measured:
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
-@check("math.window", lambda s: [case for case in _with("window", topks=(1,))(s) if not case.layer])
-def window(subject: Subject, case: Case) -> Measured:
-    """A row sees the last keys of a sliding window, itself included, where the kernel declares it."""
-    return _measure_extra(subject, case)
-
-
-@check("math.sinks", lambda s: [case for case in _with("sinks", topks=(1,))(s) if case.format == CacheFormat.KV])
-def sinks(subject: Subject, case: Case) -> Measured:
-    """Attention sinks take their share of the softmax and leave the log-sum-exp, where the kernel declares them."""
-    return _measure_extra(subject, case)
-
-
-@check("math.kv_scales", _with("kv_scales"))
+@check("math.kv_scales", _scaled)
 def kv_scales(subject: Subject, case: Case) -> Measured:
     """The cache holds keys and values divided by their scales, where the kernel declares it."""
-    return _measure_extra(subject, case)
+    return measure_extra(subject, case)
 
 
 @check("math.cache_types", _cache_types)
@@ -163,7 +143,7 @@ def cache_types(subject: Subject, case: Case) -> Measured:
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
-@check("math.prefill", _prefill)
+@check("math.prefill", prompts)
 def prefill(subject: Subject, case: Case) -> Measured:
     """Prompt rows see what is cached and the prompt up to themselves."""
     return _measure(subject, case)

@@ -229,16 +229,15 @@ def layer_extras(subject: Subject, case: Case) -> Measured:
 
 
 def _combined_extras(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
-    for feature in ("window", "sinks"):
-        if kind in TREE_KINDS and getattr(declared, feature):
-            yield _asks(subject, kind, topk=TREE_TOPK, feature=feature)
+    if kind in TREE_KINDS and declared.window and not declared.tree_window:
+        yield _asks(subject, kind, topk=TREE_TOPK, feature="window")
     if declared.sinks and CacheFormat.LATENT in formats_of(subject):
         yield _asks(subject, kind, format=CacheFormat.LATENT, feature="sinks")
 
 
 @check("refusals.combined_extras", _of_layers(_combined_extras))
 def combined_extras(subject: Subject, case: Case) -> Measured:
-    """A sliding window or attention sinks over a draft tree, and sinks on latents, even where each is declared."""
+    """A sliding window over a draft tree where one is declared over chains alone, and sinks on latents."""
     return layer_extras(subject, case)
 
 

@@ -15,7 +15,7 @@ from spec_metadata import StepKind
 TREE_TOPKS = {"wide": 2, "many": 3}  # not the number of steps, five, nor that of a draft's forwards, four
 
 
-def _cases(kind: StepKind, *, packed: bool) -> Cases:
+def large(kind: StepKind, *, packed: bool) -> Cases:
     """Chains and trees of a kind in both sizes, where it is declared, every other one through a graph."""
 
     def cases(subject: Subject) -> list[Case]:
@@ -68,19 +68,19 @@ def _measure(subject: Subject, case: Case) -> Measured:
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
-@check("scale.decode", _cases(StepKind.DECODE, packed=False))
+@check("scale.decode", large(StepKind.DECODE, packed=False))
 def decode(subject: Subject, case: Case) -> Measured:
     """A decode of 9 and of 33 requests, some of more than three pages, with many heads of many elements."""
     return _measure(subject, case)
 
 
-@check("scale.draft_decode", _cases(StepKind.DRAFT_DECODE, packed=False))
+@check("scale.draft_decode", large(StepKind.DRAFT_DECODE, packed=False))
 def draft_decode(subject: Subject, case: Case) -> Measured:
     """Four forwards of a draft of 9 and of 33 requests, chains and trees whose topk is not the number of steps."""
     return _measure(subject, case)
 
 
-@check("scale.target_verify", _cases(StepKind.TARGET_VERIFY, packed=False))
+@check("scale.target_verify", large(StepKind.TARGET_VERIFY, packed=False))
 def target_verify(subject: Subject, case: Case) -> Measured:
     """A verify of 9 and of 33 requests, chains of 6 and trees of 10 and 15 nodes."""
     return _measure(subject, case)
@@ -88,14 +88,14 @@ def target_verify(subject: Subject, case: Case) -> Measured:
 
 @check(
     "scale.draft_extend",
-    joined(_cases(StepKind.DRAFT_EXTEND, packed=False), _cases(StepKind.DRAFT_EXTEND, packed=True)),
+    joined(large(StepKind.DRAFT_EXTEND, packed=False), large(StepKind.DRAFT_EXTEND, packed=True)),
 )
 def draft_extend(subject: Subject, case: Case) -> Measured:
     """A draft extend of 9 and of 33 requests, of uniform width, and packed where that is declared."""
     return _measure(subject, case)
 
 
-@check("scale.prefill", _cases(StepKind.PREFILL, packed=True))
+@check("scale.prefill", large(StepKind.PREFILL, packed=True))
 def prefill(subject: Subject, case: Case) -> Measured:
     """Prompts of more than two pages, among others that go on behind a prefix of more than three."""
     return _measure(subject, case)

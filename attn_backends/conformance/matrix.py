@@ -188,7 +188,7 @@ def _pages(record: Capabilities, multiple: int) -> str:
 
 def _values(record: Capabilities) -> Iterator[str]:
     """The cells of `_COLUMNS` after the first three."""
-    extras = ("window", "sinks", "kv_scales")
+    extras = ("window", "tree_window", "sinks", "kv_scales")
     yield _limits(record.head_sizes)
     yield _limits(record.query_heads)
     yield "any" if record.max_width is None else f"up to {record.max_width}"

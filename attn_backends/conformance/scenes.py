@@ -232,13 +232,22 @@ class Scene:
         return ancestors.to(self.world.device)
 
     def reset_memory(self, poison: float = float("nan"), reserved: float = 77.0) -> Tensor:
-        """Write the committed tokens, `reserved` into the reserved page and poison elsewhere. Returns a copy."""
+        """Write the committed tokens, in a sliding window those that a row sees, `reserved` into the reserved page and
+        poison elsewhere. Returns a copy.
+        """
         memory = self.world.memory
         memory.fill_(poison)
         memory[self.world.geometry.reserved_page] = reserved
-        for request in self.requests:
-            self._write(memory, request, list(range(request.length)))
+        rows = [row for rows in self.rows for row in rows] if self.world.layer.window else []
+        for index, request in enumerate(self.requests):
+            seen = {name for row in rows if row.request == index for name in self._in_window(row)}
+            self._write(memory, request, [name for name in range(request.length) if name in seen or not rows])
         return memory.clone()
+
+    def _in_window(self, row: Row) -> list[Name]:
+        """What a row attends to, by name; the last of it in a sliding window."""
+        window = self.world.layer.window
+        return row.visible[-window:] if window else row.visible
 
     def expected_memory(self, before: Tensor, forwards: int | None = None) -> Tensor:
         """The memory after the first forwards (default: all) have stored their rows, reserved page aside."""
@@ -266,9 +275,7 @@ class Scene:
         self, given: ForwardInputs, number: int, row: Row, weights: torch.dtype | None
     ) -> list[tuple[Tensor, Tensor]]:
         """Keys and values that a row attends to. given: inputs of its forward, of which it is that number."""
-        window = self.world.layer.window
-        visible = row.visible[-window:] if window else row.visible
-        return [self._seen(self.requests[row.request], name, weights) for name in visible]
+        return [self._seen(self.requests[row.request], name, weights) for name in self._in_window(row)]
 
     def compared(self, memory: Tensor) -> dict[str, Tensor]:
         """The parts of a memory that are compared, slots first."""

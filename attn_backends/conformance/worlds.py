@@ -288,16 +288,21 @@ def scaled_to_fill(layer: AttentionLayer, dtype: torch.dtype) -> AttentionLayer:
 
 
 def with_extra(layer: AttentionLayer, extra: str, device: torch.device) -> AttentionLayer:
-    """A layer with a sliding window, attention sinks, or scaled keys and values (one scale for latents)."""
-    match extra:
-        case "window":
-            return replace(layer, window=5)
-        case "sinks":
-            return replace(layer, sinks=torch.linspace(-4.0, 8.0, layer.num_heads, device=device).round() / 4)
-        case "kv_scales":
-            return replace(layer, k_scale=0.5, v_scale=0.5 if layer.num_kv_heads == 1 else 2.0)
-        case _:
-            raise ConfigError(f"{extra!r} is no extra of a layer; there are window, sinks and kv_scales")
+    """A layer with a sliding window, attention sinks, or scaled keys and values (one scale for latents); several are
+    joined by "+", a window may have a size: "window=16+sinks".
+    """
+    for part in extra.split("+"):
+        name, _, size = part.partition("=")
+        match name:
+            case "window":
+                layer = replace(layer, window=int(size or 5))
+            case "sinks":
+                layer = replace(layer, sinks=torch.linspace(-4.0, 8.0, layer.num_heads, device=device).round() / 4)
+            case "kv_scales":
+                layer = replace(layer, k_scale=0.5, v_scale=0.5 if layer.num_kv_heads == 1 else 2.0)
+            case _:
+                raise ConfigError(f"{part!r} is no extra of a layer; there are window, sinks and kv_scales")
+    return layer
 
 
 def view_of(memory: Tensor, format: CacheFormat, v_head_dim: int | None = None) -> PagedCache:

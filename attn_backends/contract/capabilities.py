@@ -38,7 +38,8 @@ class Capabilities:
     needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
     request does not see (it multiplies them by zero, so they must be finite). rounded_lse: its log-sum-exp counts
     softmax weights that were rounded to the query's type. window, sinks, kv_scales: what of a layer's extras it
-    implements.
+    implements; tree_window: a window over a draft tree too, whose rows differ in the first key of the prefix that they
+    see. Sinks over a tree are counted where its parts are joined; the log-sum-exp is of keys alone everywhere.
     """
 
     page_sizes: frozenset[int] | None
@@ -54,6 +55,7 @@ class Capabilities:
     needs_host_lens: bool = False
     over_read: bool = False
     window: bool = False
+    tree_window: bool = False
     sinks: bool = False
     kv_scales: bool = False
     cache_dtypes: frozenset[torch.dtype] = frozenset()
@@ -122,17 +124,19 @@ class Capabilities:
             reasons.append(f"scaled keys or values (k_scale={layer.k_scale}, v_scale={layer.v_scale}; it takes 1)")
         return reasons
 
+    def tree_reasons(self, layer: AttentionLayer) -> list[str]:
+        """Why a layer is not supported over a draft tree, beside `layer_reasons`; empty if it is."""
+        if layer.window is None or not self.window or self.tree_window:
+            return []
+        return [
+            f"a sliding window of {layer.window} tokens over a draft tree (rows of other depths begin at other keys of "
+            "the prefix, and it takes one window for all)"
+        ]
 
-def extras_reasons(layer: AttentionLayer, format: CacheFormat, is_tree: bool) -> list[str]:
-    """Why a layer's extras do not go with a cache's format or a draft tree, whatever the kernel; empty if they do.
 
-    A tree's prefix and drafted tokens are joined by their log-sum-exps, which know neither windows nor sinks.
-    """
+def extras_reasons(layer: AttentionLayer, format: object) -> list[str]:
+    """Why a layer's extras do not go with a cache's format, whatever the kernel; empty if they do."""
     reasons = []
-    if is_tree and layer.window is not None:
-        reasons.append(f"a sliding window of {layer.window} tokens over a draft tree (trees take none)")
-    if is_tree and layer.sinks is not None:
-        reasons.append("attention sinks over a draft tree (trees take none)")
     if format is CacheFormat.LATENT and layer.sinks is not None:
         reasons.append("attention sinks on latents (they take none)")
     if format is CacheFormat.LATENT and layer.k_scale != layer.v_scale:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import PagedCache
-from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.capabilities import Capabilities, extras_reasons
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.layer import AttentionLayer, AttentionOutput
@@ -127,6 +127,21 @@ class Kernel(Generic[Plan]):
         if device.type != "cuda" or not torch.cuda.is_available():
             return False
         return torch.cuda.get_device_capability(device)[0] in self.architectures
+
+    def layer_reasons(
+        self,
+        kind: StepKind,
+        layer: AttentionLayer,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        format: object,
+        *,
+        is_tree: bool,
+    ) -> list[str]:
+        """Why a layer is not supported in a step of a kind, with queries of a type and a cache; empty if it is."""
+        able = self.capabilities[kind]
+        reasons = able.layer_reasons(layer, dtype, cache_dtype) + extras_reasons(layer, format)
+        return reasons + (able.tree_reasons(layer) if is_tree else [])
 
     def bound_reasons(self, kind: StepKind) -> list[str]:
         """Why it can't be planned from an engine's own buffers, whose values the host does not see; empty if so."""

@@ -28,7 +28,7 @@ MAX_TREE_KEYS = 512
 _library = torch.library.Library("attn_backends", "DEF")
 _library.define(
     "tree_join(Tensor q, Tensor k_pages, Tensor v_pages, Tensor slots, Tensor mask, Tensor prefix_out, "
-    "Tensor prefix_lse, float scale, float k_scale, float v_scale) -> (Tensor out, Tensor lse)",
+    "Tensor prefix_lse, float scale, float k_scale, float v_scale, Tensor? sinks=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -58,6 +58,7 @@ def tree_join(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a tree's drafted tokens, joined to attention over the prefix by their log-sum-exp.
 
@@ -65,13 +66,14 @@ def tree_join(
     both are views of the latents, with one KV head. slots: [bs, num_keys] int64, the drafted tokens of each request.
     mask: [bs, width, num_keys] bool, row sees key; a key that no row sees is not multiplied, its memory may hold NaN.
     prefix_out: [bs * width, num_heads, v_dim]. prefix_lse: [bs * width, num_heads], natural logarithm; where it is
-    -inf, the row sees no prefix and prefix_out may hold anything. scale: multiplies query·key.
+    -inf, the row sees no prefix and prefix_out may hold anything. scale: multiplies query·key. sinks: [num_heads]
+    float32, the logit of a key without value, which the prefix has not counted.
 
     Returns out [bs * width, num_heads, v_dim] in q's dtype and natural lse [bs * width, num_heads] in float32, or
-    float64 for float64 queries; a row that sees nothing gets 0 and -inf. Raises ValueError where shapes or types do not
-    fit together.
+    float64 for float64 queries, of the keys alone; a row that sees nothing gets 0 and -inf. Raises ValueError where
+    shapes or types do not fit together.
     """
-    return _call_tree_join(q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale)
+    return _call_tree_join(q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale, sinks)
 
 
 def store_kv(
@@ -124,12 +126,13 @@ def _tree_join_torch(
     scale: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check_tree_join(q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse)
+    _check_tree_join(q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, sinks)
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     place = _place(slots, k_pages)
     k, v = k_pages[place].to(dtype) * k_scale, v_pages[place].to(dtype) * v_scale
-    out, lse = tree_attention(q, k, v, mask, prefix_out, prefix_lse, scale)
+    out, lse = tree_attention(q, k, v, mask, prefix_out, prefix_lse, scale, sinks)
     return out.contiguous(), lse.contiguous()
 
 
@@ -145,13 +148,14 @@ def _tree_join_cuda(
     scale: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    arguments = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale)
+    arguments = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, scale, k_scale, v_scale, sinks)
     if torch.float64 in (q.dtype, k_pages.dtype):
         return _tree_join_torch(*arguments)
     from attn_backends.kernels import triton_tree
 
-    _check_tree_join(*arguments[:7])
+    _check_tree_join(*arguments[:7], sinks)
     return triton_tree.tree_join(*arguments)
 
 
@@ -254,7 +258,14 @@ def _place(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_tree_join(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, mask: Tensor, prefix_out: Tensor, prefix_lse: Tensor
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    mask: Tensor,
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    sinks: Tensor | None,
 ) -> None:
     """Refuse what a kernel would read out of bounds or misread."""
     bs, width, num_keys = mask.shape
@@ -270,14 +281,16 @@ def _check_tree_join(
         or slots.dtype is not torch.int64
         or mask.dtype is not torch.bool
         or v_pages.dtype is not k_pages.dtype
+        or (sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype is not torch.float32))
     ):
         names = ("q", "k_pages", "v_pages", "slots", "mask", "prefix_out", "prefix_lse")
-        given = zip(names, (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse), strict=True)
+        given = [*zip(names, (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse), strict=True)]
+        given += [] if sinks is None else [("sinks", sinks)]
         raise ValueError(
             f"tree_join: {', '.join(f'{name} {list(t.shape)} {t.dtype}' for name, t in given)} do not fit together; "
             "needed are q [bs * width, num_heads, dim], pages [num_pages, page_size, num_kv_heads, dim or v_dim] of "
             "one dtype, slots [bs, num_keys] int64, mask [bs, width, num_keys] bool, prefix_out [bs * width, "
-            "num_heads, v_dim], prefix_lse [bs * width, num_heads]"
+            "num_heads, v_dim], prefix_lse [bs * width, num_heads], sinks [num_heads] float32 or none"
         )
 
 

@@ -20,7 +20,8 @@ _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
     "paged_attention(Tensor q, Tensor k_pages, Tensor v_pages, Tensor? query_indptr, Tensor? page_indptr, "
     "Tensor page_ids, Tensor kv_lens, int max_query, int max_kv_len, bool causal, float scale, float k_scale, "
-    "float v_scale, Tensor(a!) partial_out, Tensor(b!) partial_lse) -> (Tensor out, Tensor lse)",
+    "float v_scale, Tensor(a!) partial_out, Tensor(b!) partial_lse, int? window=None, Tensor? drafted=None, "
+    "Tensor? sinks=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -41,6 +42,9 @@ def paged_attention(
     v_scale: float,
     partial_out: Tensor,
     partial_lse: Tensor,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each request's query rows over the keys in its pages.
 
@@ -52,9 +56,15 @@ def paged_attention(
     all. scale: multiplies query·key. partial_out, partial_lse: dense float32 scratch of one
     dimension; into how many parts a request's keys may be divided follows from its size, none at all is enough for one.
 
+    window: of the keys that a row sees it attends to the last so many; blocks before are skipped. drafted: [num_tokens]
+    int32, keys that each row sees elsewhere, behind these, which its window counts too; only where not causal, with
+    query_indptr None or rows of max_query each. sinks: [num_heads] float32, the logit of a key without value, which
+    takes its share of the softmax once, however keys are divided.
+
     Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32, or
-    float64 for float64 queries; a row that sees nothing gets 0 and -inf. Keys past kv_lens are not read: their memory
-    may hold NaN. Raises ValueError where shapes or types do not fit together.
+    float64 for float64 queries, of the keys alone, sinks or not: parts can be joined by it, and their sink added then.
+    A row that sees nothing gets 0 and -inf. Keys past kv_lens, and those before every row's window, are not read: their
+    memory may hold NaN. Raises ValueError where shapes or types do not fit together.
     """
     return _call(
         q,
@@ -72,6 +82,9 @@ def paged_attention(
         v_scale,
         partial_out,
         partial_lse,
+        window,
+        drafted,
+        sinks,
     )
 
 
@@ -89,10 +102,16 @@ def _paged_attention_torch(
     scale: float,
     k_scale: float,
     v_scale: float,
-    *scratch: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens, max_query, *scratch)
+    _check(q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens, max_query, partial_out, partial_lse)
+    _check_extras(q, max_query, causal, drafted, sinks)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    options |= {"window": window, "drafted": drafted, "sinks": sinks}
     if query_indptr is None:
         assert page_indptr is None, "a CSR plan has an indptr of its queries too"
         pages = (page_ids, kv_lens)
@@ -121,19 +140,24 @@ def _paged_attention_cuda(
     v_scale: float,
     partial_out: Tensor,
     partial_lse: Tensor,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     keys = (q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens)
     scales, scratch = (scale, k_scale, v_scale), (partial_out, partial_lse)
+    extras: dict[str, Any] = {"window": window, "drafted": drafted, "sinks": sinks}
     if torch.float64 in (q.dtype, k_pages.dtype):
-        return _paged_attention_torch(*keys, max_query, max_kv_len, causal, *scales, *scratch)
+        return _paged_attention_torch(*keys, max_query, max_kv_len, causal, *scales, *scratch, **extras)
     _check(*keys, max_query, *scratch)
+    _check_extras(q, max_query, causal, drafted, sinks)
     if max_query > MAX_DIVIDED_WIDTH:
         from attn_backends.kernels import triton_prefill
 
-        return triton_prefill.paged_attention(*keys, max_query, causal, *scales)
+        return triton_prefill.paged_attention(*keys, max_query, causal, *scales, **extras)
     from attn_backends.kernels import triton_decode
 
-    return triton_decode.paged_attention(*keys, max_query, max_kv_len, causal, *scales, *scratch)
+    return triton_decode.paged_attention(*keys, max_query, max_kv_len, causal, *scales, *scratch, **extras)
 
 
 def _paged_attention_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -178,6 +202,20 @@ def _check(
             "[num_pages, page_size, num_kv_heads, dim or v_dim] of one dtype, dense int32 lists, each indptr [bs + 1], "
             "page_ids [num] with a page_indptr or [bs, max_pages] without, and float32 scratch [num]"
         )
+
+
+def _check_extras(q: Tensor, max_query: int, causal: bool, drafted: Tensor | None, sinks: Tensor | None) -> None:
+    num_tokens, num_heads = q.shape[:2]
+    if drafted is not None and (
+        drafted.shape != (num_tokens,) or drafted.dtype is not torch.int32 or causal or num_tokens % max_query
+    ):
+        raise ValueError(
+            f"paged_attention: drafted {list(drafted.shape)} {drafted.dtype} for {num_tokens} rows, {max_query} a "
+            "request, do not fit together; needed is [num_tokens] int32, of requests that have max_query rows each and "
+            "are not causal"
+        )
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype is not torch.float32):
+        raise ValueError(f"paged_attention: sinks {list(sinks.shape)} {sinks.dtype}; needed are [{num_heads}] float32")
 
 
 _library.impl("paged_attention", _paged_attention_torch, "CPU")

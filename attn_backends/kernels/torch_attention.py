@@ -2,17 +2,35 @@
 
 They are the definition that other kernels are held to, and what runs where no GPU is. Shapes depend on host bounds
 only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries, under autocast too.
-Keys that no row sees are never multiplied: unowned memory may hold NaN. k_scale, v_scale: what entries of the cache,
-which may be 8-bit floats, are multiplied by to give keys and values.
+Keys that no row sees are never multiplied: unowned memory may hold NaN, and so may what lies before every window.
+
+k_scale, v_scale: what entries of the cache, which may be 8-bit floats, are multiplied by to give keys and values.
+window: of what a row sees it attends to the last so many keys. drafted: [num_tokens], what it sees besides, behind the
+keys here, which its window counts too (None: nothing). sinks: [num_heads], the logit of a key without value: it takes
+its share of the softmax, and the log-sum-exp does not count it.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+class _Extras(NamedTuple):
+    """What goes beyond plain attention; as in the module's docstring."""
+
+    k_scale: float
+    v_scale: float
+    window: int | None = None
+    drafted: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Masked attention of padded requests.
 
     q: [bs, width, num_heads, dim]. k: [bs, num_keys, num_kv_heads, dim]. v: [bs, num_keys, num_kv_heads, v_dim], finite
@@ -33,8 +51,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tu
     total = weights.sum(dim=-1, keepdim=True)
     out = matmul(weights.view(bs, num_kv_heads, width * group, num_keys), values)
     out = out.view(bs, num_kv_heads, width, group, v_dim) / total.clamp_min(torch.finfo(dtype).tiny)
-    lse = (peak + total.log()).squeeze(-1)
-    return out.transpose(1, 2).reshape(bs, width, num_heads, v_dim), lse.transpose(1, 2).reshape(bs, width, num_heads)
+    lse = (peak + total.log()).squeeze(-1).transpose(1, 2).reshape(bs, width, num_heads)
+    return with_sinks(out.transpose(1, 2).reshape(bs, width, num_heads, v_dim), lse, sinks), lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Outputs [..., num_heads, v_dim] over keys, of which sinks take their share. lse: [..., num_heads], natural."""
+    if sinks is None:
+        return out
+    share = torch.where(lse == float("-inf"), 0, torch.sigmoid(lse - sinks))
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -58,6 +84,9 @@ def csr_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over CSR page lists (`spec_metadata.plans.csr`).
 
@@ -67,7 +96,8 @@ def csr_attention(
     max_pages = max_kv_len // k_pages.shape[1]
     entries = kv_indptr[:-1].long().unsqueeze(1) + torch.arange(max_pages, device=q.device)
     pages = kv_indices[entries.clamp(max=max(kv_indices.shape[0] - 1, 0))].long()
-    return _ragged_over_pages(q, k_pages, v_pages, qo_indptr, pages, kv_len, max_query, causal, scale, k_scale, v_scale)
+    extras = _Extras(k_scale, v_scale, window, drafted, sinks)
+    return _ragged_over_pages(q, k_pages, v_pages, qo_indptr, pages, kv_len, max_query, causal, scale, extras)
 
 
 def page_table_attention(
@@ -83,11 +113,13 @@ def page_table_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of ragged queries over a page table (`spec_metadata.plans.ragged`); shapes as `csr_attention`."""
-    return _ragged_over_pages(
-        q, k_pages, v_pages, cu_seqlens_q, page_table.long(), seqused_k, max_seqlen_q, causal, scale, k_scale, v_scale
-    )
+    pages, extras = page_table.long(), _Extras(k_scale, v_scale, window, drafted, sinks)
+    return _ragged_over_pages(q, k_pages, v_pages, cu_seqlens_q, pages, seqused_k, max_seqlen_q, causal, scale, extras)
 
 
 def block_table_attention(
@@ -103,6 +135,9 @@ def block_table_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a padded block table at one query stride (`spec_metadata.plans.block_table`).
 
@@ -110,8 +145,8 @@ def block_table_attention(
     """
     pages = block_table[:, : max_kv_len // k_pages.shape[1]].long()
     lens = torch.full_like(cache_seqlens, width)
-    padded = q.unflatten(0, (-1, width))
-    out, lse = _over_pages(padded, lens, k_pages, v_pages, pages, cache_seqlens, causal, scale, k_scale, v_scale)
+    padded, extras = q.unflatten(0, (-1, width)), _Extras(k_scale, v_scale, window, drafted, sinks)
+    out, lse = _over_pages(padded, lens, k_pages, v_pages, pages, cache_seqlens, causal, scale, extras)
     return out.flatten(0, 1), lse.flatten(0, 1)
 
 
@@ -124,16 +159,22 @@ def slot_attention(
     scale: float,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row over the leading keys of its request (`spec_metadata.plans.slots`).
 
     q: [num_tokens, num_heads, dim]. k: [bs, max_kv_len, num_kv_heads, dim], v likewise. request, num_visible:
     [num_tokens].
     """
-    visible = torch.arange(k.shape[1], device=q.device) < num_visible.unsqueeze(1)
+    key = torch.arange(k.shape[1], device=q.device)
+    visible = key < num_visible.unsqueeze(1)
+    if window is not None:
+        visible &= key >= (num_visible + (0 if drafted is None else drafted) - window).unsqueeze(1)
     entries = (_entries(x[request], y, q.dtype) for x, y in ((k, k_scale), (v, v_scale)))
     keys, values = (torch.where(visible[..., None, None], x, 0) for x in entries)
-    out, lse = attend(q.unsqueeze(1), keys, values, visible.unsqueeze(1), scale)
+    out, lse = attend(q.unsqueeze(1), keys, values, visible.unsqueeze(1), scale, sinks)
     return out.squeeze(1).to(q.dtype), lse.squeeze(1)
 
 
@@ -154,16 +195,13 @@ def _ragged_over_pages(
     max_query: int,
     causal: bool,
     scale: float,
-    k_scale: float,
-    v_scale: float,
+    extras: _Extras,
 ) -> tuple[Tensor, Tensor]:
     """Pad the packed queries to [bs, max_query, ...], attend, and pack again."""
     starts = query_indptr.long()
     rows = starts[:-1].unsqueeze(1) + torch.arange(max_query, device=q.device)
     padded = q[rows.clamp(max=max(q.shape[0] - 1, 0))]
-    out, lse = _over_pages(
-        padded, query_indptr.diff(), k_pages, v_pages, pages, kv_lens, causal, scale, k_scale, v_scale
-    )
+    out, lse = _over_pages(padded, query_indptr.diff(), k_pages, v_pages, pages, kv_lens, causal, scale, extras)
     token = torch.arange(q.shape[0], device=q.device)
     request = torch.searchsorted(starts[1:], token, right=True)
     position = token - starts[request]
@@ -179,8 +217,7 @@ def _over_pages(
     kv_lens: Tensor,
     causal: bool,
     scale: float,
-    k_scale: float,
-    v_scale: float,
+    extras: _Extras,
 ) -> tuple[Tensor, Tensor]:
     """Attention of padded queries [bs, width, num_heads, dim] over pages [bs, max_pages]; out in q's dtype."""
     width = q.shape[1]
@@ -188,19 +225,31 @@ def _over_pages(
     live = key < kv_lens.unsqueeze(1)
     hidden_rows = query_lens.unsqueeze(1) - 1 - torch.arange(width, device=q.device)
     last_key = kv_lens.unsqueeze(1) - (hidden_rows if causal else torch.zeros_like(hidden_rows))
-    visible = key < last_key.unsqueeze(2)
+    visible = (key < last_key.unsqueeze(2)) & live.unsqueeze(1)
+    if extras.window is not None:
+        behind = 0 if extras.drafted is None else extras.drafted.view(-1, width)
+        visible &= key >= (last_key + behind - extras.window).unsqueeze(2)
+        live = visible.any(dim=1)
     first_key = key[:: k_pages.shape[1]]
     pages = torch.where(first_key < kv_lens.unsqueeze(1), pages, 0)  # ids past the visible keys may be anything
-    k, v = (_entries(x[pages], y, q.dtype).flatten(1, 2) for x, y in ((k_pages, k_scale), (v_pages, v_scale)))
+    scaled = ((k_pages, extras.k_scale), (v_pages, extras.v_scale))
+    k, v = (_entries(x[pages], y, q.dtype).flatten(1, 2) for x, y in scaled)
     k, v = (torch.where(live[..., None, None], x, 0) for x in (k, v))
-    out, lse = attend(q, k, v, visible & live.unsqueeze(1), scale)
+    out, lse = attend(q, k, v, visible, scale, extras.sinks)
     return out.to(q.dtype), lse
 
 
 def tree_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, prefix_out: Tensor, prefix_lse: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Join drafted tokens to a prefix that every row has already seen.
+    """Join drafted tokens to a prefix that rows have already seen; sinks take their share of both at once.
 
     q: [bs * width, num_heads, dim]. k: [bs, num_keys, num_kv_heads, dim], v likewise: the drafted tokens, read by slot.
     mask: [bs, width, num_keys] bool. prefix_out, prefix_lse: the prefix's output and natural lse, [bs * width, ...].
@@ -209,7 +258,8 @@ def tree_attention(
     seen = mask.any(dim=1)[..., None, None]
     k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
     out, lse = attend(q.view(bs, width, *q.shape[1:]), k, v, mask, scale)
-    return merge_states(prefix_out, prefix_lse, out.flatten(0, 1), lse.flatten(0, 1))
+    out, lse = merge_states(prefix_out, prefix_lse, out.flatten(0, 1), lse.flatten(0, 1))
+    return with_sinks(out, lse, sinks), lse
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

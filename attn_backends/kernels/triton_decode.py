@@ -3,7 +3,9 @@
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
 them) and a part of the request's keys; where requests are too few to fill the GPU, several programs divide the keys and
 a second launch merges their outputs by the log-sum-exp. Nothing is read on the host: the number of parts follows from
-the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once.
+the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once. In a
+sliding window the parts begin at the block of the request's first window, and a tile of rows at that of its own; sinks
+are counted by the merge, or by the one part.
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
@@ -38,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -45,7 +48,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge, part_of, query_rows
 from attn_backends.kernels.triton_tiles import (
     Tiles,
@@ -55,6 +58,7 @@ from attn_backends.kernels.triton_tiles import (
     sizes_of,
     tile_bytes,
 )
+from attn_backends.kernels.triton_windows import dense, first_keys, sink_weights, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -93,10 +97,12 @@ def _keys(begin, page_size, BLOCK_KEYS: tl.constexpr, WHOLE_PAGES: tl.constexpr)
 
 
 @triton.jit
-def _store(state, out, lse, place, real, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
-    """Outputs and log-sum-exps of rows. place: of a row of a head."""
+def _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
+    """Outputs and log-sum-exps of rows. place: of a row of a head. sinks: None where they are not due yet."""
     summed, total, peak = state
     tl.store(lse + place, (peak + tl.log2(total)) * _LN_2, mask=real)
+    if sinks is not None:
+        total += sink_weights(sinks, head, real, tl.maximum(peak, _LOWEST) * _LN_2)
     result = summed * (v_scale / tl.maximum(total, _TINIEST))[:, None]
     dim = tl.arange(0, BLOCK_V_DIM)
     written = real[:, None] & (dim < V_DIM)[None, :]
@@ -147,10 +153,13 @@ def _over_keys(
     DOT: tl.constexpr,
 ):
     """The softmax of rows over a part of their keys. queries: the elements that are multiplied with the main ones of a
-    key, and with its rest. keys_of: the first key, the one past the last, and the page size.
+    key, and with its rest. keys_of: the first key, the one past the last, and the page size. visible: each row's first
+    key, None for 0, and the one past its last.
     """
     main, rest = queries
     start, end, page_size = keys_of
+    first_seen, end_seen = visible
+    least = start if first_seen is None else tl.min(first_seen, axis=0)  # what lies before may be freed memory
     k_head, v_head = k_pages[0] + kv_head * k_pages[1][2], v_pages[0] + kv_head * v_pages[1][2]
     state = (
         tl.zeros((main.shape[0], BLOCK_V_DIM), dtype=tl.float32),
@@ -160,19 +169,22 @@ def _over_keys(
     page = _pages(ids, start, end, page_size, BLOCK_KEYS, WHOLE_PAGES)
     for begin in range(start, end, BLOCK_KEYS):
         key, place = _keys(begin, page_size, BLOCK_KEYS, WHOLE_PAGES)
+        live, seen = key < end, key[None, :] < end_seen[:, None]
+        if first_seen is not None:
+            live, seen = live & (key >= least), seen & (key[None, :] >= first_seen[:, None])
         entry = k_head + page * k_pages[1][0] + place * k_pages[1][1]
-        keys = _elements(entry, k_pages[1][3], key < end, 0, DIM, main.shape[1]).to(DOT)
+        keys = _elements(entry, k_pages[1][3], live, 0, DIM, main.shape[1]).to(DOT)
         scores = tl.dot(main, tl.trans(keys), input_precision="ieee")
         if REST > 0:
-            rest_keys = _elements(entry, k_pages[1][3], key < end, DIM, REST, BLOCK_REST).to(DOT)
+            rest_keys = _elements(entry, k_pages[1][3], live, DIM, REST, BLOCK_REST).to(DOT)
             scores = tl.dot(rest, tl.trans(rest_keys), scores, input_precision="ieee")
         values = keys
         if not LATENT:
             entry = v_head + page * v_pages[1][0] + place * v_pages[1][1]
-            values = _elements(entry, v_pages[1][3], key < end, 0, V_DIM, BLOCK_V_DIM).to(DOT)
+            values = _elements(entry, v_pages[1][3], live, 0, V_DIM, BLOCK_V_DIM).to(DOT)
         # Here and not at the loop's head, where every load of keys would wait for it.
         page = _pages(ids, begin + BLOCK_KEYS, end, page_size, BLOCK_KEYS, WHOLE_PAGES)
-        state = _softmax_step(scores * score_scale, key[None, :] < visible[:, None], values, state, DOT)
+        state = _softmax_step(scores * score_scale, seen, values, state, DOT)
     return state
 
 
@@ -190,6 +202,9 @@ def _attend(
     shape,
     score_scale,
     v_scale,
+    window,
+    drafted,
+    sinks,
     CAUSAL: tl.constexpr,
     LATENT: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,
@@ -205,7 +220,7 @@ def _attend(
 ):
     """q and pages are (pointer, strides). shape: width, heads of a KV head, KV heads, page size, elements between two
     rows of a table, tiles of rows, splits, and rows between two splits. DIM: of a key; of a latent, of its value, and
-    REST what follows.
+    REST what follows. window, drafted, sinks: None for none; sinks are of the whole, not of a part.
     """
     width, group, num_kv_heads, page_size, table_stride, num_tiles, num_splits, split_stride = shape
     program, split = tl.program_id(0), tl.program_id(1)
@@ -213,13 +228,18 @@ def _attend(
     request = (program // (num_tiles * num_kv_heads)).to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
     num_keys = tl.load(kv_lens + request)
-    start, end, _ = part_of(split, num_keys, num_splits, BLOCK_KEYS)
+    least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
+    start, end, _ = part_of(split, least, num_keys, num_splits, BLOCK_KEYS)
     if (tile * BLOCK_ROWS >= num_rows * group) | ((num_splits > 1) & (start >= end)):
         return
 
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
-    visible = tl.minimum(num_keys - (num_rows - 1 - row // group) * CAUSAL, end)
+    num_seen, first_seen = num_keys - (num_rows - 1 - row // group) * CAUSAL, None
+    if window is not None:  # a tile of later rows may begin later than its request
+        first_seen = first_keys(num_seen, token, real, num_keys, window, drafted)
+        start = tl.maximum(start, tl.min(first_seen, axis=0) // BLOCK_KEYS * BLOCK_KEYS)
+    visible = (first_seen, tl.minimum(num_seen, end))
     q_row = q[0] + token * q[1][0] + head * q[1][1]
     queries = _elements(q_row, q[1][2], real, 0, DIM, BLOCK_DIM).to(DOT)
     rest = _elements(q_row, q[1][2], real, DIM, REST, BLOCK_REST).to(DOT)
@@ -227,7 +247,7 @@ def _attend(
     given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, score_scale)
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
     place = token * (num_kv_heads * group) + head + split.to(tl.int64) * split_stride
-    _store(state, out, lse, place, real, v_scale, V_DIM, BLOCK_V_DIM)
+    _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM, BLOCK_V_DIM)
 
 
 def paged_attention(
@@ -246,6 +266,9 @@ def paged_attention(
     v_scale: float,
     partial_out: Tensor,
     partial_lse: Tensor,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_operators.paged_attention` for types up to 32 bits."""
     num_tokens, num_heads, dim = q.shape
@@ -256,15 +279,27 @@ def paged_attention(
     tiles, num_tiles, num_slots = _shares(max_query * group, dims, dot, q.device)
     room = min(partial_lse.numel(), partial_out.numel() // v_dim) // max(num_tokens * num_heads, 1)
     num_programs = bs * num_kv_heads * num_tiles
-    num_splits = choose_num_splits(num_programs, num_slots, min(room, -(-max_kv_len // tiles.keys)))
+    most_keys = max_kv_len if window is None else min(max_kv_len, window + max_query + tiles.keys)
+    num_splits = choose_num_splits(num_programs, num_slots, min(room, -(-most_keys // tiles.keys)))
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
-    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
     shape = (*heads, page_size, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
     scales = (scale * k_scale * _LOG2_E, v_scale)
-    _launch((q, k_pages, v_pages, *lists, *parts), num_programs, shape, scales, causal, dims, dot, tiles)
+    tensors = (q, k_pages, v_pages, *lists, *parts, drafted, sinks if num_splits == 1 else None)
+    _launch(tensors, num_programs, shape, scales, window, causal, dims, dot, tiles)
     if num_splits > 1:
-        merge(parts, query_indptr, kv_lens, (out, lse), max_query, num_splits, tiles.keys)
+        merge(
+            parts,
+            query_indptr,
+            kv_lens,
+            (out, lse),
+            max_query,
+            num_splits,
+            tiles.keys,
+            causal,
+            (window, drafted, sinks),
+        )
     return out, lse
 
 
@@ -278,21 +313,23 @@ def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -
 
 
 def _call(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Any],
     num_programs: int,
     shape: tuple[int, ...],
     scales: tuple[float, float],
+    window: int | None,
     causal: bool,
     dims: Dims,
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
     _, _, _, page_size, _, _, num_splits, _ = shape
-    views = [(tensor, tensor.stride()) for tensor in tensors[:3]]
+    *given, drafted, sinks = tensors
     constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
     constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return Call((num_programs, num_splits), (*views, *tensors[3:], shape, *scales), options)
+    arguments = (*strided(given[:3]), *given[3:], shape, *scales, window, drafted, sinks)
+    return Call((num_programs, num_splits), arguments, options)
 
 
 _launch = DirectLaunch(_attend, _call)

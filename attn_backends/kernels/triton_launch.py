@@ -106,6 +106,11 @@ class Call(NamedTuple):
     options: dict[str, Any]
 
 
+def strided(tensors: Sequence[Tensor]) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Tensors as kernels take those of any strides."""
+    return [(tensor, tensor.stride()) for tensor in tensors]
+
+
 class DirectLaunch:
     """Launches of a `triton.jit` kernel by the layers of a step, alike but for where their tensors lie: Triton compiles
     for the first and launches it, and the driver launches the others. Who calls it makes the device the current one.

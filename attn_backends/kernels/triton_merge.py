@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_windows import sink_weights, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -33,10 +34,13 @@ def query_rows(indptr, request, width):
 
 
 @triton.jit
-def part_of(split, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
-    """First key of a part and the one past its last, whole blocks of them, and how many parts have keys."""
-    size = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_KEYS), 1) * BLOCK_KEYS
-    return split * size, tl.minimum((split + 1) * size, num_keys), tl.cdiv(num_keys, size)
+def part_of(split, first, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
+    """First key of a part and the one past its last, whole blocks of them, and how many parts have keys. first: of all
+    parts.
+    """
+    size = tl.maximum(tl.cdiv(tl.cdiv(num_keys - first, num_splits), BLOCK_KEYS), 1) * BLOCK_KEYS
+    start = first + split * size
+    return start, tl.minimum(start + size, num_keys), tl.cdiv(num_keys - first, size)
 
 
 @triton.jit
@@ -48,6 +52,10 @@ def _merge(
     out,
     lse,
     shape,
+    window,
+    drafted,
+    sinks,
+    CAUSAL: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V_DIM: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
@@ -61,13 +69,17 @@ def _merge(
     first, num_rows = query_rows(query_indptr, request, width)
     if node >= num_rows:
         return
-    _, _, num_parts = part_of(0, tl.load(kv_lens + request), num_splits, BLOCK_KEYS)
+    num_keys = tl.load(kv_lens + request)
+    start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
+    _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
     flat = (first + node) * num_heads + program % num_heads
     split = tl.arange(0, BLOCK_SPLITS)
     parts = tl.load(partial_lse + flat + split.to(tl.int64) * split_stride, mask=split < num_parts, other=float("-inf"))
     peak = tl.maximum(tl.max(parts, axis=0), _LOWEST)
     total = tl.sum(tl.exp(parts - peak), axis=0)
     tl.store(lse + flat, peak + tl.log(total), mask=tl.program_id(1) == 0)
+    if sinks is not None:
+        total += sink_weights(sinks, program % num_heads, True, peak)
 
     dim = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
     joined = tl.zeros((BLOCK_V_DIM,), dtype=tl.float32)
@@ -91,23 +103,30 @@ def merge(
     max_query: int,
     num_splits: int,
     block_keys: int,
+    causal: bool,
+    extras: tuple[int | None, Tensor | None, Tensor | None],
 ) -> None:
     """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them.
 
-    parts: out and lse of each split, one after the other, float32. query_indptr, max_query: as of `triton_decode`.
-    block_keys: keys of a block, which the parts are made of.
+    parts: out and lse of each split, one after the other, float32, none with a sink. query_indptr, max_query, causal:
+    as of `triton_decode`. block_keys: keys of a block, which the parts are made of. extras: window, drafted and dense
+    sinks, as of it.
     """
     num_rows = (kv_lens.shape[0] * max_query, *merged[1].shape)
-    _launch((*parts, query_indptr, kv_lens, *merged), num_rows, merged[0].shape[2], max_query, num_splits, block_keys)
+    window, drafted, sinks = extras
+    tensors = (*parts, query_indptr, kv_lens, *merged, drafted, sinks)
+    _launch(tensors, num_rows, merged[0].shape[2], max_query, num_splits, block_keys, causal, window)
 
 
 def _call(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     num_rows: tuple[int, int, int],
     v_dim: int,
     max_query: int,
     num_splits: int,
     block_keys: int,
+    causal: bool,
+    window: int | None,
 ) -> Call:
     """num_rows: of all requests at the most, real ones, and query heads."""
     most, num_tokens, num_heads = num_rows
@@ -116,8 +135,10 @@ def _call(
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
     shape = (max_query, num_heads, num_splits, num_tokens * num_heads)
     constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "BLOCK_SPLITS": block_splits, "MERGED": merged_at_once}
-    constants["BLOCK_KEYS"] = block_keys
-    return Call((most * num_heads, triton.cdiv(v_dim, block_dim)), (*tensors, shape), constants)
+    constants |= {"BLOCK_KEYS": block_keys, "CAUSAL": causal}
+    *given, drafted, sinks = tensors
+    arguments = (*given, shape, window, drafted, sinks)
+    return Call((most * num_heads, triton.cdiv(v_dim, block_dim)), arguments, constants)
 
 
 _launch = DirectLaunch(_merge, _call)

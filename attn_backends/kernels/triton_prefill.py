@@ -2,7 +2,8 @@
 
 A program takes one KV head and a block of query rows of one request: tokens times the query heads that share the KV
 head, so that MLA's 16 heads fill a block with 4 tokens. It passes over the keys that its rows see with a running
-softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole, then those at the causal edge. MLA's
+softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole, then those at the causal edge; of a
+sliding window the blocks at its lower edge come before these, and blocks before it are skipped. MLA's
 latents are read once, for scores and for values. Requests are found in cu_seqlens, so the grid is as large as the
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
@@ -33,8 +34,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_tiles import Tiles, is_one_latent, sizes_of
+from attn_backends.kernels.triton_windows import dense, first_keys, sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -78,10 +80,14 @@ def _load(row, live, stride, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _places(pages, start, num_keys, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """Keys start to start + BLOCK_KEYS of a request: which exist, their pages, and their places there."""
+def _places(pages, start, num_keys, least, PAGE_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Keys start to start + BLOCK_KEYS of a request: which are read, their pages, and their places there. least: the
+    first that any row sees, None for 0; what lies before may be freed memory.
+    """
     key = start + tl.arange(0, BLOCK_KEYS)
     live = key < num_keys
+    if least is not None:
+        live = live & (key >= least)
     if PAGE_SIZE % BLOCK_KEYS == 0:
         page = tl.load(pages + start // PAGE_SIZE) + tl.zeros((BLOCK_KEYS,), dtype=tl.int32)
     else:
@@ -108,13 +114,13 @@ def _pass_over(
     MASKED: tl.constexpr,
 ):
     """The running softmax over keys start to end. state: sums of values, peaks (base 2) and sums of weights. MASKED:
-    rows see keys up to last_key, not all of them.
+    rows see keys from first_key (None for 0) up to last_key, not all of them.
     """
     acc, peak, total = state
     k_pages, v_pages, kv_head, pages = cache
-    num_keys, last_key = seen
+    num_keys, last_key, first_key, least = seen
     for first in range(start, end, BLOCK_KEYS):
-        key, live, page, offset = _places(pages, first, num_keys, PAGE_SIZE, BLOCK_KEYS)
+        key, live, page, offset = _places(pages, first, num_keys, least, PAGE_SIZE, BLOCK_KEYS)
         k_entry = k_pages[0] + page * k_pages[1][0] + offset * k_pages[1][1] + kv_head * k_pages[1][2]
         keys = _load(k_entry, live, k_pages[1][3], 0, DIM, queries[0].shape[1], MASKED).to(DOT)
         scores = tl.dot(queries[0], tl.trans(keys), input_precision="ieee")
@@ -127,7 +133,10 @@ def _pass_over(
             values = _load(v_entry, live, v_pages[1][3], 0, V_DIM, acc.shape[1], MASKED).to(DOT)
         scores = scores * score_scale
         if MASKED:
-            scores = tl.where(key[None, :] <= last_key[:, None], scores, float("-inf"))
+            visible = key[None, :] <= last_key[:, None]
+            if first_key is not None:
+                visible = visible & (key[None, :] >= first_key[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
         total = total * kept + tl.sum(weights, axis=1)
@@ -137,10 +146,53 @@ def _pass_over(
 
 
 @triton.jit
-def _store(out, lse, state, flat, real, v_scale, V_DIM: tl.constexpr):
+def _over_keys(
+    queries,
+    cache,
+    seen,
+    bounds,
+    score_scale,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    REST: tl.constexpr,
+    LATENT: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The softmax of rows over their keys: where windows begin, where every row sees all, and at the causal edge."""
+    total = tl.zeros((queries[0].shape[0],), dtype=tl.float32)
+    state = (tl.zeros((queries[0].shape[0], BLOCK_V_DIM), dtype=tl.float32), total + _LOWEST, total)
+    start, begun, whole, end = bounds
+    for PART in tl.static_range(1 if seen[2] is None else 0, 3):
+        begin, stop = (start, begun) if PART == 0 else (begun, whole) if PART == 1 else (whole, end)
+        state = _pass_over(
+            *(state, queries, cache, seen, begin, stop, score_scale),
+            *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, LATENT, DOT, PART != 1),
+        )
+    return state
+
+
+@triton.jit
+def _window(first_key, real, whole, BLOCK_KEYS: tl.constexpr):
+    """The first key of any row, its block, the block from which on all windows have begun, and that from which on some
+    row does not see all keys: `whole`, or the first.
+    """
+    least = tl.min(first_key, axis=0)
+    start = least // BLOCK_KEYS * BLOCK_KEYS
+    whole = tl.maximum(whole, start)
+    begun = tl.minimum(tl.cdiv(tl.max(tl.where(real, first_key, 0), axis=0), BLOCK_KEYS) * BLOCK_KEYS, whole)
+    return least, start, begun, whole
+
+
+@triton.jit
+def _store(out, lse, state, flat, head, real, sinks, v_scale, V_DIM: tl.constexpr):
     """Write the rows of a block to places `flat`, in rows of out and lse."""
     acc, peak, total = state
     tl.store(lse + flat, (peak + tl.log2(total)) * _LN_2, mask=real)
+    if sinks is not None:
+        total += sink_weights(sinks, head, real, peak * _LN_2)
     dim = tl.arange(0, acc.shape[1])
     acc = acc * (v_scale / tl.maximum(total, _TINIEST))[:, None]
     place = out + flat[:, None] * V_DIM + dim[None, :]
@@ -161,6 +213,9 @@ def _paged_attention(
     shape,
     score_scale,
     v_scale,
+    window,
+    drafted,
+    sinks,
     CAUSAL: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -175,15 +230,14 @@ def _paged_attention(
     DOT: tl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, stride of a table of pages, query heads of a KV head. Sizes: `triton_tiles.sizes_of`.
+    None, stride of a table of pages, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
     """
     bs, width, table_stride, group = shape
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     request, first, width, block = _rows_of(block, query_indptr, bs, width, group, BLOCK_ROWS)
     if block * BLOCK_ROWS >= width * group:
         return
-    kv_head = tl.program_id(1).to(tl.int64)
-    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    kv_head, row = tl.program_id(1).to(tl.int64), block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = row < width * group
     token, head = (first + row // group).to(tl.int64), kv_head * group + row % group
     q_row = q[0] + token * q[1][0] + head * q[1][1]
@@ -196,16 +250,16 @@ def _paged_attention(
     last_key = num_keys - 1 - hidden + (row // group if CAUSAL else row * 0)
     whole = tl.maximum(tl.min(last_key, axis=0) + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
     end = tl.minimum(tl.max(last_key, axis=0) + 1, num_keys)
-    total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    state = (tl.zeros((BLOCK_ROWS, BLOCK_V_DIM), dtype=tl.float32), total + _LOWEST, total)
-    queries, cache, seen = (query, rest), (k_pages, v_pages, kv_head, pages), (num_keys, last_key)
-    for MASKED in tl.static_range(2):
-        start, stop = (whole, end) if MASKED else (0, whole)
-        state = _pass_over(
-            *(state, queries, cache, seen, start, stop, score_scale),
-            *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, LATENT, DOT, MASKED),
-        )
-    _store(out, lse, state, token * (tl.num_programs(1) * group) + head, real, v_scale, V_DIM)
+    first_key, least, start, begun = None, None, 0, 0
+    if window is not None:
+        first_key = first_keys(last_key + 1, token, real, num_keys, window, drafted)
+        least, start, begun, whole = _window(first_key, real, whole, BLOCK_KEYS)
+    state = _over_keys(
+        *((query, rest), (k_pages, v_pages, kv_head, pages), (num_keys, last_key, first_key, least)),
+        *((start, begun, whole, end), score_scale),
+        *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, LATENT, BLOCK_V_DIM, DOT),
+    )
+    _store(out, lse, state, token * (tl.num_programs(1) * group) + head, head, real, sinks, v_scale, V_DIM)
 
 
 def paged_attention(
@@ -221,6 +275,9 @@ def paged_attention(
     scale: float,
     k_scale: float,
     v_scale: float,
+    window: int | None = None,
+    drafted: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`paged_operators.paged_attention` for types up to 32 bits, without its scratch."""
     num_tokens, num_heads, dim = q.shape
@@ -230,7 +287,8 @@ def paged_attention(
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     shape, scales = (bs, max_query, page_ids.stride(0), group), (scale * k_scale * math.log2(math.e), v_scale)
     lists = (query_indptr, page_indptr, page_ids, kv_lens)
-    _launch((q, k_pages, v_pages, out, lse, *lists), num_tokens, num_kv_heads, page_size, shape, scales, causal, dims)
+    tensors = (q, k_pages, v_pages, out, lse, *lists, dense(drafted), dense(sinks))
+    _launch(tensors, num_tokens, num_kv_heads, page_size, shape, scales, window, causal, dims)
     return out, lse
 
 
@@ -241,6 +299,7 @@ def _call(
     page_size: int,
     shape: tuple[int, int, int, int],
     scales: tuple[float, float],
+    window: int | None,
     causal: bool,
     dims: tuple[int, int, bool],
 ) -> Call:
@@ -251,10 +310,10 @@ def _call(
         num_blocks = triton.cdiv(max_query * group, tile.rows) * bs
     else:
         num_blocks = num_tokens * group // tile.rows + bs
-    views = [(tensor, tensor.stride()) for tensor in tensors[:3]]
+    *given, drafted, sinks = tensors
     constants = {"CAUSAL": causal, "PAGE_SIZE": page_size, "BLOCK_ROWS": tile.rows, "BLOCK_KEYS": tile.keys}
     options = {"DOT": _DOT_TYPES[q.dtype], "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    arguments = (*views, *tensors[3:], shape, *scales)
+    arguments = (*strided(given[:3]), *given[3:], shape, *scales, window, drafted, sinks)
     return Call((num_blocks, num_kv_heads), arguments, {**constants, **sizes, **options})
 
 

@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.operators import MAX_TREE_KEYS
-from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
+from attn_backends.kernels.triton_windows import dense, sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
@@ -69,6 +70,7 @@ def _tree_join(
     mask,
     prefix_out,
     prefix_lse,
+    sinks,
     out,
     lse,
     shape,
@@ -82,7 +84,7 @@ def _tree_join(
     BLOCK_V_DIM: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Tensors are (pointer, strides), out and lse dense. shape: width, heads of a KV head, num_keys, page_size."""
+    """Tensors are (pointer, strides), sinks, out and lse dense. shape: width, heads of a KV head, keys, page size."""
     width, group, num_keys, page_size = shape
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -102,9 +104,11 @@ def _tree_join(
     peak = tl.maximum(tl.maximum(tl.max(scores, axis=1), prefix), _LOWEST)
     weights, prefix_weight = tl.exp(scores - peak[:, None]), tl.exp(prefix - peak)
     total = tl.sum(weights, axis=1) + prefix_weight
-    norm = 1.0 / tl.maximum(total, _TINIEST)
     flat = token * (tl.num_programs(1) * group) + head
     tl.store(lse + flat, peak + tl.log(total), mask=real)
+    if sinks is not None:
+        total += sink_weights(sinks, head, real, peak)
+    norm = 1.0 / tl.maximum(total, _TINIEST)
 
     before = prefix_out[0] + token * prefix_out[1][0] + head * prefix_out[1][1]
     v_entry = v_pages[0] + page * v_pages[1][0] + offset * v_pages[1][1] + kv_head * v_pages[1][2]
@@ -130,6 +134,7 @@ def tree_join(
     scale: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`operators.tree_join` for float32, bfloat16 and float16 queries and at most `operators.MAX_TREE_KEYS` keys.
 
@@ -144,7 +149,7 @@ def tree_join(
         raise ValueError(f"the tree part reads {num_keys} drafted tokens a request, the kernel at most {MAX_TREE_KEYS}")
     out, lse = q.new_empty(num_rows, num_heads, v_dim), q.new_empty(num_rows, num_heads, dtype=torch.float32)
     shape, scales = (width, group, num_keys, page_size), (scale * k_scale, v_scale)
-    tensors = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, out, lse)
+    tensors = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, dense(sinks), out, lse)
     _launch(tensors, bs, num_kv_heads, shape, scales, dim, v_dim)
     return out, lse
 
@@ -161,10 +166,9 @@ def _call(
     (q, k_pages, *_), (width, group, num_keys, _) = tensors, shape
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     blocks = _blocks(width * group, num_keys, dim, v_dim, dot.itemsize)
-    views = [(tensor, tensor.stride()) for tensor in tensors[:7]]
     grid = (bs, num_kv_heads, triton.cdiv(width * group, blocks["BLOCK_ROWS"]))
     constants = {"DIM": dim, "V_DIM": v_dim, **blocks, "DOT": _DOT_TYPES[dot]}
-    return Call(grid, (*views, *tensors[7:], shape, *scales), constants)
+    return Call(grid, (*strided(tensors[:7]), *tensors[7:], shape, *scales), constants)
 
 
 _launch = DirectLaunch(_tree_join, _call)

@@ -30,13 +30,15 @@ class Workload:
 
     def reasons_against(self, capabilities: Capabilities, kind: StepKind) -> list[str]:
         """Why a kernel can't serve its steps of a kind; empty if it can."""
-        reasons = capabilities.page_reasons(self.page_size)
+        reasons, is_tree = capabilities.page_reasons(self.page_size), False
         if self.capacity is not None and kind is not StepKind.PREFILL:
             bucket = self.capacity.bucket(kind, 1)
-            reasons += capabilities.width_reasons(bucket.width, bucket.tree)
+            is_tree = bucket.tree
+            reasons += capabilities.width_reasons(bucket.width, is_tree)
         if self.dtype is not None:
             for layer in self.layers:
                 reasons += capabilities.layer_reasons(layer, self.dtype, self.cache_dtype or self.dtype)
+                reasons += capabilities.tree_reasons(layer) if is_tree else []
         return list(dict.fromkeys(reasons))
 
 

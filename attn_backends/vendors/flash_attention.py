@@ -21,7 +21,10 @@ Where a page is a whole number of its tiles of keys and a request has more rows 
 reads to the end of the last visible page. What it has and we do not declare:
 - 8-bit caches, which it takes only under queries of the same type; rounding the caller's queries to three bits made
   outputs three times as wrong as the budget of a bfloat16 one (H200, vLLM 0.33).
-- Sinks: its log-sum-exp then counts the sink, ours does not, and to take it out again costs launches and digits.
+- Sinks, which SGLang's and vLLM's builds take, in bfloat16: its log-sum-exp then counts the sink, ours does not, and to
+  take it out again costs launches and digits. `auto` gives such layers to our kernel.
+A sliding window is one for all rows of a request, so that it takes none over a draft tree, where rows of other depths
+begin at other keys of the prefix.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from spec_metadata.buffers import Dim
 from spec_metadata.plans.block_table import BlockTablePlan
 from spec_metadata.plans.csr import CsrPlan
 from spec_metadata.plans.ragged import RaggedPlan
+from spec_metadata.visibility import windowed
 
 NAME = "triton"
 PagedPlan = CsrPlan | BlockTablePlan | RaggedPlan
@@ -88,7 +89,8 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: 
     scratch = planned.schedule
     assert isinstance(scratch, Scratch)
     scales = (layer.scale, layer.k_scale, layer.v_scale)
-    arguments: tuple[Any, ...] = (*cache.pages, *scratch.keys, *scales, *scratch.partial)
+    window = windowed(layer.window, planned.plan.drafted if isinstance(planned.plan, RaggedPlan) else 0)
+    arguments: tuple[Any, ...] = (*cache.pages, *scratch.keys, *scales, *scratch.partial, *window, layer.sinks)
     return AttentionOutput(*paged_attention(q, *arguments))
 
 

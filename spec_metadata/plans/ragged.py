@@ -14,7 +14,15 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, query_starts, visible_pages
+from spec_metadata.visibility import (
+    dense_part,
+    drafted,
+    is_causal,
+    leading,
+    num_visible_pages,
+    query_starts,
+    visible_pages,
+)
 
 PAGE_TABLE = BufferSpec(
     "page_table", torch.int32, (BS, MAX_PAGES), "page ids; the reserved page past the visible keys", high=NUM_PAGES
@@ -33,7 +41,7 @@ class RaggedPlan:
     """One forward as ragged queries and a page table; tensors as declared in `BUFFERS`, seqused_k of this forward.
 
     causal: bottom-right, else every row sees all keys. max_seqlen_q, max_seqlen_k: host bounds, promised by the
-    capacity.
+    capacity. drafted: what rows see besides (`visibility.drafted`).
     """
 
     cu_seqlens_q: Tensor
@@ -43,6 +51,7 @@ class RaggedPlan:
     causal: bool
     max_seqlen_q: int
     max_seqlen_k: int
+    drafted: Tensor | int = 0
 
 
 def view_ragged(step: Step, buffers: Buffers) -> tuple[RaggedPlan, ...]:
@@ -56,8 +65,9 @@ def view_ragged(step: Step, buffers: Buffers) -> tuple[RaggedPlan, ...]:
             causal=is_causal(step),
             max_seqlen_q=step.width,
             max_seqlen_k=buffers.extent.max_kv_len,
+            drafted=drafted(step, forward),
         )
-        for seqused_k in buffers["seqused_k"].unbind()
+        for forward, seqused_k in enumerate(buffers["seqused_k"].unbind())
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, leading, query_starts
+from spec_metadata.visibility import dense_part, drafted, leading, query_starts
 
 BUFFERS = (
     BufferSpec(
@@ -30,17 +30,22 @@ BUFFERS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotPlan:
-    """One forward as slot lists; tensors as declared in `BUFFERS`, num_visible of this forward."""
+    """One forward as slot lists; tensors as declared in `BUFFERS`, num_visible of this forward.
+
+    drafted: what rows see besides (`visibility.drafted`).
+    """
 
     slots: Tensor
     request: Tensor
     num_visible: Tensor
+    drafted: Tensor | int = 0
 
 
 def view_slot_lists(step: Step, buffers: Buffers) -> tuple[SlotPlan, ...]:
     """The plan of each forward of a step, as views of the buffers."""
     return tuple(
-        SlotPlan(buffers["slots"], buffers["request"], num_visible) for num_visible in buffers["num_visible"].unbind()
+        SlotPlan(buffers["slots"], buffers["request"], num_visible, drafted(step, forward))
+        for forward, num_visible in enumerate(buffers["num_visible"].unbind())
     )
 
 

@@ -15,6 +15,7 @@ from tests.mutants import (
     scale,
     serving,
     visibility,
+    windows,
     workers,
     writes,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "scale",
     "serving",
     "visibility",
+    "windows",
     "workers",
     "writes",
 ]

@@ -13,6 +13,7 @@ from attn_backends import backend as base
 from attn_backends import cache
 from attn_backends.backend import AttentionBackend
 from attn_backends.contract import kernel
+from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Schedules
 from attn_backends.kernels import torch_attention
 from spec_metadata import Step
@@ -134,4 +135,4 @@ def value_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
 )
 def windows_over_trees_taken(patch: pytest.MonkeyPatch) -> None:
     """A window is applied to the committed tokens alone, and the drafted ones are added to it."""
-    patch.setattr(base, "extras_reasons", lambda *arguments: [])
+    patch.setattr(Capabilities, "tree_reasons", lambda self, layer: [])

@@ -1,4 +1,4 @@
-"""A correct backend that declares windows and sinks, which no built-in torch kernel does."""
+"""A correct backend that declares windows over chains alone, and takes sinks in a launch of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from spec_metadata.plans import slots
 
-_EXTRAS = {"window": True, "sinks": True, "cache_dtypes": frozenset()}
+_EXTRAS = {"tree_window": False, "cache_dtypes": frozenset()}
 _CAPABILITIES = {
     kind: replace(declared, **_EXTRAS)
     for kind, declared in ReferenceBackend.kernels[-1].capabilities.items()

@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.cache import CacheFormat
 from attn_backends.cli import Command
 from attn_backends.cli.consoles import output_console
-from attn_backends.contract.capabilities import extras_reasons
 from attn_backends.kernels.device_memory import free_bytes
 from attn_backends_reference.cli.options import add_run, add_runtime, choices_in_words, in_bytes, load_config
 from attn_backends_reference.config import RunConfig
@@ -79,8 +77,8 @@ def _refusals(engine: Engine) -> Iterator[str]:
         backend: AttentionBackend = getattr(engine.backends, phase)
         kernel, is_tree = backend.kernel_of(kind), phase == "verify" and config.capacity.topk > 1
         for layer in engine.target.layers:
-            reasons = kernel.capabilities[kind].layer_reasons(layer, config.dtype, config.cache_dtype)
-            reasons += extras_reasons(layer, format, is_tree) if isinstance(format, CacheFormat) else []
+            types = config.dtype, config.cache_dtype
+            reasons = kernel.layer_reasons(kind, layer, *types, format, is_tree=is_tree)
             found |= {f"{backend.name} ({kernel.name}), {phase}: {reason}": None for reason in reasons}
     yield from found
 

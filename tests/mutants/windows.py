@@ -1,0 +1,99 @@
+"""Mutants of sliding windows and attention sinks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend
+from attn_backends.backends import fa3
+from attn_backends.kernels import torch_attention
+from attn_backends.layer import AttentionLayer, AttentionOutput
+from spec_metadata.visibility import TreePart
+from tests.mutants.mutant import mutant
+
+
+@mutant("SGLang #39287: a verify's clipped prefix gathered from offset 0", "math.window", "math.window_and_sinks")
+def window_clipped_from_offset_zero(patch: pytest.MonkeyPatch) -> None:
+    """A window has the right number of keys, but the first ones of the request."""
+    over_pages = torch_attention._over_pages
+
+    def clipped(q: Tensor, lens: Tensor, k: Tensor, v: Tensor, pages: Tensor, kv_lens: Tensor, *rest: Any) -> Any:
+        window = rest[-1].window
+        kv_lens = kv_lens if window is None else kv_lens.clamp(max=window + q.shape[1] - 1)
+        return over_pages(q, lens, k, v, pages, kv_lens, *rest)
+
+    patch.setattr(torch_attention, "_over_pages", clipped)
+
+
+@mutant("SGLang #26513: a prefill on a cached prefix ignores the window", "math.window")
+def prefill_drops_the_window(patch: pytest.MonkeyPatch) -> None:
+    """Packed rows attend to all keys."""
+    ragged = torch_attention._ragged_over_pages
+
+    def whole(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        is_packed = len(starts.diff().unique()) > 1
+        extras = rest[-1]._replace(window=None) if is_packed else rest[-1]
+        return ragged(q, k, v, starts, *rest[:-1], extras)
+
+    patch.setattr(torch_attention, "_ragged_over_pages", whole)
+
+
+@mutant("our own: the window of a tree's rows", "math.window")
+def window_by_the_row_and_not_its_depth(patch: pytest.MonkeyPatch) -> None:
+    """A node's window in the prefix begins where its number in the tree puts it, as in a chain."""
+    windowed = fa3.windowed
+
+    def by_row(window: int | None, drafted: Any) -> tuple[int | None, Tensor | None]:
+        window, depths = windowed(window, drafted)
+        rows = None if depths is None else torch.arange(1, drafted.shape[1] + 1, dtype=torch.int32)
+        return window, depths if rows is None else rows.repeat(len(drafted))
+
+    patch.setattr(fa3, "windowed", by_row)
+
+
+@mutant("our own: a window shorter than a tree is deep", "math.window")
+def window_of_the_prefix_alone(patch: pytest.MonkeyPatch) -> None:
+    """A node sees all its ancestors, those before its window too."""
+    patch.setattr(TreePart, "within", lambda self, window: self.mask)
+
+
+@mutant("parts of a softmax that each count the sink", "math.sinks", "math.window_and_sinks")
+def sinks_counted_twice_in_a_tree(patch: pytest.MonkeyPatch) -> None:
+    """The prefix of a tree takes the sink's share out, and so does the join."""
+    patch.setattr(base, "replace", lambda value, **changes: value if "sinks" in changes else replace(value, **changes))
+
+
+@mutant("a merge that leaves the sink to the parts", "math.sinks")
+def sinks_dropped_in_a_tree(patch: pytest.MonkeyPatch) -> None:
+    """The join of a tree knows no sink, and its parts have none."""
+    join = base.tree_join
+    patch.setattr(base, "tree_join", lambda *arguments: join(*arguments[:10]))
+
+
+@mutant("FlashAttention-3's and FlashInfer's meaning of it", "math.sinks")
+def lse_counts_the_sink(patch: pytest.MonkeyPatch) -> None:
+    """The log-sum-exp is that of the keys and the sink."""
+    forward = AttentionBackend.forward
+
+    def counted(self: AttentionBackend, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        out, lse = forward(self, q, cache, meta, layer)
+        return AttentionOutput(out, lse if layer.sinks is None else torch.logaddexp(lse, layer.sinks.to(lse.dtype)))
+
+    patch.setattr(AttentionBackend, "forward", counted)
+
+
+@mutant("a kernel for windows beside one for sinks", "math.window_and_sinks")
+def sinks_dropped_in_a_window(patch: pytest.MonkeyPatch) -> None:
+    """A layer's sinks are left out where it has a window."""
+    forward = AttentionBackend.forward
+
+    def dropped(self: AttentionBackend, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        return forward(self, q, cache, meta, layer if layer.window is None else replace(layer, sinks=None))
+
+    patch.setattr(AttentionBackend, "forward", dropped)
