@@ -7,14 +7,17 @@ from attn_backends.conformance import (
     checks_api,
     checks_cache,
     checks_compressed,
+    checks_edges,
     checks_graph,
     checks_hosts,
     checks_laws,
     checks_math,
+    checks_numbers,
     checks_plan,
     checks_poison,
     checks_refusals,
     checks_scale,
+    checks_turns,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -25,7 +28,9 @@ from attn_backends.conformance.runner import resolve_subjects, run_case, run_con
 CHECK_MODULES = (
     checks_plan,
     checks_math,
+    checks_numbers,
     checks_scale,
+    checks_turns,
     checks_graph,
     checks_cache,
     checks_poison,
@@ -34,6 +39,7 @@ CHECK_MODULES = (
     checks_hosts,
     checks_api,
     checks_compressed,
+    checks_edges,
 )
 
 __all__ = [
