@@ -18,6 +18,7 @@ from attn_backends.conformance import (
     checks_refusals,
     checks_scale,
     checks_turns,
+    checks_worker,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -31,6 +32,7 @@ CHECK_MODULES = (
     checks_numbers,
     checks_scale,
     checks_turns,
+    checks_worker,
     checks_graph,
     checks_cache,
     checks_poison,
