@@ -20,7 +20,8 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import NUM_STEPS, Setup, World
+from attn_backends.conformance.sizes import NUM_STEPS
+from attn_backends.conformance.worlds import Setup, World
 from spec_metadata import StepKind
 
 LENS = (5, 8, 3)

@@ -14,7 +14,8 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import MAX_BS, Setup, World, capacity_of
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import Setup, World, capacity_of
 from attn_backends.planning import planners
 from spec_metadata import BlockTable, RequestTable, Step, StepKind, copy_step
 from tests.backend_worlds import BACKENDS, GRAPH_KINDS, KV, LATENT, MID, assert_refused, ready

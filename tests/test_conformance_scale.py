@@ -6,9 +6,12 @@ import pytest
 
 from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
 from attn_backends.conformance.cases import Case
+from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS
 from attn_backends.conformance.runner import QUICK_CASES
-from attn_backends.conformance.worlds import SIZES, capacity_of
+from attn_backends.conformance.sizes import size_of
+from attn_backends.conformance.worlds import capacity_of
 from attn_backends.registry import get_backend
+from spec_metadata import StepKind
 from tests.mutants import MUTANTS
 
 DENSE = ("fa3", "flashinfer_mla", "trtllm_mla")
@@ -24,7 +27,12 @@ LIMITS = [
 
 def quick_cases(name: str) -> tuple[Subject, list[Case]]:
     subject = Subject(get_backend(name), "torch")
-    return subject, selected_cases(subject, "scale.*", QUICK_CASES)
+    return subject, of_kinds(selected_cases(subject, "scale.*", QUICK_CASES))
+
+
+def of_kinds(cases: list[Case]) -> list[Case]:
+    """The cases of checks of one kind of step each, whose batches are wide in all dimensions at once."""
+    return [case for case in cases if case.check == f"scale.{case.kind}"]
 
 
 QUICK = ("fa3", "dsv4")  # dense and compressed; the suite makes the other dense backends' cases of the same numbers
@@ -58,8 +66,8 @@ def test_quick_cases_run_every_declared_kind_eagerly_and_through_a_graph(name: s
 
 @pytest.mark.parametrize("name", [*DENSE, "dsv4", "reference"])
 def test_cases_of_scale_share_no_number_that_could_hide_another(name: str) -> None:
-    for case in selected_cases(Subject(get_backend(name), "torch"), "scale.*"):
-        size, capacity = SIZES[case.size], capacity_of(case.page_size, case.topk, case.size)
+    for case in of_kinds(selected_cases(Subject(get_backend(name), "torch"), "scale.*")):
+        size, capacity = size_of(case.size), capacity_of(case.page_size, case.topk, case.size)
         assert max(case.lens[:4]) > 2 * case.page_size or max(case.widths[:4]) > 2 * case.page_size
         assert max(case.lens[4:]) == capacity.max_context
         assert case.topk not in (capacity.num_steps, capacity.num_steps - 1)
@@ -71,3 +79,18 @@ def test_cases_of_scale_share_no_number_that_could_hide_another(name: str) -> No
 def _longest_is_not_widest(case: Case) -> bool:
     widest = {r for r, width in enumerate(case.widths) if width == max(case.widths)}
     return case.lens.index(max(case.lens)) not in widest
+
+
+@pytest.mark.parametrize("name", [*DENSE, "reference"])
+def test_every_edge_is_met_in_every_kind(name: str) -> None:
+    """Contexts, as keys of a row where rows are packed, batches and heads; at the longest, two kinds alone."""
+    subject = Subject(get_backend(name), "torch")
+    cases = selected_cases(subject, "scale.edges")
+    for kind in subject.capabilities:
+        of_kind = [case for case in cases if case.kind == kind]
+        lens = {length + w for case in of_kind for length in case.lens for w in (0, *case.widths)}
+        longest = kind in (StepKind.DECODE, StepKind.TARGET_VERIFY)
+        assert {n for group in CONTEXTS for n in group if n <= 32_768 or longest} <= lens
+        assert set(BATCHES) <= {len(case.lens) for case in of_kind}
+        assert set(HEADS) <= {size_of(case.size).heads[0] for case in of_kind}
+        assert {case.path for case in of_kind} == {"eager", "graph"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends.conformance.scenes import strided
+from attn_backends.conformance.inputs import strided
 from spec_metadata import (
     BlockTable,
     CacheGeometry,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends.conformance.scenes import strided
+from attn_backends.conformance.inputs import strided
 from spec_metadata import BlockTable, CacheGeometry, InvalidStepError, RequestTable
 
 PAGE_SIZES = [1, 4, 16, 64]

@@ -22,7 +22,8 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch
-from attn_backends.conformance.worlds import NUM_STEPS, Setup, World
+from attn_backends.conformance.sizes import NUM_STEPS
+from attn_backends.conformance.worlds import Setup, World
 from spec_metadata import Buffers, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import DensePart, TreePart, chain_parts, dense_part

@@ -17,7 +17,8 @@ from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.situations import UNIFORM_KINDS
-from attn_backends.conformance.worlds import MAX_BS, Setup, World
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels import device_memory
 from attn_backends.memory.static_memory import StaticMemory

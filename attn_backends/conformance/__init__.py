@@ -8,15 +8,19 @@ from attn_backends.conformance import (
     checks_bound,
     checks_cache,
     checks_compressed,
+    checks_edges,
     checks_graph,
     checks_hosts,
     checks_laws,
     checks_math,
+    checks_numbers,
     checks_plan,
     checks_poison,
     checks_refusals,
     checks_scale,
+    checks_turns,
     checks_windows,
+    checks_worker,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -27,8 +31,11 @@ from attn_backends.conformance.runner import resolve_subjects, run_case, run_con
 CHECK_MODULES = (
     checks_plan,
     checks_math,
+    checks_numbers,
     checks_windows,
     checks_scale,
+    checks_turns,
+    checks_worker,
     checks_bound,
     checks_graph,
     checks_cache,
@@ -38,6 +45,7 @@ CHECK_MODULES = (
     checks_hosts,
     checks_api,
     checks_compressed,
+    checks_edges,
 )
 
 __all__ = [

@@ -12,12 +12,13 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.conformance.worlds import SIZES
+from attn_backends.conformance.sizes import size_of
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
 CACHE_DTYPES = {name: getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2")}
+SHOWN_LENS = 10  # of a case's name
 _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": tuple(StepKind),
     "path": ("eager", "graph"),
@@ -29,7 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "poison": ("nan", "finite"),
     "reserved": ("nan", "finite"),
     "index": ("int32", "int64"),
-    "size": tuple(SIZES),
+    "after": ("", *StepKind),
 }
 
 
@@ -46,7 +47,7 @@ class Case:
     longest length. refresh: the plan is recorded as the graph's first node. feature: what a refused case asks for.
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
     the cache where it is not the query's own; it comes with scales. layer: of compressed keys, what it attends to.
-    size: of the world, a name of `worlds.SIZES`.
+    size: of the world, as `sizes.size_of` takes it. after: the kind of a step that the same backend has planned before.
     """
 
     check: str
@@ -74,11 +75,11 @@ class Case:
     captured_widths: tuple[int, ...] = ()
     num_tokens: int = 0
     size: str = ""
+    after: str = ""
 
     @property
     def name(self) -> str:
         """A short id, unique among a check's cases of one backend."""
-        lens = "_".join(map(str, self.lens)) or "idle"
         parts = [
             self.kind,
             self.path,
@@ -90,7 +91,13 @@ class Case:
             self.dtype,
         ]
         digest = hashlib.sha256(self.to_json().encode()).hexdigest()[:6]
-        return "-".join(filter(None, [*parts, self.cache_dtype, lens, self.feature, digest]))
+        return "-".join(filter(None, [*parts, self.cache_dtype, self._short_lens, self.after, self.feature, digest]))
+
+    @property
+    def _short_lens(self) -> str:
+        """The lengths; of many, the first and how many there are."""
+        shown = "_".join(map(str, self.lens[:SHOWN_LENS])) or "idle"
+        return shown if len(self.lens) <= SHOWN_LENS else f"{shown}_of{len(self.lens)}"
 
     def of(self, check: str) -> Case:
         """The same situation for another check."""
@@ -122,6 +129,7 @@ class Case:
             "the plan recorded as the first node": self.refresh,
             "half of the pages past 2**31 elements": self.far,
             f"a world of the size {self.size!r}": bool(self.size),
+            f"after a {self.after} step on the same backend": bool(self.after),
         }
         words += [text for text, is_set in flags.items() if is_set]
         return "; ".join(words + ([f"asks for {self.feature}"] if self.feature else []))
@@ -174,6 +182,8 @@ def _problems(name: str, value: object) -> list[str]:
         return [f"unknown key {name!r}; there are {', '.join(_TYPES)}"]
     if name in _CHOICES and value not in _CHOICES[name]:
         return [f"{name} is {value!r}, not one of {', '.join(_CHOICES[name])}"]
+    if name == "size" and isinstance(value, str):
+        return _size_problems(value)
     match _TYPES[name]:
         case "str":
             good, wanted = isinstance(value, str), "a string"
@@ -187,3 +197,11 @@ def _problems(name: str, value: object) -> list[str]:
             good = isinstance(value, list | tuple) and all(isinstance(x, int) and x >= 0 for x in value)
             wanted = "a list of integers of at least 0"
     return [] if good else [f"{name} is {value!r}, not {wanted}"]
+
+
+def _size_problems(name: str) -> list[str]:
+    try:
+        size_of(name)
+    except ConfigError as error:
+        return [str(error)]
+    return []

@@ -39,7 +39,8 @@ from attn_backends.conformance.situations import (
     one_page_size,
     situations,
 )
-from attn_backends.conformance.worlds import MAX_BS, NUM_STEPS, World
+from attn_backends.conformance.sizes import MAX_BS, NUM_STEPS
+from attn_backends.conformance.worlds import World
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata

@@ -9,7 +9,8 @@ from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
 from attn_backends.conformance.exercise import run_case
 from attn_backends.conformance.situations import TREE_KINDS, Cases, joined, one_page_size, situations
-from attn_backends.conformance.worlds import SIZES, capacity_of
+from attn_backends.conformance.sizes import size_of
+from attn_backends.conformance.worlds import capacity_of
 from spec_metadata import StepKind
 
 TREE_TOPKS = {"wide": 2, "many": 3}  # not the number of steps, five, nor that of a draft's forwards, four
@@ -52,13 +53,13 @@ def _in_rows(case: Case) -> Case:
         prompts = [length if request % 3 == 1 else 0 for request, length in enumerate(case.lens)]
         lens = tuple(length - prompt for length, prompt in zip(case.lens, prompts, strict=True))
         return replace(case, lens=lens, widths=tuple(prompt or 1 + r % 3 for r, prompt in enumerate(prompts)))
-    most = SIZES[case.size].num_steps + 1
+    most = size_of(case.size).num_steps + 1
     return replace(case, widths=tuple(1 + 5 * request % most for request in range(len(case.lens))))
 
 
 def _captured(case: Case) -> Case:
     """The case through a graph of more requests, and of more packed rows, captured on two short ones."""
-    case = replace(case, path="graph", captured_lens=(1, max(case.page_size - 1, 1)), bs=SIZES[case.size].max_bs)
+    case = replace(case, path="graph", captured_lens=(1, max(case.page_size - 1, 1)), bs=size_of(case.size).max_bs)
     return replace(case, captured_widths=(2, 4), num_tokens=sum(case.widths) + 3) if case.widths else case
 
 

@@ -73,13 +73,9 @@ def expectations(scene: Scene, inputs: list[ForwardInputs]) -> tuple[Expectation
 
 def _largest_truncation(scene: Scene, inputs: list[ForwardInputs]) -> float:
     """What any score of a scene may lose on tensor cores."""
-    layer, exact = (
-        scene.world.layer,
-        [request.seen[None].values() for request in scene.requests if None in request.seen],
-    )
-    keys = [float(key.norm(dim=-1).max()) for tokens in exact for key, _ in tokens]
+    layer = scene.world.layer
     queries = [float(given.q.double().norm(dim=-1).max()) for given in inputs if given.q.numel()]
-    return oracle.truncation(layer.head_dim, layer.scale * max(queries, default=0.0) * max(keys, default=0.0))
+    return oracle.truncation(layer.head_dim, layer.scale * max(queries, default=0.0) * scene.longest_key())
 
 
 def largest_error(field: str, actual: Tensor, exact: Tensor, budget: float) -> float:

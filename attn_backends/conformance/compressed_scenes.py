@@ -186,17 +186,26 @@ class CompressedScene(Scene):
 
     def _attended(
         self, given: ForwardInputs, number: int, row: Row, weights: torch.dtype | None
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """The rows of the window and the entries that a row attends to, which are key and value at once."""
         assert isinstance(given, CompressedForwardInputs)
-        request, seen = self.requests[row.request], super()._attended(given, number, row, weights)
+        request, window = self.requests[row.request], self.world.layer.window
+        visible = row.visible[-window:] if window else row.visible
+        seen = [self._row(request, name, weights) for name in visible]
+        made = request.made.setdefault(weights, {})
         for block in self._blocks(given, number, row):
             name = f"entry {block}"
-            if name not in request.seen[weights]:
+            if name not in made:
                 entry = self._stored("compressor entries", self._entry("compressor", request, block, weights))
-                request.seen[weights][name] = (self._exact(entry, weights),) * 2
-            seen.append(request.seen[weights][name])
-        return seen
+                made[name] = self._exact(entry, weights)
+            seen.append(made[name])
+        keys = torch.stack(seen)
+        return keys, keys
+
+    def longest_key(self) -> float:
+        """As `Scene.longest_key`."""
+        keys = [key for request in self.requests for key in request.made.get(None, {}).values()]
+        return max((float(key.norm(dim=-1).max()) for key in keys), default=0.0)
 
     def _blocks(self, given: CompressedForwardInputs, number: int, row: Row) -> list[int]:
         """The blocks whose entries a row attends to."""
@@ -213,18 +222,17 @@ class CompressedScene(Scene):
         compression, request, keys = self.world.layer.compression, self.requests[row.request], []
         assert compression is not None
         for block in range((self._position(row) + 1) // compression.ratio):
-            known = request.seen.setdefault(INDEX_KEYS, {})
+            known = request.made.setdefault(INDEX_KEYS, {})
             if block not in known:
-                key = self._stored("indexer entries", self._entry("indexer", request, block, None))
-                known[block] = (key, key)
-            keys.append(known[block][0])
+                known[block] = self._stored("indexer entries", self._entry("indexer", request, block, None))
+            keys.append(known[block])
         return compressed_oracle.index_scores(q, weights, keys)
 
-    def _seen(self, request: Request, name: Name, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        known = request.seen.setdefault(weights, {})
+    def _row(self, request: Request, name: Name, weights: torch.dtype | None) -> Tensor:
+        known = request.made.setdefault(weights, {})
         if name not in known:
             row = self._stored("rows", self.world.split(request.vectors[name])["row"])
-            known[name] = (self._exact(row, weights),) * 2
+            known[name] = self._exact(row, weights)
         return known[name]
 
     @staticmethod

@@ -25,10 +25,9 @@ from attn_backends.compressed_cache import (
 )
 from attn_backends.compressed_layer import CompressedLayer, Compressor
 from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES
+from attn_backends.conformance.sizes import SMALL, size_of
 from attn_backends.conformance.worlds import (
     SCALE,
-    SIZES,
-    SMALL,
     Setup,
     World,
     aligned,
@@ -136,7 +135,7 @@ class CompressedWorld(World):
     def attend(self, given: Any, at: Any, layer: Any = None, cache: Any = None) -> Any:
         """As `World.attend`."""
         backend: Any = self.backend
-        return backend.forward(given.q, cache or self.cache, at, layer or self.layer, given.index)
+        return self.told(backend.forward(given.q, cache or self.cache, at, layer or self.layer, given.index), at)
 
     def _places(self) -> dict[str, Pool]:
         """Where the pools lie in a page's bytes."""
@@ -161,7 +160,7 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     """A layer of the setup's kind with random parameters, the same for all types and devices."""
     backend: Any = setup.backend
     is_fp8 = setup.cache_dtype is torch.float8_e4m3fn
-    size, sizes = SIZES[setup.size], head_sizes(backend, kernel, setup.format, setup.size)
+    size, sizes = size_of(setup.size), head_sizes(backend, kernel, setup.format, setup.size)
     heads, most = query_heads(kernel), size.heads[1]
     dim = ROW_DIM if is_fp8 else sizes[0] if sizes else size.dim
     num_heads = most if heads is None or most in heads else min(heads)

@@ -38,3 +38,8 @@ class ForwardInputs:
         else:
             stored = KeyValues(self.stored.k[rows], self.stored.v[rows])
         return ForwardInputs(self.q[rows], stored, None if self.ancestors is None else self.ancestors[requests])
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values at stride 2, with others between them."""
+    return torch.stack((tensor, tensor + 1), dim=1)[:, 0]

@@ -5,36 +5,32 @@ Knows no metadata.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
 def attend(
-    q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], scale: float, weights: torch.dtype | None = None
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, weights: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One row. q: [num_heads, dim]. keys, values: of each visible token, [num_kv_heads, dim] each. weights: type that
-    the softmax weights are rounded to before they are summed, as kernels on tensor cores do (None: q's). Returns out
-    [num_heads, v_dim] and lse [num_heads], in q's dtype.
+    """One row. q: [num_heads, dim]. keys, values: of the visible tokens, [num_tokens, num_kv_heads, dim] each. weights:
+    type that the softmax weights are rounded to before they are summed, as kernels on tensor cores do (None: q's).
+    Returns out [num_heads, v_dim] and lse [num_heads], in q's dtype.
     """
-    group = q.shape[0] // keys[0].shape[0]
-    k, v = (torch.stack(list(x)).repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("hd,nhd->nh", q, k) * scale
+    grouped = q.unflatten(0, (keys.shape[1], -1))
+    scores = torch.einsum("kgd,nkd->nkg", grouped, keys).flatten(1) * scale
     lse = scores.logsumexp(dim=0)
     probabilities = (scores - lse).exp()  # through the log-sum-exp, as parts of a tree are joined
     rounded = probabilities.to(weights or q.dtype).to(q.dtype)
-    return torch.einsum("nh,nhd->hd", rounded, v), lse
+    of_heads = rounded.unflatten(1, (keys.shape[1], -1))
+    return torch.einsum("nkg,nkd->kgd", of_heads, values).flatten(0, 1), lse
 
 
-def rounded_lse(q: Tensor, keys: Sequence[Tensor], scale: float, weights: torch.dtype) -> Tensor:
+def rounded_lse(q: Tensor, keys: Tensor, scale: float, weights: torch.dtype) -> Tensor:
     """The LSE [num_heads] of a row whose softmax weights, the largest 1, are rounded to a type before they are counted.
 
     q, keys: as in `attend`.
     """
-    group = q.shape[0] // keys[0].shape[0]
-    k = torch.stack(list(keys)).repeat_interleave(group, dim=1)
-    scores = torch.einsum("hd,nhd->nh", q, k) * scale
+    scores = torch.einsum("kgd,nkd->nkg", q.unflatten(0, (keys.shape[1], -1)), keys).flatten(1) * scale
     peak = scores.amax(dim=0)
     return peak + (scores - peak).exp().to(weights).to(q.dtype).sum(dim=0).log()
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat, KeyValues, Latents
 from attn_backends.conformance import oracle
-from attn_backends.conformance.inputs import ForwardInputs
+from attn_backends.conformance.inputs import ForwardInputs, strided
 from attn_backends.conformance.worlds import World
 from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
@@ -50,13 +51,20 @@ class Row:
 class Request:
     """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name.
 
-    seen: their keys and values as attention sees them, by precision and name.
+    seen: their keys and values as attention sees them, [num_tokens, kv_heads, dim] each, by precision. made: of a
+    compressed layer, one by one.
     """
 
     length: int
     slots: dict[Name, int] = field(default_factory=dict)
     vectors: dict[Name, Tensor] = field(default_factory=dict)
-    seen: dict[torch.dtype | None, dict[Name, tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    seen: dict[torch.dtype | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    made: dict[torch.dtype | None, dict[Name, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def places(self) -> dict[Name, int]:
+        """The number of each token among the vectors."""
+        return {name: place for place, name in enumerate(self.vectors)}
 
 
 class Scene:
@@ -263,19 +271,26 @@ class Scene:
         slots = torch.tensor([request.slots[name] for name in names])
         self.world.write(memory, slots, torch.stack([request.vectors[name] for name in names]))
 
-    def _seen(self, request: Request, name: Name, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
-        """Key and value of a token as attention sees them. weights: as in `expected_output`."""
+    def _tokens(self, request: Request, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a request, in the order of its vectors. weights: as in `expected_output`."""
         if weights not in request.seen:
             vectors = torch.stack(list(request.vectors.values()))
-            keys, values = self.world.read(*self.world.entries(vectors), weights)
-            request.seen[weights] = dict(zip(request.vectors, zip(keys, values, strict=True), strict=True))
-        return request.seen[weights][name]
+            request.seen[weights] = self.world.read(*self.world.entries(vectors), weights)
+        return request.seen[weights]
 
     def _attended(
         self, given: ForwardInputs, number: int, row: Row, weights: torch.dtype | None
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values that a row attends to. given: inputs of its forward, of which it is that number."""
-        return [self._seen(self.requests[row.request], name, weights) for name in self._in_window(row)]
+        request = self.requests[row.request]
+        keys, values = self._tokens(request, weights)
+        index = torch.tensor([request.places[name] for name in self._in_window(row)])
+        return keys[index], values[index]
+
+    def longest_key(self) -> float:
+        """The largest norm of a key that a row attended to in float64."""
+        keys = [request.seen[None][0] for request in self.requests if None in request.seen]
+        return max((float(key.norm(dim=-1).max()) for key in keys), default=0.0)
 
     def compared(self, memory: Tensor) -> dict[str, Tensor]:
         """The parts of a memory that are compared, slots first."""
@@ -331,7 +346,7 @@ class Scene:
             [torch.empty(0, layer.num_heads, dtype=dtype)],
         )
         for number, (q, row) in enumerate(zip(inputs[forward].q.cpu(), self.rows[forward], strict=False)):
-            keys, values = zip(*self._attended(inputs[forward], number, row, weights), strict=True)
+            keys, values = self._attended(inputs[forward], number, row, weights)
             out, lse = oracle.attend(q.to(dtype), keys, values, layer.scale, weights)
             if weights is not None and self.world.declared(self.batch.kind).rounded_lse:
                 lse = oracle.rounded_lse(q.to(dtype), keys, layer.scale, weights)
@@ -340,8 +355,3 @@ class Scene:
             outs.append(out.unsqueeze(0))
             lses.append(lse.unsqueeze(0))
         return torch.cat(outs), torch.cat(lses)
-
-
-def strided(tensor: Tensor) -> Tensor:
-    """The same values at stride 2, with others between them."""
-    return torch.stack((tensor, tensor + 1), dim=1)[:, 0]

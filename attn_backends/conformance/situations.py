@@ -10,7 +10,8 @@ from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.compressed_worlds import COMPRESSIONS, LAYERS, is_compressed
-from attn_backends.conformance.worlds import MAX_BS, AnyFormat, capacity_of, sizes_of
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import AnyFormat, capacity_of, sizes_of
 from attn_backends.contract.capabilities import DTYPES
 from spec_metadata import StepKind
 
@@ -26,7 +27,9 @@ TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 def page_sizes(subject: Subject, kind: StepKind) -> list[int]:
     """The page sizes to run a step kind at."""
     declared = subject.capabilities[kind].page_sizes
-    sizes = sorted(PAGE_SIZES if declared is None else declared)
+    whole = subject.backend.page_multiple()
+    taken = {-(-size // whole) * whole for size in PAGE_SIZES} if declared is None else declared
+    sizes = sorted(size for size in taken if size % whole == 0)
     if is_compressed(subject.backend):
         return [size for size in sizes if all(size % compression.ratio == 0 for compression in COMPRESSIONS)]
     return sizes

@@ -12,6 +12,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.conformance.sizes import HEAD_DIM, RANK, ROPE, size_of
 from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import ConfigError
@@ -19,39 +20,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning.metadata import ForwardMetadata
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, StepKind
 
-NUM_STEPS, MAX_BS = 3, 5
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 6
-MLA_HEADS, RANK, ROPE = 3, 5, 2
 SCALE = 0.37
-
-
-@dataclass(frozen=True)
-class Size:
-    """How large a world is.
-
-    pages: that a request may commit, at least. spare_pages: of a table row, past what a request may have. heads: of
-    queries, (over keys and values, over latents). kv: key-value heads and elements of a head. latent: (rank, rope).
-    dim: elements of a compressed row. Where a kernel declares heads or elements of its own, a world has the next larger
-    number of heads and, unless it is the small one, the most elements.
-    """
-
-    max_bs: int
-    num_steps: int
-    pages: int
-    spare_pages: int
-    heads: tuple[int, int]
-    kv: tuple[int, int]
-    latent: tuple[int, int]
-    dim: int
-
-
-SMALL = Size(MAX_BS, NUM_STEPS, 0, 0, (HEADS, MLA_HEADS), (KV_HEADS, HEAD_DIM), (RANK, ROPE), dim=8)
-SIZES = {
-    "": SMALL,
-    "wide": Size(10, 5, 4, 1, (64, 8), (8, 128), (512, 64), dim=128),
-    "many": Size(36, 5, 4, 0, (8, 8), (2, 64), (56, 8), dim=64),
-}
-
 
 AnyFormat = CacheFormat | CompressedFormat
 
@@ -63,7 +32,7 @@ class Setup:
     topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
     8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the
     table and of pages. far: half of the pages lie past 2**31 elements of the cache. layer: of a compressed format, what
-    its layer attends to (`compressed_worlds.LAYERS`). size: of the world, a name of `SIZES`.
+    its layer attends to (`compressed_worlds.LAYERS`). size: of the world, as `sizes.size_of` takes it.
     """
 
     backend: type[AttentionBackend]
@@ -97,10 +66,10 @@ class World:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.device = torch.device(setup.device)
-        self.size = SIZES[setup.size]
+        self.size = size_of(setup.size)
         self.capacity = capacity_of(setup.page_size, setup.topk, setup.size)
-        self.max_pages = num_row_pages(setup.page_size, setup.topk, setup.size) + self.size.spare_pages
-        num_pages = self.size.max_bs * self.max_pages + 4
+        self.max_pages = self.size.row_pages(setup.page_size, setup.topk) + self.size.spare_pages
+        num_pages = self.size.cache_pages(setup.page_size, setup.topk)
         self.geometry = CacheGeometry(num_pages, setup.page_size, reserved_page=2, reserved_row=1)
         kernel = next(kernel for kernel in setup.backend.kernels if kernel.name == setup.kernel)
         kernels = dict.fromkeys(kernel.capabilities, kernel.name)
@@ -143,7 +112,13 @@ class World:
 
     def attend(self, given: Any, at: ForwardMetadata, layer: Any = None, cache: Any = None) -> AttentionOutput:
         """Attend with what a model hands to a forward, in this world's layer and cache or in others."""
-        return self.backend.forward(given.q, cache or self.cache, at, layer or self.layer)
+        return self.told(self.backend.forward(given.q, cache or self.cache, at, layer or self.layer), at)
+
+    def told(self, output: AttentionOutput, at: ForwardMetadata) -> AttentionOutput:
+        """The output with a log-sum-exp of zeros where its kernel declares none: it may give anything for one."""
+        if at.kind is StepKind.IDLE or self.declared(at.kind).lse is not None:
+            return output
+        return AttentionOutput(output.out, torch.zeros_like(output.out[..., 0]))
 
     def declared(self, kind: StepKind) -> Capabilities:
         """What the kernel of a step kind declares."""
@@ -239,21 +214,11 @@ def aligned(elements: int) -> int:
 
 def capacity_of(page_size: int, topk: int, size: str = "") -> Capacity:
     """A capacity whose context and draft room together fill their last page exactly."""
-    room, known = draft_room(topk, size), SIZES[size]
-    context = num_row_pages(page_size, topk, size) * page_size - room
-    return Capacity(known.max_bs, context, page_size, topk, known.num_steps, num_draft_tokens=room)
-
-
-def draft_room(topk: int, size: str = "") -> int:
-    """Tokens that a step may add: all branches at all depths, or a chain of all steps with its root."""
-    num_steps = SIZES[size].num_steps
-    return topk * num_steps if topk > 1 else num_steps + 1
-
-
-def num_row_pages(page_size: int, topk: int, size: str = "") -> int:
-    """Pages that a request may have."""
-    committed = max(14, SIZES[size].pages * page_size)
-    return max(2, -(-(committed + draft_room(topk, size)) // page_size))
+    known = size_of(size)
+    room = known.room(topk)
+    nodes = known.nodes or room if topk > 1 else room
+    context = known.row_pages(page_size, topk) * page_size - room
+    return Capacity(known.max_bs, context, page_size, topk, known.num_steps, num_draft_tokens=nodes)
 
 
 def layer_of(
@@ -265,7 +230,7 @@ def layer_of(
     """A layer, and [kv_heads, dim] of its cache entries. sizes: of a query-key and a value head, heads: numbers of
     query heads to choose from, if not any will do. The scale keeps scores as far apart whatever the sizes.
     """
-    known = SIZES[size]
+    known = size_of(size)
     if format is CacheFormat.KV:
         (num_heads, _), (num_kv_heads, dim) = known.heads, known.kv
         default, unit = (dim, dim), HEAD_DIM

@@ -1,0 +1,144 @@
+"""Contexts, batches, widths and heads at which real kernels change their tiles and splits, in worlds that are cheap.
+
+Every value is met in each declared kind; the cases rotate through cache formats, page sizes, tables, eager steps and
+graphs, so that two values that are right apart are met together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.compressed_worlds import is_compressed
+from attn_backends.conformance.exercise import run_case
+from attn_backends.conformance.situations import TREE_KINDS, is_declared, situations
+from attn_backends.conformance.sizes import size_of
+from attn_backends.conformance.worlds import capacity_of
+from spec_metadata import StepKind
+
+CONTEXTS: tuple[tuple[int, ...], ...] = (
+    (63, 64, 65, 1),
+    (127, 128, 129, 2),
+    (255, 256, 257, 1),
+    (258, 259, 260, 3),
+    (511, 512, 513, 1),
+    (1023, 1024, 1025, 5),
+    (4095, 4096, 1, 4097),
+    (4098, 2, 4100, 4099),
+    (1, 32_768),
+    (131_072, 1),
+)
+BATCHES = (8, 9, 33, 128, 257)
+WIDTHS = (2, 3, 5, 8, 16, 21, 33, 64)
+TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
+"""topk, steps and nodes (0: as many as topk times steps)."""
+HEADS = (8, 64, 128)
+MOST_PACKED = 33  # requests of a graph of packed rows, whose torch kernels pad each to all rows
+LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
+
+
+def _with(subject: Subject, kind: StepKind, turn: int, size: str, topk: int = 1) -> Case | None:
+    """A situation of a kind in a size, of the turn's format, page size, table and path; None if it is not declared."""
+    found = situations(subject, kind, (topk,), size)
+    if not found:
+        return None
+    case = replace(found[(turn * 5 + turn // len(found)) % len(found)], size=size, topk=topk, seed=turn)
+    return case if is_declared(subject, case) else None
+
+
+def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: int) -> Iterator[Case]:
+    """The case on lengths, every other one through a graph that was captured on two short requests."""
+    if case is None:
+        return
+    kind = StepKind(case.kind)
+    context = capacity_of(case.page_size, case.topk, case.size).max_context
+    case, declared = replace(case, lens=tuple(min(n, context) for n in lens)), subject.capabilities[kind]
+    packed = kind is StepKind.PREFILL or (kind is StepKind.DRAFT_EXTEND and declared.packed and turn % 3 == 0)
+    if packed:
+        most = size_of(case.size).num_steps + 1
+        widths = tuple(1 + (most - 1) * (request % 2) for request in range(len(lens)))
+        prefixes = (max(n - w, 0 if kind is StepKind.PREFILL else 1) for n, w in zip(case.lens, widths, strict=True))
+        case = replace(case, lens=tuple(prefixes), widths=widths)
+    if (
+        turn % 2
+        and not (packed and len(lens) > MOST_PACKED)
+        and (declared.captures_packed if packed else declared.graph)
+    ):
+        bs = max(size_of(case.size).max_bs, len(lens))
+        case = replace(case, path="graph", captured_lens=(1, 2), bs=bs)
+        case = replace(case, captured_widths=(1, 1), num_tokens=sum(case.widths)) if packed else case
+    yield case
+
+
+def _longest(subject: Subject, kind: StepKind) -> int:
+    """Tokens of the longest context of a kind."""
+    if is_compressed(subject.backend):
+        return LONGEST_COMPRESSED
+    return max(map(max, CONTEXTS)) if kind in (StepKind.DECODE, StepKind.TARGET_VERIFY) else 32_768
+
+
+def _edges(subject: Subject) -> Iterator[Case]:
+    """Contexts, batches of one long request among short ones, and heads, of each kind."""
+    for kind in subject.capabilities:
+        turns = count(list(subject.capabilities).index(kind))
+        for lens in CONTEXTS:
+            longest = max(lens)
+            if longest > _longest(subject, kind):
+                continue
+            turn = next(turns)
+            steps = 3 if kind is StepKind.DRAFT_DECODE or longest > 8192 else 4 + 3 * (turn % 2)
+            size = f"long.bs{len(lens)}.steps{steps}.tokens{longest}"
+            yield from _filled(subject, _with(subject, kind, turn, size), lens, turn)
+        for bs in BATCHES:
+            turn = next(turns)
+            steps, tokens = (3, 520) if bs <= 33 else (2, 260)
+            size = f"long.bs{bs + turn % 2}.steps{steps}.tokens{tokens}.full2.spare1"
+            lens = tuple(1 + request % 7 for request in range(bs - 2))
+            yield from _filled(subject, _with(subject, kind, turn, size), (*lens, tokens, 3), turn)
+        for heads in HEADS:
+            turn = next(turns)
+            size = f"long.bs3.steps3.tokens700.heads{heads}"
+            yield from _filled(subject, _with(subject, kind, turn, size), (130, 600, 1), turn)
+
+
+def _widths(subject: Subject) -> Iterator[Case]:
+    """Widths of chains and of branches, and trees, behind prefixes of 0 to 1,030 tokens, the longest not the widest."""
+    for kind in (kind for kind in subject.capabilities if kind is not StepKind.DECODE):
+        turns = count(list(subject.capabilities).index(kind))
+        first = 1 if kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND) else 0
+        for width in WIDTHS:
+            turn = next(turns)
+            if kind is StepKind.DRAFT_DECODE:
+                size, topk = "long.steps3.tokens600", width
+            else:
+                size, topk = f"long.steps{width - 1}.tokens1030", 1
+            if topk <= 16 or kind is not StepKind.DRAFT_DECODE:
+                yield from _filled(subject, _with(subject, kind, turn, size, topk), (513, first, 1025, 9), turn)
+        for topk, steps, nodes in TREES if kind in TREE_KINDS else ():
+            turn = next(turns)
+            size = f"long.steps{steps}.nodes{nodes}.tokens600"
+            yield from _filled(subject, _with(subject, kind, turn, size, topk), (513, first, 70, 255), turn)
+
+
+def _measure(subject: Subject, case: Case) -> Measured:
+    ran = run_case(subject, case)
+    compare_memory(ran.scene, ran.before, padded=case.path == "graph")
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
+
+
+@check("scale.edges", lambda subject: list(_edges(subject)))
+def edges(subject: Subject, case: Case) -> Measured:
+    """Contexts around tile and split edges up to 131,072 tokens, one long request among up to 256 short ones, up to 128
+    heads.
+    """
+    return _measure(subject, case)
+
+
+@check("scale.widths", lambda subject: list(_widths(subject)))
+def widths(subject: Subject, case: Case) -> Measured:
+    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, behind prefixes of many tiles."""
+    return _measure(subject, case)

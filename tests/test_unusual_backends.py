@@ -1,0 +1,32 @@
+"""A correct backend passes the suite, however unusual what it declares is."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_backends.conformance import Outcome, Subject, run_case, run_conformance, selected_cases
+from tests.unusual_backends import UNUSUAL
+
+WRONG = (Outcome.FAIL, Outcome.ERROR)
+
+
+def test_there_are_twenty_of_them() -> None:
+    assert len(UNUSUAL) >= 20
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_backend_conforms(name: str) -> None:
+    """On a case of every third check; the others are in the full tier."""
+    subject = Subject(UNUSUAL[name], "torch")
+    first = {case.check: case for case in reversed(selected_cases(subject, "[!s]*"))}
+    turn = list(UNUSUAL).index(name)
+    rows = [run_case(subject, case) for case in list(first.values())[turn % 3 :: 3]]
+    assert [(row.check, row.case, row.reason) for row in rows if row.status in WRONG] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_an_unusual_backend_conforms_in_every_case(name: str) -> None:
+    report = run_conformance(UNUSUAL[name], kernel="torch", select="[!s]*")
+    assert [(row.check, row.case, row.reason) for row in report.rows if row.status in WRONG] == []
+    assert report.counts[Outcome.PASS] > 0
