@@ -182,6 +182,7 @@ class StackDraft(_Stack, DraftModel):
         super().__init__(replace(shape, num_layers=1), target.max_positions, target.embedding, target.head)
         self._fuse = nn.Linear(2 * shape.hidden, shape.hidden, bias=False, dtype=self.dtype, device=self.device)
         self._fuse.requires_grad_(False)
+        self.target_hidden_size = shape.hidden
 
     def forward(
         self,

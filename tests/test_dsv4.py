@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends.backends import dsv4
 from attn_backends.errors import PlanError, UnsupportedStepError
 from attn_backends.kernels import torch_compressed
+from attn_backends.planning import planners
 from spec_metadata import dense_part, write_slots
 from spec_metadata.plans import compressed
 from tests.dsv4_model import REAL, SMALL, Sizes, tiny_model
@@ -237,7 +237,7 @@ _STORE_ENTRIES, _WRITE_STATES, _ENTRIES = dsv4._store_entries, dsv4.write_states
 _POOL, _ATTEND = torch_compressed.pool, torch_compressed.sparse_attention
 
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
-    "slots of a draft not sliced": (base, "write_slots", _same_slice),
+    "slots of a draft not sliced": (planners, "write_slots", _same_slice),
     "lengths of a draft not advanced": (compressed, "dense_part", _not_advanced),
     "states written before entries are made": (dsv4, "_store_entries", _states_first),
     "a state row not kept": (dsv4, "write_states", _latest_rows_only),

@@ -170,7 +170,7 @@ def test_buckets_of_a_kind_share_a_workspace_that_each_replay_plans_anew(module:
         (given,) = inputs = scene.inputs()
         world.backend.store(given.stored, world.cache, meta.at(), world.layer)
         checks.check_outputs(scene, inputs, [world.backend.forward(given.q, world.cache, meta.at(), world.layer)])
-    works = {schedule._work.data_ptr() for meta in metas for schedule in meta.schedules._made.values()}
+    works = {made.schedule._work.data_ptr() for meta in metas for made in meta.schedules._made.values()}
     assert len(works) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_list_of_work_is_not_made_twice(in_turn: InTurn):
     assert [in_turn.run(kind, LENS) for kind in (VERIFY, EXTEND, VERIFY, VERIFY)] == [1, 0, 0, 0]
     assert in_turn.run(EXTEND, OTHERS) == 1
     assert in_turn.run(VERIFY, OTHERS) == 0
-    works = [schedule._work for meta in in_turn.metas.values() for schedule in meta.schedules._made.values()]
+    works = [made.schedule._work for meta in in_turn.metas.values() for made in meta.schedules._made.values()]
     assert len({work.data_ptr() for work in works}) == 1
 
 

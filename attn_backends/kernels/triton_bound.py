@@ -114,9 +114,8 @@ def _find_slots(
     for start in range(tl.program_id(1) * BLOCK, num_writes, tl.num_programs(1) * BLOCK):
         place = start + tl.arange(0, BLOCK)
         mask, write = place < num_writes, request * num_writes + place
-        slots = _own_slots(
-            table, rows, request, row, table_stride, column_stride, committed + place, mask & real, sizes
-        )
+        live = place < tl.where(real, num_writes, 0)
+        slots = _own_slots(table, rows, request, row, table_stride, column_stride, committed + place, live, sizes)
         _store_slots(into, write, slots, real, count, mask, sizes)
 
 
@@ -173,7 +172,8 @@ def _read_bound(
         end = tl.minimum(tl.cdiv(committed + num_writes, page_size), number(sizes.num_columns))
         for start in range(part * BLOCK, end, parts * BLOCK):
             page = start + tl.arange(0, BLOCK)
-            ids = _pages_of(table, request, table_stride, column_stride, page, (page < end) & real, sizes)
+            live = page < tl.where(real, end, 0)
+            ids = _pages_of(table, request, table_stride, column_stride, page, live, sizes)
             tl.store(into + page, ids, mask=page < end)
 
 

@@ -203,10 +203,12 @@ class DraftModel(PagedModel):
 
     Takes over `draft`, which must have its target's dtype and device (`CheckpointError`). family: of its attention, the
     target's if None. feature_layers, feature_size: which features of its target it takes (`TargetModel.tapped`), and
-    how many columns they have. target_hidden_size: columns of a hidden state of its target.
+    how many columns they have. target_hidden_size: columns of a hidden state of its target. has_own_cache: whether its
+    cache may be of another format than its target's.
     """
 
     feature_layers: tuple[int, ...] = ()
+    has_own_cache: bool = False
 
     def __init__(
         self, draft: DraftHead | Eagle1Draft | Eagle3Draft, target: TargetModel, family: Family | None = None
@@ -219,12 +221,12 @@ class DraftModel(PagedModel):
                 f"{target.device}; both must be the same: draft.to({target.dtype}) changes them, draft.to(device) moves"
             )
         super().__init__(family or target.family, draft.config, draft.layers, target.embedding, target.head)
-        self._draft, self._is_target_s_family = draft, family is None
+        self._draft, self.has_own_cache = draft, family is not None
         self.feature_size = self.target_hidden_size = self.hidden_size
 
     def misfits(self, target: TargetModel) -> list[str]:
         """Why it can't draft for a target, in words; empty if it can. One of a family of its own has its own cache."""
-        own_cache = (self.cache_format, target.cache_format if self._is_target_s_family else self.cache_format)
+        own_cache = (self.cache_format, self.cache_format if self.has_own_cache else target.cache_format)
         of_models = {
             "cache format": own_cache,
             "hidden size": (self.target_hidden_size, target.hidden_size),
