@@ -18,7 +18,8 @@ from attn_backends.conformance import compressed_oracle, oracle
 from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.compressed_worlds import INDEX_HEADS, CompressedWorld
 from attn_backends.conformance.inputs import ForwardInputs
-from attn_backends.conformance.scenes import Name, Request, Row, Scene
+from attn_backends.conformance.requests import Name, Request, Row
+from attn_backends.conformance.scenes import Scene
 from spec_metadata import StepKind
 
 CLEAR = 0.05  # of a selection's cut: no rounding moves an entry over it

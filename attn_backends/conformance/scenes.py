@@ -6,10 +6,8 @@ a drafted tree node, with their vectors and slots; it shares no code with the pl
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from copy import copy
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +15,7 @@ from torch import Tensor
 from attn_backends.cache import CacheFormat, KeyValues, Latents
 from attn_backends.conformance import oracle
 from attn_backends.conformance.inputs import ForwardInputs, strided
+from attn_backends.conformance.requests import Name, Request, Row
 from attn_backends.conformance.worlds import World
 from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
@@ -33,38 +32,6 @@ class Batch:
     lens: tuple[int, ...]
     widths: tuple[int, ...] = ()
     bounded: bool = False
-
-
-Name = Hashable
-
-
-@dataclass(frozen=True)
-class Row:
-    """A query row: the token that it writes and those that it sees, by name."""
-
-    request: int
-    token: Name
-    visible: list[Name]
-
-
-@dataclass
-class Request:
-    """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name.
-
-    seen: their keys and values as attention sees them, [num_tokens, kv_heads, dim] each, by precision. made: of a
-    compressed layer, one by one.
-    """
-
-    length: int
-    slots: dict[Name, int] = field(default_factory=dict)
-    vectors: dict[Name, Tensor] = field(default_factory=dict)
-    seen: dict[torch.dtype | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    made: dict[torch.dtype | None, dict[Name, Tensor]] = field(default_factory=dict)
-
-    @cached_property
-    def places(self) -> dict[Name, int]:
-        """The number of each token among the vectors."""
-        return {name: place for place, name in enumerate(self.vectors)}
 
 
 class Scene:
