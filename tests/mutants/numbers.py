@@ -13,7 +13,7 @@ from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import torch_attention
-from attn_backends.planning.metadata import check_owner
+from attn_backends.planning import metadata
 from spec_metadata import Buffers, Capacity, InvalidStepError, PackedQuery, RequestTable, Step, StepKind
 from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant
@@ -113,7 +113,7 @@ def idle_tables_of_one_width(patch: pytest.MonkeyPatch) -> None:
 @mutant("staleness asked of one entry point of many", "graph.stale_everywhere", graph=True)
 def staleness_asked_by_at_alone(patch: pytest.MonkeyPatch) -> None:
     """`store` and `forward` take what another graph has overwritten since `at` was called."""
-    patch.setattr(base, "check_forward", lambda backend, meta: check_owner(backend, meta.owner, meta.kind))
+    patch.setattr(base, "check_forward", lambda backend, meta: metadata._check_owner(backend, meta.owner, meta.kind))
 
 
 @mutant("staleness asked of one entry point of many", "graph.stale_everywhere", graph=True)

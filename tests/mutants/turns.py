@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.kernels import torch_attention
@@ -94,8 +93,7 @@ def known_layout_taken_at_any_length(patch: pytest.MonkeyPatch) -> None:
 @mutant("two instances given each other's metadata", "refusals.anothers_metadata")
 def metadata_of_any_instance_taken(patch: pytest.MonkeyPatch) -> None:
     """Metadata is asked for the class of its backend, not for the instance."""
-    patch.setattr(metadata, "check_owner", lambda backend, owner, kind: None)
-    patch.setattr(base, "check_owner", lambda backend, owner, kind: None)
+    patch.setattr(metadata, "_check_owner", lambda backend, owner, kind: None)
 
 
 @mutant("a store that counts its calls", "cache.stores_in_any_order")
