@@ -68,11 +68,11 @@ def test_what_is_wrong_is_refused_after_what_was_right(setup: Setup) -> None:
     """Another layer, another cache and another type, each after the right one, and the right one once more."""
     world, meta, given = ready(setup)
     narrow = view_of(world.memory[:9], setup.format)
-    window = replace(world.layer, window=4)
+    wide = replace(world.layer, head_dim=2 * world.layer.head_dim)
     for _ in range(2):
         world.backend.store(given.stored, world.cache, meta, world.layer)
         world.backend.forward(given.q, world.cache, meta, world.layer)
-        wrong = [("sliding window of 4", given.q, world.cache, window), ("holds 9 pages", given.q, narrow, world.layer)]
+        wrong = [("entries have", given.q, world.cache, wide), ("holds 9 pages", given.q, narrow, world.layer)]
         for reason, q, cache, layer in [*wrong, (r"torch\.int32", given.q.int(), world.cache, world.layer)]:
             with pytest.raises(UnsupportedStepError, match=reason):
                 world.backend.forward(q, cache, meta, layer)
@@ -82,10 +82,15 @@ def test_what_is_wrong_is_refused_after_what_was_right(setup: Setup) -> None:
 
 
 def test_a_tree_is_another_use_than_a_chain() -> None:
-    """A kernel may take a window over a chain; none takes it over a tree."""
+    """A kernel may take a window over a chain and not over a tree."""
     world = World(replace(SETUP, topk=2))
     with_window = tuple(
-        replace(each, capabilities={kind: replace(able, window=True) for kind, able in each.capabilities.items()})
+        replace(
+            each,
+            capabilities={
+                kind: replace(able, window=True, tree_window=False) for kind, able in each.capabilities.items()
+            },
+        )
         for each in FA3Backend.kernels
     )
     backend = type("Windowed", (FA3Backend,), {"kernels": with_window})

@@ -132,11 +132,18 @@ class Recorder:
     def _look_at(self, meta: Metadata[Any], ancestors: tuple[Tensor, ...]) -> None:
         """Where the parts of a plan lie in its allocation; all steps of a layout have them there."""
         ats = [meta.at(i, ancestors[i] if ancestors else None) for i in range(len(meta.plans))]
-        plans = [flat(plan) for plan in meta.plans]
+        anchor = meta.buffers["write_slots"]
+        memory = anchor.untyped_storage().data_ptr()
+
+        def is_elsewhere(part: Any) -> bool:
+            """A tree's mask, which a window reads, is the step's."""
+            return isinstance(part, Tensor) and part.untyped_storage().data_ptr() != memory
+
+        plans = [{n: part for n, part in flat(plan).items() if not is_elsewhere(part)} for plan in meta.plans]
         self._has_tree = ats[0].tree is not None
         tensors = [part for plan in plans for part in plan.values() if isinstance(part, Tensor)]
         tensors += [at.write_slots for at in ats]
-        start, anchor = min(part.data_ptr() for part in tensors), meta.buffers["write_slots"]
+        start = min(part.data_ptr() for part in tensors)
         self._offset, size = start - anchor.data_ptr(), max(_end(part) for part in tensors) - start
         self._views = [
             (
