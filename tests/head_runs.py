@@ -35,11 +35,6 @@ def oracle_of(format: Format, tensors: dict[str, Tensor]) -> HeadOracle:
     return HeadOracle(tiny_target(format.num_layers), format.facts, tensors, format.facts.get("taps", ()))
 
 
-def has_window(format: Format) -> bool:
-    """Whether a layer has one, which no kernel takes on a CPU."""
-    return any(format.facts.get("windows", ()))
-
-
 @torch.no_grad()
 def log_probs(draft: DraftModel, features: Tensor, attention: Callable[[int, int], Attention]) -> Tensor:
     """Scores over the target's tokens of the rows of `TEXT`, prefilled, and of one that is drafted behind them.

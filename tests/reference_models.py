@@ -88,7 +88,6 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_moe": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3_moe_window": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | WINDOWED),
 }
-WINDOW_NAMES = ("mistral_window", "qwen2_windows", "qwen3_bias", "qwen3_moe_window")
 BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
     "reference": (ReferenceBackend, 1),
     "fa3": (FA3Backend, 4),
@@ -115,9 +114,8 @@ PAIRS = [
     (model, backend)
     for model in CONFIGS
     for backend, (kind, _) in BACKENDS.items()
-    if model not in WINDOW_NAMES and family_of(model).cache_format in kind.formats
+    if family_of(model).cache_format in kind.formats
 ]
-"""Models and backends that run them; of windows see `tests/test_target_families.py`."""
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:

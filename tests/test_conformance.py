@@ -145,15 +145,9 @@ def test_a_backend_of_limits_conforms():
 
 
 def extras_kernel():
-    """fa3's kernel with sinks, and a window that it only declares."""
-    kernel, right = with_torch_kernel(window=True, sinks=True)
-
-    def launch(q, cache, plan, layer):
-        out, lse = right(q, cache, plan, layer)
-        share = 1 if layer.sinks is None else torch.sigmoid(lse - layer.sinks).unsqueeze(-1)
-        return AttentionOutput(out * share, lse)
-
-    return replace(kernel, launch=launch)
+    """fa3's kernel, which takes sinks, with a window that it only declares."""
+    kernel, right = with_torch_kernel()
+    return replace(kernel, launch=lambda q, cache, plan, layer: right(q, cache, plan, replace(layer, window=None)))
 
 
 class Extras(FA3Backend):
@@ -164,9 +158,9 @@ class Extras(FA3Backend):
     kernels = (extras_kernel(),)
 
 
-@pytest.mark.parametrize(("extra", "executed"), [("sinks", 8), ("kv_scales", 14)])
+@pytest.mark.parametrize(("extra", "executed"), [("sinks", 29), ("kv_scales", 27)])
 def test_declared_extras_of_a_layer_are_checked(extra, executed):
-    """Scales over chains and trees, sinks over chains alone."""
+    """Over chains, trees and packed rows."""
     report = run_conformance(Extras, select=f"math.{extra}")
     assert report.executed == executed
     assert report.exit_code(require_run=True) == 0
@@ -259,7 +253,7 @@ def test_a_declared_capability_that_is_refused():
 
 
 def test_an_undeclared_capability_that_is_computed_anyway():
-    kernel, _ = with_torch_kernel(page_sizes=frozenset({16}), packed=False)
+    kernel, _ = with_torch_kernel(page_sizes=frozenset({16}), packed=False, window=False)
 
     class Anyway(FA3Backend):
         kernels = (kernel,)

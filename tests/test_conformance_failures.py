@@ -44,10 +44,10 @@ class WrongBase(FA3Backend):
 
 
 class OwnStore(FA3Backend):
-    """A backend that writes its cache itself, and right."""
+    """A backend that writes its cache itself, and right, and declares no window."""
 
     formats = frozenset({CacheFormat.KV})
-    kernels = (RIGHT,)
+    kernels = (replace(RIGHT, capabilities={kind: replace(c, window=False) for kind, c in RIGHT.capabilities.items()}),)
 
     def store(self, inputs, cache, meta, layer):
         cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)

@@ -27,7 +27,6 @@ from tests.head_runs import (
     TEXT,
     DenseAttention,
     expected_log_probs,
-    has_window,
     log_probs,
     oracle_of,
     paged,
@@ -44,12 +43,12 @@ def test_logits_are_those_of_an_independent_forward(name: str, tmp_path: Path) -
     draft = load_draft(tmp_path, target_of(format))
     assert draft.feature_layers == tuple(oracle.layers)
     features, expected = oracle.features(TEXT.tolist()), expected_log_probs(oracle)
-    for attention in [DenseAttention(draft)] if has_window(format) else [DenseAttention(draft), paged(draft)]:
+    for attention in (DenseAttention(draft), paged(draft)):
         torch.testing.assert_close(log_probs(draft, features, attention), expected, rtol=0, atol=BUDGET)
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if not has_window(format)])
+@pytest.mark.parametrize("name", FORMATS)
 def test_drafts_are_those_of_an_independent_forward(name: str, shape: tuple[int, int, int], tmp_path: Path) -> None:
     format = FORMATS[name]
     oracle, worker = oracle_of(format, write(format, tmp_path)), worker_of(name, tmp_path, shape)
@@ -58,14 +57,6 @@ def test_drafts_are_those_of_an_independent_forward(name: str, shape: tuple[int,
     assert sum(len(request.cycles) for request in seen) > 6
     for request in seen:
         check_drafts(oracle, request, shape)
-
-
-def test_a_window_is_honoured_or_refused_by_name(tmp_path: Path) -> None:
-    """Kernels of the torch definition take none."""
-    write(FORMATS["speculators"], tmp_path)
-    worker = worker_of("speculators", tmp_path, CHAIN)
-    with pytest.raises(UnsupportedStepError, match=r"layer 0: a sliding window of 7 tokens \(it takes none\)"):
-        serve(worker, [TEXT[:11].tolist()], 2)
 
 
 def test_embeddings_of_prompts_do_not_fit_a_head_of_another_width(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import KeyValues
-from attn_backends.errors import CheckpointError, UnsupportedStepError
+from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends_reference.eagle.engine import serve
@@ -22,7 +22,7 @@ from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import TargetModel, interface, load_target
 from attn_backends_reference.models.decoder import MultimodalRows
-from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, token_positions
+from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
 
 LENS = (5, 13, 9)
@@ -64,24 +64,6 @@ def test_layers_have_the_windows_of_the_model(name: str) -> None:
     tokens, errors = rm.random_tokens((3 * rm.WINDOW,))[0], rm.Errors()
     hidden = served.forward(tokens, torch.arange(len(tokens)), DenseAttention(served.layers))
     errors.add(served.logits(hidden), *plain.logits(tokens))
-    errors.check()
-
-
-@pytest.mark.parametrize("name", rm.WINDOW_NAMES)
-@pytest.mark.parametrize("backend", ["reference", "fa3"])
-def test_a_window_is_honoured_or_refused_by_name(name: str, backend: str) -> None:
-    plain = rm.PlainTarget(rm.tiny_target(name))
-    served, texts, errors = rm.served_target(name, plain.single), rm.random_tokens(LENS), rm.Errors()
-    requests = rm.Requests(served, backend, len(LENS))
-    step = Step.prefill(PackedQuery.of(LENS), requests.committed, requests.paging)
-    attention, tokens = requests.attention(step), torch.cat(texts)
-    if not requests.backend.kernel_of(step.kind).capabilities[step.kind].window:
-        with pytest.raises(UnsupportedStepError, match=rf"layer \d: a sliding window of {rm.WINDOW} tokens"):
-            served.forward(tokens, token_positions(step), attention)
-        return
-    logits = served.logits(served.forward(tokens, token_positions(step), attention))
-    for text, rows in zip(texts, logits.split(list(LENS)), strict=True):
-        errors.add(rows, *plain.logits(text))
     errors.check()
 
 

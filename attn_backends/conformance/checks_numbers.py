@@ -126,7 +126,7 @@ def _narrow(subject: Subject) -> list[Case]:
     return short + [replace(case, lens=(1, 2), captured_lens=case.lens[:2]) for case in captured]
 
 
-@check("plan.narrow_tables", one_page_size(_narrow))
+@check("math.narrow_tables", one_page_size(_narrow))
 def narrow_tables(subject: Subject, case: Case) -> Measured:
     """A table with no more columns than its requests need, narrower than the capacity; a graph takes such a block table
     after one of full width.

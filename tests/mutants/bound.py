@@ -6,18 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from attn_backends import backend as base
 from attn_backends.planning import planners
 from spec_metadata import bound_inputs
 from tests.mutants.mutant import mutant
-
-
-@mutant("SGLang's padding: sequence length 1, row 0, slot 0", "graph.bound_inputs")
-def padding_is_bound_as_requests(patch: pytest.MonkeyPatch) -> None:
-    """Every row of an engine's buffers is taken for a real request."""
-    patch.setattr(bound_inputs, "_num_real", lambda inputs, paging: torch.full((1,), paging.bs))
 
 
 @mutant("vLLM's seq_lens, which count the step's rows", "graph.bound_inputs", backend="trtllm_mla")

@@ -123,7 +123,8 @@ def value_scale_forgotten(patch: pytest.MonkeyPatch) -> None:
     over_pages = torch_attention._over_pages
 
     def one_scale(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return over_pages(*arguments[:-1], arguments[-2])
+        *given, extras = arguments
+        return over_pages(*given, extras._replace(v_scale=extras.k_scale))
 
     patch.setattr(torch_attention, "_over_pages", one_scale)
 

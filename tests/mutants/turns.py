@@ -77,9 +77,9 @@ def splits_by_the_largest_capture(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch_attention, "attend", in_two if splits else attend)
         return capture(self, bucket, paging)
 
-    def in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def in_two(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         even = visible & (torch.arange(k.shape[1], device=k.device) % 2 == 0)
-        return torch_attention.merge_states(*attend(q, k, v, even, scale), *attend(q, k, v, visible & ~even, scale))
+        return torch_attention.merge_states(*attend(q, k, v, even, *rest), *attend(q, k, v, visible & ~even, *rest))
 
     patch.setattr(AttentionBackend, "capture", noted)
 
