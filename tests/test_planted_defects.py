@@ -24,6 +24,7 @@ from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch
 from attn_backends.conformance.sizes import NUM_STEPS
 from attn_backends.conformance.worlds import Setup, World
+from attn_backends.planning import planners
 from spec_metadata import Buffers, Capacity, InvalidStepError, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import DensePart, TreePart, chain_parts, dense_part
@@ -104,7 +105,7 @@ def plant_d2(patch: pytest.MonkeyPatch) -> None:
 
 def plant_d3(patch: pytest.MonkeyPatch) -> None:
     """Every forward takes the first slots of the flat out_cache_loc instead of its step's."""
-    patch.setattr(base, "write_slots", lambda step, forward=0: step.flat_slots()[: step.num_tokens])
+    patch.setattr(planners, "write_slots", lambda step, forward=0: step.flat_slots()[: step.num_tokens])
 
 
 def plant_d3_in_replay(patch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def plant_d8(patch: pytest.MonkeyPatch) -> None:
         view = step.flat_slots().contiguous().view(-1, step.num_steps)[:, forward]
         return view.as_strided(view.shape, (1,), view.storage_offset())
 
-    patch.setattr(base, "write_slots", read_as_dense)
+    patch.setattr(planners, "write_slots", read_as_dense)
 
 
 def plant_001(patch: pytest.MonkeyPatch) -> None:
