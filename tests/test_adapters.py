@@ -14,7 +14,7 @@ from attn_backends.adapters import sglang, tensorrt_llm, vllm
 from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.cache import KeyValues
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import NUM_STEPS
+from attn_backends.conformance.sizes import NUM_STEPS
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
 from spec_metadata import CacheGeometry, InvalidStepError, PackedQuery, RequestTable, Step, StepKind

@@ -14,7 +14,8 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat, KeyValues, Latents, PagedKV
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import MAX_BS, Setup, World, view_of
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import Setup, World, view_of
 from attn_backends.errors import BackendUnavailableError, CaptureError, UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import BlockTable, RequestTable, Step, StepKind, UniformQuery

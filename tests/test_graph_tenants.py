@@ -10,7 +10,8 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.exercise import run_forward
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import MAX_BS, Setup, World
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import RecordedGraph
 from spec_metadata import StepKind

@@ -13,7 +13,8 @@ from attn_backends.backend import Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat, KeyValues
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import HEAD_DIM, HEADS, KV_HEADS, MAX_BS, Setup, World
+from attn_backends.conformance.sizes import HEAD_DIM, HEADS, KV_HEADS, MAX_BS
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import AttnBackendsError, CaptureError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput

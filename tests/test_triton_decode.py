@@ -177,8 +177,8 @@ def test_what_does_not_fit_is_refused(form, position, wrong):
 def test_what_runs_by_the_rows_of_a_request(monkeypatch, decode):
     """The kernel that divides keys, or the one for many rows."""
     prefill, ran = interpreted("triton_prefill", "_paged_attention"), []
-    monkeypatch.setattr(decode, "paged_attention", lambda *given: ran.append("decode"))
-    monkeypatch.setattr(prefill, "paged_attention", lambda *given: ran.append("prefill"))
+    monkeypatch.setattr(decode, "paged_attention", lambda *given, **extras: ran.append("decode"))
+    monkeypatch.setattr(prefill, "paged_attention", lambda *given, **extras: ran.append("prefill"))
     for width in (paged_operators.MAX_DIVIDED_WIDTH, paged_operators.MAX_DIVIDED_WIDTH + 1):
         given = arguments(replace(GROUPED, widths=(1, width), lens=(9, 80)), "csr", True)
         paged_operators._paged_attention_cuda(*given)

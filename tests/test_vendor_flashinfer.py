@@ -14,7 +14,8 @@ from attn_backends.cache import PagedLatent
 from attn_backends.conformance import Subject
 from attn_backends.conformance.runner import run_case, selected_cases
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.worlds import MAX_BS, World
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.conformance.worlds import World
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection import providers
