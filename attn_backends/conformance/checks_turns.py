@@ -36,7 +36,6 @@ from attn_backends.conformance.situations import (
     in_rows,
     is_declared,
     one_page_size,
-    situations,
 )
 from attn_backends.conformance.worlds import World, capacity_of
 from attn_backends.errors import AttnBackendsError
@@ -74,7 +73,7 @@ def _pairs(path: str) -> Cases:
         for kind in KINDS:
             if path == "graph" and not _captures(subject, kind):
                 continue
-            for case in one_page_size(lambda subject, kind=kind: situations(subject, kind))(subject):  # type: ignore[misc]
+            for case in one_page_size(eager((kind,)))(subject):
                 second = growing(case) if path == "graph" else replace(case, lens=case.lens[:3])
                 second = in_rows(second) if kind is StepKind.PREFILL else second
                 found += [replace(second, after=str(first)) for first in _firsts(subject, second)]
