@@ -3,8 +3,8 @@
 A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
 tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
-a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on static
-memory that holds another phase's step by then. It does not model memory reuse inside the graph's pool, or streams.
+a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on memory
+that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool, or streams.
 
 A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """
@@ -160,7 +160,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         """Poison every intermediate, then run the calls again in order. Raises `CaptureError`, and runs nothing, if the
-        static memory that it reads holds the step of another phase.
+        static memory that it reads holds the step of another bucket.
         """
         for call_host in self.host_calls:
             call_host()

@@ -189,8 +189,8 @@ def equals_eager(subject: Subject, case: Case) -> Measured:
     for forward, (one, two) in enumerate(zip(ran.outputs, expected, strict=True)):
         compare_identical(f"output of forward {forward}", one.out, two.out)
         compare_identical(f"LSE of forward {forward}", one.lse, two.lse)
-    assert captured.meta.tenant is not None, "it was captured"
-    captured.meta.tenant.arena.reset()
+    assert captured.meta.captured is not None, "it was captured"
+    captured.meta.captured.phase.reset()
     again = captured.run(scene, case)
     for name in ("write_slots", *(spec.name for spec in backend.buffers(StepKind(case.kind)))):
         compare_identical(f"replayed metadata {name}", again.meta.buffers[name], eager_meta.buffers[name])

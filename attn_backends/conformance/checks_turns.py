@@ -27,10 +27,12 @@ from attn_backends.conformance.exercise import (
 from attn_backends.conformance.inputs import strided
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    UNIFORM_KINDS,
     Cases,
     any_graph,
     around_pages,
     eager,
+    graph,
     graphable,
     growing,
     in_rows,
@@ -171,12 +173,42 @@ def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
         captured = Captured(world, case)
         turns = [(captured, case), (first, other), (captured, case)]
     found: list[Measured] = []
-    for graph, its in turns:
-        ran = graph.run(scene_of(world, batch_of(its), case.seed + 1), its)
+    for turn, its in turns:
+        ran = turn.run(scene_of(world, batch_of(its), case.seed + 1), its)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
-        if graph is captured:
+        if turn is captured:
             _same_bits(f"after a {case.after} step", ran, alone)
+    return nearest(found)
+
+
+def _ahead(subject: Subject) -> list[Case]:
+    """Every pair of kinds that go through a graph of uniform rows, the later one of shorter requests."""
+    kinds = [kind for kind in UNIFORM_KINDS if graphable(subject, kind)]
+    return [
+        replace(case, after=str(other))
+        for case in one_page_size(graph(growing))(subject)
+        for other in kinds
+        if other != case.kind and is_declared(subject, replace(case, kind=str(other)))
+    ]
+
+
+@check("graph.planned_ahead", _ahead)
+def planned_ahead(subject: Subject, case: Case) -> Measured:
+    """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run."""
+    world = world_of(setup_of(subject, case))
+    lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
+    its = replace(case, kind=case.after, lens=lens, after="")
+    phases = [(Captured(world, each), each) for each in (case, its)]
+    place = case.seed, world.table.shape[1]  # the same pages for both
+    scenes = [scene_of(world, batch_of(each), case.seed + i, *place) for i, (_, each) in enumerate(phases)]
+    for (captured, _), scene in zip(phases, scenes, strict=True):
+        captured.load(scene)
+    found: list[Measured] = []
+    for (captured, each), scene in zip(phases, scenes, strict=True):
+        ran = captured.replay(scene, prepare_memory(scene, each))
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+        compare_memory(ran.scene, ran.before, padded=True)
     return nearest(found)
 
 
