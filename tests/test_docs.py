@@ -69,8 +69,11 @@ LONG = {  # commands that take longest, and what of them `make test` runs beside
     "attn-backends demo --backend fa3": "the demo of one prompt and one draft, `test_cli`",
     "attn-backends demo --backend my_package.my_mla:MyMLABackend": "the demo of another package's backend, `test_cli`",
     "attn-backends conformance fa3 --quick": "the same with `--select 'graph.*'`",
-    "attn-backends conformance seqmajor --quick": "the same cases through pytest",
+    "attn-backends conformance seqmajor --quick": "the same cases by `pytest` alone",
     'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
+    'attn-backends generate --config mtp --prompt "def main():"': "MTP in `test_examples`",
+    'attn-backends generate --model gqa --draft gqa-eagle3 --prompt "import os"': "EAGLE-3 in `test_examples`",
+    "pytest --pyargs attn_backends.conformance --attn-backend seqmajor --attn-quick": "the same cases by `pytest` alone",
     'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
 }
 COMMANDS = sorted({snippet.text for snippet in those("sh")})
