@@ -72,6 +72,7 @@ LONG = {  # commands that take longest, and what of them `make test` runs beside
     "attn-backends conformance seqmajor --quick": "the same cases by `pytest` alone",
     'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
     'attn-backends generate --config mtp --prompt "def main():"': "MTP in `test_examples`",
+    'attn-backends generate --model gqa --draft gqa --prompt "import os"': "a chain in `test_examples`",
     'attn-backends generate --model gqa --draft gqa-eagle3 --prompt "import os"': "EAGLE-3 in `test_examples`",
     "pytest --pyargs attn_backends.conformance --attn-backend seqmajor --attn-quick": "the same cases by `pytest`",
     'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
