@@ -19,8 +19,8 @@ from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills
 KILLS = read_kills()
 HERE = [mutant for mutant in MUTANTS.values() if not mutant.needs]
 MAX_LINES = 10
-WORKER_LAWS = {"mtp", "multimodal", "prefill", "serving"}
-LAWS = WORKER_LAWS | {"eagle3", "sampling"}  # their own tests run them without a mutant
+WORKER_LAWS = {"eagle3", "mtp", "multimodal", "prefill", "serving"}
+LAWS = WORKER_LAWS | {"sampling"}  # their own tests run them without a mutant
 
 
 def in_tiers(mutants: list[Mutant]) -> Iterator[Any]:
