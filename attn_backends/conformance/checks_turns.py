@@ -182,7 +182,7 @@ def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
     return nearest(found)
 
 
-def _ahead(subject: Subject) -> list[Case]:
+def in_pairs(subject: Subject) -> list[Case]:
     """Every pair of kinds that go through a graph of uniform rows, the later one of shorter requests."""
     kinds = [kind for kind in UNIFORM_KINDS if graphable(subject, kind)]
     return [
@@ -193,23 +193,28 @@ def _ahead(subject: Subject) -> list[Case]:
     ]
 
 
-@check("graph.planned_ahead", _ahead)
+@check("graph.planned_ahead", in_pairs)
 def planned_ahead(subject: Subject, case: Case) -> Measured:
     """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run."""
     world = world_of(setup_of(subject, case))
-    lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
-    its = replace(case, kind=case.after, lens=lens, after="")
-    phases = [(Captured(world, each), each) for each in (case, its)]
-    place = case.seed, world.table.shape[1]  # the same pages for both
-    scenes = [scene_of(world, batch_of(each), case.seed + i, *place) for i, (_, each) in enumerate(phases)]
-    for (captured, _), scene in zip(phases, scenes, strict=True):
+    phases = [Captured(world, replace(case, kind=kind, after="")) for kind in (case.kind, case.after)]
+    scenes = same_pages(world, case)
+    for captured, scene in zip(phases, scenes, strict=True):
         captured.load(scene)
     found: list[Measured] = []
-    for (captured, each), scene in zip(phases, scenes, strict=True):
-        ran = captured.replay(scene, prepare_memory(scene, each))
+    for captured, scene in zip(phases, scenes, strict=True):
+        ran = captured.replay(scene, prepare_memory(scene, case))
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
     return nearest(found)
+
+
+def same_pages(world: World, case: Case) -> list[Scene]:
+    """A step of a case's kind and one of the kind after it, of the same requests and pages; of fewer tokens then."""
+    lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
+    batches = [batch_of(case), batch_of(replace(case, kind=case.after, lens=lens))]
+    room = world.table.shape[1]  # all pages of a row
+    return [scene_of(world, batch, case.seed + i, case.seed, room) for i, batch in enumerate(batches)]
 
 
 @check("graph.other_buckets", one_page_size(any_graph(growing)))

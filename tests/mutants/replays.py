@@ -15,6 +15,7 @@ from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.conformance import checks_streams
 from attn_backends.graphs import is_capturing
 from attn_backends.memory import phases
 from attn_backends.planning import planners
@@ -221,6 +222,12 @@ def phases_over_each_other(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(phases, "Arena", over)
 
 
+@mutant("planning on another stream, not waited for", "streams.planned_beside_a_graph", needs=("cuda",))
+def planning_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A worker launches a graph behind no event of the stream that plans it."""
+    patch.setattr(checks_streams, "wait_for", lambda planning: None)
+
+
 @mutant("a table of all phases, padded behind one's own pages", "graph.planned_ahead", graph=True)
 def shared_table_padded(patch: pytest.MonkeyPatch) -> None:
     """A planner pads the rest of a row, which a longer phase of the same request sees."""
@@ -306,8 +313,8 @@ def plan_writes_past_its_buffer(patch: pytest.MonkeyPatch) -> None:
 
     def longer(self: FlashInferMLABackend, step: Step, buffers: Buffers) -> None:
         write(self, step, buffers)
-        if self.checking and step.seq_lens_cpu is None:
-            whole = buffers["kv_indptr"]
+        for phase in self._memory._phases.values() if self.checking else ():
+            whole = phase.arenas[0]._full["kv_indices"]
             whole.as_strided((1,), (1,), whole.storage_offset() + whole.numel()).zero_()
 
     patch.setattr(FlashInferMLABackend, "write", longer)
