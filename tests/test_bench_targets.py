@@ -117,6 +117,16 @@ def test_the_page_says_what_is_missing_and_links_rows_and_pictures(folder):
     assert any("[all rows](trees.json)." in line for line in lines)
 
 
+def test_the_page_says_that_a_run_was_cut_short(folder):
+    path = folder / "trees.json"
+    said = " The run was cut short; these rows were done."
+    assert not any(line.endswith(said) for line in written(folder))
+    path.write_text(results.read(path).as_incomplete().to_json())
+    assert [line for line in written(folder) if line.endswith(said)] == [
+        "NVIDIA H200, 2026-01-02, `python -m benchmarks attention --set kernels`: [all rows](trees.json)." + said
+    ]
+
+
 def test_the_committed_page_is_what_the_committed_results_give():
     root = Path(page.__file__).parents[1]
     given = page.summed_up(root / page.FOLDER, (root / page.PAGE).parent)

@@ -15,6 +15,26 @@ Parts of a request's keys are merged in their order by `triton_merge`; nothing i
 keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
 `_zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
 
+On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn; of 32 x 4096
+docs/results/h200/kernels_gluon.json has all rows, the others were timed apart and not committed):
+
+                                          this       FlashMLA   triton_decode
+    128 heads, 32 x 4096, width 1         82         73         167
+    the same, width 4 and 8               247, 483   214, 417   567, 1115
+    128 heads, 128 x 4096, width 1        264        233        580
+    the same, width 4 and 8               964, 1887  825, 1660  2233, 4432
+    128 heads, 32 and 128 x 32768         504, 1972  437, 1719  1145, 4751
+    128 heads, 1 and 8 x 4096             23, 38     26, 42     27, 58
+    16 heads, 128 x 4096, width 4 and 8   164, 265   156, 233   315, 584
+    128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
+
+So it reaches 0.84 to 0.89 of FlashMLA's speed where tensor cores are the limit, up to 620 TFLOP/s. A profile (ncu, 128
+x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can; 0.07 of the
+time a multiprocessor has no program, at the end. No unit is full: the groups wait for one another and for latents.
+Counted, not measured: shared memory is busy for about as many cycles as the tensor cores, because products of 64 x 64
+take both operands from there and latents come in beside them. FlashMLA has a ninth of the queries in registers instead,
+and the copy engine (TMA) bring latents.
+
 Types are bfloat16 and float16, sums float32. Gluon is experimental and changes from one version of Triton to the next;
 `providers.GLUON_TRITON` is the one that this was tried with.
 """
