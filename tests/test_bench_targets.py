@@ -36,6 +36,7 @@ def verdicts(*rows, ceilings=TEN):
         (TREE, 1.25, True),
         (replace(TREE, us=126.0, batch_size=128), 1.26, False),
         (replace(MLA, heads=128, peer_us=40.0), 0.4, None),
+        (replace(MLA, heads=128, kernel="gluon"), 0.9, None),
     ],
 )
 def test_a_target_is_held_against_the_rows_that_it_speaks_of(row, value, met):

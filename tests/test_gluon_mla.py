@@ -36,7 +36,7 @@ from triton.backends.compiler import GPUTarget
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
 triton.runtime.driver.set_active(SimpleNamespace(**here))
-from attn_backends.kernels import gluon_mla
+from attn_backends.kernels import cuda_launch, gluon_mla
 
 def compile(tensors, *numbers):
     call = gluon_mla._call(tensors, *numbers)
@@ -50,6 +50,7 @@ def compile(tensors, *numbers):
     found["shared"], found["num_warps"] = compiled.metadata.shared, compiled.metadata.num_warps
     found["products"] = sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m\w+)", ptx)))
     found["splits"], found["out"] = call.grid[1], str(tensors[-2].dtype)
+    found["plain"] = cuda_launch._is_plain(compiled.metadata)
     print(json.dumps(found))
 
 gluon_mla._launch, gluon_mla.merge = compile, lambda *given: None
@@ -78,6 +79,7 @@ def test_it_compiles_for_hopper_without_spills() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(each["STACK"], each["LOCAL"]) for each in found} == {(0, 0)}, "spilled"
+    assert all(each["plain"] for each in found), "no launch by the driver"
     assert max(each["shared"] for each in found) <= 227 * 1024
     assert max(32 * each["num_warps"] * each["REG"] for each in found) <= 2**16
     assert {tuple(each["products"]) for each in found} == {("m64n256k16", "m64n64k16")}
