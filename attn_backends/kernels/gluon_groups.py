@@ -218,8 +218,10 @@ def odd(given, out, CAUSAL: gl.constexpr):
         adding = warpgroup_mma(operand, right.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
         _signal(free.index(3))
+    # In this order, as the other group may not have seen the last turn's arrival yet: it would miss one of two.
+    mbarrier.wait(handed.index(0), pairs & 1)
+    even_total = peaks.index(2).load(_ROWS)
     peaks.index(3).store(total)
     _signal(handed.index(1))
-    mbarrier.wait(handed.index(0), pairs & 1)
-    total += peaks.index(2).load(_ROWS)
+    total += even_total
     _store(summed, total, out, rows, v_scale, 256)
