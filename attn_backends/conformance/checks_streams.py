@@ -34,14 +34,14 @@ def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
     first, second = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
     scenes = same_pages(world, case)
     memory = [prepare_memory(scene, case) for scene in scenes]
-    world.memory.copy_(memory[0])
     first.load(scenes[0])
+    step = second.fill(scenes[1])
     room = torch.zeros(_DELAY_BYTES, dtype=torch.uint8, device=world.device)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        _delay(room)
-        second.load(scenes[1])
+        _delay(room)  # behind which nothing is copied from the host: that would wait
+        world.backend.replay(second.meta, step)
     outputs, after = [], []
     for phase, before in zip((first, second), memory, strict=True):
         world.memory.copy_(before)
