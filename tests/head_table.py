@@ -67,7 +67,10 @@ def format_results(name: str) -> tuple[bool, bool]:
 def head_results() -> Iterator[tuple[Named, bool, bool]]:
     """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
     loads = {name: format_results(name)[0] for name in FORMATS}
-    tiny = {rm.family_of(name).architecture: name for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mla")}
+    tiny = {
+        rm.family_of(name).architecture: name
+        for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "gpt_oss", "mla")
+    }
     tiny = {
         family.architecture: tiny[family.architecture] for family in served_families() if family.architecture in tiny
     }

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -32,7 +33,7 @@ from attn_backends_reference.models import DraftModel, ForwardAttention, TargetM
 from attn_backends_reference.models.decoder import Family, PagedModel
 from attn_backends_reference.models.deepseek import DEEPSEEK
 from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32
@@ -67,6 +68,7 @@ EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "to
 WINDOW = 6
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 QWEN_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+GPT_OSS_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gqa": (LlamaConfig, GQA),
     "gqa_bias": (
@@ -87,6 +89,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_bias": (Qwen3Config, GQA | {"attention_bias": True, "max_window_layers": 1} | WINDOWED),
     "qwen3_moe": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3_moe_window": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | WINDOWED),
+    "gpt_oss": (GptOssConfig, GQA | GPT_OSS_EXPERTS | {"head_dim": 64, "sliding_window": WINDOW}),
 }
 BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
     "reference": (ReferenceBackend, 1),
@@ -101,6 +104,7 @@ FAMILIES = {
     Qwen2Config: QWEN2,
     Qwen3Config: QWEN3,
     Qwen3MoeConfig: QWEN3_MOE,
+    GptOssConfig: GPT_OSS,
 }
 
 

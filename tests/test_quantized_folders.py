@@ -129,7 +129,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ("changes", "message"),
     [
         ({"quant_method": "awq"}, r"quantization_config\.quant_method = 'awq' is not served"),
-        ({"quant_method": None}, "quant_method None"),
+        ({"quant_method": None}, r"quantization_config\.quant_method = None is not served"),
         ({"activation_scheme": "static"}, r"quantization_config\.activation_scheme = 'static' is not served"),
         ({"fmt": "e5m2"}, r"quantization_config\.fmt = 'e5m2' is not served"),
         ({"bits": 4}, r"quantization_config\.bits = 4 is not served"),

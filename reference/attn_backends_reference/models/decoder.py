@@ -41,7 +41,7 @@ class Family:
     drafts of our own or MTP modules can't be loaded. cache_format: what its attention layers store. attach: make
     transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`; returns their
     attention layers. target, draft: the classes of its models. renamed: whether checkpoints name tensors otherwise than
-    transformers' modules, experts apart.
+    transformers' modules, experts aside. experts_apart: whether they hold each expert's projections by themselves.
     """
 
     architecture: str
@@ -52,6 +52,7 @@ class Family:
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
     renamed: bool = False
+    experts_apart: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

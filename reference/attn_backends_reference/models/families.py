@@ -17,6 +17,6 @@ def served_families() -> tuple[Family, ...]:
         ) from error
     from attn_backends_reference.models.deepseek import DEEPSEEK
     from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+    from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 
-    return LLAMA, DEEPSEEK, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+    return LLAMA, DEEPSEEK, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS

@@ -86,12 +86,12 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     holds as many modules as its num_nextn_predict_layers says.
     """
     path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
-    blocks = quantization.blocks_of(path, folders.read_fields(path / "config.json"))
+    quantized = quantization.quantization_of(path, folders.read_fields(path / "config.json"))
     architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
     given = _sizes(family, config) | {"layers": config.num_hidden_layers}
     check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
-    stored = weights.read_headers(path, blocks)
+    stored = weights.read_headers(path, quantized)
     count = _count_modules(path, config, stored.tensors)
     in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
     if architecture == family.mtp_architecture:
