@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
@@ -31,7 +32,7 @@ from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import PagedKV
 from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
 from attn_backends_reference.models.decoder import Family, PagedModel
-from attn_backends_reference.models.deepseek import DEEPSEEK
+from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2
 from attn_backends_reference.models.draft import EagleDraft
 from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
@@ -81,6 +82,11 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         MLA | {"q_lora_rank": 24, "attention_bias": True, "rope_interleave": False, "rope_parameters": YARN},
     ),
     "mla_experts": (DeepseekV3Config, MLA | {"q_lora_rank": None, "first_k_dense_replace": 1} | EXPERTS),
+    "mla_v2": (DeepseekV2Config, MLA | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "mla_v2_experts": (
+        DeepseekV2Config,
+        MLA | EXPERTS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+    ),
     "mistral": (MistralConfig, GQA | {"sliding_window": None}),
     "mistral_window": (MistralConfig, GQA | {"sliding_window": WINDOW}),
     "qwen2": (Qwen2Config, COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -99,6 +105,7 @@ BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
 }
 FAMILIES = {
     LlamaConfig: LLAMA,
+    DeepseekV2Config: DEEPSEEK_V2,
     DeepseekV3Config: DEEPSEEK,
     MistralConfig: MISTRAL,
     Qwen2Config: QWEN2,

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.cache import KeyValues
+from attn_backends.cache import KeyValues, Latents
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends_reference.eagle.engine import serve
@@ -45,9 +45,13 @@ class DenseAttention:
     def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
         self.layers = layers
 
-    def attend(self, layer_index: int, q: Tensor, inputs: KeyValues) -> Tensor:
-        layer, repeats = self.layers[layer_index], q.shape[1] // inputs.k.shape[1]
-        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (inputs.k, inputs.v))
+    def attend(self, layer_index: int, q: Tensor, inputs: KeyValues | Latents) -> Tensor:
+        layer = self.layers[layer_index]
+        if isinstance(inputs, Latents):
+            k, v = inputs.latent[:, None], inputs.latent[:, None, : layer.v_head_dim]
+        else:
+            k, v = inputs.k, inputs.v
+        k, v = (x.double().repeat_interleave(q.shape[1] // layer.num_kv_heads, dim=1) for x in (k, v))
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         seen = (distance >= 0) & (distance < (layer.window or len(q)))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scale

@@ -164,7 +164,7 @@ def test_keys_that_change_nothing_are_left_alone(name: str, more: dict[str, obje
     check_keys(Path(), config.to_dict() | more, config)
 
 
-OF_TYPE = {"": "gqa", "deepseek_v3": "mla", "gpt_oss": "gpt_oss"}
+OF_TYPE = {"": "gqa", "deepseek_v2": "mla_v2", "deepseek_v3": "mla", "gpt_oss": "gpt_oss"}
 NOT_READ = [(OF_TYPE[kind], key, *values) for kind, table in COMPUTED.items() for key, values in table.items()]
 
 
@@ -215,3 +215,10 @@ def test_keys_of_rotary_embeddings_that_are_not_honoured(key: str, value: object
         CheckpointError, match=rf"rope_parameters has keys .*'{key}': .*turn queries and keys otherwise"
     ):
         targets.open_target(tmp_path)
+
+
+def test_an_output_head_that_contradicts_tied_embeddings(tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda fields: fields.update(tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"says tie_word_embeddings and has an lm_head\.weight that is not its"):
+        load_target(tmp_path, torch.float32)

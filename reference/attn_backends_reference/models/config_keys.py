@@ -33,6 +33,11 @@ INERT = {
 }
 COMPUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     "": {"moe_layer_freq": (1,), "hidden_activation": ("silu",)},
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+    },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "gpt_oss": {"swiglu_limit": (7.0,), "hidden_act": ("silu",)},
 }

@@ -25,6 +25,9 @@ ROPE_FIELDS = frozenset(
     | {"original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
 )
 """What is read of `rope_parameters`."""
+SAME_MODELS = {"kimi_k2": "deepseek_v3"}
+"""Types of models that transformers has under another name: Kimi-K2 is DeepSeek-V3's architecture
+(https://github.com/MoonshotAI/Kimi-K2/blob/main/docs/deploy_guidance.md)."""
 SHOWN_TENSORS = 4
 
 
@@ -80,9 +83,13 @@ def load_config(path: Path) -> PreTrainedConfig:
 
     file = path / "config.json"
     fields = read_fields(file)
-    if str(fields.get("model_type")) not in CONFIG_MAPPING:
+    named = str(fields.get("model_type"))
+    same = SAME_MODELS.get(named)
+    if named not in CONFIG_MAPPING and same is None:
         refuse_own_code(file)
     try:
+        if same is not None:
+            return CONFIG_MAPPING[same].from_dict(fields | {"model_type": same})
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a wrong value makes transformers raise may be anything
         raise CheckpointError(f"transformers can't read {file}: {error_in_words(error)}") from error

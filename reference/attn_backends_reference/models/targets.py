@@ -74,6 +74,12 @@ class TargetFolder:
         model, report = loaded
         shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
         folders.check_tensors(self.path, report["missing_keys"], report["unexpected_keys"], shapes)
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        if self.config.tie_word_embeddings and not is_tied:
+            raise CheckpointError(
+                f"{self.path} says tie_word_embeddings and has an lm_head.weight that is not its embedding; say false, "
+                f"or leave the tensor out"
+            )
         return model
 
     @contextmanager
