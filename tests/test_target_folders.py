@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from attn_backends.errors import CheckpointError, MemoryLimitError
 from attn_backends_reference.models import EMBEDDED_TARGETS, load_target, open_target, targets
-from attn_backends_reference.models.config_keys import COMPUTED, INERT, REPEATED, check_keys
+from attn_backends_reference.models.config_keys import COMPUTED, FOLDED, INERT, REPEATED, check_keys
 from tests import reference_models as rm
 
 NAMES = ("gqa", "mla_experts", "qwen3_moe")
@@ -164,23 +165,26 @@ def test_keys_that_change_nothing_are_left_alone(name: str, more: dict[str, obje
     check_keys(Path(), config.to_dict() | more, config)
 
 
-OF_TYPE = {"": "gqa", "deepseek_v2": "mla_v2", "deepseek_v3": "mla", "gpt_oss": "gpt_oss"}
-NOT_READ = [(OF_TYPE[kind], key, *values) for kind, table in COMPUTED.items() for key, values in table.items()]
+NOT_READ = [(kind, key, value) for kind, table in COMPUTED.items() for key, values in table.items() for value in values]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "served"), [(name, key, value) for name, key, *values in NOT_READ for value in values]
-)
+@pytest.mark.parametrize(("kind", "key", "served"), NOT_READ)
 def test_a_key_that_transformers_does_not_read_has_the_values_that_it_computes(
-    name: str, key: str, served: object
+    kind: str, key: str, served: object
 ) -> None:
     """Every key of the table: another value would be ignored."""
-    config = rm.tiny_config(name)
-    fields = config.to_dict() | {key: served}
-    check_keys(Path(), fields, config)
+    config = CONFIG_MAPPING[kind or "llama"]()
+    check_keys(Path(), {key: served}, config)
     other = "odd" if isinstance(served, str) else 3
     with pytest.raises(CheckpointError, match=f"does not honour here: {key} = {other!r}"):
-        check_keys(Path(), fields | {key: other}, config)
+        check_keys(Path(), {key: other}, config)
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in FOLDED.items() for key in keys])
+def test_a_key_that_transformers_makes_another_of_is_taken(kind: str, key: str) -> None:
+    check_keys(Path(), {key: [1]}, CONFIG_MAPPING[kind]())
+    with pytest.raises(CheckpointError, match=rf"does not honour here: {key} = \[1\]"):
+        check_keys(Path(), {key: [1]}, CONFIG_MAPPING["llama"]())
 
 
 @pytest.mark.parametrize(("key", "other"), REPEATED.items())

@@ -22,6 +22,7 @@ INERT = {
     "attn_implementation",  # the backends' takes its place
     "aux_loss_alpha",  # training's
     "ep_size",  # how DeepSeek's own engine spreads experts
+    "expert_dtype",  # DeepSeek-V4's, which its tensors tell
     "head_dim",  # which Qwen's layers read, though some of their classes do not declare it
     "max_window_layers",  # of files made from a Qwen's; without use_sliding_window it says nothing
     "num_nextn_predict_layers",  # MTP modules behind the layers, which `load_mtp` reads
@@ -39,10 +40,13 @@ COMPUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "norm_topk_prob": (False,),
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "deepseek_v4": {"topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
     "gpt_oss": {"swiglu_limit": (7.0,), "hidden_act": ("silu",)},
 }
 """Keys of published folders, by model_type ("" for all), that transformers' layers do not read, and the values for
 which they compute what is asked."""
+FOLDED = {"deepseek_v4": {"compress_ratios", "num_hash_layers", "qk_rope_head_dim"}}
+"""Keys, by model_type, that transformers' class makes others of."""
 REPEATED = {"experts_per_token": "num_experts_per_tok"}
 """Keys that say what another one does."""
 
@@ -50,6 +54,7 @@ REPEATED = {"experts_per_token": "num_experts_per_tok"}
 def check_keys(path: Path, fields: Mapping[str, Any], config: PreTrainedConfig) -> None:
     """Raises `CheckpointError` that names the keys of config.json that nothing here honours."""
     known = set(vars(type(config)())) | set(getattr(config, "attribute_map", {})) | INERT
+    known |= FOLDED.get(config.model_type, set())
     computed = dict(COMPUTED[""]) | dict(COMPUTED.get(config.model_type, {}))
     computed |= {key: (getattr(config, other),) for key, other in REPEATED.items() if hasattr(config, other)}
     wrong = [

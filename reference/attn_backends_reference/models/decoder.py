@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attn_backends.backends.dsv4 import DSV4Backend
+    from attn_backends_reference.models.deepseek_v4_mtp import V4Mtp
     from attn_backends_reference.models.draft import DraftHead, EagleDraft
     from attn_backends_reference.models.eagle1 import Eagle1Draft
     from attn_backends_reference.models.eagle3 import Eagle3Draft
@@ -212,7 +213,7 @@ class DraftModel(PagedModel):
     has_own_cache: bool = False
 
     def __init__(
-        self, draft: DraftHead | Eagle1Draft | Eagle3Draft, target: TargetModel, family: Family | None = None
+        self, draft: DraftHead | Eagle1Draft | Eagle3Draft | V4Mtp, target: TargetModel, family: Family | None = None
     ) -> None:
         draft.eval().requires_grad_(False)
         weight = next(draft.parameters())

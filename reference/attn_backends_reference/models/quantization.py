@@ -3,7 +3,10 @@
 `Fp8Blocks`, as DeepSeek-V3 publishes weights: one ``[rows, columns]`` of float8_e4m3fn has a scale for each block of
 ``weight_block_size``, in the tensor of the same name with ``_scale_inv`` behind it, ``[ceil(rows / m), ceil(columns /
 n)]``; value = stored * scale (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). Blocks at the
-ends may be cut off: the 576 rows of ``kv_a_proj_with_mqa`` are four and a half.
+ends may be cut off: the 576 rows of ``kv_a_proj_with_mqa`` are four and a half. DeepSeek-V4's have powers of two as
+scales (E8M0), which are called ``scale`` beside ``weight``; and its experts ``[rows, K]`` are int8 ``[rows, K / 2]``,
+bytes of two 4-bit floats as below, with ``scale`` ``[rows, K / 32]`` (inference/convert.py of
+deepseek-ai/DeepSeek-V4-Flash).
 
 `Mxfp4`, as gpt-oss publishes its experts: a weight ``[experts, K, N]`` is stored transposed, as ``NAME_blocks``
 ``[experts, N, K / 32, 16]``, bytes of two 4-bit floats (E2M1) each, the lower half first, and ``NAME_scales``
@@ -25,7 +28,7 @@ from torch import Tensor
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models.stored import Stored, Weight
 
-FP8, BYTES = "F8_E4M3", "U8"
+FP8, E8M0, INT8, BYTES = "F8_E4M3", "F8_E8M0", "I8", "U8"
 SCALE = "_scale_inv"
 EXCLUSIONS = ("modules_to_not_convert", "ignored_layers")
 SERVED: Mapping[str, Mapping[str, Collection[Any]]] = {
@@ -40,13 +43,10 @@ MX_BLOCK = 32
 
 
 class Quantization(Protocol):
-    """Weights in two tensors each. Both functions are of the values as they are stored, and of their scales."""
+    """Weights in two tensors each."""
 
     def weights_of(self, tensors: Mapping[str, Stored]) -> dict[str, Weight]:
         """The weights that are stored so, by name. Raises `CheckpointError` that names a tensor which does not fit."""
-
-    def dequantized(self, stored: Tensor, scales: Tensor) -> Tensor:
-        """The weight, bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,11 @@ class Fp8Blocks:
 
     def weights_of(self, tensors: Mapping[str, Stored]) -> dict[str, Weight]:
         """See `Quantization`."""
-        found = [stored for stored in tensors.values() if stored.dtype == FP8]
-        return {stored.name: self._weight(stored, tensors) for stored in found}
+        eights = [stored for stored in tensors.values() if stored.dtype == FP8]
+        fours = [stored for stored in tensors.values() if stored.dtype == INT8]
+        weights = [self._eight_bits(stored, tensors) for stored in eights]
+        weights += [self._four_bits(stored, tensors) for stored in fours]
+        return {weight.parts[0].name: weight for weight in weights}
 
     def dequantized(self, stored: Tensor, scales: Tensor) -> Tensor:
         """[rows, columns], rounded from the float32 products. Takes no more beside it than a row of blocks."""
@@ -68,9 +71,8 @@ class Fp8Blocks:
             into.copy_(rows.float() * row_scales.repeat_interleave(width)[: rows.shape[1]])
         return values
 
-    def _weight(self, stored: Stored, tensors: Mapping[str, Stored]) -> Weight:
-        _refuse_kept(stored, stored.name, self.kept)
-        scales = _partner(stored, stored.name + SCALE, tensors)
+    def _eight_bits(self, stored: Stored, tensors: Mapping[str, Stored]) -> Weight:
+        scales = self._scales(stored, tensors)
         fits = len(stored.shape) == 2 and scales.shape == tuple(
             -(-length // step) for length, step in zip(stored.shape, self.size, strict=True)
         )
@@ -79,7 +81,23 @@ class Fp8Blocks:
                 f"{scales.file}: {scales.name} is {list(scales.shape)}, which does not fit a weight "
                 f"{list(stored.shape)} in blocks of {list(self.size)}"
             )
-        return Weight(stored.shape, stored, scales)
+        return Weight(stored.shape, (stored, scales), self.dequantized)
+
+    def _four_bits(self, stored: Stored, tensors: Mapping[str, Stored]) -> Weight:
+        scales = self._scales(stored, tensors)
+        rows, *columns = stored.shape
+        if scales.dtype != E8M0 or len(columns) != 1 or 16 * scales.shape[-1] != columns[0] or scales.shape[0] != rows:
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} is {list(stored.shape)} and {scales.name} {list(scales.shape)} "
+                f"{scales.dtype}; 4-bit experts are [rows, K / 2] {INT8} and [rows, K / {MX_BLOCK}] {E8M0}"
+            )
+        return Weight((rows, 2 * columns[0]), (stored, scales), four_bits)
+
+    def _scales(self, stored: Stored, tensors: Mapping[str, Stored]) -> Stored:
+        """Of a weight, by DeepSeek-V3's name or V4's."""
+        _refuse_kept(stored, stored.name, self.kept)
+        of_v4 = stored.name.removesuffix("weight") + "scale"
+        return _partner(stored, of_v4 if of_v4 in tensors else stored.name + SCALE, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +115,8 @@ class Mxfp4:
         """[experts, K, N], exact but for what bfloat16 can't reach. Takes beside it what one expert's floats take."""
         experts, columns, blocks, _ = stored.shape
         values = torch.empty(experts, MX_BLOCK * blocks, columns, dtype=torch.bfloat16)
-        halves = torch.tensor([*HALVES, *(-half for half in HALVES)])
-        pairs = torch.stack([halves.repeat(16), halves.repeat_interleave(16)], dim=1)  # of each byte
-        for into, of_expert, powers in zip(values, stored, scales.view(torch.float8_e8m0fnu), strict=True):
-            into.copy_((pairs[of_expert.int()].flatten(2) * powers.float().unsqueeze(2)).flatten(1).T)
+        for into, of_expert, powers in zip(values, stored.flatten(2), scales.view(torch.float8_e8m0fnu), strict=True):
+            into.copy_(four_bits(of_expert, powers).T)
         return values
 
     def _weight(self, stored: Stored, tensors: Mapping[str, Stored]) -> Weight:
@@ -112,7 +128,15 @@ class Mxfp4:
                 f"{stored.file}: {stored.name} is {list(shape)} and {scales.name} {list(scales.shape)} {scales.dtype}; "
                 f"MXFP4 is [experts, N, K / {MX_BLOCK}, {MX_BLOCK // 2}] and [experts, N, K / {MX_BLOCK}] {BYTES}"
             )
-        return Weight((shape[0], MX_BLOCK * shape[2], shape[1]), stored, scales)
+        return Weight((shape[0], MX_BLOCK * shape[2], shape[1]), (stored, scales), self.dequantized)
+
+
+def four_bits(stored: Tensor, powers: Tensor) -> Tensor:
+    """[rows, K] bfloat16, exact within its range. stored: bytes [rows, K / 2]. powers: of two, [rows, K / 32]."""
+    halves = torch.tensor([*HALVES, *(-half for half in HALVES)])
+    pairs = torch.stack([halves.repeat(16), halves.repeat_interleave(16)], dim=1)  # of each byte
+    values = pairs[stored.view(torch.uint8).int()].view(*powers.shape, MX_BLOCK)
+    return (values * powers.float().unsqueeze(2)).flatten(1).bfloat16()
 
 
 def quantization_of(path: Path, fields: Mapping[str, Any]) -> Quantization | None:

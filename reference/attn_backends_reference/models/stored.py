@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
 
-TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8}
+TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
 """The types of safetensors that weights are read from as they are, and bytes of an element. All others take one here:
 of such weights only 8-bit types are read."""
 _PICKLED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -33,18 +33,18 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a model. shape: once it is read. values, scales: what it is read from; no scales if it is stored as
-    it is.
+    """A weight of a model. shape: once it is read. parts: the tensors that hold it: its values, and their scales if it
+    is quantized. dequantized: what makes a bfloat16 weight of these two, None if it is stored as it is.
     """
 
     shape: tuple[int, ...]
-    values: Stored
-    scales: Stored | None = None
+    parts: tuple[Stored, ...]
+    dequantized: Callable[[Tensor, Tensor], Tensor] | None = None
 
-    @property
-    def parts(self) -> tuple[Stored, ...]:
-        """The tensors that hold it."""
-        return (self.values,) if self.scales is None else (self.values, self.scales)
+    def read(self, read: Callable[[Stored], Tensor]) -> Tensor:
+        """The weight. read: of a tensor."""
+        parts = [read(part) for part in self.parts]
+        return parts[0] if self.dequantized is None else self.dequantized(*parts)
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:

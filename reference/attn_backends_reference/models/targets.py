@@ -149,4 +149,5 @@ def _mtp_prefixes(config: PreTrainedConfig, stored: weights.Weights) -> tuple[st
     first = config.num_hidden_layers
     behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
     prefixes = [f"model.layers.{layer}." for layer in behind]
-    return tuple(prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in stored.tensors)
+    of_v4 = ("mtp.",) if config.model_type == "deepseek_v4" else ()
+    return (*of_v4, *(prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in stored.tensors))

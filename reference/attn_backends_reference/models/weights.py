@@ -22,11 +22,15 @@ OLD_BUFFERS = "rotary_emb.inv_freq"  # in folders that transformers 4.30 and ear
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of a folder, none of them read. tensors: by name. quantization: of those that have scales."""
+    """The weights of a folder, none of them read. tensors: by name."""
 
     path: Path
     tensors: Mapping[str, Weight]
-    quantization: Quantization | None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether any of them is."""
+        return any(weight.dequantized is not None for weight in self.tensors.values())
 
     @property
     def parts(self) -> list[Stored]:
@@ -58,7 +62,7 @@ class Weights:
         of the file that were read.
         """
         with reader(self.parts) as read:
-            yield {name: _Unread(weight, self.quantization, read, on_bytes) for name, weight in self.tensors.items()}
+            yield {name: _Unread(weight, read, on_bytes) for name, weight in self.tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +70,13 @@ class _Unread:
     """A weight that is read, and dequantized, by ``weight[...]``."""
 
     weight: Weight
-    quantization: Quantization | None
     read: Callable[[Stored], Tensor]
     on_bytes: Callable[[int], None]
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
-        parts = [self.read(part) for part in self.weight.parts]
-        if self.weight.scales is not None:
-            assert self.quantization is not None
-            parts = [self.quantization.dequantized(*parts)]
+        tensor = self.weight.read(self.read)
         self.on_bytes(sum(part.num_bytes for part in self.weight.parts))
-        return parts[0]
+        return tensor
 
 
 def read_headers(path: Path, quantization: Quantization | None) -> Weights:
@@ -94,8 +94,8 @@ def read_headers(path: Path, quantization: Quantization | None) -> Weights:
                 f"{stored.file}: {name} is stored as {stored.dtype}, which config.json says nothing of "
                 f"(quantization_config); served are {', '.join(TYPES)}"
             )
-        found[name] = Weight(stored.shape, stored)
-    return Weights(path, found, quantization)
+        found[name] = Weight(stored.shape, (stored,))
+    return Weights(path, found)
 
 
 def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
