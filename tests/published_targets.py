@@ -1,11 +1,11 @@
 """Folders of targets as they are published, tiny: their config.json, and their tensors by name and shape.
 
 Keys are those of the config.json of meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-7B,
-Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-R1, moonshotai/Kimi-K2-Instruct
-and openai/gpt-oss-20b; numbers are as small as the sizes, so that each of them shows in a text of 40 tokens. Tensors:
-transformers' modules of the families of one MLP; deepseek-ai/DeepSeek-V2 modeling_deepseek.py, DeepSeek-V3
-README_WEIGHTS.md (R1's are the same), MoonshotAI/Kimi-K2 docs/deploy_guidance.md (DeepSeek-V3's); openai/gpt-oss
-gpt_oss/torch/weights.py.
+Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-R1, moonshotai/Kimi-K2-Instruct,
+zai-org/GLM-4.7-Flash and openai/gpt-oss-20b; numbers are as small as the sizes, so that each of them shows in a text of
+40 tokens. Tensors: transformers' modules of the families of one MLP; deepseek-ai/DeepSeek-V2 modeling_deepseek.py,
+DeepSeek-V3 README_WEIGHTS.md (R1's and GLM's are the same), MoonshotAI/Kimi-K2 docs/deploy_guidance.md (V3's);
+openai/gpt-oss gpt_oss/torch/weights.py.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _deepseek(
             found |= _mlp("mlp", "I")
         else:
             found |= {"mlp.gate.weight": "E H"} | _mlp("mlp.shared_experts", shared)
-            found |= {} if config["scoring_func"] == "softmax" else {"mlp.gate.e_score_correction_bias": "E"}
+            found |= {} if config["model_type"] == "deepseek_v2" else {"mlp.gate.e_score_correction_bias": "E"}
             for expert in range(EXPERTS):
                 found |= _mlp(f"mlp.experts.{expert}", "M")
         tensors |= {f"model.layers.{layer}.{name}": sizes for name, sizes in found.items()}
@@ -279,6 +279,13 @@ TARGETS = {
             "routed_scaling_factor": 2.827,
             "topk_group": 1,
         },
+        Q_LORA,
+        shared="M",
+    ),
+    "GLM-4.7-Flash": _deepseek(
+        {key: value for key, value in V3.items() if key not in ("auto_map", "ep_size", "scoring_func")}
+        | {"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "rope_scaling": None}
+        | {"partial_rotary_factor": 1.0, "n_group": 1, "routed_scaling_factor": 1.8, "topk_group": 1},
         Q_LORA,
         shared="M",
     ),

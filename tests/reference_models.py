@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -32,7 +33,7 @@ from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import PagedKV
 from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
 from attn_backends_reference.models.decoder import Family, PagedModel
-from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2
+from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2, GLM4_MOE_LITE
 from attn_backends_reference.models.draft import EagleDraft
 from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
@@ -87,6 +88,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         DeepseekV2Config,
         MLA | EXPERTS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
     ),
+    "mla_glm": (Glm4MoeLiteConfig, MLA | EXPERTS | {"q_lora_rank": 24}),
     "mistral": (MistralConfig, GQA | {"sliding_window": None}),
     "mistral_window": (MistralConfig, GQA | {"sliding_window": WINDOW}),
     "qwen2": (Qwen2Config, COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -111,6 +113,7 @@ FAMILIES = {
     Qwen2Config: QWEN2,
     Qwen3Config: QWEN3,
     Qwen3MoeConfig: QWEN3_MOE,
+    Glm4MoeLiteConfig: GLM4_MOE_LITE,
     GptOssConfig: GPT_OSS,
 }
 

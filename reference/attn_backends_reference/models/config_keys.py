@@ -33,7 +33,7 @@ INERT = {
     "torch_dtype",
 }
 COMPUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
-    "": {"moe_layer_freq": (1,), "hidden_activation": ("silu",)},
+    "": {"moe_layer_freq": (1,), "hidden_activation": ("silu",), "partial_rotary_factor": (1,)},
     "deepseek_v2": {
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
@@ -41,10 +41,11 @@ COMPUTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "deepseek_v4": {"topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
+    "glm4_moe_lite": {"first_k_dense_replace": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     "gpt_oss": {"swiglu_limit": (7.0,), "hidden_act": ("silu",)},
 }
-"""Keys of published folders, by model_type ("" for all), that transformers' layers do not read, and the values for
-which they compute what is asked."""
+"""Keys of published folders, by model_type ("" for all whose class does not know it), that transformers' layers do not
+read, and the values for which they compute what is asked."""
 FOLDED = {"deepseek_v4": {"compress_ratios", "num_hash_layers", "qk_rope_head_dim"}}
 """Keys, by model_type, that transformers' class makes others of."""
 REPEATED = {"experts_per_token": "num_experts_per_tok"}
@@ -55,7 +56,9 @@ def check_keys(path: Path, fields: Mapping[str, Any], config: PreTrainedConfig) 
     """Raises `CheckpointError` that names the keys of config.json that nothing here honours."""
     known = set(vars(type(config)())) | set(getattr(config, "attribute_map", {})) | INERT
     known |= FOLDED.get(config.model_type, set())
-    computed = dict(COMPUTED[""]) | dict(COMPUTED.get(config.model_type, {}))
+    computed = {key: values for key, values in COMPUTED[""].items() if key not in known} | dict(
+        COMPUTED.get(config.model_type, {})
+    )
     computed |= {key: (getattr(config, other),) for key, other in REPEATED.items() if hasattr(config, other)}
     wrong = [
         f"{key} = {value!r}"

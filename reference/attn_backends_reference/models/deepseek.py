@@ -1,4 +1,5 @@
-"""DeepseekV2ForCausalLM, DeepseekV3ForCausalLM and its draft: multi-head latent attention (MLA) in absorbed form.
+"""DeepseekV2ForCausalLM, DeepseekV3ForCausalLM with its draft, and Glm4MoeLiteForCausalLM, whose attention is V3's:
+multi-head latent attention (MLA) in absorbed form.
 
 A head's key is W_UK · c and its value W_UV · c of the latent c. So q' = W_UK^T · q_nope gives its scores as q' · c, and
 W_UV is applied once, to the attention-weighted latent. The cache holds one row for all heads.
@@ -24,8 +25,8 @@ from attn_backends_reference.models.draft import EagleDraft
 
 
 class AbsorbedAttention(nn.Module):
-    """Takes the place of `source`, transformers' `DeepseekV2Attention` or `DeepseekV3Attention`, with its projections;
-    kv_b_proj is absorbed.
+    """Takes the place of `source`, transformers' `DeepseekV2Attention`, `DeepseekV3Attention` or one like it, with its
+    projections; kv_b_proj is absorbed.
 
     w_uk: [num_heads, nope, rank], queries to latents. w_uv: [num_heads, v, rank], latents to values.
     """
@@ -97,3 +98,4 @@ DEEPSEEK = Family(
     mtp_architecture="DeepseekV3ForCausalLMMTP",
 )
 DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", None, CacheFormat.LATENT, _attach, TargetModel, EagleDraft)
+GLM4_MOE_LITE = Family("Glm4MoeLiteForCausalLM", None, CacheFormat.LATENT, _attach, TargetModel, EagleDraft)

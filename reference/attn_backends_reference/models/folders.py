@@ -151,8 +151,13 @@ def _check_servable(path: Path, config: PreTrainedConfig) -> None:
             f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
             f"{', '.join(ROPE_TYPES)}"
         )
-    partial = {"partial_rotary_factor"} if len(kinds) > 1 else set()
-    unknown = {key: kind[key] for kind in kinds for key in kind.keys() - ROPE_FIELDS - partial if kind[key] is not None}
+    idle = {"partial_rotary_factor": kinds[0].get("partial_rotary_factor") if len(kinds) > 1 else 1}
+    unknown = {
+        key: kind[key]
+        for kind in kinds
+        for key in kind.keys() - ROPE_FIELDS
+        if kind[key] is not None and kind[key] != idle.get(key)
+    }
     if unknown:
         raise CheckpointError(
             f"{path / 'config.json'}: rope_parameters has keys that model_type {config.model_type!r} does not honour "
