@@ -10,7 +10,7 @@ says in another how they are read, `plans`. Eager, capture and replay all run it
     backend.store(inputs, cache, meta.at(i), layer)
     out = backend.forward(q, cache, meta.at(i), layer)
 
-Metadata is returned and passed in (rule R7); a backend keeps only its arenas.
+Metadata is returned and passed in (rule R7); a backend keeps only its memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.memory.arenas import Arenas
-from attn_backends.memory.static_memory import StaticMemory, Tenant
+from attn_backends.memory.phases import BackendMemory
+from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.planning.captured import Captured
 from attn_backends.planning.metadata import (
     WRITE_SLOTS,
     ForwardMetadata,
@@ -80,8 +81,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
     workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
-    or "auto" for that where it runs. memory: what captured steps lie in, one for all backends of a worker (None: its
-    own). checking: guard words around plans and static buffers, ranges and step values checked on the device
+    or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a worker
+    (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the device
     (docs/adapters.md lists them); reads it back, so it is for tests and debugging.
     """
 
@@ -111,7 +112,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
-        self._arenas, self._layers = Arenas(self.name, *place), CheckedLayers()
+        self._memory, self._layers = BackendMemory(self.name, *place), CheckedLayers()
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -156,7 +157,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         extent = step.extent(self.capacity)
         arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
         meta = self._metadata(step, arena.view(extent), step)
-        self._arenas.check_guards([arena])
+        self._memory.check_guards([arena])
         return meta
 
     def capture(
@@ -164,9 +165,9 @@ class AttentionBackend(ABC, Generic[Plan]):
     ) -> Metadata[Plan]:
         """Static metadata of a bucket for a graph. paging: the engine's table, read in place.
 
-        It lies in the backend's static memory, where the next capture, or replay of another one, takes its place.
         Every row is padding until `replay` copies a step. inputs: buffers of the engine's own that `refresh` reads
-        instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay.
+        instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay. Phases stay
+        planned side by side, those that read one table in place for the same requests; buckets of a phase take turns.
         """
         check_capture(bucket, paging, self.capacity)
         check_bound(inputs, bucket, paging)
@@ -178,14 +179,13 @@ class AttentionBackend(ABC, Generic[Plan]):
             reasons = reasons or self.kernel_of(bucket.kind).bound_reasons(bucket.kind)
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
-        arena = self._arenas.captured(bucket, paging)
-        buffers = arena.view(self._arenas.extent(bucket))
+        phase = self._memory.phase(bucket, paging, bound=inputs is not None)
+        buffers = phase.view(self._memory.extent(bucket))
         step = static_step(bucket, paging, buffers)
-        tenant = Tenant(bucket, self.capacity, self.memory, arena, paging.table, bind_inputs(self.planner, step))
-        if inputs is not None:
-            tenant.bound = bind_bound(self.planner, step, inputs, paging, self.capacity)
-        self.memory.let_to(tenant)
-        return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), tenant)
+        bound = None if inputs is None else bind_bound(self.planner, step, inputs, paging, self.capacity)
+        captured = Captured(bucket, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
+        captured.take_phase()
+        return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
         """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
@@ -196,23 +196,22 @@ class AttentionBackend(ABC, Generic[Plan]):
         """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
         check_metadata(self, meta)
         check_is_step(step)
-        tenant = meta.tenant
-        if tenant is None:
+        if (captured := meta.captured) is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
-        if not tenant.admits(step) or self.checking:
+        if not captured.admits(step) or self.checking:
             if reasons := misfit(meta.step, step):
                 raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
             self._admit(step)
-            tenant.admit(step)
+            captured.admit(step)
         lens = None
         if meta.schedules.needs_lens:
             known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
             lens = self._host_lens(known, meta.step.bs)
         if self.checking:
-            self._arenas.check()
-            tenant.arena.reset()
-        self.memory.let_to(tenant)
-        tenant.copy_inputs(step)
+            self._memory.check()
+            captured.phase.reset()
+        captured.take_phase()
+        captured.copy_inputs(step)
         if lens is not None:
             meta.schedules.plan_host(lens)
 
@@ -221,13 +220,13 @@ class AttentionBackend(ABC, Generic[Plan]):
         checking mode it reads the device, so it can't be recorded then.
         """
         check_metadata(self, meta)
-        if meta.tenant is not None:
-            meta.tenant.begin()
+        if meta.captured is not None:
+            meta.captured.begin()
         meta.write()
         meta.schedules.refresh()
         if self.checking:
-            if meta.tenant is not None:
-                meta.tenant.check_bound()
+            if meta.captured is not None:
+                meta.captured.check_bound()
             check_ranges(meta, self.buffers(meta.step.kind))
             check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
 
@@ -280,15 +279,16 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
         return [f"kernel {kernel.name} {reason}" for reason in reasons]
 
-    def static_bytes(self, paging: Paging) -> dict[StepKind, dict[str, int]]:
-        """Bytes of the static buffers of each uniform phase that can be captured; they lie over each other. paging: a
-        table of the engine's form.
+    def static_bytes(self, paging: Paging) -> dict[str, dict[str, int]]:
+        """Bytes of the static buffers of each uniform phase that can be captured, by its kind and name; those of
+        "shared" are there once for all phases that read one table in place, else once a phase. paging: a table of the
+        engine's form.
         """
-        return self._arenas.sizes(paging)
+        return self._memory.sizes(paging)
 
     def check_buffers(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
-        self._arenas.check()
+        self._memory.check()
 
     def _admit(self, step: Step) -> None:
         reasons = self.unsupported_reasons(step)
@@ -299,18 +299,18 @@ class AttentionBackend(ABC, Generic[Plan]):
         if self.checking:
             check_values(step, self.capacity)
 
-    def _metadata(self, step: Step, buffers: Buffers, known: Step, tenant: Tenant | None = None) -> Metadata[Plan]:
+    def _metadata(self, step: Step, buffers: Buffers, known: Step, captured: Captured | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
         write = self.bind_fused(step, buffers) if self.planner.is_fused else bind_torch(self.write, step, buffers)
-        write = write if tenant is None else tenant.reading(write)
+        write = write if captured is None else captured.reading(write)
         write()
-        if tenant is None and (step.is_tree or self.prefix_only):
+        if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
-        bucket = None if tenant is None else tenant.bucket
-        schedules = Schedules(kernel, plans, lens, partial(self._arenas.of_kernel, kernel, buffers.extent, bucket))
+        phase = None if captured is None else captured.phase
+        schedules = Schedules(kernel, plans, lens, partial(self._memory.of_kernel, kernel, buffers.extent, phase))
         chains = chain_parts(step) if self.prefix_only else ()
-        meta = Metadata(self, step, buffers, plans, schedules, write, chains, tenant, self.checking)
+        meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
             check_ranges(meta, self.buffers(meta.step.kind))
         return meta

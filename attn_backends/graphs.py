@@ -3,8 +3,8 @@
 A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
 tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
-a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on static
-memory that holds another phase's step by then. It does not model memory reuse inside the graph's pool, or streams.
+a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on memory
+that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool, or streams.
 
 A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attn_backends.errors import CaptureError
 
@@ -182,7 +181,7 @@ class RecordedGraph:
 
     def replay(self) -> None:
         """Poison every intermediate, then run the calls again in order. Raises `CaptureError`, and runs nothing, if the
-        static memory that it reads holds the step of another phase.
+        static memory that it reads holds the step of another bucket.
         """
         for call_host in self.host_calls:
             call_host()
@@ -246,7 +245,7 @@ class _Call:
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.outputs = tree_leaves(outputs)
+        self.outputs = list(leaves(outputs))
         inputs = {_storage(t) for t in _tensors((args, kwargs))}
         self.made = [t for t in _tensors(outputs) if _storage(t) not in inputs]
         has_results = any(isinstance(output, Tensor) for output in self.outputs)
@@ -256,7 +255,7 @@ class _Call:
     def run(self) -> None:
         if self._is_view or self._is_empty:
             return
-        again = tree_leaves(self.func(*self.args, **self.kwargs))
+        again = leaves(self.func(*self.args, **self.kwargs))
         for output, value in zip(self.outputs, again, strict=True):
             if any(output is tensor for tensor in self.made):
                 output.copy_(value)
@@ -334,8 +333,19 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
+def leaves(tree: Any) -> Iterator[Any]:
+    """What an operator takes or gives, out of its tuples, lists and dictionaries."""
+    if isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from leaves(each)
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    else:
+        yield tree
+
+
 def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _storage(tensor: Tensor) -> int:

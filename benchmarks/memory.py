@@ -1,8 +1,8 @@
 """Bytes of the static buffers of captured phases, from their declarations: nothing is allocated.
 
 A phase's buffers are its raw inputs, its write slots and what the backend declares, at the whole capacity. All phases
-of a worker share one static memory, so what they take together is what the largest takes. Workspaces and scratch of
-kernels come apart: they depend on the vendor and not on the context.
+are there side by side; what is of the requests alone is there once, as the engine's table is read in place. Workspaces
+and scratch of kernels come apart: they depend on the vendor and not on the context.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.memory.phases import SHARED
 from benchmarks.rows import MemoryRow, Missing, missing
 from benchmarks.speculation import PHASES
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Extent, Paging, RequestTable
@@ -79,12 +80,14 @@ def measure_memory(backend: type[AttentionBackend], capacity: Capacity) -> Itera
     for paging, make in PAGINGS.items():
         row = partial(MemoryRow, *place, paging)
         by_kind = made.static_bytes(make(geometry))
-        totals = []
+        yield from (row(ALL, name, num_bytes, None) for name, num_bytes in by_kind[SHARED].items())
+        shared, own = sum(by_kind[SHARED].values()), 0
         for phase, kind in PHASES.items():
-            totals.append(sum(by_kind[kind].values()))
+            of_phase = sum(by_kind[kind].values())
+            own += of_phase
             yield from (row(phase, name, num_bytes, None) for name, num_bytes in by_kind[kind].items())
-            yield row(phase, TOTAL, totals[-1], None if peer is None else getattr(peer, phase))
-        yield row(ALL, TOTAL, max(totals), None if peer is None else peer.all)
+            yield row(phase, TOTAL, of_phase + shared, None if peer is None else getattr(peer, phase))
+        yield row(ALL, TOTAL, own + shared, None if peer is None else peer.all)
     for name, num_bytes in _workspaces(backend, capacity):
         yield MemoryRow(*place, "", WORKSPACE, name, num_bytes, None)
 

@@ -99,7 +99,6 @@ def read_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capa
         columns = min(given.shape[1], table.shape[1])
         inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
         table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
-        table[:, columns:] = geometry.reserved_page
     slots.copy_(_write_slots(static, inputs, geometry))
     if static.tree_mask is not None and inputs.tree_mask is not None:
         own = torch.eye(static.width, dtype=torch.bool, device=static.device)

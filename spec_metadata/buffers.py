@@ -63,7 +63,9 @@ class BufferSpec:
     shape: sizes, outermost first. doc: what an element is. pad: value of elements that no request owns; also the
     contents after allocation. low, high: the valid range of a device value, `high` exclusive and an expression (None:
     unchecked). over_read: elements past the live end of a row that a kernel may read, so that padding must stand there;
-    what lies behind is unspecified in a format's own buffers (its `specified` says which elements are not).
+    what lies behind is unspecified in a format's own buffers (its `specified` says which elements are not). shared:
+    whether it is the same for all phases of the same requests, whatever their lengths, as far as each has written it:
+    planners then write nothing behind what rows see, where another phase may see more.
     """
 
     name: str
@@ -75,6 +77,7 @@ class BufferSpec:
     high: Dim | None = None
     producer: Producer = Producer.DEVICE
     over_read: Dim = NOTHING
+    shared: bool = False
 
     def sizes(self, extent: Extent) -> tuple[int, ...]:
         """The shape at an extent, in elements."""

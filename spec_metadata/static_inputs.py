@@ -37,7 +37,8 @@ def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpe
         specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=pad))
     else:
         pad = geometry.reserved_page
-        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), "pages of each request", pad=pad))
+        doc = "pages of each request, at least as many as it has tokens in"
+        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), doc, pad=pad, shared=True))
     if isinstance(bucket, TokenBucket):
         doc = "first query row of each request, and the end"
         specs.append(BufferSpec("cu_seqlens", torch.int32, (BS + 1,), doc, high=NUM_TOKENS + 1))
@@ -178,7 +179,6 @@ def _fill(static: Step, step: Step | None) -> None:
         if isinstance(step.paging, BlockTable):
             columns = min(given.shape[1], table.shape[1])
             table[:bs, :columns].copy_(given[:, :columns])
-            table[:bs, columns:] = geometry.reserved_page
         else:
             table[:bs].copy_(given)
     static.seq_lens[bs:].zero_()

@@ -232,6 +232,12 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
     return torch.where(live, pages, step.paging.geometry.reserved_page)
 
 
+def write_pages(step: Step, dense: DensePart, table: Tensor) -> None:
+    """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave what is behind."""
+    pages = visible_pages(step, dense, table.shape[1])
+    table.copy_(torch.where(leading(num_visible_pages(step, dense), table.shape[1]), pages, table))
+
+
 def leading(num: Tensor, size: int) -> Tensor:
     """[*num.shape, size] bool: the first `num` elements of each row of `size`."""
     return torch.arange(size, device=num.device) < num.unsqueeze(-1)

@@ -108,12 +108,13 @@ def test_metadata_that_is_planned_ahead_is_planned_once(planning, stage):
     worker = SteadyWorker(setting, backends, **graphs(stage, planning))
     worker.run()
     own = [getattr(backends, phase) for phase in PHASES]
-    assert len({id(backend.memory) for backend in own}) == 3, "phases keep their metadata"
-    tables = {id(backend): backend.memory._blocks[0].clone() for backend in own}
+    assert len({id(backend) for backend in own}) == 3, "a backend a phase"
+    phases = [phase for backend in own for phase in backend._memory._phases.values()]
+    lens = [phase.view(phase.largest)["seqused_k"].clone() for phase in phases]
     worker.committed = [CONTEXT - 50] * 2
     worker.run()
-    for backend in own:
-        assert torch.equal(backend.memory._blocks[0], tables[id(backend)])
+    for phase, before in zip(phases, lens, strict=True):
+        assert torch.equal(phase.view(phase.largest)["seqused_k"], before)
 
 
 def test_rows_of_every_mode_beside_the_same_graphs_without_planning(stage, monkeypatch):
@@ -211,15 +212,21 @@ def test_memory_rows_add_up_to_what_is_allocated(name, case):
     for paging in memory.PAGINGS:
         own = [row for row in rows if row.paging == paging]
         totals = {row.phase: row.bytes for row in own if row.buffer == memory.TOTAL}
+        shared = sum(row.bytes for row in own if row.phase == memory.ALL and row.buffer != memory.TOTAL)
         for phase in PHASES:
-            assert totals[phase] == sum(r.bytes for r in own if r.phase == phase and r.buffer != memory.TOTAL)
+            assert totals[phase] == shared + sum(
+                row.bytes for row in own if row.phase == phase and row.buffer != memory.TOTAL
+            )
             assert {"seq_lens", "write_slots"} <= {row.buffer for row in own if row.phase == phase}
-        assert totals["all"] == max(totals[phase] for phase in PHASES)
+        assert totals["all"] == shared + sum(totals[phase] - shared for phase in PHASES)
     made = backend(capacity, tables.geometry)
-    made.capture(capacity.bucket(StepKind.DRAFT_EXTEND, 1), tables.paging(1))
-    (total,) = [row.bytes for row in rows if (row.phase, row.paging) == (memory.ALL, "request_table")]
-    num_buffers = sum(row.phase == "verify" for row in rows)
-    assert total <= made.memory.num_bytes <= total + 256 * num_buffers, "aligned"
+    for kind in PHASES.values():
+        made.capture(capacity.bucket(kind, 1), tables.paging(1))
+    (total,) = [
+        row.bytes for row in rows if (row.phase, row.paging, row.buffer) == (memory.ALL, "request_table", memory.TOTAL)
+    ]
+    arenas = {id(arena): arena for phase in made._memory._phases.values() for arena in phase.arenas}
+    assert total == sum(arena.num_bytes for arena in arenas.values())
     assert not any(row.peer_bytes for row in rows), "SGLang was measured at another capacity"
     workspaces = [row for row in rows if row.phase == memory.WORKSPACE]
     assert workspaces

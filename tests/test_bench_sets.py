@@ -303,7 +303,7 @@ def test_nodes_of_the_tree_see_themselves_and_their_ancestors():
 PREFILLED = {"fa3": (16, 128, 32, 64), "trtllm_mla": (16, 128), "dsv4": (64, 16)}  # and the heads of each
 
 
-@pytest.mark.parametrize("names", [["dsv4"], pytest.param([*PREFILLED], marks=pytest.mark.full)], ids=len)
+@pytest.mark.parametrize("names", [["trtllm_mla"], pytest.param([*PREFILLED], marks=pytest.mark.full)], ids=len)
 def test_a_prefill_is_the_last_chunk_of_a_prompt_and_all_of_it(names, stage, monkeypatch):
     monkeypatch.setattr(shapes, "PREFILL_CHUNK", 17)
     monkeypatch.setattr(shapes, "MAX_PREFILLED", 60)

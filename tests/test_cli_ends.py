@@ -26,7 +26,7 @@ LONG = ("conformance", "fa3", "--kernel", "torch")
 DEADLINE = 120
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _interrupts_are_answered() -> Iterator[None]:
     """Processes of a test don't ignore interrupts, though a shell made pytest do so in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,10 +49,10 @@ def wait_for_rows(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-@pytest.fixture
-def interrupted(tmp_path):
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
     """A run of the suite that was interrupted: its file, exit code and what it said."""
-    path = tmp_path / "rows.json"
+    path = tmp_path_factory.mktemp("interrupted") / "rows.json"
     process = start(*LONG, "--json", str(path))
     wait_for_rows(path, process)
     process.send_signal(signal.SIGINT)
@@ -67,6 +67,15 @@ def test_an_interrupt_is_one_line_and_keeps_the_rows(interrupted):
     assert error == f"interrupted: {path} holds the {len(kept.rows)} rows that were done, and says it is incomplete\n"
     assert kept.own["incomplete"] is True
     assert {row["status"] for row in kept.rows} == {"pass"}
+
+
+def test_an_incomplete_result_is_not_taken_for_a_whole_one(interrupted, tmp_path, capsys):
+    path, *_ = interrupted
+    with pytest.raises(ConfigError, match="interrupted after"):
+        Report.from_json(path.read_text())
+    assert write_matrix([str(path), "--output", str(tmp_path / "matrix.md")]) == 2
+    assert "rows.json: the run was interrupted" in capsys.readouterr().err
+    assert not is_done(path, results.read(path).head.commit.removesuffix("+dirty"))
 
 
 @pytest.mark.parametrize(
@@ -140,15 +149,6 @@ def test_an_interrupted_pytest_run_leaves_an_incomplete_report(tmp_path):
     assert done.returncode == 2, done.stdout
     kept = results.read(path)
     assert (kept.is_complete, len(kept.rows)) == (False, 1)
-
-
-def test_an_incomplete_result_is_not_taken_for_a_whole_one(interrupted, tmp_path, capsys):
-    path, *_ = interrupted
-    with pytest.raises(ConfigError, match="interrupted after"):
-        Report.from_json(path.read_text())
-    assert write_matrix([str(path), "--output", str(tmp_path / "matrix.md")]) == 2
-    assert "rows.json: the run was interrupted" in capsys.readouterr().err
-    assert not is_done(path, results.read(path).head.commit.removesuffix("+dirty"))
 
 
 def test_a_killed_run_leaves_a_readable_file(tmp_path):

@@ -138,8 +138,9 @@ class Limited(FA3Backend):
     kernels = (limited_kernel(),)
 
 
-def test_a_backend_of_limits_conforms():
-    report = run_conformance(Limited)
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_backend_of_limits_conforms(quick):
+    report = run_conformance(Limited, quick=quick)
     assert bad(report) == []
     assert {row.case.dtype for row in report.rows} == {"bfloat16"}
 

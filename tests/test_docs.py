@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from argparse import ArgumentParser
@@ -18,6 +17,7 @@ import pytest
 from attn_backends import cli
 from attn_backends.conformance.cases import Case
 from benchmarks import __main__ as benchmarks
+from tests.commands import run_module
 from tests.doc_blocks import BLOCK, DOCUMENTS, ROOT, Snippet, snippets
 
 EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
@@ -52,11 +52,6 @@ def desk(tmp_path_factory) -> Path:
     """A copy of the example, in which the documents' commands find what they name."""
     folder = tmp_path_factory.mktemp("documents") / "desk"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder.parent / "bin").mkdir()
-    for name, module in (("attn-backends", "-m attn_backends.cli"), ("pytest", "-m pytest"), ("python", "")):
-        script = folder.parent / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -P {module} "$@"\n')
-        script.chmod(0o755)
     (folder / "my_package").mkdir()
     (folder / "my_package" / "my_mla.py").write_text(OWN_BACKEND)
     shutil.copy(ROOT / "reference" / "configs" / "eagle" / "chain.toml", folder / "my.toml")
@@ -69,8 +64,12 @@ LONG = {  # commands that take longest, and what of them `make test` runs beside
     "attn-backends demo --backend fa3": "the demo of one prompt and one draft, `test_cli`",
     "attn-backends demo --backend my_package.my_mla:MyMLABackend": "the demo of another package's backend, `test_cli`",
     "attn-backends conformance fa3 --quick": "the same with `--select 'graph.*'`",
-    "attn-backends conformance seqmajor --quick": "the same cases through pytest",
+    "attn-backends conformance seqmajor --quick": "the same cases by `pytest` alone",
     'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
+    'attn-backends generate --config mtp --prompt "def main():"': "MTP in `test_examples`",
+    'attn-backends generate --model gqa --draft gqa --prompt "import os"': "a chain in `test_examples`",
+    'attn-backends generate --model gqa --draft gqa-eagle3 --prompt "import os"': "EAGLE-3 in `test_examples`",
+    "pytest --pyargs attn_backends.conformance --attn-backend seqmajor --attn-quick": "the same cases by `pytest`",
     'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
 }
 COMMANDS = sorted({snippet.text for snippet in those("sh")})
@@ -84,14 +83,21 @@ def test_the_longest_commands_are_commands_of_the_documents():
     "command", [pytest.param(each, marks=pytest.mark.full if each in LONG else ()) for each in COMMANDS]
 )
 def test_a_command_of_the_documents_runs(command, desk, site):
-    environment = os.environ | {
-        "PATH": os.pathsep.join((str(desk.parent / "bin"), os.environ["PATH"])),
-        "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "reference"))),
-    }
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=desk, env=environment, capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "reference")))}
+    code, output = run_module(words_of_module(command), desk, environment)
+    assert code == 0, output
+
+
+def words_of_module(command: str) -> list[str]:
+    """What `python -m` takes for a command."""
+    match shlex.split(command):
+        case ["attn-backends", *words]:
+            return ["attn_backends.cli", *words]
+        case ["pytest", *words]:
+            return ["pytest", *words]
+        case ["python", "-m", *words]:
+            return words
+    raise ValueError(f"a command of a document that no test knows how to run: {command}")
 
 
 @pytest.mark.parametrize("block", those("toml"), ids=str)

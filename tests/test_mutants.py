@@ -12,20 +12,22 @@ from typing import Any
 import pytest
 
 from attn_backends.conformance import Outcome
+from attn_backends.conformance.catalogue import group_of
 from tests.mutants import MUTANTS, Mutant, gpu
 from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills, run_planted
 
 KILLS = read_kills()
 HERE = [mutant for mutant in MUTANTS.values() if not mutant.needs]
 MAX_LINES = 10
-WORKER_LAWS = {"mtp", "multimodal", "prefill", "serving"}
+WORKER_LAWS = {"eagle3", "mtp", "multimodal", "prefill", "serving"}
+LAWS = WORKER_LAWS | {"sampling"}  # their own tests run them without a mutant
 
 
 def in_tiers(mutants: list[Mutant]) -> Iterator[Any]:
     """Laws of workers take seconds a mutant: in the quick tests each of them kills one, the first that names it."""
     seen = set[str]()
     for mutant in mutants:
-        of_a_worker = {check.partition(".")[0] for check in mutant.killed_by} & WORKER_LAWS
+        of_a_worker = {group_of(check) for check in mutant.killed_by} & WORKER_LAWS
         known = seen.issuperset(mutant.killed_by)
         yield pytest.param(mutant, id=mutant.name, marks=pytest.mark.full if of_a_worker and known else ())
         seen.update(mutant.killed_by)
@@ -33,7 +35,7 @@ def in_tiers(mutants: list[Mutant]) -> Iterator[Any]:
 
 @pytest.mark.parametrize("mutant", list(in_tiers(HERE)))
 def test_mutant_is_killed_by_the_checks_that_it_names(mutant: Mutant) -> None:
-    """By a fail, never by an error; and the backend without it passes the same cases."""
+    """By a fail, never by an error; and the backend without it passes the same cases, as laws do in their own tests."""
     assert mutant.killed_by, "it names no check"
     missing = set(mutant.killed_by) - KILLS.get(mutant.name, {}).keys()
     assert not missing, f"no killing case is known for {sorted(missing)}; run `{COMMAND}`"
@@ -41,7 +43,17 @@ def test_mutant_is_killed_by_the_checks_that_it_names(mutant: Mutant) -> None:
         case = KILLS[mutant.name][check]
         planted = run_planted(mutant, case)
         assert planted.status is Outcome.FAIL, f"{check} on {case.name}: {planted.status} {planted.reason}"
-        assert passes(mutant, case), f"{check} on {case.name} fails without the mutant"
+        assert group_of(check) in LAWS or passes(mutant, case), f"{check} on {case.name} fails without the mutant"
+
+
+OF_LAWS = {check: mutant for mutant in HERE for check in mutant.killed_by if group_of(check) in LAWS}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", OF_LAWS)
+def test_a_law_holds_without_a_mutant(check: str) -> None:
+    mutant = OF_LAWS[check]
+    assert passes(mutant, KILLS[mutant.name][check])
 
 
 def test_number_of_mutants_killed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_module
+
 ROOT = Path(__file__).parent.parent
 DOOR = ["pytest", "-p", "no:cacheprovider", "--pyargs", "attn_backends.conformance"]
 
@@ -39,17 +41,8 @@ def run(site, tmp_path):
     do: without the folder on Python's path, where `python -m` puts it.
     """
 
-    def run(*arguments: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            timeout=170,
-            check=False,
-        )
-        return done.returncode, done.stdout + done.stderr
+    def run(*arguments: str) -> tuple[int | None, str]:
+        return run_module(arguments, tmp_path, {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"})
 
     return run
 
@@ -146,8 +139,12 @@ def test_what_can_not_be_used_is_an_error(run, arguments, message):
     assert message in output
 
 
-def test_other_runs_import_neither_torch_nor_the_library(run, tmp_path):
+def test_other_runs_import_neither_torch_nor_the_library(site, tmp_path):
     names = "sys.modules.keys() & {'torch', 'attn_backends', 'attn_backends_pytest'}"
     (tmp_path / "test_other.py").write_text(f"import sys\ndef test(): assert {names} == {{'attn_backends_pytest'}}\n")
-    code, output = run("pytest", "-p", "no:cacheprovider")
-    assert code == 0, output
+    words = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

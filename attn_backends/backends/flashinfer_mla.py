@@ -1,10 +1,10 @@
-"""MLA on CSR page lists, the format of FlashInfer's `BatchMLAPagedAttentionWrapper`.
+"""MLA on page lists, the format of FlashInfer's `BatchMLAPagedAttentionWrapper`.
 
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
 q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. Every
-step kind, prefill too, is one such batch. A compact CSR form is of one length a request, so draft forwards share that
-of the committed tokens, planned once, and what they drafted is read by slot.
+step kind, prefill too, is one such batch. FlashInfer's list of work is of one length a request, so draft forwards share
+that of the committed tokens, planned once, and what they drafted is read by slot.
 """
 
 from __future__ import annotations
@@ -79,15 +79,15 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """CSR page lists, for every kind."""
+        """Page lists, for every kind."""
         return csr.BUFFERS
 
     def plans(self, step: Step, buffers: Buffers) -> tuple[csr.CsrPlan, ...]:
-        """The CSR form of a step, one for all forwards."""
+        """The page lists of a step, one plan for all forwards."""
         return csr.view_csr(step, buffers)
 
     def write(self, step: Step, buffers: Buffers) -> None:
-        """Write the CSR form of a step, of a draft that of its committed tokens."""
+        """Write the page lists of a step, of a draft those of its committed tokens."""
         csr.write_csr(step, buffers)
 
     def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:

@@ -73,7 +73,20 @@ class Check:
 
 CATALOGUE: dict[str, Check] = {}
 
-GROUPS = ("plan", "math", "compressed", "scale", "cache", "poison", "laws", "graph", "worker", "refusals", "api")
+GROUPS = (
+    "plan",
+    "math",
+    "compressed",
+    "scale",
+    "cache",
+    "poison",
+    "laws",
+    "graph",
+    "streams",
+    "worker",
+    "refusals",
+    "api",
+)
 """The groups of checks, what an id begins with, the most basic first: checks run, and failures are told, in this order.
 A plan that is wrong makes every output wrong, a wrong output fails all that compares outputs, and what fails eagerly
 fails through a graph.

@@ -254,7 +254,7 @@ def stale_everywhere(subject: Subject, case: Case) -> Measured:
     large.load(scene)
     given = large.static[0]
     at = large.meta.at(0, given.ancestors)
-    few = replace(case, bs=2, lens=case.lens[:2], widths=case.widths[:2], num_tokens=max(case.num_tokens - 1, 0))
+    few = replace(case, bs=2, lens=case.lens[:2], widths=case.widths[:2])
     small = Captured(world, few)
     small.load(scene_of(world, batch_of(few), case.seed + 2))
     calls = {

@@ -27,10 +27,12 @@ from attn_backends.conformance.exercise import (
 from attn_backends.conformance.inputs import strided
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    UNIFORM_KINDS,
     Cases,
     any_graph,
     around_pages,
     eager,
+    graph,
     graphable,
     growing,
     in_rows,
@@ -171,13 +173,48 @@ def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
         captured = Captured(world, case)
         turns = [(captured, case), (first, other), (captured, case)]
     found: list[Measured] = []
-    for graph, its in turns:
-        ran = graph.run(scene_of(world, batch_of(its), case.seed + 1), its)
+    for turn, its in turns:
+        ran = turn.run(scene_of(world, batch_of(its), case.seed + 1), its)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
-        if graph is captured:
+        if turn is captured:
             _same_bits(f"after a {case.after} step", ran, alone)
     return nearest(found)
+
+
+def in_pairs(subject: Subject) -> list[Case]:
+    """Every pair of kinds that go through a graph of uniform rows, the later one of shorter requests."""
+    kinds = [kind for kind in UNIFORM_KINDS if graphable(subject, kind)]
+    return [
+        replace(case, after=str(other))
+        for case in one_page_size(graph(growing))(subject)
+        for other in kinds
+        if other != case.kind and is_declared(subject, replace(case, kind=str(other)))
+    ]
+
+
+@check("graph.planned_ahead", in_pairs)
+def planned_ahead(subject: Subject, case: Case) -> Measured:
+    """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run."""
+    world = world_of(setup_of(subject, case))
+    phases = [Captured(world, replace(case, kind=kind, after="")) for kind in (case.kind, case.after)]
+    scenes = same_pages(world, case)
+    for captured, scene in zip(phases, scenes, strict=True):
+        captured.load(scene)
+    found: list[Measured] = []
+    for captured, scene in zip(phases, scenes, strict=True):
+        ran = captured.replay(scene, prepare_memory(scene, case))
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+        compare_memory(ran.scene, ran.before, padded=True)
+    return nearest(found)
+
+
+def same_pages(world: World, case: Case) -> list[Scene]:
+    """A step of a case's kind and one of the kind after it, of the same requests and pages; of fewer tokens then."""
+    lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
+    batches = [batch_of(case), batch_of(replace(case, kind=case.after, lens=lens))]
+    room = world.table.shape[1]  # all pages of a row
+    return [scene_of(world, batch, case.seed + i, case.seed, room) for i, batch in enumerate(batches)]
 
 
 @check("graph.other_buckets", one_page_size(any_graph(growing)))

@@ -13,36 +13,38 @@ TILE, TILES, TAIL = 64, 7, 64  # of a row of 512 in the 8-bit format: tiles with
 DATA, SCALES = TILE * TILES + 2 * TAIL, TILES + 1  # bytes of a row: elements, then powers of two and one of padding
 
 
-def entry(
-    before: Sequence[tuple[Tensor, Tensor]], own: Sequence[tuple[Tensor, Tensor]], compressor: Compressor, first: int
-) -> Tensor:
-    """The entry [dim] of a block of tokens whose first stands at position `first`.
+def entries(values: Tensor, gates: Tensor, compressor: Compressor, ratio: int, overlap: bool) -> Tensor:
+    """The entries [num_blocks, dim] of a request's blocks of `ratio` tokens.
 
-    own: (values, gates) of the block's tokens, [channels] each, in float64 or float32. before: of the tokens of the
-    block before, of which an overlapping entry takes the first half of channels; empty where there is none.
+    values, gates: of its tokens, [num_blocks * ratio, channels] each, in float64 or float32. overlap: an entry is also
+    made of the first half of channels of the block before, if there is one.
     """
-    dim, dtype = compressor.dim, own[0][0].dtype
-    bias = compressor.position_bias.to(own[0][0].device, dtype)
-    own_half = slice(compressor.channels - dim, None)  # the second half, or all
-    terms = [(v[own_half], (g + bias[j])[own_half]) for j, (v, g) in enumerate(own)]
-    terms += [(v[:dim], (g + bias[j])[:dim]) for j, (v, g) in enumerate(before)]
-    values, gates = (torch.stack(x) for x in zip(*terms, strict=True))
-    mean = (gates.softmax(dim=0) * values).sum(dim=0)
-    normed = mean / (mean.square().mean() + compressor.norm_eps).sqrt() * compressor.norm_weight.to(mean)
-    return rotated(normed, first, compressor.inv_freq)
+    dim, blocks = compressor.dim, values.shape[0] // ratio
+    of_blocks = (blocks, ratio, compressor.channels)
+    values = values.reshape(of_blocks)
+    gates = gates.reshape(of_blocks) + compressor.position_bias.to(gates)
+    terms, weights = values[..., -dim:], gates[..., -dim:]  # the second half, or all
+    if overlap:
+        none = torch.full_like(gates[:1, :, :dim], -torch.inf)  # before the first block
+        terms = torch.cat((torch.cat((torch.zeros_like(none), values[:-1, :, :dim])), terms), dim=1)
+        weights = torch.cat((torch.cat((none, gates[:-1, :, :dim])), weights), dim=1)
+    mean = (weights.softmax(dim=1) * terms).sum(dim=1)
+    length = (mean.square().mean(dim=1, keepdim=True) + compressor.norm_eps).sqrt()
+    return rotated(mean / length * compressor.norm_weight.to(mean), torch.arange(blocks) * ratio, compressor.inv_freq)
 
 
-def rotated(x: Tensor, position: int, inv_freq: Tensor) -> Tensor:
-    """The last 2 * len(inv_freq) elements of x [dim] turned, as complex numbers, by a position's angles."""
-    angles = position * inv_freq.to(x)
-    num_kept = len(x) - 2 * len(angles)
-    numbers = torch.view_as_complex(x[num_kept:].reshape(-1, 2)) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat((x[:num_kept], torch.view_as_real(numbers).flatten()))
+def rotated(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """The last 2 * len(inv_freq) elements of x [n, dim] turned, as complex numbers, by the angles of positions [n]."""
+    angles = positions.to(x).unsqueeze(1) * inv_freq.to(x)
+    kept, turned = x.split([x.shape[1] - 2 * len(inv_freq), 2 * len(inv_freq)], dim=1)
+    numbers = torch.view_as_complex(turned.unflatten(1, (-1, 2)).contiguous())
+    numbers = numbers * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((kept, torch.view_as_real(numbers).flatten(1)), dim=1)
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Sequence[Tensor]) -> list[float]:
-    """The score of each entry for a row. q: [heads, dim]. weights: [heads]. keys: [dim] of each entry."""
-    return [float((weights.double() * (q.double() @ key.double()).clamp(min=0)).sum()) for key in keys]
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> list[float]:
+    """The score of each entry for a row. q: [heads, dim]. weights: [heads]. keys: [entries, dim]."""
+    return ((keys.double() @ q.double().T).clamp(min=0) @ weights.double()).tolist()
 
 
 def best(scores: Sequence[float], topk: int) -> list[int]:
@@ -56,22 +58,24 @@ def gap(scores: Sequence[float], topk: int) -> float:
     return ordered[topk - 1] - ordered[topk] if len(ordered) > topk else float("inf")
 
 
-def quantised(row: Tensor) -> tuple[Tensor, Tensor]:
-    """A row [512] in the 8-bit format: its elements as bytes [576], and the bytes [8] of its scales."""
-    row = row.float()
-    tiles, exponents = row[: TILE * TILES].reshape(TILES, TILE), []
-    for tile in tiles:
-        largest = max(float(tile.abs().max()), 1e-4) / 448
-        exponents.append(next(e for e in range(-126, 128) if 2.0**e >= largest))
-    scales = torch.tensor([2.0**e for e in exponents], device=row.device).unsqueeze(1)
-    elements = (tiles / scales).to(torch.float8_e4m3fn).flatten().view(torch.uint8)
-    tail = row[TILE * TILES :].to(torch.bfloat16).view(torch.uint8)
-    powers = torch.tensor([*(127 + e for e in exponents), 0], dtype=torch.uint8, device=row.device)
-    return torch.cat((elements, tail)), powers
+def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [..., 512] in the 8-bit format: their elements as bytes [..., 576], and bytes [..., 8] of scales."""
+    rows = rows.float()
+    tiles = rows[..., : TILE * TILES].unflatten(-1, (TILES, TILE))
+    fractions, exponents = torch.frexp(tiles.abs().amax(dim=-1).double().clamp(min=1e-4) / 448)
+    powers = (127 + exponents - (fractions == 0.5).int()).to(torch.uint8)  # the least power that is no smaller
+    elements = (tiles / _scales(powers)).to(torch.float8_e4m3fn).flatten(-2).view(torch.uint8)
+    tails = rows[..., TILE * TILES :].to(torch.bfloat16).view(torch.uint8)
+    return torch.cat((elements, tails), dim=-1), torch.cat((powers, torch.zeros_like(powers[..., :1])), dim=-1)
 
 
 def dequantised(elements: Tensor, powers: Tensor) -> Tensor:
-    """The row [512] float32 that bytes of `quantised` stand for."""
-    scales = torch.tensor([2.0 ** (int(p) - 127) for p in powers[:TILES]], device=elements.device).unsqueeze(1)
-    tiles = elements[: TILE * TILES].view(torch.float8_e4m3fn).float().reshape(TILES, TILE) * scales
-    return torch.cat((tiles.flatten(), elements[TILE * TILES :].view(torch.bfloat16).float()))
+    """The rows [..., 512] float32 that bytes of `quantised` stand for."""
+    tiles = elements[..., : TILE * TILES].contiguous().view(torch.float8_e4m3fn).float().unflatten(-1, (TILES, TILE))
+    tails = elements[..., TILE * TILES :].contiguous().view(torch.bfloat16).float()
+    return torch.cat(((tiles * _scales(powers[..., :TILES])).flatten(-2), tails), dim=-1)
+
+
+def _scales(powers: Tensor) -> Tensor:
+    """[..., tiles, 1] float32: the powers of two whose exponents are the bytes, as float32 has them."""
+    return (powers.int() << 23).view(torch.float32).unsqueeze(-1)

@@ -24,7 +24,6 @@ from spec_metadata import StepKind
 
 CLEAR = 0.05  # of a selection's cut: no rounding moves an entry over it
 NAN_BYTE, FINITE_BYTE = 0xFF, 0x42
-INDEX_KEYS = torch.bool  # among what a request's tokens are seen as: by no type of attention
 
 
 @dataclass(frozen=True)
@@ -129,9 +128,9 @@ class CompressedScene(Scene):
         ]
         for name in (name for name in pools[0] if name.endswith("entries")):
             which = name.removesuffix(" entries")
-            exact = [self._entry(which, request, block, None) for request, block in closed]
+            exact = [self._entries(which, request, None)[block] for request, block in closed]
             rounded = [
-                self._stored(name, self._entry(which, request, block, torch.float32)) for request, block in closed
+                self._stored(name, self._entries(which, request, torch.float32)[block]) for request, block in closed
             ]
             if not exact:
                 continue
@@ -190,22 +189,26 @@ class CompressedScene(Scene):
     ) -> tuple[Tensor, Tensor]:
         """The rows of the window and the entries that a row attends to, which are key and value at once."""
         assert isinstance(given, CompressedForwardInputs)
-        request, window = self.requests[row.request], self.world.layer.window
-        visible = row.visible[-window:] if window else row.visible
-        seen = [self._row(request, name, weights) for name in visible]
-        made = request.made.setdefault(weights, {})
-        for block in self._blocks(given, number, row):
-            name = f"entry {block}"
-            if name not in made:
-                entry = self._stored("compressor entries", self._entry("compressor", request, block, weights))
-                made[name] = self._exact(entry, weights)
-            seen.append(made[name])
-        keys = torch.stack(seen)
+        request = self.requests[row.request]
+        rows, entries = self._tokens(request, weights)
+        places = [request.places[name] for name in self._in_window(row)]
+        keys = torch.cat((rows[places], entries[self._blocks(given, number, row)]))
         return keys, keys
+
+    def _tokens(self, request: Request, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
+        """Rows of all tokens and entries of all blocks, [number, 1, dim] each. weights: as in `expected_output`."""
+        if weights not in request.seen:
+            rows = self._stored("rows", self.world.split(torch.stack(list(request.vectors.values())))["row"])
+            entries = rows[:0]
+            if self.world.layer.compression is not None:
+                entries = self._stored("compressor entries", self._entries("compressor", request, weights))
+            dtype = _computed_in(weights)
+            request.seen[weights] = rows.to(dtype).unsqueeze(1), entries.to(dtype).unsqueeze(1)
+        return request.seen[weights]
 
     def longest_key(self) -> float:
         """As `Scene.longest_key`."""
-        keys = [key for request in self.requests for key in request.made.get(None, {}).values()]
+        keys = [key for request in self.requests for key in request.seen.get(None, ()) if len(key)]
         return max((float(key.norm(dim=-1).max()) for key in keys), default=0.0)
 
     def _blocks(self, given: CompressedForwardInputs, number: int, row: Row) -> list[int]:
@@ -220,42 +223,27 @@ class CompressedScene(Scene):
 
     def _scores(self, row: Row, q: Tensor, weights: Tensor) -> list[float]:
         """The score of each entry that a row may see."""
-        compression, request, keys = self.world.layer.compression, self.requests[row.request], []
+        compression, request = self.world.layer.compression, self.requests[row.request]
         assert compression is not None
-        for block in range((self._position(row) + 1) // compression.ratio):
-            known = request.made.setdefault(INDEX_KEYS, {})
-            if block not in known:
-                known[block] = self._stored("indexer entries", self._entry("indexer", request, block, None))
-            keys.append(known[block])
-        return compressed_oracle.index_scores(q, weights, keys)
+        keys = self._entries("indexer", request, None)[: (self._position(row) + 1) // compression.ratio]
+        return compressed_oracle.index_scores(q, weights, self._stored("indexer entries", keys))
 
-    def _row(self, request: Request, name: Name, weights: torch.dtype | None) -> Tensor:
-        known = request.made.setdefault(weights, {})
-        if name not in known:
-            row = self._stored("rows", self.world.split(request.vectors[name])["row"])
-            known[name] = self._exact(row, weights)
-        return known[name]
-
-    @staticmethod
-    def _exact(key: Tensor, weights: torch.dtype | None) -> Tensor:
-        dtype = torch.float64 if weights in (None, torch.float64) else torch.float32
-        return key.to(dtype).unsqueeze(0)
-
-    def _entry(self, which: str, request: Request, block: int, weights: torch.dtype | None) -> Tensor:
-        """The entry of a block, of the compressor or the indexer, not yet as the cache holds it."""
-        compression, layer = self.world.layer.compression, self.world.layer
+    def _entries(self, which: str, request: Request, weights: torch.dtype | None) -> Tensor:
+        """[num_blocks, dim]: a request's entries of the compressor or the indexer, not yet as the cache holds them."""
+        compression, layer, dtype = self.world.layer.compression, self.world.layer, _computed_in(weights)
         compressor: Compressor | None = layer.compressor if which == "compressor" else layer.indexer
         assert compression is not None
         assert compressor is not None
-        dtype = torch.float64 if weights in (None, torch.float64) else torch.float32
-
-        def projected(block: int) -> list[tuple[Tensor, Tensor]]:
-            tokens = range(block * compression.ratio, (block + 1) * compression.ratio) if block >= 0 else ()
-            parts = [self.world.split(request.vectors[token].to(self.world.state_dtype)) for token in tokens]
-            return [(part[f"{which} values"].to(dtype), part[f"{which} gates"].to(dtype)) for part in parts]
-
-        before = projected(block - 1) if compression.overlap else []
-        return compressed_oracle.entry(before, projected(block), compressor, block * compression.ratio)
+        if (which, dtype) not in request.entries:
+            positions = sum(isinstance(name, int) for name in request.vectors)  # first of all names: a tree is refused
+            whole = positions // compression.ratio * compression.ratio
+            vectors = torch.stack(list(request.vectors.values()))[:whole]
+            parts = self.world.split(vectors.to(self.world.state_dtype))
+            values, gates = parts[f"{which} values"].to(dtype), parts[f"{which} gates"].to(dtype)
+            request.entries[which, dtype] = compressed_oracle.entries(
+                values, gates, compressor, compression.ratio, compression.overlap
+            )
+        return request.entries[which, dtype]
 
     def _position(self, row: Row) -> int:
         assert isinstance(row.token, int), "compressed keys are those of one chain"
@@ -288,8 +276,8 @@ class CompressedScene(Scene):
 
     def _write_entries(self, pools: dict[str, Tensor], request: Request, block: int) -> None:
         for name in (name for name in pools if name.endswith("entries")):
-            entry = self._entry(name.removesuffix(" entries"), request, block, None)
-            self._write_to(name, pools[name], self._entry_slot(request, block), entry)
+            entries = self._entries(name.removesuffix(" entries"), request, None)
+            self._write_to(name, pools[name], self._entry_slot(request, block), entries[block])
 
     def _write_to(self, name: str, pool: Tensor, slot: int, row: Tensor) -> None:
         place = self._bytes(name, pool, slot)
@@ -318,3 +306,8 @@ class CompressedScene(Scene):
 
     def _precision_of(self, name: str) -> torch.dtype:
         return self.world.places[name].dtype or torch.bfloat16
+
+
+def _computed_in(weights: torch.dtype | None) -> torch.dtype:
+    """The arithmetic of a reference. weights: as in `expected_output`."""
+    return torch.float64 if weights in (None, torch.float64) else torch.float32

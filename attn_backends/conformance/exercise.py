@@ -52,9 +52,9 @@ def world_of(setup: Setup) -> World:
     return (CompressedWorld if setup.format is CompressedFormat.COMPRESSED else World)(setup)
 
 
-def scene_of(world: World, batch: Batch, seed: int = 0, placement: int | None = None) -> Scene:
+def scene_of(world: World, batch: Batch, seed: int = 0, placement: int | None = None, room: int = 0) -> Scene:
     """A batch in a world; arguments as of `Scene`."""
-    return (CompressedScene if isinstance(world, CompressedWorld) else Scene)(world, batch, seed, placement)
+    return (CompressedScene if isinstance(world, CompressedWorld) else Scene)(world, batch, seed, placement, room)
 
 
 def batch_of(case: Case) -> Batch:
@@ -170,9 +170,9 @@ class Captured:
 
     def replay(self, scene: Scene, before: Tensor) -> Ran:
         """Replay what was loaded; never on what another graph's metadata left, which may index anything."""
-        assert self.meta.tenant is not None, "it was captured"
+        assert self.meta.captured is not None, "it was captured"
         try:
-            self.meta.tenant.check()
+            self.meta.captured.check_phase()
             self.graph.replay()
         except CaptureError as error:
             raise CheckFailure("metadata", str(error)) from error

@@ -25,15 +25,16 @@ class Row:
 class Request:
     """Slots and vectors [planes, kv_heads, dim] of a request's tokens, committed and drafted, by name.
 
-    seen: their keys and values as attention sees them, [num_tokens, kv_heads, dim] each, by precision. made: of a
-    compressed layer, one by one.
+    seen: their keys and values as attention sees them, [num_tokens, kv_heads, dim] each, by precision; of a
+    compressed layer rows and entries. entries: of a compressed layer, [num_blocks, dim], not yet as the cache holds
+    them, by compressor and precision.
     """
 
     length: int
     slots: dict[Name, int] = field(default_factory=dict)
     vectors: dict[Name, Tensor] = field(default_factory=dict)
     seen: dict[torch.dtype | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    made: dict[torch.dtype | None, dict[Name, Tensor]] = field(default_factory=dict)
+    entries: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
     @cached_property
     def places(self) -> dict[Name, int]:

@@ -55,36 +55,8 @@ class Schedule:
         it writes it writes in the order of the current stream, on which another step may still read the workspaces.
         """
 
-    def adopts(self, last: Schedule) -> bool:
-        """Whether what another one, or itself, planned into the same workspaces from equal lengths will do, and takes
-        over what of it is not there: then `plan_host` is not called. Both are of one kernel and shape of layers.
-        """
-        return False
-
     def refresh(self) -> None:
         """Plan on the device from the plan's tensors; recordable. Called whenever those were written."""
-
-
-class HostPlan(NamedTuple):
-    """What the host planned: who did, and from which lengths."""
-
-    schedule: Schedule
-    lens: HostLens
-
-
-class Held(dict[int, HostPlan]):
-    """What the host planned last into each leading row of a kernel's workspaces; missing are those of which that is not
-    known.
-    """
-
-
-class Workspaces(NamedTuple):
-    """What schedules of one kernel and shape of layers plan into: its workspaces and scratch, and what the host planned
-    into them. Captured phases of a backend share them as they do static memory: each plans before it is used.
-    """
-
-    buffers: Buffers
-    held: Held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +146,7 @@ class Schedules(Generic[Plan]):
     """The schedules of one metadata, by plan and shape of layers: forwards that share a plan share its schedule.
 
     plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
-    allocate: shape -> what its schedules plan into.
+    allocate: shape -> what its schedules plan into, the kernel's workspaces and scratch.
     """
 
     def __init__(
@@ -182,13 +154,13 @@ class Schedules(Generic[Plan]):
         kernel: Kernel[Plan],
         plans: Sequence[Plan],
         lens: Sequence[HostLens] | None,
-        allocate: Callable[[LayerShape], Workspaces],
+        allocate: Callable[[LayerShape], Buffers],
     ) -> None:
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         distinct = list({id(plan): None for plan in plans})
         self._place = [distinct.index(id(plan)) for plan in plans]
         self._made: dict[tuple[int, LayerShape], Scheduled[Plan]] = {}
-        self._workspaces: dict[LayerShape, Workspaces] = {}
+        self._workspaces: dict[LayerShape, Buffers] = {}
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
         """What the kernel is launched on."""
@@ -211,8 +183,8 @@ class Schedules(Generic[Plan]):
         assert self._lens is not None, "a kernel that plans on the host has lengths from the first"
         assert len(lens) == len(self._lens), "a replay has the plans of its capture"
         self._lens = lens
-        for (place, shape), made in self._made.items():
-            self._plan(made.schedule, place, shape)
+        for (place, _), made in self._made.items():
+            made.schedule.plan_host(lens[place])
 
     def refresh(self) -> None:
         """The device half of a replay."""
@@ -228,19 +200,10 @@ class Schedules(Generic[Plan]):
             )
         if shape not in self._workspaces:
             self._workspaces[shape] = self._allocate(shape)
-        scratch, buffers = {spec.name for spec in self.kernel.scratch}, self._workspaces[shape].buffers
+        scratch, buffers = {spec.name for spec in self.kernel.scratch}, self._workspaces[shape]
         own = {name: t if name in scratch else t[place] for name, t in buffers.items()}
         schedule = self.kernel.schedule(plan, shape, own)
         if self._lens is not None:
-            self._plan(schedule, place, shape)
+            schedule.plan_host(self._lens[place])
         schedule.refresh()
         return schedule
-
-    def _plan(self, schedule: Schedule, place: int, shape: LayerShape) -> None:
-        """Plan on the host what the workspaces do not hold yet."""
-        assert self._lens is not None
-        lens, held = self._lens[place], self._workspaces[shape].held
-        last = held.pop(place, None)  # nobody knows what a plan that raises has written
-        if last is None or last.lens != lens or not schedule.adopts(last.schedule):
-            schedule.plan_host(lens)
-        held[place] = HostPlan(schedule, lens)

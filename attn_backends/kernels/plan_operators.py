@@ -23,10 +23,8 @@ from torch import Tensor
 from attn_backends.kernels.devices import is_watched, on_its_device, undispatched
 from spec_metadata import Buffers, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
-from spec_metadata.plans.block_table import BLOCK_TABLE
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
-from spec_metadata.plans.csr import KV_INDICES
-from spec_metadata.plans.ragged import PAGE_TABLE
+from spec_metadata.plans.csr import page_lists
 from spec_metadata.query import packed_starts
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ _library.define(
     "plan_pages(Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, "
     "Tensor? rows, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
     "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int reserved_page, "
-    "int known_real, int max_pages, int over_read) -> ()",
+    "int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -54,7 +52,7 @@ _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_position
 def bind_ragged(step: Step, buffers: Buffers) -> Callable[[], None]:
     """What writes the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`."""
     outputs = (buffers["cu_seqlens_q"], None, buffers["seqused_k"], buffers["page_table"])
-    return _bind_pages(step, buffers, outputs, _keys(step), PAGE_TABLE.over_read.of(buffers.extent))
+    return _bind_pages(step, buffers, outputs, _keys(step))
 
 
 def bind_block_table(step: Step, buffers: Buffers) -> Callable[[], None]:
@@ -62,14 +60,14 @@ def bind_block_table(step: Step, buffers: Buffers) -> Callable[[], None]:
     if not isinstance(step.query, UniformQuery):
         raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
     outputs = (None, None, buffers["cache_seqlens"], buffers["block_table"])
-    return _bind_pages(step, buffers, outputs, _keys(step), BLOCK_TABLE.over_read.of(buffers.extent))
+    return _bind_pages(step, buffers, outputs, _keys(step))
 
 
 def bind_csr(step: Step, buffers: Buffers) -> Callable[[], None]:
-    """What writes the CSR form of a step and its write slots. Else as `bind_ragged`."""
-    outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), buffers["kv_indices"])
+    """What writes the page lists of a step and its write slots. Else as `bind_ragged`."""
+    outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
     keys = (0, 0) if step.kind is StepKind.DRAFT_DECODE else _keys(step)
-    return _bind_pages(step, buffers, outputs, keys, KV_INDICES.over_read.of(buffers.extent))
+    return _bind_pages(step, buffers, outputs, keys)
 
 
 def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int]) -> Callable[[], None]:
@@ -108,9 +106,8 @@ def _bind_pages(
     buffers: Buffers,
     outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
     keys: tuple[int, int],
-    over_read: int,
 ) -> Callable[[], None]:
-    rest = (buffers["write_slots"], *_sizes(step, keys), buffers.extent.max_pages, over_read)
+    rest = (buffers["write_slots"], *_sizes(step, keys), buffers.extent.max_pages)
     return _Repeated("plan_pages", *_inputs(step), *outputs, *rest)
 
 

@@ -1,10 +1,8 @@
 """The plans of dense attention as one Triton launch: page lists, lengths, row starts and write slots of all forwards.
 
 A request is shared by a few programs, a number that follows from sizes alone, so that a graph may hold the launch. Each
-takes every n-th block of the request's pages and stops behind what is visible and what a kernel may read past it; the
-last also writes the request's write slots, the first its lengths. One program more than there are requests writes the
-ends. Compact lists begin where those of the requests before end: every program adds up their lengths itself, which are
-few, so that there is no second launch.
+takes every n-th block of the request's pages and stops behind what is visible; the last also writes the request's write
+slots, the first its lengths. One program more than there are requests writes the ends.
 
 Sizes and strides are not specialized on: no batch compiles anything anew, and `triton_launch` can skip Triton's checks.
 """
@@ -51,16 +49,13 @@ class StepSizes(NamedTuple):
 
 
 class PageSizes(NamedTuple):
-    """Strides and sizes of page lists. num_lens: forwards that have lengths. num_columns: of a row; of a compact list,
-    its entries.
-    """
+    """Strides and sizes of page lists. num_lens: forwards that have lengths. num_columns: of a row."""
 
     lens_stride: int
     pages_stride: int
     writes_stride: int
     num_lens: int
     num_columns: int
-    over_read: int
 
 
 @triton.jit
@@ -166,17 +161,6 @@ def _write_slots(out_cache_loc, seq_lens, row, rows, step, write_slots, stride, 
         tl.store(write_slots + forward * stride + into, slots, mask=live)
 
 
-@triton.jit
-def _pages_before(seq_lens, num_real, given_starts, step, request, forward, BLOCK: tl.constexpr):
-    """Pages that the requests before one see."""
-    before = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, request, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        keys = visible_keys(seq_lens, num_real, given_starts, step, other, forward)
-        before += tl.where(other < request, tl.cdiv(keys, number(step.page_size)), 0)
-    return tl.sum(before, axis=0)
-
-
 @unspecialized
 def _plan_pages(
     seq_lens,
@@ -196,24 +180,18 @@ def _plan_pages(
 ):
     """All metadata of a request, or behind the last one the ends.
 
-    starts, page_starts: of query rows and of compact page lists, None if the form has none. pages: a table, or the
-    compact list where there are page_starts.
+    starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row of them a request.
     """
     request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    is_request, num_lens, over_read = request < number(step.bs), number(sizes.num_lens), number(sizes.over_read)
+    is_request, num_lens = request < number(step.bs), number(sizes.num_lens)
     last = visible_keys(seq_lens, num_real, given_starts, step, request, num_lens - 1)
     live = tl.cdiv(last, number(step.page_size))
     begin = first_row(given_starts, step, request)
-    if page_starts is None:
-        into = pages + request.to(tl.int64) * number(sizes.pages_stride)
-        end = tl.minimum(tl.where(is_request, live + over_read, 0), number(sizes.num_columns))
-    else:
-        first_entry = _pages_before(seq_lens, num_real, given_starts, step, request, num_lens - 1, BLOCK)
-        into = pages + first_entry
-        end = tl.minimum(tl.where(is_request, live, over_read), number(sizes.num_columns) - first_entry)
-        if part == 0:
-            tl.store(page_starts + request, first_entry)
+    into = pages + request.to(tl.int64) * number(sizes.pages_stride)
+    end = tl.minimum(live, number(sizes.num_columns))
     if part == 0:
+        if page_starts is not None:
+            tl.store(page_starts + request, request * number(sizes.pages_stride))
         if starts is not None:
             tl.store(starts + request, begin)
         for forward in range(0, num_lens):
@@ -225,8 +203,8 @@ def _plan_pages(
         _write_slots(out_cache_loc, seq_lens, row, rows, step, write_slots, stride, begin, count, BLOCK)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
-        ids = page_ids(row, rows, step, page, page < tl.minimum(live, number(step.max_pages)))
-        tl.store(into + page, tl.where(page < live, ids, number(step.reserved_page)), mask=page < end)
+        ids = page_ids(row, rows, step, page, page < tl.minimum(end, number(step.max_pages)))
+        tl.store(into + page, ids, mask=page < end)
 
 
 def plan_pages(
@@ -246,12 +224,12 @@ def plan_pages(
     """The launch; arguments as of the operator (`plan_operators`), the counts from `width` on."""
     bs, num_forwards = seq_lens.shape[0], write_slots.shape[0]
     inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
-    *of_step, max_pages, over_read = counts
+    *of_step, max_pages = counts
     step = step_sizes(*inputs, *of_step, num_forwards, max_pages)
     strides = (lens.stride(0), pages.stride(0), write_slots.stride(0))
-    sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1], over_read))
+    sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1]))
     variant = (*types(*inputs), starts is None, page_starts is None)
-    launch = _launch(seq_lens.device, (bs + 1, num_parts(bs + 1, max_pages + over_read), 1))
+    launch = _launch(seq_lens.device, (bs + 1, num_parts(bs + 1, max_pages), 1))
     return Prepared(launch, variant, (*inputs, starts, page_starts, lens, pages, write_slots, step, sizes, _BLOCK))
 
 

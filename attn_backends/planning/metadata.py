@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_backends.contract.kernel import Schedules
 from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
-from attn_backends.memory.static_memory import Tenant
+from attn_backends.planning.captured import Captured
 from spec_metadata import (
     Bucket,
     Buffers,
@@ -50,7 +50,7 @@ class ForwardMetadata(Generic[Plan]):
     """What one forward of a step needs.
 
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
-    [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. tenant: as of the step's
+    [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
     metadata.
     """
 
@@ -60,7 +60,7 @@ class ForwardMetadata(Generic[Plan]):
     write_slots: Tensor
     tree: TreePart | None
     kind: StepKind
-    tenant: Tenant | None
+    captured: Captured | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,9 +69,8 @@ class Metadata(Generic[Plan]):
 
     owner: the backend that planned it, and that alone takes it. step: an eager one of a tree has drafted tokens of its
     own. plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only.
-    chains: the drafted tokens of each forward of a chain, where plans are of the committed ones alone. tenant: what
-    captured metadata has of static memory, where its step and buffers lie; None if eager. checking: whether `at` reads
-    ancestors.
+    chains: the drafted tokens of each forward of a chain, where plans are of the committed ones alone. captured: the
+    bucket and memory of captured metadata; None if eager. checking: whether `at` reads ancestors.
     """
 
     owner: Owner
@@ -81,21 +80,21 @@ class Metadata(Generic[Plan]):
     schedules: Schedules[Plan]
     write: Callable[[], None]
     chains: tuple[TreePart, ...] = ()
-    tenant: Tenant | None = None
+    captured: Captured | None = None
     checking: bool = False
 
     @property
     def bucket(self) -> Bucket | TokenBucket | None:
         """What it was captured for; None if eager."""
-        return None if self.tenant is None else self.tenant.bucket
+        return None if self.captured is None else self.captured.bucket
 
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
         topk > 1 (`spec_metadata.tree_part`); their values are checked in checking mode, outside of a capture. Refuses
-        captured metadata that another replay has overwritten.
+        captured metadata that another bucket of its phase has overwritten.
         """
-        if self.tenant is not None:
-            self.tenant.check()
+        if self.captured is not None:
+            self.captured.check_phase()
         forward = 0 if self.step.kind is StepKind.IDLE else forward
         if not 0 <= forward < self.step.num_forwards:
             raise InvalidStepError(f"forward {forward} of a {self.step.kind} step that plans {self.step.num_forwards}")
@@ -109,7 +108,7 @@ class Metadata(Generic[Plan]):
             write_slots=self.buffers[WRITE_SLOTS.name][forward],
             tree=tree,
             kind=self.step.kind,
-            tenant=self.tenant,
+            captured=self.captured,
         )
 
 
@@ -144,8 +143,8 @@ def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
             backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
         )
     _check_owner(backend, meta.owner, meta.kind)
-    if meta.tenant is not None:
-        meta.tenant.check()
+    if meta.captured is not None:
+        meta.captured.check_phase()
 
 
 def check_ranges(meta: Metadata[Any], specs: Iterable[BufferSpec]) -> None:

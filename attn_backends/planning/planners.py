@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from attn_backends.errors import BackendUnavailableError
-from attn_backends.memory.static_memory import Bound, CopyInputs
+from attn_backends.planning.captured import Bound, CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
 from attn_backends.selection import providers
 from spec_metadata import BoundInputs, Buffers, Capacity, Paging, Step, copy_step, write_slots

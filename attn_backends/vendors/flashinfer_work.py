@@ -151,7 +151,7 @@ class VendorMLASchedule(MLASchedule):
         """
         assert lens.causal == self._csr.causal, "the host and the device planned different steps"
         refuse("FlashInfer's MLA scheduler", work_reasons(lens, self._shape.num_heads))
-        rows = csr_rows(_on_host(lens.query_lens), _on_host(lens.kv_lens), self._csr.page_size)
+        rows = csr_rows(_on_host(lens.query_lens), _on_host(lens.kv_lens), self._csr.max_kv_len // self._csr.page_size)
         staging = torch.empty(self._work.shape, dtype=torch.uint8, pin_memory=self._work.is_cuda)
         buffers = (self._partial, self._work, staging)
         layout, _ = self._module.plan(*buffers, *rows, self._shape.num_heads, self._shape.v_head_dim, lens.causal)
@@ -160,13 +160,6 @@ class VendorMLASchedule(MLASchedule):
 
     def refresh(self) -> None:
         """Nothing: the host planned."""
-
-    def adopts(self, last: Schedule) -> bool:
-        """A list of work is that of its lengths, whatever the phase: a chain's draft extend has the verify's."""
-        assert isinstance(last, VendorMLASchedule)
-        assert last._layout is not None, "it planned"
-        self._take(last._layout)
-        return True
 
     def _take(self, layout: Any) -> None:
         """Attend by a layout from now on. Asking FlashInfer's own lists whether they are equal saves reading them."""

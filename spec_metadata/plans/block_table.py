@@ -1,8 +1,8 @@
 """Padded block table, lengths and one query stride: the format of trtllm-gen MLA and FlashMLA dense decode.
 
 Query rows are viewed as [bs, width, heads, dim], so only a uniform layout has this form. TensorRT-LLM's kernels read
-the table in groups of 128 tokens, so its rows are padded to a multiple of 128 / page_size pages. The table is shared by
-the forwards of a step: it holds the pages of what the last one sees.
+the table in groups of 128 tokens, so its rows are as long as a multiple of 128 / page_size pages. The table is shared
+by the forwards of a step: it holds the pages of what the last one sees.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.query import UniformQuery
-from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, visible_pages
+from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, write_pages
 
 _GROUP_TOKENS = 128
 
@@ -35,9 +35,10 @@ BLOCK_TABLE = BufferSpec(
     "block_table",
     torch.int32,
     (BS, TABLE_PAGES),
-    "page ids; the reserved page past the visible keys",
+    "page ids; past the visible keys those of any pages",
     high=NUM_PAGES,
     over_read=GROUP_PAGES,
+    shared=True,
 )
 BUFFERS = (
     BLOCK_TABLE,
@@ -86,16 +87,12 @@ def view_block_table(step: Step, buffers: Buffers) -> tuple[BlockTablePlan, ...]
 
 def write_block_table(step: Step, buffers: Buffers) -> None:
     """Write the block table and lengths of all forwards of a step. Device only, fixed shapes."""
-    max_pages = buffers.extent.max_pages
     for forward, cache_seqlens in enumerate(buffers["cache_seqlens"].unbind()):
         cache_seqlens.copy_(dense_part(step, forward).kv_lens)
-    last, table = dense_part(step, step.num_forwards - 1), buffers["block_table"]
-    table[:, :max_pages].copy_(visible_pages(step, last, max_pages))
-    table[:, max_pages:].fill_(step.paging.geometry.reserved_page)
+    write_pages(step, dense_part(step, step.num_forwards - 1), buffers["block_table"][:, : buffers.extent.max_pages])
 
 
 def specified_block_table(step: Step, buffers: Buffers) -> dict[str, Tensor]:
     """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
     num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
-    over_read = BLOCK_TABLE.over_read.of(buffers.extent)
-    return {"block_table": leading(num_pages + over_read, buffers["block_table"].shape[1])}
+    return {"block_table": leading(num_pages, buffers["block_table"].shape[1])}

@@ -36,7 +36,15 @@ from spec_metadata.buffers import (
 )
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, leading, num_visible_pages, query_starts, visible_pages, write_slots
+from spec_metadata.visibility import (
+    dense_part,
+    leading,
+    num_visible_pages,
+    query_starts,
+    visible_pages,
+    write_pages,
+    write_slots,
+)
 
 INDEX_GROUP = 64  # FlashMLA's sparse kernel reads indices in groups of as many
 GROUP = Dim(str(INDEX_GROUP), lambda e: INDEX_GROUP)
@@ -137,8 +145,9 @@ def buffer_specs(window: int, compressions: Sequence[Compression]) -> tuple[Buff
             "page_table",
             torch.int32,
             (BS, MAX_PAGES),
-            "page ids; the reserved page past what the last forward sees",
+            "page ids; past what the last forward sees those of any pages",
             high=NUM_PAGES,
+            shared=True,
         ),
     ]
     for compression in compressions:
@@ -237,7 +246,7 @@ def write_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[C
     last = dense_part(step, step.num_forwards - 1)
     buffers["qo_indptr"].copy_(query_starts(step))
     buffers["request"].copy_(_request_of_rows(step))
-    buffers["page_table"].copy_(visible_pages(step, last, buffers.extent.max_pages))
+    write_pages(step, last, buffers["page_table"])
     for forward, plan in enumerate(view_compressed(step, buffers, rings)):
         rows = _rows(step, forward, buffers.extent)
         positions = rows.position.unsqueeze(1) - torch.arange(window, device=step.device)

@@ -1,8 +1,12 @@
-"""CSR page lists: the format of FlashInfer's paged wrappers (`BatchMLAPagedAttentionWrapper.plan`).
+"""Page lists of FlashInfer's MLA kernels (`BatchMLAPagedAttentionWrapper`): where each request's pages begin.
 
-The pages of all requests lie one after the other: request i owns kv_indices[kv_indptr[i] : kv_indptr[i + 1]], compact,
-so kv_indptr.diff() == ceil(kv_len / page_size), as FlashInfer's scheduler requires. A list that grows with each forward
-can't be shared, so all forwards of a draft have one plan, of the committed tokens; drafted ones are read by slot.
+Request i owns the entries of kv_indices from kv_indptr[i] on, ceil(kv_len[i] / page_size) of them. FlashInfer's kernels
+and scheduler read where a list begins and a length, nothing of its end. So every list begins where it would if all had
+the largest length, kv_indptr[i] == i * max_pages: none moves when another grows, and phases of the same requests share
+them.
+(FlashInfer's Python wrapper asks for compact lists; it is not what launches here.)
+
+All forwards of a draft have one plan, of the committed tokens, and so one list of work; drafted ones are read by slot.
 """
 
 from __future__ import annotations
@@ -15,14 +19,21 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, is_causal, leading, query_starts, visible_pages
+from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, query_starts, write_pages
 
 KV_INDICES = BufferSpec(
-    "kv_indices", torch.int32, (BS * MAX_PAGES,), "page ids; the reserved page past the end", high=NUM_PAGES
+    "kv_indices",
+    torch.int32,
+    (BS * MAX_PAGES,),
+    "page ids; past the visible keys of a request those of any pages",
+    high=NUM_PAGES,
+    shared=True,
 )
 BUFFERS = (
     BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
-    BufferSpec("kv_indptr", torch.int32, (BS + 1,), "first entry of each request", high=BS * MAX_PAGES + 1),
+    BufferSpec(
+        "kv_indptr", torch.int32, (BS + 1,), "first entry of each request, max_pages apart", high=BS * MAX_PAGES + 1
+    ),
     KV_INDICES,
     BufferSpec("kv_len", torch.int32, (BS,), "keys that the last row of a request sees", high=MAX_KV_LEN + 1),
 )
@@ -30,7 +41,7 @@ BUFFERS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CsrPlan:
-    """A step in CSR form; tensors as declared in `BUFFERS`.
+    """A step as page lists; tensors as declared in `BUFFERS`.
 
     causal: bottom-right, else every row sees all keys. num_tokens: query rows of all requests, padding too. max_query,
     max_kv_len: host bounds, promised by the capacity.
@@ -55,13 +66,15 @@ class CsrRows(NamedTuple):
     kv_len: Tensor
 
 
-def csr_rows(query_lens: Tensor, kv_lens: Tensor, page_size: int) -> CsrRows:
-    """The rows of a compact CSR form, wherever the lengths are: a plan's on the device, a vendor's on the host.
+def csr_rows(query_lens: Tensor, kv_lens: Tensor, max_pages: int) -> CsrRows:
+    """The rows of the form, wherever the lengths are: a plan's on the device, a vendor's on the host.
 
-    query_lens, kv_lens: [bs] integers, query rows of a request and keys that its last row sees.
+    query_lens, kv_lens: [bs] integers, query rows of a request and keys that its last row sees. max_pages: entries from
+    one list to the next.
     """
-    num_pages = torch.div(kv_lens + (page_size - 1), page_size, rounding_mode="floor")
-    return CsrRows(_starts(query_lens), _starts(num_pages), kv_lens.int())
+    starts = torch.nn.functional.pad(query_lens, (1, 0)).cumsum(0, dtype=torch.int32)
+    lists = torch.arange(kv_lens.shape[0] + 1, dtype=torch.int32, device=kv_lens.device)
+    return CsrRows(starts, lists * max_pages, kv_lens.int())
 
 
 def view_csr(step: Step, buffers: Buffers) -> tuple[CsrPlan, ...]:
@@ -81,32 +94,21 @@ def view_csr(step: Step, buffers: Buffers) -> tuple[CsrPlan, ...]:
 
 
 def write_csr(step: Step, buffers: Buffers) -> None:
-    """Write the CSR form of a step, of a draft that of its committed tokens. Device only, fixed shapes."""
-    extent = buffers.extent
-    dense = dense_part(step, None)
-    rows = csr_rows(query_starts(step).diff(), dense.kv_lens, extent.page_size)
+    """Write the form of a step, of a draft that of its committed tokens. Device only, fixed shapes."""
+    dense, max_pages = dense_part(step, None), buffers.extent.max_pages
+    rows = csr_rows(query_starts(step).diff(), dense.kv_lens, max_pages)
     buffers["qo_indptr"].copy_(rows.qo_indptr)
     buffers["kv_indptr"].copy_(rows.kv_indptr)
     buffers["kv_len"].copy_(rows.kv_len)
-    pages = visible_pages(step, dense, extent.max_pages)
-    buffers["kv_indices"].copy_(_compact(pages, rows.kv_indptr, step.paging.geometry.reserved_page))
+    write_pages(step, dense, page_lists(buffers))
+
+
+def page_lists(buffers: Buffers) -> Tensor:
+    """[bs, max_pages] int32: kv_indices as rows."""
+    return buffers["kv_indices"].view(buffers.extent.bs, buffers.extent.max_pages)
 
 
 def specified_csr(step: Step, buffers: Buffers) -> dict[str, Tensor]:
     """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
-    lens = dense_part(step, None).kv_lens
-    end = csr_rows(lens, lens, buffers.extent.page_size).kv_indptr[-1]
-    return {"kv_indices": leading(end + KV_INDICES.over_read.of(buffers.extent), buffers["kv_indices"].shape[0])}
-
-
-def _starts(lens: Tensor) -> Tensor:
-    """[n + 1] int32: where each of n stretches of these lengths starts, and the end."""
-    return torch.nn.functional.pad(lens, (1, 0)).cumsum(0, dtype=torch.int32)
-
-
-def _compact(pages: Tensor, indptr: Tensor, pad: int) -> Tensor:
-    """[bs * max_pages] int64: row i of pages [bs, max_pages] moved to indptr[i], then `pad`. A gather: fixed shapes."""
-    entry = torch.arange(pages.numel(), device=pages.device)
-    request = torch.searchsorted(indptr[1:].long(), entry, right=True).clamp(max=pages.shape[0] - 1)
-    column = (entry - indptr.long()[request]).clamp(max=pages.shape[1] - 1)
-    return torch.where(entry < indptr[-1], pages[request, column], pad)
+    num_pages = num_visible_pages(step, dense_part(step, None))
+    return {"kv_indices": leading(num_pages, buffers.extent.max_pages).flatten()}

@@ -21,11 +21,16 @@ from spec_metadata.visibility import (
     leading,
     num_visible_pages,
     query_starts,
-    visible_pages,
+    write_pages,
 )
 
 PAGE_TABLE = BufferSpec(
-    "page_table", torch.int32, (BS, MAX_PAGES), "page ids; the reserved page past the visible keys", high=NUM_PAGES
+    "page_table",
+    torch.int32,
+    (BS, MAX_PAGES),
+    "page ids; past the visible keys those of any pages",
+    high=NUM_PAGES,
+    shared=True,
 )
 BUFFERS = (
     BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
@@ -76,11 +81,10 @@ def write_ragged(step: Step, buffers: Buffers) -> None:
     buffers["cu_seqlens_q"].copy_(query_starts(step))
     for forward, seqused_k in enumerate(buffers["seqused_k"].unbind()):
         seqused_k.copy_(dense_part(step, forward).kv_lens)
-    last = dense_part(step, step.num_forwards - 1)
-    buffers["page_table"].copy_(visible_pages(step, last, buffers.extent.max_pages))
+    write_pages(step, dense_part(step, step.num_forwards - 1), buffers["page_table"])
 
 
 def specified_ragged(step: Step, buffers: Buffers) -> dict[str, Tensor]:
     """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
     num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
-    return {"page_table": leading(num_pages + PAGE_TABLE.over_read.of(buffers.extent), buffers.extent.max_pages)}
+    return {"page_table": leading(num_pages, buffers.extent.max_pages)}

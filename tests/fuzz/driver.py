@@ -97,20 +97,21 @@ def flat(plan: Any) -> dict[str, Any]:
 class Recorder:
     """The metadata of the steps of one layout, copied as each is planned and read back once, without a wait between.
 
-    All buffers of a plan lie in one allocation, so a step costs one copy; what a tree adds costs two for each forward.
+    Buffers of a plan are in one allocation, or two where phases share a table; each costs a step one copy. What a tree
+    adds costs two for each forward.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._regions: Tensor | None = None
+        self._regions: dict[str, Tensor] = {}
         self._trees: dict[tuple[int, str], Tensor] = {}
 
     def add(self, place: int, meta: Metadata[Any], ancestors: tuple[Tensor, ...]) -> None:
         """Keep what metadata says now. ancestors: of this step, for each forward of a drafted tree."""
-        if self._regions is None:
+        if not self._regions:
             self._look_at(meta, ancestors)
-            assert self._regions is not None
-        self._regions[place].copy_(self._region(meta))
+        for name, regions in self._regions.items():
+            regions[place].copy_(self._region(meta, name))
         if not self._has_tree:
             return
         for forward in range(len(meta.plans)):
@@ -122,48 +123,57 @@ class Recorder:
 
     def forwards(self, steps: Ints) -> Iterator[tuple[dict[str, Any], Ints, tuple[Ints, Any] | None]]:
         """Of each forward: its plan, write slots, and a tree's slots and mask; of these steps of all."""
-        assert self._regions is not None
-        regions = self._regions.cpu().numpy()
+        regions = {name: each.cpu().numpy() for name, each in self._regions.items()}
         for forward, (plan, writes) in enumerate(self._views):
             read = {name: self._read(regions, part)[steps] if _is_place(part) else part for name, part in plan.items()}
             tree = [self._trees[forward, name].cpu().numpy()[steps] for name in ("slots", "mask") if self._trees]
             yield read, self._read(regions, writes)[steps], (tree[0], tree[1]) if tree else None
 
     def _look_at(self, meta: Metadata[Any], ancestors: tuple[Tensor, ...]) -> None:
-        """Where the parts of a plan lie in its allocation; all steps of a layout have them there."""
+        """Where the parts of a plan are in its allocations; all steps of a layout have them there."""
         ats = [meta.at(i, ancestors[i] if ancestors else None) for i in range(len(meta.plans))]
-        anchor = meta.buffers["write_slots"]
-        memory = anchor.untyped_storage().data_ptr()
+        names = {_memory(buffer): name for name, buffer in meta.buffers.items()}  # a buffer of each allocation
 
         def is_elsewhere(part: Any) -> bool:
             """A tree's mask, which a window reads, is the step's."""
-            return isinstance(part, Tensor) and part.untyped_storage().data_ptr() != memory
+            return isinstance(part, Tensor) and _memory(part) not in names
 
         plans = [{n: part for n, part in flat(plan).items() if not is_elsewhere(part)} for plan in meta.plans]
         self._has_tree = ats[0].tree is not None
         tensors = [part for plan in plans for part in plan.values() if isinstance(part, Tensor)]
         tensors += [at.write_slots for at in ats]
-        start = min(part.data_ptr() for part in tensors)
-        self._offset, size = start - anchor.data_ptr(), max(_end(part) for part in tensors) - start
+        starts = {_memory(part): part.data_ptr() for part in sorted(tensors, key=Tensor.data_ptr, reverse=True)}
+        ends = {_memory(part): _end(part) for part in sorted(tensors, key=_end)}
+
+        def place(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            return names[_memory(part)], *_place(part, starts[_memory(part)])
+
         self._views = [
-            (
-                {name: _place(part, start) if isinstance(part, Tensor) else part for name, part in plan.items()},
-                _place(at.write_slots, start),
-            )
+            ({name: place(part) for name, part in plan.items()}, place(at.write_slots))
             for plan, at in zip(plans, ats, strict=True)
         ]
-        self._regions = torch.empty((self._number, size), dtype=torch.uint8, device=anchor.device)
+        self._offsets = {names[m]: start - meta.buffers[names[m]].data_ptr() for m, start in starts.items()}
+        for memory, start in starts.items():
+            size = (self._number, ends[memory] - start)
+            self._regions[names[memory]] = torch.empty(size, dtype=torch.uint8, device=tensors[0].device)
 
-    def _region(self, meta: Metadata[Any]) -> Tensor:
-        assert self._regions is not None
-        anchor = meta.buffers["write_slots"]
-        offset = anchor.data_ptr() - anchor.untyped_storage().data_ptr() + self._offset
+    def _region(self, meta: Metadata[Any], name: str) -> Tensor:
+        anchor = meta.buffers[name]
+        offset = anchor.data_ptr() - _memory(anchor) + self._offsets[name]
         region = torch.empty(0, dtype=torch.uint8, device=anchor.device)
-        return region.set_(anchor.untyped_storage(), offset, (self._regions.shape[1],))
+        return region.set_(anchor.untyped_storage(), offset, (self._regions[name].shape[1],))
 
-    def _read(self, regions: Any, place: tuple[int, tuple[int, ...], tuple[int, ...], Any]) -> Any:
-        offset, shape, strides, dtype = place
-        return np.ndarray((self._number, *shape), dtype, regions, offset, (regions.strides[0], *strides))
+    def _read(self, regions: Any, place: tuple[str, int, tuple[int, ...], tuple[int, ...], Any]) -> Any:
+        name, offset, shape, strides, dtype = place
+        of_name = regions[name]
+        return np.ndarray((self._number, *shape), dtype, of_name, offset, (of_name.strides[0], *strides))
+
+
+def _memory(part: Tensor) -> int:
+    """The address of the allocation that a tensor is in."""
+    return part.untyped_storage().data_ptr()
 
 
 def _end(part: Tensor) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.fuzz import steps
 from tests.fuzz.driver import REFUSALS, Attention, Engine, Handed
-from tests.fuzz.steps import Slot, World
+from tests.fuzz.steps import World
 
 Parts = dict[str, Any]
 Change = Callable[[Parts, Engine], Parts | None]
@@ -262,7 +262,7 @@ def _plain(world: World, device: str, rng: np.random.Generator) -> Iterator[tupl
 
 def _stale(scene: Scene) -> None:
     meta = scene.engine.capture(scene.slot)
-    scene.engine.capture(Slot("decode", 1, 1, 1, False, 1))
+    scene.engine.capture(scene.slot)
     scene.attend(meta)
 
 

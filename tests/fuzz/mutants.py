@@ -55,13 +55,22 @@ def wrap(patch: pytest.MonkeyPatch, place: Any, name: str, around: Callable[...,
 @mutant("flashinfer_mla")
 def pages_lie_one_further(patch: pytest.MonkeyPatch) -> None:
     """Planner: a list of pages starts behind its first entry."""
-    wrap(patch, csr, "_compact", lambda right, pages, indptr, pad: right(pages, indptr, pad).roll(1))
+
+    def further(right: Callable[..., None], step: Step, dense: DensePart, table: Tensor) -> None:
+        right(step, dense, table)
+        table.copy_(table.roll(1, 1))
+
+    wrap(patch, csr, "write_pages", further)
 
 
 @mutant("trtllm_mla")
 def padding_is_anything(patch: pytest.MonkeyPatch) -> None:
-    """Planner: behind the visible pages of a block table stands what the engine's has there."""
-    wrap(patch, block_table, "visible_pages", lambda right, step, dense, size: step.paging.pages(size))
+    """Planner: behind the visible pages of a block table is what the engine's has there."""
+
+    def anything(right: Callable[..., None], step: Step, dense: DensePart, table: Tensor) -> None:
+        table.copy_(step.paging.pages(table.shape[1]))
+
+    wrap(patch, block_table, "write_pages", anything)
 
 
 @mutant("fa3")

@@ -101,10 +101,8 @@ def cycles(worker: SteadyWorker) -> tuple[Work, Work]:
 
 
 def num_host_plans(backend: AttentionBackend) -> int:
-    """Plans that the host makes for a cycle, one for each phase; a chain's draft extend has that of its verify."""
-    planned = {kind for kind in PHASES.values() if backend.kernel_of(kind).capabilities[kind].needs_host_lens}
-    shared = {StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND}
-    return len(planned) - (backend.capacity.topk == 1 and shared <= planned)
+    """Plans that the host makes for a cycle, one for each phase."""
+    return sum(backend.kernel_of(kind).capabilities[kind].needs_host_lens for kind in PHASES.values())
 
 
 def measured(setting: Setting, backend: AttentionBackend, planning: str, probe: Probe) -> dict[str, Any]:

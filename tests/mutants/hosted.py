@@ -36,10 +36,6 @@ class OnHost(Planned):
         """Copy the exact lengths."""
         self.lens.copy_(torch.tensor(lens.kv_lens))
 
-    def adopts(self, last: Schedule) -> bool:
-        """Lengths are lengths, whichever phase planned them."""
-        return True
-
 
 class OnDevice(Planned):
     """Takes lengths from the plan, as FlashMLA does."""

@@ -15,11 +15,25 @@ from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.conformance import checks_streams
 from attn_backends.graphs import is_capturing
-from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.memory import phases
 from attn_backends.planning import planners
-from spec_metadata import Arena, Bucket, Buffers, PackedQuery, Paging, Step, StepKind, UniformQuery, static_inputs
+from attn_backends.planning.captured import Captured
+from spec_metadata import (
+    Arena,
+    Bucket,
+    Buffers,
+    Extent,
+    PackedQuery,
+    Paging,
+    Step,
+    StepKind,
+    UniformQuery,
+    static_inputs,
+)
 from spec_metadata.plans import ragged
+from spec_metadata.visibility import DensePart, visible_pages
 from tests.mutants.mutant import mutant
 
 
@@ -194,25 +208,40 @@ def captures_kept_by_kind(patch: pytest.MonkeyPatch) -> None:
     keep_captures(patch, lambda bucket: bucket.kind)
 
 
-@mutant("phases that share static memory, planned ahead", "graph.two_kinds", "graph.two_buckets", graph=True)
-def phases_planned_together(patch: pytest.MonkeyPatch) -> None:
-    """What was captured on a backend is planned as one, before the graph of any phase has run."""
-    replay, last = AttentionBackend.replay, dict[int, tuple[Metadata, Step]]()
+@mutant("phases whose buffers lie over each other", "graph.planned_ahead", graph=True)
+def phases_over_each_other(patch: pytest.MonkeyPatch) -> None:
+    """All phases are given one memory, as if each were planned right before its graph."""
+    arena, blocks = phases.Arena, dict[torch.device, Tensor]()
 
-    def together(self: AttentionBackend, meta: Metadata, step: Step) -> None:
-        replay(self, meta, step)
-        for other, its in last.values():
-            if other is not meta and other.tenant.memory is self.memory:
-                replay(self, other, its)
-        last[id(meta)] = meta, step
+    def over(specs: Any, largest: Extent, device: torch.device, **options: Any) -> Arena:
+        if any(spec.name == "write_slots" for spec in specs):
+            block = torch.empty(2**26, dtype=torch.uint8, device=device)
+            options["memory"] = blocks.setdefault(torch.device(device), block)
+        return arena(specs, largest, device, **options)
 
-    patch.setattr(AttentionBackend, "replay", together)
+    patch.setattr(phases, "Arena", over)
+
+
+@mutant("planning on another stream, not waited for", "streams.planned_beside_a_graph", needs=("cuda",))
+def planning_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    """A worker launches a graph behind no event of the stream that plans it."""
+    patch.setattr(checks_streams, "wait_for", lambda planning: None)
+
+
+@mutant("a table of all phases, padded behind one's own pages", "graph.planned_ahead", graph=True)
+def shared_table_padded(patch: pytest.MonkeyPatch) -> None:
+    """A planner pads the rest of a row, which a longer phase of the same request sees."""
+
+    def padded(step: Step, dense: DensePart, table: Tensor) -> None:
+        table.copy_(visible_pages(step, dense, table.shape[1]))
+
+    patch.setattr(ragged, "write_pages", padded)
 
 
 @mutant("metadata that another replay has overwritten, used all the same", "graph.stale_is_refused", graph=True)
 def stale_metadata_taken(patch: pytest.MonkeyPatch) -> None:
-    """Nobody asks whose metadata lies in static memory."""
-    patch.setattr(StaticMemory, "is_let_to", lambda self, tenant: True)
+    """Nobody asks which bucket of a phase was planned last."""
+    patch.setattr(Captured, "check_phase", lambda self: None)
 
 
 @mutant("planning in the graph, left out of it", "graph.refresh_recorded", "runner.planned_in_graph", graph=True)
@@ -284,8 +313,8 @@ def plan_writes_past_its_buffer(patch: pytest.MonkeyPatch) -> None:
 
     def longer(self: FlashInferMLABackend, step: Step, buffers: Buffers) -> None:
         write(self, step, buffers)
-        if self.checking and self.memory.tenant is not None:
-            whole = self.memory.tenant.arena._full["kv_indices"]
+        for phase in self._memory._phases.values() if self.checking else ():
+            whole = phase.arenas[0]._full["kv_indices"]
             whole.as_strided((1,), (1,), whole.storage_offset() + whole.numel()).zero_()
 
     patch.setattr(FlashInferMLABackend, "write", longer)

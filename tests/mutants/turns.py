@@ -12,8 +12,8 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.kernels import torch_attention
-from attn_backends.memory.static_memory import Tenant
 from attn_backends.planning import metadata
+from attn_backends.planning.captured import Captured
 from spec_metadata import Buffers, Step, StepKind, UniformQuery
 from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant
@@ -87,7 +87,7 @@ def splits_by_the_largest_capture(patch: pytest.MonkeyPatch) -> None:
 @mutant("lengths over the capacity, once a layout was taken", "graph.after_a_refusal", graph=True)
 def known_layout_taken_at_any_length(patch: pytest.MonkeyPatch) -> None:
     """A step of a layout that a graph took before is not asked for its lengths."""
-    patch.setattr(Tenant, "admits", lambda self, step: step.layout == self._layout)
+    patch.setattr(Captured, "admits", lambda self, step: step.layout == self._layout)
 
 
 @mutant("two instances given each other's metadata", "refusals.anothers_metadata")

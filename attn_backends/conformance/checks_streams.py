@@ -1,0 +1,73 @@
+"""Planning on a stream of its own, beside a graph that runs: right in the order that events give. On a GPU alone, as a
+recorded graph has no streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_turns import in_pairs, same_pages
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
+from attn_backends.conformance.exercise import Captured, Ran, prepare_memory, setup_of, world_of
+from attn_backends.layer import AttentionOutput
+
+_DELAY_BYTES, _DELAY_ROUNDS = 2**28, 40  # some milliseconds, in which the host launches all the rest
+
+
+def _on_a_gpu(subject: Subject) -> list[Case]:
+    return in_pairs(subject) if subject.device.startswith("cuda") else []
+
+
+@check("streams.planned_beside_a_graph", _on_a_gpu)
+def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
+    """A phase is planned on a second stream while another one's graph runs; its own graph runs behind an event of that.
+
+    The graph that runs has been delayed, and so has the planning: whoever does not wait for the event attends by what
+    was planned before.
+    """
+    world = world_of(setup_of(subject, case))
+    first, second = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
+    scenes = same_pages(world, case)
+    memory = [prepare_memory(scene, case) for scene in scenes]
+    world.memory.copy_(memory[0])
+    first.load(scenes[0])
+    room = torch.zeros(_DELAY_BYTES, dtype=torch.uint8, device=world.device)
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        _delay(room)
+        second.load(scenes[1])
+    outputs, after = [], []
+    for phase, before in zip((first, second), memory, strict=True):
+        world.memory.copy_(before)
+        if phase is first:
+            _delay(room)
+        else:
+            wait_for(side)
+        phase.graph.replay()
+        outputs.append([AttentionOutput(out.clone(), lse.clone()) for out, lse in phase.outputs])
+        after.append(world.memory.clone())
+    torch.cuda.synchronize()
+    found = []
+    for phase, scene, before, out, memory_after in zip((first, second), scenes, memory, outputs, after, strict=True):
+        world.memory.copy_(memory_after)
+        ran = Ran(scene, phase.static, out, before, phase.meta)
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+        compare_memory(ran.scene, ran.before, padded=True)
+    return nearest(found)
+
+
+def wait_for(planning: torch.cuda.Stream) -> None:
+    """Have the current stream wait for what was planned on another."""
+    torch.cuda.current_stream().wait_event(planning.record_event())
+
+
+def _delay(room: Tensor) -> None:
+    """Keep the current stream busy."""
+    for _ in range(_DELAY_ROUNDS):
+        room.add_(1)
