@@ -54,7 +54,7 @@ def run_at_replays(call: Callable[[], object]) -> None:
     if graph is None:
         call()
         return
-    graph.record(call)
+    graph._calls.append(_HostCall(call))
     token = _recording.set(None)
     try:
         call()
@@ -174,10 +174,6 @@ class RecordedGraph:
                 yield
         finally:
             _recording.reset(token)
-
-    def record(self, call: Callable[[], object]) -> None:
-        """Make a call of the host's at this place of each replay; see `run_at_replays`."""
-        self._calls.append(_HostCall(call))
 
     def replay(self) -> None:
         """Poison every intermediate, then run the calls again in order. Raises `CaptureError`, and runs nothing, if the
