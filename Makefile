@@ -7,12 +7,13 @@ PYTHON ?= $(shell for python in $(CANDIDATES); do $$python -c '$(PROBE)' 2>/dev/
 INSTALLED = .venv/installed
 RUN = OMP_NUM_THREADS=1 .venv/bin/python -m
 BIN = .venv/bin
+RUN_VLLM = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
 
 # On a machine with a GPU, whose own Python has torch for it: GPU_PYTHON, PARTS (default: all) and OUT may be given.
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo smoke test test-full test-versions test-wheel fuzz gpu-results
+.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full fuzz gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -48,6 +49,12 @@ test-wheel:  ## the built wheels, in an environment of their own in an empty fol
 	&& venv/bin/attn-backends generate --prompt "import os" --max-new-tokens 8 \
 	&& rm -r $$wheel
 
+test-vllm: .venv-vllm/installed  ## vLLM's real engine on this CPU with our backends inside, in its own environment
+	$(RUN_VLLM) pytest tests/engines/vllm
+
+test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph mode and way of caching: hours
+	$(RUN_VLLM) pytest tests/engines/vllm -m full
+
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
@@ -55,4 +62,8 @@ $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]' --editable ./reference
+	@touch $@
+
+.venv-vllm/installed: $(INSTALLED) tests/engines/vllm/requirements.txt tests/engines/vllm/install.sh
+	bash tests/engines/vllm/install.sh .venv
 	@touch $@

@@ -44,6 +44,24 @@ def repeat_at_replays(call: Callable[[], None]) -> None:
         graph.host_calls.append(call)
 
 
+def run_at_replays(call: Callable[[], object]) -> None:
+    """Run a call of the host's now, and at this place of each replay of the graph that is being recorded, if one is.
+
+    For what torch's dispatcher does not see, such as a launch of a Triton kernel in its interpreter, or what no graph
+    may do, such as looking at values in a test. The call finds its tensors where they were, and holds them.
+    """
+    graph = _recording.get()
+    if graph is None:
+        call()
+        return
+    graph._calls.append(_HostCall(call))
+    token = _recording.set(None)
+    try:
+        call()
+    finally:
+        _recording.reset(token)
+
+
 class Graph(Protocol):
     """A region that was captured once and can be replayed."""
 
@@ -135,7 +153,7 @@ class RecordedGraph:
     """
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[_Call | _HostCall] = []
         self.host_calls: list[Callable[[], None]] = []
 
     def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
@@ -239,13 +257,24 @@ class _Call:
                 output.copy_(value)
 
 
+class _HostCall:
+    """A call of the host's between operator calls."""
+
+    made: tuple[Tensor, ...] = ()
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.run = call
+
+
 class _Recorder(TorchDispatchMode):
-    def __init__(self, calls: list[_Call]) -> None:
+    def __init__(self, calls: list[_Call | _HostCall]) -> None:
         super().__init__()
         self._calls = calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if _recording.get() is None:  # inside of `run_at_replays`
+            return func(*args, **kwargs)
         reason = _refusal(func, args, kwargs)
         if reason:
             raise CaptureError(f"{func} can't be captured: {reason}")
@@ -260,7 +289,7 @@ class _RefuseHostReads(TorchFunctionMode):
     _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in self._READS:
+        if func in self._READS and _recording.get() is not None:
             raise CaptureError(f"Tensor.{func.__name__} reads the device from the host and can't be captured")
         return func(*args, **(kwargs or {}))
 

@@ -44,6 +44,10 @@ def test_list_and_info_need_no_vendor_and_no_model_library():
     assert ["runs on CUDA devices" in each for each in known] == [True, True]
 
 
+def test_the_plug_in_of_an_engine_imports_without_it():
+    run_cold(VENDORS + MODELS + FRONT_END, "from attn_backends.engines.vllm import attended, register")
+
+
 def test_what_is_blocked_fails():
     with pytest.raises(AssertionError, match="transformers"):
         run_cold(MODELS, "import transformers")

@@ -16,6 +16,7 @@ import pytest
 
 from attn_backends import cli
 from attn_backends.conformance.cases import Case
+from attn_backends.engines import vllm
 from benchmarks import __main__ as benchmarks
 from tests.commands import run_module
 from tests.doc_blocks import BLOCK, DOCUMENTS, ROOT, Snippet, snippets
@@ -125,6 +126,8 @@ def test_what_is_not_run_is_at_least_understood(snippet):
             assert find_spec(module) is not None
         case ["make", target, *_]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+        case ["vllm", "serve", *words]:
+            assert words[words.index("--attention-backend") + 1] in vllm.NAMES
         case [program, *_]:
             assert program in ("pip", "pytest")
 

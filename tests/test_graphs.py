@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.graphs import CudaGraph, RecordedGraph, run_at_replays
 
 HOST_READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda t: t[0].item(),
@@ -235,6 +235,35 @@ def test_an_operator_without_results_is_done_again() -> None:
     static.fill_(False)
     with pytest.raises(RuntimeError):
         graph.replay()
+
+
+def test_a_call_of_the_host_is_made_at_its_place_of_each_replay() -> None:
+    x, seen = torch.tensor([1.0]), []
+
+    def region() -> Tensor:
+        doubled = x * 2
+        run_at_replays(lambda: seen.append(doubled.tolist()))
+        run_at_replays(lambda: doubled.numpy().__iadd__(1))  # past the dispatcher
+        return doubled * 10
+
+    graph = RecordedGraph()
+    out = graph.capture(region)
+    x.fill_(3)
+    graph.replay()
+    assert seen == [[2.0], [6.0]]
+    assert out.tolist() == [70.0]
+
+
+def test_a_call_of_the_host_is_made_once_outside_of_a_recording() -> None:
+    seen: list[int] = []
+    run_at_replays(lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_a_call_of_the_host_that_fails_leaves_the_recording() -> None:
+    x = torch.tensor([1.0])
+    with pytest.raises(CaptureError):
+        RecordedGraph().capture(lambda: (run_at_replays(lambda: x.item()), x.item()))
 
 
 @pytest.mark.parametrize("error", [ValueError, torch.OutOfMemoryError])

@@ -39,6 +39,7 @@ LAYERS = [
     ["attn_backends.adapters"],
     ["attn_backends.conformance"],
     ["attn_backends.cli"],
+    ["attn_backends.engines"],
     ["attn_backends_reference", "attn_backends_reference.models"],
     ["attn_backends_reference.config", "attn_backends_reference.run_options"],
     ["attn_backends_reference.eagle"],
@@ -98,6 +99,8 @@ def test_imports_go_one_way(path):
         ("attn_backends.backends.fa3", "from attn_backends_reference.eagle.worker import EagleWorker"),
         ("attn_backends_reference.eagle.worker", "from attn_backends_reference.cli import demo"),
         ("attn_backends.cli", "from attn_backends_reference.cli import demo"),
+        ("attn_backends.adapters.vllm", "from attn_backends.engines.vllm import plans"),
+        ("attn_backends.cli", "import attn_backends.engines.vllm"),
         ("attn_backends_reference.cli", "from benchmarks import metadata"),
     ],
 )

@@ -78,6 +78,13 @@ def test_the_wheels_hold_all_files_of_their_packages_and_configurations(both):
     assert [file for file in (*packages, *configs, *presets) if not (both / file).is_file()] == []
 
 
+def test_the_wheel_gives_engines_their_plug_in_and_nothing_of_their_tests(core):
+    (entry_points,) = core.glob("*.dist-info/entry_points.txt")
+    assert "[vllm.general_plugins]\nattn_backends = attn_backends.engines.vllm:register\n" in entry_points.read_text()
+    assert "platform_plugins" not in entry_points.read_text()
+    assert not (core / "tests").exists()
+
+
 def test_the_library_works_alone_in_an_empty_folder(core, tmp_path):
     assert not (core / "attn_backends_reference").exists()
     done = run(USE, core, tmp_path)

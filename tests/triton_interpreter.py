@@ -22,7 +22,7 @@ def interpreted(name: str, kernel: str) -> ModuleType:
     pytest.importorskip("triton", reason="Triton's interpreter is not installed here")
     from triton.runtime import interpreter
 
-    _prepare(interpreter)
+    prepare(interpreter)
     module = import_module(f"attn_backends.kernels.{name}")
     found = getattr(module, kernel)
     assert isinstance(found, interpreter.InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
@@ -30,7 +30,7 @@ def interpreted(name: str, kernel: str) -> ModuleType:
 
 
 @cache
-def _prepare(interpreter: ModuleType) -> None:
+def prepare(interpreter: ModuleType) -> None:
     """Once a process. The interpreter makes Triton's language its own again at every call of a function, and computes
     what overflows only to drop it, as nothing asserts without `debug`: together, most of a kernel's time.
     """

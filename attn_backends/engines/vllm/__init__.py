@@ -1,0 +1,30 @@
+"""The backends inside vLLM: `vllm serve MODEL --attention-backend ATTN_BACKENDS_FA3` (docs/vllm.md).
+
+vLLM calls `register` in every process, by the entry point `vllm.general_plugins`. Nothing of vLLM is patched; importing
+this package imports neither vLLM nor a backend.
+"""
+
+from __future__ import annotations
+
+from attn_backends.engines.vllm.attended import attended, forget_attended
+
+NAMES = {
+    "ATTN_BACKENDS_FA3": "FA3",
+    "ATTN_BACKENDS_FA3_MLA": "FA3OnLatents",
+    "ATTN_BACKENDS_TRTLLM_MLA": "TrtllmMLA",
+    "ATTN_BACKENDS_FLASHINFER_MLA": "FlashInferMLA",
+    "ATTN_BACKENDS_DSV4": "DSV4",
+}
+"""What `--attention-backend` is given -> the class in `attn_backends.engines.vllm.backends`."""
+
+
+def register() -> None:
+    """Make the names known to vLLM's `--attention-backend`; again in the same process it does nothing."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name, class_name in NAMES.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, f"attn_backends.engines.vllm.backends.{class_name}")
+
+
+__all__ = ["NAMES", "attended", "forget_attended", "register"]

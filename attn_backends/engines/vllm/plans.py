@@ -1,0 +1,118 @@
+"""From vLLM's batches to metadata: what a group of layers attends with, planned when the first of them does.
+
+vLLM pads a batch to the size of a captured graph and says so by the sizes alone, and drops what its builder made where
+the graph runs. So nothing is planned while it is built. A captured plan reads vLLM's own buffers in place
+(`BoundInputs`): the graph that records its first layer records the planning with it, and costs the host nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from attn_backends.adapters import vllm as adapter
+from attn_backends.backend import AttentionBackend
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
+from spec_metadata import BlockTable, BoundInputs, Bucket, StepKind
+
+
+class Batch(adapter.CommonAttentionMetadata, Protocol):
+    """vLLM's `CommonAttentionMetadata`: what `adapter.read` reads, and num_actual_tokens, its query rows, those that
+    pad a graph included.
+    """
+
+    num_actual_tokens: int
+
+
+class Plan:
+    """Metadata that is planned at the first use, and again at the first one after `expire`."""
+
+    def __init__(self, make: Callable[[], Metadata]) -> None:
+        self._make = make
+        self._made: Metadata | None = None
+
+    def current(self) -> ForwardMetadata:
+        """What a layer attends with."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made.at()
+
+    def expire(self) -> None:
+        """vLLM's buffers hold another step now, such as the next forward of a draft loop."""
+        self._made = None
+
+
+class Plans:
+    """The plans of a group of layers that share a block table.
+
+    backend: of the group. num_draft_tokens: query rows of a request in a verify, the last sampled token included.
+    """
+
+    def __init__(self, backend: AttentionBackend, num_draft_tokens: int) -> None:
+        self.backend, self.num_draft_tokens = backend, num_draft_tokens
+        self._captured: dict[Hashable, Metadata] = {}
+
+    def of(self, common: Batch) -> Plan:
+        """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one."""
+        width = _uniform_width(common)
+        captured = self._captured.get(_key(width, common)) if width else None
+        return Plan(lambda: self._eager(common)) if captured is None else self._bound(captured)
+
+    def capture(self, common: Batch) -> Plan:
+        """The plan of a graph that is captured now, for every batch of this size. The buffers of `common` are those
+        that vLLM fills before each replay.
+        """
+        num_rows = common.num_actual_tokens
+        width, rest = divmod(num_rows, common.num_reqs)
+        if rest or width not in (1, self.num_draft_tokens):
+            raise UnsupportedStepError(
+                "a full graph of vLLM",
+                [
+                    f"{num_rows} rows of {common.num_reqs} requests (each has 1 row, or {self.num_draft_tokens} in a "
+                    "verify)"
+                ],
+                "cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE, without dynamic speculative decoding",
+            )
+        key = _key(width, common)
+        if key not in self._captured:
+            kind = StepKind.DECODE if width == 1 else StepKind.TARGET_VERIFY
+            inputs = BoundInputs(common.seq_lens, common.slot_mapping[:num_rows], lens_include_rows=True)
+            table = BlockTable(common.block_table_tensor, self.backend.geometry)
+            self._captured[key] = self.backend.capture(Bucket(kind, common.num_reqs, width), table, inputs)
+        return self._bound(self._captured[key])
+
+    def _bound(self, captured: Metadata) -> Plan:
+        def refresh() -> Metadata:
+            self.backend.refresh(captured)
+            return captured
+
+        return Plan(refresh)
+
+    def _eager(self, common: Batch) -> Metadata:
+        batch = adapter.read(common, self.backend.geometry)
+        widths = set(batch.query_lens)
+        if not widths:
+            step = batch.idle()
+        elif widths == {1}:
+            step = batch.decode()
+        elif widths == {self.num_draft_tokens}:
+            step = batch.target_verify()
+        else:
+            step = batch.prefill()
+        return self.backend.init_forward_metadata(step)
+
+
+def _uniform_width(common: Batch) -> int:
+    """Query rows of each request, of a graph's padded batch too, whose last requests have none; 0 if they differ."""
+    num_reqs = common.num_reqs
+    width, rest = divmod(common.num_actual_tokens, num_reqs) if num_reqs else (0, 0)
+    lens = common.query_start_loc_cpu[: num_reqs + 1].diff().tolist()
+    real = [length for length in lens if length]
+    return width if not rest and lens[: len(real)] == [width] * len(real) else 0
+
+
+def _key(width: int, common: Batch) -> Hashable:
+    """A captured batch: its size, and the buffers that its graph reads."""
+    buffers = (common.seq_lens, common.slot_mapping, common.block_table_tensor)
+    return width, common.num_reqs, tuple((buffer.data_ptr(), buffer.stride()) for buffer in buffers)

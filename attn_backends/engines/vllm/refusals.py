@@ -1,0 +1,81 @@
+"""What is refused before an engine runs, in words that vLLM shows beside its own reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
+from attn_backends.selection.choose import Workload, choose_kernels
+from spec_metadata import StepKind
+
+KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.TARGET_VERIFY)
+"""The steps that vLLM's batches become: a draft's forwards are decode steps, and its extend is a verify."""
+
+ANY_PAGE_SIZE = 64
+
+
+def page_size_of(config: Any) -> int:
+    """Tokens of a page as far as they are known before weights are loaded: as asked for, or what every kernel takes."""
+    cache = config.cache_config
+    return cache.block_size if cache.user_specified_block_size else ANY_PAGE_SIZE
+
+
+def config_reasons(config: Any) -> list[str]:
+    """What of an engine's configuration is not served. config: a `VllmConfig`, or None, of which nothing is known."""
+    if config is None:
+        return []
+    reasons = []
+    if not config.use_v2_model_runner:
+        reasons.append("vLLM's model runner V1 (unset VLLM_USE_V2_MODEL_RUNNER; attn_backends serves V2 alone)")
+    spec = config.speculative_config
+    if spec is not None and spec.uses_dynamic_speculative_decoding():
+        reasons.append("a number of drafted tokens that depends on the batch (dynamic speculative decoding)")
+    if spec is not None and spec.parallel_drafting:
+        reasons.append("parallel drafting")
+    return reasons
+
+
+def kernel_reasons(backend: type[AttentionBackend], device: torch.device, workload: Workload) -> list[str]:
+    """Why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
+
+    vLLM gives no exact lengths on the host, so a kernel that plans on the host is none.
+    """
+    try:
+        choices = choose_kernels(backend.name, backend.kernels, "auto", device, workload)
+    except BackendUnavailableError as error:
+        return list(error.reasons)
+    reasons: list[str] = []
+    for kind in KINDS:
+        kernel = choices[kind].kernel
+        against = workload.reasons_against(kernel.capabilities[kind], kind)
+        reasons += [f"kernel {kernel.name}: {reason}" for reason in against] + kernel.bound_reasons(kind)
+    return list(dict.fromkeys(reasons))
+
+
+def refuse(what: str, reasons: list[str]) -> None:
+    """Raise if there are reasons."""
+    if reasons:
+        raise UnsupportedStepError(what, reasons, "another --attention-backend, such as vLLM's own")
+
+
+def layer_reasons(
+    attn_type: str,
+    alibi_slopes: object,
+    logits_soft_cap: float | None,
+    kv_sharing_target_layer_name: str | None,
+    others: dict[str, Any],
+) -> list[str]:
+    """What of a layer is not served. others: arguments of vLLM's that only some of its backends know."""
+    reasons = []
+    if attn_type != "decoder":
+        reasons.append(f"{attn_type} attention")
+    if alibi_slopes is not None:
+        reasons.append("ALiBi slopes")
+    if logits_soft_cap:
+        reasons.append(f"a soft cap of {logits_soft_cap} on logits")
+    if kv_sharing_target_layer_name is not None:
+        reasons.append(f"the cache of another layer ({kv_sharing_target_layer_name})")
+    return reasons + [f"the argument {name}" for name, value in others.items() if value is not None]

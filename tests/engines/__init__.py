@@ -1,0 +1,1 @@
+"""Tests inside real engines, each in an environment of its own."""

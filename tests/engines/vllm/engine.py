@@ -1,0 +1,180 @@
+"""One run of vLLM's engine: a row of what it is given, and what came out."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import random
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm import platform, recorded_graphs
+
+NUM_DRAFTED = 3
+MAX_MODEL_LEN = 128  # a multiple of 128: the block table has no columns beyond it
+MAX_NUM_SEQS = 4
+CHUNK = 64
+CAPTURE_SIZES = [4, 16, 64]  # so of 2 and 3 requests the graph of 4 runs
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an engine is built with.
+
+    model: gqa, mla-1 or mla-3, the number of modules. backend: as `--attention-backend` is given. graphs: vLLM's
+    cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether it drafts at all.
+    fused: whether the draft loop is one graph, or a graph or call for each forward. block_size: None leaves it to vLLM.
+    others: more arguments of `LLM`.
+    """
+
+    model: str
+    backend: str
+    graphs: str = "NONE"
+    caching: bool = False
+    chunked: bool = True
+    drafts: bool = True
+    fused: bool = True
+    block_size: int | None = 16
+    others: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_mla(self) -> bool:
+        return self.model != "gqa"
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of each draft layer in a step: one module runs for every token, of several each for its own."""
+        return 1 if self.model == "mla-3" else NUM_DRAFTED
+
+    def __str__(self) -> str:
+        words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.graphs.lower()]
+        words += ["caching"] * self.caching + ["chunked"] * self.chunked + ["steps"] * (not self.fused)
+        return "-".join(words)
+
+
+@dataclass
+class Run:
+    """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
+    engine. layers: target layers and draft layers, by name. graphs: captured and replayed. attended: as of
+    `attn_backends.engines.vllm.attended`. padded: steps that a larger graph ran. cached: prompt tokens from the cache.
+    """
+
+    tokens: list[list[int]]
+    drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    steps: int = 0
+    layers: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    graphs: dict[str, int] = field(default_factory=dict)
+    attended: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    padded: int = 0
+    cached: int = 0
+
+
+def prompts(num: int) -> list[list[int]]:
+    """Pieces of Python's source, of 3 to 110 tokens; every other one begins as the others do."""
+    source, rng = inspect.getsource(textwrap).encode(), random.Random(0)
+    pieces = []
+    for i in range(num):
+        start, length = rng.randrange(len(source) - 200), rng.choice([3, 16, 33, 60, 100, 110])
+        pieces.append(list(source[:80] * (i % 2) + source[start : start + length])[:110])
+    return pieces
+
+
+def build(row: Row, models: Path) -> Any:
+    """vLLM's `LLM`, in this process."""
+    from vllm import LLM
+
+    platform.captures_graphs = row.graphs != "NONE"
+    compilation = {"mode": 0, "cudagraph_mode": row.graphs, "cudagraph_capture_sizes": CAPTURE_SIZES}
+    options: dict[str, Any] = {"compilation_config": compilation} if row.graphs != "NONE" else {"enforce_eager": True}
+    if row.drafts:
+        method = "eagle3" if row.model == "gqa" else "mtp"
+        draft = str(models / f"{row.model}-draft")
+        options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+    return LLM(
+        model=str(models / row.model),
+        attention_backend=row.backend,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=CHUNK if row.chunked else MAX_MODEL_LEN,
+        enable_chunked_prefill=row.chunked,
+        enable_prefix_caching=row.caching,
+        **({} if row.block_size is None else {"block_size": row.block_size}),
+        num_gpu_blocks_override=48,
+        kv_cache_memory_bytes=1 << 28,
+        seed=0,
+        disable_log_stats=False,
+        **options | dict(row.others),
+    )
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _watch(llm: Any, run: Run) -> None:
+    """Keep what is drafted in every step."""
+    runner = runner_of(llm)
+    speculator, layers = runner.speculator, runner.vllm_config.compilation_config.static_forward_context
+    propose, drafts = speculator.propose, speculator.draft_attn_layer_names
+    run.layers = set(layers) - drafts, set(drafts)
+
+    def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafted = propose(batch, *args, **kwargs)
+        sampled, rejected = args[4], args[5]
+        run.steps += 1
+        run.padded += batch.num_reqs_after_padding > batch.num_reqs
+        for i, request in enumerate(batch.req_ids):
+            if sampled[i]:
+                known = int(batch.seq_lens[i] - rejected[i]) + 1
+                run.drafts[int(request.split("-")[0]), known] = drafted[i].tolist()
+        return drafted
+
+    speculator.propose = watched
+
+
+class EngineFailed(Exception):
+    """What an engine raised, in words: the error itself would keep the engine alive."""
+
+
+def run(
+    row: Row, models: Path, given: list[list[int]], num_tokens: int, begin: Callable[[], None] = lambda: None
+) -> Run:
+    """Greedy texts of a row. begin: called when the engine is built. Raises `EngineFailed`."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    found, failure = Run([]), ""
+    try:
+        _run(row, models, given, num_tokens, found, begin)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    if failure:
+        raise EngineFailed(failure)
+    return found
+
+
+def _run(
+    row: Row, models: Path, given: list[list[int]], num_tokens: int, found: Run, begin: Callable[[], None]
+) -> None:
+    from vllm import SamplingParams
+
+    from attn_backends.engines.vllm import attended, forget_attended
+
+    recorded_graphs.NUM.clear()
+    llm = build(row, models)
+    if row.drafts:
+        _watch(llm, found)
+    forget_attended()
+    begin()
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in given], params, use_tqdm=False)
+    found.tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    found.cached = sum(output.num_cached_tokens or 0 for output in outputs)
+    found.graphs, found.attended = dict(recorded_graphs.NUM), attended()

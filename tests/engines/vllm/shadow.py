@@ -1,0 +1,121 @@
+"""Every attention call compared with float64, and every write to the cache with vLLM's slots, in graph replays too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends.engines.vllm.builder import Builder, GroupMetadata
+from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
+from attn_backends.graphs import is_capturing, run_at_replays
+from tests.engines.vllm.engine import Row
+from tests.engines.vllm.plain import exact_attention
+
+
+class Mismatch(AssertionError):
+    """A call that is not what vLLM's own metadata says."""
+
+
+class Shadow:
+    """compared: calls by what they were of, "draft layer, eagerly" and so on. compares: off while an engine is built
+    with a defect, whose dummy batches show nothing.
+    """
+
+    def __init__(self) -> None:
+        self.compared: Counter[str] = Counter()
+        self.compares = True
+        self._known: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """The engine is built: compare, and count from here."""
+        self.compares = True
+        self.compared.clear()
+
+    def check(self, layer: Any, cache: Any, kv_cache: Tensor, given: Any, q: Tensor, out: Tensor, rows: Any) -> None:
+        """Compare one call now, and in each replay of a graph that is being recorded. rows: keys and values that were
+        stored, [num_rows, KV heads, sizes]; None where vLLM stores them.
+        """
+        where = (
+            f"{'draft' if layer.is_draft_layer else 'target'} layer, {'in a graph' if is_capturing() else 'eagerly'}"
+        )
+        run_at_replays(lambda: self._check_writes(layer.layer_name, kv_cache, given.common, rows, where))
+        run_at_replays(lambda: self._check_attention(layer, cache, given.common, q, out, where))
+
+    def _check_attention(self, layer: Any, cache: Any, common: Any, q: Tensor, out: Tensor, where: str) -> None:
+        if not self.compares:
+            return
+        wanted = exact_attention(q, *cache.pages, common, layer.impl.scale)
+        real = int(common.query_start_loc[common.num_reqs])
+        if not torch.allclose(out[:real].double(), wanted[:real], atol=1e-4, rtol=1e-4):
+            off = (out[:real].double() - wanted[:real]).abs().max()
+            raise Mismatch(
+                f"attention of a {where}: {layer.layer_name} is off by {off:.3g}; seq_lens {common.seq_lens.tolist()}, "
+                f"rows {common.query_start_loc.tolist()}"
+            )
+        self.compared[where] += 1
+
+    def _check_writes(self, name: str, kv_cache: Tensor, common: Any, rows: Any, where: str) -> None:
+        """Since the call before, nothing changed in the cache but the null block and the batch's slots."""
+        entries = kv_cache.transpose(1, 2) if kv_cache.ndim == 4 else kv_cache
+        before = self._known.get(name)
+        first = entries.shape[1]  # behind the null block
+        slots = [(row, slot) for row, slot in enumerate(common.slot_mapping.tolist()) if slot >= first]
+        if before is not None and before.shape == entries.shape:
+            changed = (entries != before).flatten(2).any(-1).flatten()
+            changed[:first] = False
+            changed[[slot for _, slot in slots]] = False
+            if changed.any() and self.compares:
+                raise Mismatch(f"writes of a {where}: {name} wrote slots {changed.nonzero().flatten().tolist()}")
+        flat = entries.flatten(0, 1)
+        if self.compares and rows is not None and any(not torch.equal(flat[slot], rows[row]) for row, slot in slots):
+            raise Mismatch(f"writes of a {where}: {name} did not store what it was given")
+        self._known[name] = entries.clone()
+
+
+@contextmanager
+def stepwise(row: Row) -> Iterator[None]:
+    """The draft loop as the row has it: vLLM fuses it wherever a builder can plan in the graph."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Builder, "supports_draft_decode_metadata_update", row.fused)
+        yield
+
+
+@contextmanager
+def compared() -> Iterator[Shadow]:
+    """Engines that are built and run inside compare every call of our backends."""
+    shadow, patch = Shadow(), pytest.MonkeyPatch()
+    given_of, forward, forward_mqa = Builder._given, GroupedQueryImpl.forward, LatentImpl.forward_mqa
+
+    def with_common(self: Any, plan: Any, common: Any) -> GroupMetadata:
+        given = given_of(self, plan, common)
+        given.common = common
+        return given
+
+    def compared_forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, output: Any) -> Any:
+        result = forward(self, layer, q, k, v, kv_cache, given, output)
+        if given is not None:
+            shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, output, torch.cat((k, v), -1))
+        return result
+
+    def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
+        q = torch.cat(q, dim=-1)
+        result = forward_mqa(self, q, kv_cache, given, layer)
+        shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, result[0], None)
+        return result
+
+    def forward_of_vllm(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, **rest: Any) -> Any:
+        return compared_forward(self, layer, q, k, v, kv_cache, given, rest["output"])
+
+    patch.setattr(Builder, "_given", with_common)
+    patch.setattr(GroupedQueryImpl, "forward", forward_of_vllm)
+    patch.setattr(LatentImpl, "forward_mqa", compared_mqa)
+    try:
+        yield shadow
+    finally:
+        patch.undo()

@@ -1,0 +1,39 @@
+"""Stand-ins for operators that vLLM compiles and a CPU's pure Python build lacks. There are no others."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARIES: list[torch.library.Library] = []
+
+
+@cache
+def install() -> None:
+    """Define them, once a process."""
+    _define("_C", "init_cpu_memory_env(int[] nodes) -> ()", lambda nodes: None)
+    _define(
+        "_C_cache_ops",
+        "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
+        "Tensor scale, bool skip_scale) -> ()",
+        _concat_and_cache_mla,
+    )
+
+
+def _define(namespace: str, schema: str, function: Any) -> None:
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(schema)
+    library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    _LIBRARIES.append(library)
+
+
+def _concat_and_cache_mla(
+    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, dtype: str, scale: Tensor, skip_scale: bool
+) -> None:
+    """Rows (kv_c, k_pe) to their slots; those of slot -1, and those beyond the slots, nowhere."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            kv_cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1]] = torch.cat((kv_c[row], k_pe[row]))

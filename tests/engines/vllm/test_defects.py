@@ -1,0 +1,23 @@
+"""Six bugs of adapters: tokens show few of them, the comparison of every call shows each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.defects import DEFECTS
+from tests.engines.vllm.engine import EngineFailed, Row, prompts, run
+from tests.engines.vllm.shadow import compared
+
+ROW = Row("gqa", "ATTN_BACKENDS_FA3", "FULL_DECODE_ONLY")
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_caught_by_name(name: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, check = DEFECTS[name]
+    plant(monkeypatch)
+    with compared() as shadow:
+        shadow.compares = False  # dummy batches, while graphs are captured
+        with pytest.raises(EngineFailed, match=check):
+            run(ROW, models, prompts(3), 8, begin=shadow.begin)

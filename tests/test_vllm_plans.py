@@ -1,0 +1,232 @@
+"""What vLLM's batches are planned as by the plug-in, without vLLM: objects of its shapes, and a backend of ours."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_backends.adapters import vllm
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.engines.vllm.attended import Attended, attended, counter, forget_attended
+from attn_backends.engines.vllm.plans import Plans
+from attn_backends.engines.vllm.refusals import config_reasons, kernel_reasons, layer_reasons
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.planning.metadata import Metadata
+from attn_backends.selection.choose import Workload
+from spec_metadata import Capacity, StepKind
+
+PAGE_SIZE, NUM_DRAFT_TOKENS, MAX_BS, COLUMNS = 4, 3, 4, 8
+
+
+class Engine:
+    """vLLM's persistent buffers, filled as it fills them."""
+
+    def __init__(self) -> None:
+        capacity = Capacity(MAX_BS, COLUMNS * PAGE_SIZE - 3, PAGE_SIZE, num_steps=2, num_draft_tokens=NUM_DRAFT_TOKENS)
+        self.backend = FA3Backend(capacity, vllm.geometry(64, PAGE_SIZE))
+        self.plans = Plans(self.backend, NUM_DRAFT_TOKENS)
+        self.seq_lens = torch.zeros(MAX_BS, dtype=torch.int32)
+        self.starts = torch.zeros(MAX_BS + 1, dtype=torch.int32)
+        self.slots = torch.full((MAX_BS * NUM_DRAFT_TOKENS,), -1)
+        self.table = torch.zeros(MAX_BS, COLUMNS, dtype=torch.int32)
+
+    def common(self, lens: list[int], committed: list[int], padded: tuple[int, int] | None = None) -> SimpleNamespace:
+        """A batch. lens: query rows. padded: requests and rows of the graph that runs it."""
+        pages = torch.randperm(63)[: MAX_BS * COLUMNS].view(MAX_BS, COLUMNS) + 1
+        num_reqs, num_rows = padded or (len(lens), sum(lens))
+        self.table.zero_()
+        self.table[: len(lens)] = pages[: len(lens)]
+        self.seq_lens.zero_()
+        self.seq_lens[: len(lens)] = torch.tensor(committed) + torch.tensor(lens)
+        self.starts.fill_(sum(lens))
+        self.starts[: len(lens) + 1] = torch.tensor([0, *lens]).cumsum(0)
+        self.slots.fill_(-1)
+        positions = [
+            (i, done + row) for i, (num, done) in enumerate(zip(lens, committed, strict=True)) for row in range(num)
+        ]
+        for row, (request, position) in enumerate(positions):
+            self.slots[row] = self.table[request, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+        return SimpleNamespace(
+            query_start_loc=self.starts[: num_reqs + 1],
+            query_start_loc_cpu=self.starts[: num_reqs + 1].clone(),
+            seq_lens=self.seq_lens[:num_reqs],
+            num_reqs=num_reqs,
+            num_actual_tokens=num_rows,
+            max_seq_len=COLUMNS * PAGE_SIZE,
+            block_table_tensor=self.table[:num_reqs],
+            slot_mapping=self.slots[:num_rows],
+            causal=True,
+        )
+
+
+def metadata(plan: object) -> Metadata:
+    plan.current()
+    return plan._made
+
+
+def assert_describes(meta: Metadata, engine: Engine, lens: list[int], committed: list[int]) -> None:
+    """The plan shows each real request its keys, and writes its rows where vLLM says; padding writes the null block."""
+    (plan,) = meta.plans
+    num = len(lens)
+    assert plan.seqused_k[:num].tolist() == [a + b for a, b in zip(lens, committed, strict=True)]
+    for request, length in enumerate(plan.seqused_k[:num].tolist()):
+        columns = -(-length // PAGE_SIZE)
+        assert plan.page_table[request, :columns].tolist() == engine.table[request, :columns].tolist()
+    slots = meta.at().write_slots.tolist()
+    assert slots[: sum(lens)] == engine.slots[: sum(lens)].tolist()
+    assert all(slot < PAGE_SIZE for slot in slots[sum(lens) :])
+
+
+@pytest.mark.parametrize(
+    ("lens", "kind"),
+    [
+        ([1, 1, 1], StepKind.DECODE),
+        ([3, 3], StepKind.TARGET_VERIFY),
+        ([2, 2], StepKind.PREFILL),
+        ([3, 3, 5, 1], StepKind.PREFILL),
+        ([], StepKind.IDLE),
+    ],
+    ids=str,
+)
+def test_a_batch_is_the_step_that_its_query_lengths_say(lens: list[int], kind: StepKind) -> None:
+    engine = Engine()
+    meta = metadata(engine.plans.of(engine.common(lens, [5] * len(lens))))
+    assert meta.step.kind is kind
+    assert meta.bucket is None
+    if lens:
+        assert_describes(meta, engine, lens, [5] * len(lens))
+
+
+@pytest.mark.parametrize("width", [1, NUM_DRAFT_TOKENS])
+def test_a_recorded_graph_plans_from_vllms_buffers(width: int) -> None:
+    engine, graph = Engine(), RecordedGraph()
+    common = engine.common([width] * MAX_BS, [1] * MAX_BS)
+    engine.plans.capture(common).current()  # vLLM's warm-up
+    plan = engine.plans.capture(common)
+    graph.capture(plan.current)
+    for lens, committed in (([width] * 4, [3, 9, 0, 20]), ([width] * 2, [7, 1])):
+        engine.common(lens, committed, padded=(MAX_BS, MAX_BS * width))
+        graph.replay()
+        assert_describes(metadata(plan), engine, lens, committed)
+
+
+def test_a_batch_of_a_captured_size_is_planned_again_though_no_graph_runs() -> None:
+    engine = Engine()
+    captured = metadata(engine.plans.capture(engine.common([3, 3], [1, 2])))
+    for committed in ([4, 8], [5, 12]):
+        meta = metadata(engine.plans.of(engine.common([3, 3], committed)))
+        assert meta is captured
+        assert_describes(meta, engine, [3, 3], committed)
+
+
+def test_a_padded_batch_is_the_captured_one() -> None:
+    engine = Engine()
+    captured = metadata(engine.plans.capture(engine.common([3, 3, 3], [1, 2, 3])))
+    assert metadata(engine.plans.of(engine.common([3, 3], [1, 2], padded=(3, 9)))) is captured
+
+
+def test_a_prompt_as_large_as_a_captured_batch_is_not_taken_for_it() -> None:
+    engine = Engine()
+    engine.plans.capture(engine.common([3, 3], [1, 2]))
+    for lens in ([1, 5], [5, 1]):
+        meta = metadata(engine.plans.of(engine.common(lens, [1, 2])))
+        assert meta.step.kind is StepKind.PREFILL
+        assert_describes(meta, engine, lens, [1, 2])
+
+
+def test_buffers_elsewhere_are_not_those_of_a_graph() -> None:
+    engine = Engine()
+    engine.plans.capture(engine.common([3, 3], [1, 2]))
+    common = engine.common([3, 3], [1, 2])
+    common.block_table_tensor = common.block_table_tensor.clone()
+    assert metadata(engine.plans.of(common)).bucket is None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_draft_loop_is_planned_again_for_every_forward(captured: bool) -> None:
+    engine = Engine()
+    common = engine.common([1, 1], [4, 8])
+    plan = engine.plans.capture(common) if captured else engine.plans.of(common)
+    assert_describes(metadata(plan), engine, [1, 1], [4, 8])
+    engine.common([1, 1], [5, 9])
+    kept = metadata(plan)
+    plan.expire()
+    again = metadata(plan)
+    assert_describes(again, engine, [1, 1], [5, 9])
+    assert (kept is again) == captured
+
+
+def test_other_graphs_are_refused() -> None:
+    engine = Engine()
+    for lens in ([2, 2], [3, 2]):
+        with pytest.raises(UnsupportedStepError, match="each has 1 row, or 3 in a verify"):
+            engine.plans.capture(engine.common(lens, [1, 2]))
+
+
+def count_three(engine: Engine) -> Attended:
+    """One forward eagerly, one while it is recorded and one in a replay."""
+    meta = engine.plans.of(engine.common([1, 1], [4, 8])).current()
+    with torch.inference_mode():
+        counts, graph = counter("model.layers.0", "fa3", torch.device("cpu")), RecordedGraph()
+        assert counts is not None
+        counts.add(meta)
+        graph.capture(lambda: counts.add(meta))
+    graph.replay()
+    return counts
+
+
+def test_a_forward_is_counted_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_BACKENDS_COUNT", "1")
+    counts = count_three(Engine())
+    row = {"decode": {"backend": "fa3", "kernel": "torch", "forwards": 3}}
+    assert attended() == {"model.layers.0": row}
+    forget_attended()
+    assert attended() == {"model.layers.0": {}}
+    del counts
+    gc.collect()
+    assert attended() == {}
+
+
+def test_nothing_is_counted_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTN_BACKENDS_COUNT", raising=False)
+    assert counter("model.layers.0", "fa3", torch.device("cpu")) is None
+
+
+def test_what_a_layer_has_that_we_lack_is_named() -> None:
+    assert layer_reasons("decoder", None, None, None, {"sinks": None}) == []
+    reasons = layer_reasons("encoder_decoder", [0.5], 30.0, "model.layers.0", {"chunk_lookback": 4})
+    assert reasons == [
+        "encoder_decoder attention",
+        "ALiBi slopes",
+        "a soft cap of 30.0 on logits",
+        "the cache of another layer (model.layers.0)",
+        "the argument chunk_lookback",
+    ]
+
+
+def config(**fields: object) -> SimpleNamespace:
+    spec = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False, parallel_drafting=False)
+    return SimpleNamespace(**{"use_v2_model_runner": True, "speculative_config": spec} | fields)
+
+
+def test_engines_that_we_do_not_serve_are_named() -> None:
+    assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
+    assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
+    spec = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: True, parallel_drafting=True)
+    assert len(config_reasons(config(speculative_config=spec))) == 2
+
+
+def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, torch_kernel = torch.device("cpu"), FA3Backend.kernels[-1]
+    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == []
+    on_host = {kind: replace(able, needs_host_lens=True) for kind, able in torch_kernel.capabilities.items()}
+    monkeypatch.setattr(FA3Backend, "kernels", (replace(torch_kernel, capabilities=on_host),))
+    (reason,) = kernel_reasons(FA3Backend, cpu, Workload(16))
+    assert "plans lengths on the host" in reason
+    monkeypatch.setattr(FA3Backend, "kernels", (replace(torch_kernel, unavailable_reasons=lambda device: ["broken"]),))
+    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == ["torch: broken"]
