@@ -29,7 +29,7 @@ from attn_backends.conformance import (
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import QUICK_CASES
+from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.summary import main as summarize
 from attn_backends.conformance.summary import summary
 from attn_backends.results import Results, read

@@ -28,7 +28,10 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
 from attn_backends.conformance.expectations import ExpectedFailure, known_failures
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.conformance.runner import resolve_subjects, run_case, run_conformance, selected_cases
+from attn_backends.conformance.profiles import PROFILES, Profile
+from attn_backends.conformance.runner import run_case, run_conformance
+from attn_backends.conformance.selection import Selection, selected_cases
+from attn_backends.conformance.subjects import resolve_subjects
 
 CHECK_MODULES = (
     checks_plan,
@@ -55,14 +58,17 @@ CHECK_MODULES = (
 __all__ = [
     "CATALOGUE",
     "CHECK_MODULES",
+    "PROFILES",
     "Case",
     "Check",
     "CheckFailure",
     "ExpectedFailure",
     "Measured",
     "Outcome",
+    "Profile",
     "Report",
     "Row",
+    "Selection",
     "Subject",
     "check",
     "known_failures",

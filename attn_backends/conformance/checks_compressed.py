@@ -219,7 +219,7 @@ def _open_blocks(subject: Subject) -> list[Case]:
     return [replace(case, bs=MAX_BS if case.bs else 0) for case in cases if case.layer != "window"]
 
 
-@check("compressed.no_block_closes", _compressed(_open_blocks))
+@check("compressed.no_block_closes", _compressed(_open_blocks), fixed_lens=True)
 def no_block_closes(subject: Subject, case: Case) -> Measured:
     """Where a step closes no block it writes no entry: not in the first slot, the last, or the reserved page."""
     ran = run_case(subject, case)
