@@ -2,14 +2,43 @@
 
     pytest --pyargs attn_backends.conformance --attn-backend my_package.mine:MyBackend
 
+or, in a test file of one's own:
+
+    @parametrize_with_checks(MyBackend)
+    def test_my_backend(check):
+        check()
+
 Every pytest run of an environment loads it, so it imports neither torch nor `attn_backends`, whose package needs torch.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+
+def parametrize_with_checks(
+    *backends: Any,
+    kernel: str = "auto",
+    device: str = "cpu",
+    expected_failures: Any = (),
+    require_run: bool = False,
+    **asked: Any,
+) -> pytest.MarkDecorator:
+    """Run a test once for each case of the conformance suite; its argument `check` is called to run the case.
+
+    backends: classes, instances, factories (capacity, geometry, device, **options), or names. An instance stands for
+    others of its class with the same options, which it must have as attributes of the same names. kernel, device,
+    expected_failures (`ExpectedFailure`), require_run: as of the other doors. asked: which cases, as of `Selection`:
+    select, quick, profile, effort, seed, contract. An expected failure is an xfail, what can't run here a skip. Raises
+    `AttnBackendsError` for what can't be used.
+    """
+    from attn_backends.conformance.plugin import parameters
+
+    found = parameters(backends, kernel, device, expected_failures, require_run=require_run, asked=asked)
+    return pytest.mark.parametrize("check", list(found.values()), ids=list(found))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

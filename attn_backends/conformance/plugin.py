@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,26 @@ def items(
         for number, row in enumerate(unmet(subject, expected, cases)):
             yield Planned(f"{name}-{row.check}-expected_failure{number}", partial(_same, row))
     yield from (Planned(f"{row.backend}-{row.kernel}-{row.status}", partial(_same, row)) for row in absent)
+
+
+def parameters(
+    backends: Sequence[Backend],
+    kernel: str,
+    device: str,
+    expected: Sequence[ExpectedFailure],
+    *,
+    require_run: bool,
+    asked: Mapping[str, Any],
+) -> dict[str, Callable[[], None]]:
+    """What `attn_backends_pytest.parametrize_with_checks` gives to a test: what runs and ends each item, by its id."""
+    check_expectations(expected)
+    selection = Selection(**asked)
+    planned = [item for each in backends for item in items(each, kernel, device, selection, expected, "")]
+    return {item.id: partial(_run_and_conclude, item, require_run) for item in planned}
+
+
+def _run_and_conclude(item: Planned, require_run: bool) -> None:
+    conclude(item.run(), item.again, require_run)
 
 
 def _run(subject: Subject, case: Case, expected: Sequence[ExpectedFailure]) -> Row:
