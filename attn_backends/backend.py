@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
-from attn_backends.contract import CONTRACT
 from attn_backends.contract.capabilities import listed
 from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
@@ -75,8 +74,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     """An attention backend bound to one engine's capacity, cache geometry and device.
 
     A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
-    `bind_fused`. contract: that it was written for (`attn_backends.contract`). prefix_only: whether the forwards of a
-    draft share one plan, of the committed tokens alone, and read what they drafted by slot, in a chain too.
+    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens alone, and read
+    what they drafted by slot, in a chain too.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
@@ -89,7 +88,6 @@ class AttentionBackend(ABC, Generic[Plan]):
     name: ClassVar[str]
     formats: ClassVar[frozenset[CacheFormat]]
     kernels: ClassVar[tuple[Kernel, ...]]
-    contract: ClassVar[str] = CONTRACT
     prefix_only: ClassVar[bool] = False
 
     def __init__(
