@@ -6,8 +6,9 @@ draws changes from a seed: an operator, a comparison, a number, a truth value or
 into a copy of the packages in a process of its own, where the suite runs on the backends that use the file, a few cases
 of each check first, until one fails. Nothing is drawn from annotations, decorators, texts and what is raised.
 
-Dropped are changes that change nothing, of which it is known how: the compiled code is the same; or `EQUIVALENT` says
-why. A change that outlives `--seconds` of cases has survived, and is printed with the number of cases that it passed.
+Dropped are changes that change nothing, of which it is known how: the compiled code is the same; a capability is not
+declared any more, which leaves a correct backend that can do less; or `EQUIVALENT` says why. A change that outlives
+`--seconds` of cases has survived, and is printed with the number of cases that it passed.
 """
 
 from __future__ import annotations
@@ -60,9 +61,41 @@ SWAPS = {
     "==": "!=", "!=": "==", "and": "or", "or": "and", "is": "is not", "&": "|", "|": "&", "True": "False",
     "False": "True", "min": "max", "max": "min", "clamp_min": "clamp_max", "amax": "amin", "zeros": "ones",
 }  # fmt: skip
-EQUIVALENT: Mapping[tuple[str, str, str], str] = {}
+EQUIVALENT: Mapping[tuple[str, str, str], str] = {
+    (
+        "attn_backends/kernels/torch_attention.py",
+        "max_pages = max_kv_len // k_pages.shape[1]",
+        "2",
+    ): "latents have one head: more pages are looked at, and all past the visible keys are hidden",
+    (
+        "attn_backends/backends/trtllm_mla.py",
+        "page_sizes=frozenset({32, 64}),",
+        "33",
+    ): "another page size is declared, which the torch kernel takes",
+    (
+        "attn_backends/backends/trtllm_mla.py",
+        "StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),",
+        "True",
+    ): "no prompt is a tree or of one width, which is what these would let in",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "angles = angles.view(x.shape[0], *[1] * (x.ndim - 2), -1)",
+        "3",
+    ): "what a backend rotates has two dimensions, and a list times 0 or -1 is empty",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        'return torch.where(known, values, 0), torch.where(known, gates, float("-inf"))',
+        "1",
+    ): "a gate of -inf gives it no weight",
+    (
+        "spec_metadata/visibility.py",
+        "def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> TreePart | None:",
+        "1",
+    ): "a backend's metadata always says which forward it is",
+}
 """(file, line without its indent, new token) -> why nothing changes."""
 
+RECORDS = ("Capabilities", "replace")  # what makes records of capabilities
 _SILENT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
 
@@ -92,6 +125,8 @@ class Change:
         """How it is known that it changes nothing; empty if it is not."""
         if _code(self.applied()) == _code(_text(self.file)):
             return "the compiled code is the same"
+        if self.new == "False" and (self.line, self.column) in set(_declared(ast.parse(_text(self.file)))):
+            return "it declares less, and what is not declared is refused"
         return EQUIVALENT.get((self.file, self.source(), self.new), "")
 
     def __str__(self) -> str:
@@ -121,9 +156,25 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, _SILENT):
+            if isinstance(child, ast.AST) and not isinstance(child, _SILENT) and not _is_of_tests(child):
                 yield child
                 yield from _walk(child)
+
+
+def _is_of_tests(node: ast.AST) -> bool:
+    """Whether it says what tests compare of fused planners, which the suite does not run."""
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("specified_")
+
+
+def _declared(module: ast.Module) -> Iterator[tuple[int, int]]:
+    """Where the values stand that records of capabilities are given by name."""
+    for node in (each for top in module.body if isinstance(top, ast.Assign) for each in ast.walk(top)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("Capabilities", "replace")
+        ):
+            yield from ((keyword.value.lineno, keyword.value.col_offset) for keyword in node.keywords)
 
 
 def _places(node: ast.AST) -> Iterator[tuple[int, int]]:

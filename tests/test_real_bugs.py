@@ -34,6 +34,12 @@ def test_how_many_are_caught() -> None:
     assert sum(bool(each.checks(KILLS)) for each in INSIDE) >= 34
 
 
+def test_the_readme_quotes_the_page() -> None:
+    caught = sum(bool(each.checks(KILLS)) for each in INSIDE)
+    readme = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"of {len(INSIDE)} that users reported, [{caught} are](docs/real-bugs.md)" in readme
+
+
 def test_the_page_is_current() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(KILLS), f"run `{COMMAND}`"
 
