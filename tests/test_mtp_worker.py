@@ -38,9 +38,9 @@ CASES = [
 ]
 
 
-def check_case(place: Place, num_steps: int, chunk: int) -> None:
-    """24 requests, of which up to five run at once: more than the largest bucket."""
-    scene = random_arrivals(24, 8, 24, 24, seed=1)
+def check_case(place: Place, num_steps: int, chunk: int, num_requests: int) -> None:
+    """Requests of which up to five run at once: more than the largest bucket."""
+    scene = random_arrivals(num_requests, num_requests // 3, 24, num_requests, seed=1)
     _, seen = laws.check_scene(place, num_steps, scene, max_bs=5, chunk=chunk)
     assert set(laws.accepted_lengths(seen)) == set(range(1, num_steps + 2)), "every length is accepted"
     ran = {(cycle.bs, cycle.bucket) for request in seen for cycle in request.cycles}
@@ -50,7 +50,7 @@ def check_case(place: Place, num_steps: int, chunk: int) -> None:
 
 @pytest.mark.parametrize(("place", "num_steps", "chunk"), CASES, ids=str)
 def test_drafts_are_those_of_a_full_recompute(place, num_steps, chunk):
-    check_case(place, num_steps, chunk)
+    check_case(place, num_steps, chunk, num_requests=14)
 
 
 PLACES = [
@@ -69,7 +69,7 @@ PATHS = [((), "one"), ((1, 2), "one"), ((1, 2), "per_module")]
 @pytest.mark.parametrize("place", PLACES)
 def test_the_whole_cross(place, num_steps, buckets, draft_graphs, lag):
     for chunk in {1, 2, max(num_steps - 1, 1), num_steps, num_steps + 3, 64}:
-        check_case(Place(*place, buckets, draft_graphs, lag), num_steps, chunk)
+        check_case(Place(*place, buckets, draft_graphs, lag), num_steps, chunk, num_requests=24)
 
 
 def test_requests_of_every_kind_join_and_leave():
@@ -80,12 +80,16 @@ def test_prompts_shorter_than_the_modules_are_many():
     laws.check_short_prompts()
 
 
-@pytest.mark.parametrize("num_steps", [2, 3, 4])
+@pytest.mark.parametrize("num_steps", [2, pytest.param(3, marks=pytest.mark.full), 4])
 def test_edges_of_chunks(num_steps):
     laws.check_chunks(num_steps)
 
 
-BATCHES = [("mla", "trtllm_mla", 32, "one"), ("mla", "flashinfer_mla", 4, "per_module"), ("gqa", "fa3", 1, "one")]
+BATCHES = [
+    ("mla", "trtllm_mla", 32, "one"),
+    ("mla", "flashinfer_mla", 4, "per_module"),
+    pytest.param("gqa", "fa3", 1, "one", marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft_graphs"), BATCHES)

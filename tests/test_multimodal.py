@@ -30,7 +30,7 @@ from tests.serving_laws import tokens_per_cycle
 from tests.serving_scenes import CHAIN, eagle_worker, plain, tokens
 
 HIDDEN = [
-    pytest.param(worker, prefill, marks=() if (i + j) % len(PREFILLS) == 0 or worker == "mtp" else pytest.mark.full)
+    pytest.param(worker, prefill, marks=() if (i + j) % len(PREFILLS) == 0 else pytest.mark.full)
     for (i, worker), (j, prefill) in product(enumerate(WORKERS), enumerate(PREFILLS))
 ]
 
@@ -44,7 +44,7 @@ def test_hidden_tokens_change_nothing(worker: str, prefill: str) -> None:
     ("worker", "prefill", "chunk", "place", "lag"),
     [
         ("tree", "eager", 1, Place("gqa", "reference", 8), 0),
-        ("mtp", "full", 1, Place("mla", "trtllm_mla", 32), 1),
+        ("mtp", "eager", 1, Place("mla", "trtllm_mla", 32), 1),
         ("mtp", "piecewise", 3, Place("gqa", "fa3", 4, (1, 2), "per_module"), 0),
         ("chain", "full", 7, Place("mla", "flashinfer_mla", 1, (2,)), 1),
         ("chain", "piecewise", 26, Place("mla_experts", "fa3", 16), 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from attn_backends_reference.eagle.serving import Server, serve
 from spec_metadata import Capacity, InvalidStepError, Sampling, StepKind
 from tests import request_laws
 from tests import serving_laws as laws
-from tests.serving_scenes import CHAIN, NEWLINE, TREE, arrivals, eagle_worker, endless, plain_worker
+from tests.serving_scenes import CHAIN, NEWLINE, TREE, Arrival, arrivals, eagle_worker, endless, plain_worker
 
 GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 
@@ -37,12 +38,18 @@ RANDOM = [
 ]
 
 
+@cache
+def scene_of(model: str) -> tuple[list[Arrival], list[list[int]]]:
+    """Requests, and what plain decoding makes of them."""
+    scene = arrivals(20, 25, 80, 20, seed=3)
+    return scene, endless(model, scene, 20)
+
+
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path", "lag"), RANDOM)
 def test_requests_join_and_leave_at_random(model, backend, page_size, draft, path, lag):
     capacity = Capacity(6, 112, page_size, **draft)
     worker = eagle_worker(model, backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)
-    scene = arrivals(20, 25, 80, 20, seed=3)
-    figures = laws.check_scene(worker, scene, endless(model, scene, 20))
+    figures = laws.check_scene(worker, *scene_of(model))
     assert figures["largest_batch"] > 4, "more than the largest bucket"
     assert figures["shared_tokens"] > 60
     assert figures["most_rows_of_a_page"] > 1

@@ -16,11 +16,11 @@ def test_there_are_twenty_of_them() -> None:
 
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_an_unusual_backend_conforms(name: str) -> None:
-    """On a case of every third check; the others are in the full tier."""
+    """On a case of every fifth check, another fifth for the next backend; all cases are in the full tier."""
     subject = Subject(UNUSUAL[name], "torch")
     first = {case.check: case for case in reversed(selected_cases(subject, "[!s]*"))}
     turn = list(UNUSUAL).index(name)
-    rows = [run_case(subject, case) for case in list(first.values())[turn % 3 :: 3]]
+    rows = [run_case(subject, case) for case in list(first.values())[turn % 5 :: 5]]
     assert [(row.check, row.case, row.reason) for row in rows if row.status in WRONG] == []
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -49,14 +51,19 @@ CASES = [
 ]
 
 
+@cache
+def plainly(model: str, backend: str) -> list[list[int]]:
+    """What plain decoding makes of six prompts on a backend, 16 tokens each."""
+    found, _ = plain(model, backend, Capacity(6, 96, 16), prompts(6, 60), 16)
+    return tokens(found)
+
+
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path"), CASES)
 def test_eagle_equals_plain_decoding(model, backend, page_size, draft, path):
     """Six requests of which three run at once, through buckets of 1 and 2, eagerly at 3, in chunks of 20 tokens."""
     capacity = Capacity(3, 96, page_size, **draft)
-    given = prompts(6, 60)
-    expected, _ = plain(model, "reference" if backend == "fa3" else "fa3", capacity, given, 24)
-    found, worker = eagle(model, backend, capacity, given, 24, chunk=20, seed=3, **path)
-    assert tokens(found) == tokens(expected)
+    found, worker = eagle(model, backend, capacity, prompts(6, 60), 16, chunk=20, seed=3, **path)
+    assert tokens(found) == plainly(model, "reference" if backend == "fa3" else "fa3")
     assert min(worker.num_eager_steps.values()) > 0, "three requests are more than the largest bucket"
     assert bool(worker.num_graph_steps) == bool(path)
     assert sum(c.num_cycles for c in found) < 0.7 * sum(len(c.tokens) for c in found), "drafts are accepted"
@@ -67,11 +74,10 @@ def test_eagle_equals_plain_decoding(model, backend, page_size, draft, path):
     [("gqa", "fa3", TREE), ("mla", "flashinfer_mla", CHAIN), ("mla", "trtllm_mla", CHAIN), ("gqa", "reference", CHAIN)],
 )
 def test_graphs_that_plan_themselves(model, backend, draft):
-    """Planning as a graph's first node gives the tokens of planning before it."""
-    capacity, given = Capacity(2, 96, 32, **draft), prompts(2, 60)
-    expected, _ = eagle(model, backend, capacity, given, 16, checking=False, **GRAPH)
-    found, worker = eagle(model, backend, capacity, given, 16, checking=False, planning="in_graph", **GRAPH)
-    assert tokens(found) == tokens(expected)
+    """Planning as a graph's first node."""
+    capacity = Capacity(2, 96, 32, **draft)
+    found, worker = eagle(model, backend, capacity, prompts(2, 60), 16, checking=False, planning="in_graph", **GRAPH)
+    assert tokens(found) == plainly(model, "fa3")[:2]
     assert worker.num_graph_steps["verify"] > 0
     assert not worker.num_eager_steps.get("verify")
 
@@ -124,26 +130,23 @@ def test_an_end_token_inside_an_accepted_run_ends_the_request():
 
 def test_one_backend_per_phase():
     names = dict.fromkeys(PHASES, "flashinfer_mla") | {"prefill": "fa3", "verify": "trtllm_mla", "decode": "reference"}
-    capacity, given = Capacity(3, 96, 32, **TREE), prompts(5, 50)
-    expected, _ = plain("mla", "fa3", capacity, given, 16)
-    found, _ = eagle("mla", names, capacity, given, 16, **GRAPH)
-    assert tokens(found) == tokens(expected)
+    found, _ = eagle("mla", names, Capacity(3, 96, 32, **TREE), prompts(5, 60), 16, **GRAPH)
+    assert tokens(found) == plainly("mla", "fa3")[:5]
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (1, 1, 2), (2, 2, 3), (5, 4, 20), (1, 3, 3)])
 def test_other_shapes_of_drafting(shape):
     topk, num_steps, num_draft_tokens = shape
-    capacity, given = Capacity(4, 96, 16, topk, num_steps, num_draft_tokens), prompts(4, 50)
-    expected, _ = plain("gqa", "fa3", capacity, given, 20)
-    found, _ = eagle("gqa", "fa3", capacity, given, 20, **GRAPH)
-    assert tokens(found) == tokens(expected)
+    capacity = Capacity(4, 96, 16, topk, num_steps, num_draft_tokens)
+    found, _ = eagle("gqa", "fa3", capacity, prompts(4, 60), 16, **GRAPH)
+    assert tokens(found) == plainly("gqa", "fa3")[:4]
 
 
 def test_a_worker_can_be_used_again_and_repeats_itself():
     capacity, given = Capacity(3, 96, 16, **TREE), prompts(5, 50)
     target, draft, backends, geometry = engine_parts("gqa", "fa3", capacity)
     worker = EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions((1, 2, 3), RecordedGraph))
-    first, second = serve(worker, given, 20), serve(worker, given, 20)
+    first, second = serve(worker, given, 12), serve(worker, given, 12)
     assert first == second
 
 

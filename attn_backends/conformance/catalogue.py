@@ -6,8 +6,8 @@ one: what a backend is known to fail is data (`expected_failures`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from attn_backends.backend import AttentionBackend
@@ -44,11 +44,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend under test: its class, the name of one of its kernels, and the device."""
+    """A backend under test: its class, the name of one of its kernels, and the device.
+
+    situations: those that `situations.situations` has made for it, which most checks ask for.
+    """
 
     backend: type[AttentionBackend]
     kernel: str
     device: str = "cpu"
+    situations: dict[Hashable, tuple[Case, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def chosen(self) -> Kernel:

@@ -124,12 +124,13 @@ def compare_identical(field: str, got: Tensor, expected: Tensor) -> None:
     if got.numel() == 0:
         return
     ours, theirs = (x.contiguous().view(torch.uint8).reshape(x.shape[0] if x.ndim else 1, -1) for x in (got, expected))
+    if torch.equal(ours, theirs):
+        return
     wrong = (ours != theirs).any(dim=1).nonzero().flatten().tolist()
-    if wrong:
-        row = wrong[0]
-        one, two = (x[row] if x.ndim else x for x in (expected, got))
-        message = f"{len(wrong)} of {len(ours)} rows differ"
-        raise CheckFailure(field, message, row, _values(one), _values(two))
+    row = wrong[0]
+    one, two = (x[row] if x.ndim else x for x in (expected, got))
+    message = f"{len(wrong)} of {len(ours)} rows differ"
+    raise CheckFailure(field, message, row, _values(one), _values(two))
 
 
 def _values(row: Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -64,19 +64,30 @@ def situations(subject: Subject, kind: StepKind, topks: Iterable[int] = (1, TREE
     """An eager case for every declared cache form, page size and number of branches, lengths around a page edge."""
     if kind not in subject.capabilities:
         return []
-    cases = []
+    asked = (kind, tuple(topks), size)
+    if asked not in subject.situations:
+        subject.situations[asked] = tuple(_situations(subject, *asked))
+    return list(subject.situations[asked])
+
+
+def _situations(subject: Subject, kind: StepKind, topks: tuple[int, ...], size: str) -> Iterator[Case]:
+    common = Case(
+        "",
+        kind,
+        dtype=main_dtype(subject, kind),
+        cache_dtype=cache_dtype(subject, kind),
+        poison="finite" if subject.capabilities[kind].over_read else "nan",
+        size=size,
+    )
     forms = [(form, layer) for form in formats_of(subject) for layer in layers_of(form)]
     for (form, layer), (index, page_size) in product(forms, enumerate(page_sizes(subject, kind))):
         turn = index + layers_of(form).index(layer)
         for topk in topks:
-            case = Case("", kind, "eager", form, page_size, topk, dtype=main_dtype(subject, kind), size=size)
-            case = replace(case, layer=layer, cache_dtype=cache_dtype(subject, kind))
-            case = replace(case, poison="finite" if subject.capabilities[kind].over_read else "nan")
-            table = "block" if (turn % 2) ^ (topk > 1) else "request"
-            integers = "int64" if turn % 2 else "int32"
+            case = replace(common, format=form, layer=layer, page_size=page_size, topk=topk, seed=index)
             if is_declared(subject, case):
-                cases.append(replace(case, table=table, index=integers, lens=around_pages(case), seed=index))
-    return cases
+                table = "block" if (turn % 2) ^ (topk > 1) else "request"
+                integers = "int64" if turn % 2 else "int32"
+                yield replace(case, table=table, index=integers, lens=around_pages(case))
 
 
 def layers_of(format: AnyFormat) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import gcd
 from typing import Any
 
@@ -212,6 +213,7 @@ def aligned(elements: int) -> int:
     return -(-elements // 2304) * 2304
 
 
+@cache
 def capacity_of(page_size: int, topk: int, size: str = "") -> Capacity:
     """A capacity whose context and draft room together fill their last page exactly."""
     known = size_of(size)
