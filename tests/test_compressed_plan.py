@@ -91,7 +91,7 @@ class Batch:
             "window_slots": [[slot(b, p - k) if k <= p else -1 for k in range(window)] for b, p in tokens],
             "window_lens": [min(p + 1, window) for _, p in tokens],
             "page_table": [
-                [self.pages[row][k] if k * page_size < start + width else 3 for k in range(self.max_pages)]
+                [page for k, page in enumerate(self.pages[row]) if k * page_size < start + width]
                 for row, start, width in zip(self.rows, starts, widths, strict=True)
             ],
         }
@@ -212,6 +212,7 @@ def test_a_recorded_plan_equals_the_eager_one_of_the_same_layout(kind: StepKind,
     for seed, lens in ((5, (31, 2)), (6, (7, 15))):
         batch.lens = lens
         batch.place(seed)
+        meta.captured.phase.reset()
         backend.copy_inputs(meta, batch.step())
         graph.replay()
         eager = backend.init_forward_metadata(pad_step(batch.step(), batch.step().bucket(bs), backend.capacity))

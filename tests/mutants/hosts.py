@@ -36,9 +36,9 @@ def replay_skips_the_host_plan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Schedules, "plan_host", lambda self, lens: None)
 
 
-@mutant("a workspace that phases plan into in turn", "graph.two_kinds", backend=HOSTED, graph=True)
+@mutant("a workspace that buckets of a phase plan into in turn", "graph.two_buckets", backend=HOSTED, graph=True)
 def own_last_plan_taken_for_the_workspaces(patch: pytest.MonkeyPatch) -> None:
-    """Lengths that a schedule planned last are not planned again, though another phase has planned since."""
+    """Lengths that a schedule planned last are not planned again, though another bucket has planned since."""
     plan = hosted.OnHost.plan_host
 
     def once(self: hosted.OnHost, lens: HostLens) -> None:

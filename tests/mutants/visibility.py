@@ -20,10 +20,9 @@ from spec_metadata.visibility import (
     TreePart,
     chain_parts,
     dense_part,
-    num_visible_pages,
     query_starts,
     tree_part,
-    visible_pages,
+    write_pages,
 )
 from tests.mutants.mutant import mutant
 
@@ -208,12 +207,11 @@ def pages_taken_for_neighbours(patch: pytest.MonkeyPatch) -> None:
 def table_padded_with_minus_one(patch: pytest.MonkeyPatch) -> None:
     """Tables hold -1 past the visible pages, which no declaration allows and a kernel may follow."""
 
-    def minus_one(step: Step, dense: DensePart, max_pages: int) -> Tensor:
-        pages = visible_pages(step, dense, max_pages)
-        live = torch.arange(max_pages, device=pages.device) < num_visible_pages(step, dense).unsqueeze(1)
-        return torch.where(live, pages, -1)
+    def minus_one(step: Step, dense: DensePart, table: Tensor) -> None:
+        table.fill_(-1)
+        write_pages(step, dense, table)
 
-    patch.setattr(block_table, "visible_pages", minus_one)
+    patch.setattr(block_table, "write_pages", minus_one)
 
 
 @mutant("vLLM #43682 and #51318: padded rows told by what their table holds", "poison.table_tail")
