@@ -68,6 +68,11 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
         "2",
     ): "latents have one head: more pages are looked at, and all past the visible keys are hidden",
     (
+        "attn_backends/kernels/torch_attention.py",
+        "k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)",
+        "1",
+    ): "what no row sees has no weight, and 1 is as finite as 0",
+    (
         "attn_backends/backends/trtllm_mla.py",
         "page_sizes=frozenset({32, 64}),",
         "33",
