@@ -7,6 +7,12 @@ layer's launch reads it. Where the installed version's format is known we plan i
 (`schedule_operators.share_out`); else `get_mla_decoding_metadata` does, on one thread, 20 µs of an H200. How many parts
 there are follows from the number of SMs, heads and rows, so it is the same in every step of a graph.
 
+FlashMLA launches its kernel as a programmatic dependent (`cudaLaunchAttributeProgrammaticStreamSerialization`), and the
+kernel never waits for the grid before it (`cudaGridDependencySynchronize`; csrc/sm90/decode/dense/splitkv_mla.cuh). It may
+begin before what that grid wrote can be seen, such as the keys that were stored right before: 2 of some 5,000 outputs were
+wrong with 15 processes on one H200, and right when launched again. So a launch that writes nothing of its inputs goes
+between: it begins behind the store, and only it may overlap with FlashMLA's.
+
 The log-sum-exp comes as [bs, num_heads, width], natural. Of a row without keys it is +inf where ours is -inf; that row
 exists only in a tree over nothing committed, so one more launch, in steps over trees alone, turns it round.
 
@@ -29,7 +35,7 @@ from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
-from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
+from spec_metadata.buffers import BS, NUM_FORWARDS, ONE, Dim
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.block_table import BlockTablePlan
 
@@ -52,19 +58,22 @@ _PARTS = BufferSpec(
     "requests and blocks of keys that each part of the GPU works on, as FlashMLA's DecodingSchedMeta",
 )
 _SPLITS = BufferSpec("num_splits", torch.int32, (NUM_FORWARDS, BS + 1), "first split of each request, and the end")
+_FENCE = BufferSpec("fence", torch.int32, (ONE,), "written between the launches before FlashMLA's kernel and it")
 _MARKS = BufferSpec("marks", torch.int32, (NUM_FORWARDS, BS, Dim("2", lambda e: 2)), "where requests begin; scratch")
 
 
 class PartSchedule(Schedule):
     """The share-out for one forward and shape.
 
-    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step.
+    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step. fence: [1] int32 that
+    nobody reads.
     """
 
     def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         self._lens, self._num_rows = plan.cache_seqlens, plan.width * shape.num_heads
         self.parts = buffers[_PARTS.name][: num_parts(self._num_rows, self._lens.device)]
         self.splits, self._marks = buffers[_SPLITS.name], buffers[_MARKS.name]
+        self.fence = buffers[_FENCE.name]
 
     def refresh(self) -> None:
         """Share out again by the plan's lengths."""
@@ -108,6 +117,7 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], la
     shared = providers.load("flash_mla.flash_mla_interface:FlashMLASchedMeta")(
         tile_scheduler_metadata=schedule.parts, num_splits=schedule.splits
     )
+    schedule.fence.zero_()
     out, lse = providers.load("flash_mla:flash_mla_with_kvcache")(
         q=q.view(-1, plan.width, *q.shape[1:]),
         k_cache=cache.latent.unsqueeze(2),
@@ -141,4 +151,5 @@ KERNEL = Kernel(
     architectures=frozenset({9}),
     schedule=_schedule,
     workspaces=(_PARTS, _SPLITS, _MARKS),
+    scratch=(_FENCE,),
 )
