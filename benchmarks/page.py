@@ -33,8 +33,9 @@ run, allow at the most; what mostly reads can beat a copy, which writes as much.
 kernel beside it, or is a second one of a vendor.
 
 Where our kernels stop, and why, is said at the head of each: [decode and
-verify](../attn_backends/kernels/triton_decode.py), [prefill](../attn_backends/kernels/triton_prefill.py),
-[sparse](../attn_backends/kernels/triton_sparse.py), [trees](../attn_backends/kernels/triton_tree.py).
+verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_backends/kernels/gluon_mla.py),
+[prefill](../attn_backends/kernels/triton_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
+[trees](../attn_backends/kernels/triton_tree.py).
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
 
 Row = Mapping[str, Any]
@@ -115,6 +116,7 @@ def _part(name: str, result: Results, link: Path, has_picture: bool) -> Iterator
     head, ceilings = result.head, result.own.get("ceilings")
     said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()})"
     said += f", [roofline]({link.with_suffix('.png').as_posix()})." if has_picture else "."
+    said += "" if result.is_complete else " The run was cut short; these rows were done."
     if ceilings is not None:
         copy, product = ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"]
         said += f" A copy moves {copy:.2f} TB/s, a matrix product {product:.0f} TFLOP/s."

@@ -62,6 +62,15 @@ FORMATS = {
         tensors=ENDS | MAPS | layer("midlayer.", FIRST, *NORMS),
         facts={"taps": TAPS, "theta": 500.0, "rope": LLAMA3},
     ),
+    "SpecForge, gpt-oss": Format(
+        catalogue="SpecForge",
+        source=f"{SPECFORGE} configs/gpt-oss-20B-eagle3.json, gpt-oss-120B-eagle3.json: no rope keys, no biases",
+        config={key: value for key, value in EAGLE3.items() if key not in ("bos_token_id", "eos_token_id")}
+        | {"architectures": ["LlamaForCausalLMEagle3"], "head_dim": 16}
+        | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(TAPS)}},
+        tensors=ENDS | MAPS | layer("midlayer.", FIRST, *NORMS) | {"embed_tokens.weight": "V H"},
+        facts={"taps": TAPS},
+    ),
     "SpecForge EAGLE-3.1": Format(
         catalogue="SpecForge",
         source=f"{SPECFORGE} configs/qwen3-30B-A3B-eagle3.1.json, specforge/modeling/draft/llama3_eagle.py",

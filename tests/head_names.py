@@ -11,6 +11,7 @@ from typing import NamedTuple
 FORMATS = {
     "S": "SafeAILab EAGLE-3",
     "F": "SpecForge",
+    "G": "SpecForge, gpt-oss",
     "N": "NVIDIA Model Optimizer",
     "V": "vLLM's reader",
     "R": "speculators",
@@ -60,7 +61,7 @@ F qwen3_moe lmsys/Qwen3-235B-A22B-EAGLE3
 S minicpm openbmb/MiniCPM4-8B
 S olmoe wantsleep/OLMoE_1B_7B_Eagle3
 S granite wantsleep/granite-3.1-1b-a400m-EAGLE3
-F gpt_oss lmsys/EAGLE3-gpt-oss-120b-bf16
+G gpt_oss lmsys/EAGLE3-gpt-oss-120b-bf16
 N gpt_oss nvidia/gpt-oss-120b-Eagle3
 F glm thoughtworks/GLM-4.7-Flash-Eagle3
 1 llama yuhuili/EAGLE-Vicuna-7B-v1.3
@@ -86,7 +87,7 @@ F qwen3_moe lmsys/SGLang-EAGLE3-Qwen3-Coder-30B-A3B-Instruct-SpecForge
 F qwen3_moe lmsys/SGLang-EAGLE3-Qwen3-Coder-480B-A35B-Instruct-SpecForge-EigenAI
 F ling AQ-MedAI/Ling-Flash-2.0-eagle3
 F deepseek_v3 AQ-MedAI/Kimi-K2-Instruct-eagle3
-F gpt_oss zhuyksir/EAGLE3-gpt-oss-20b-bf16
+G gpt_oss zhuyksir/EAGLE3-gpt-oss-20b-bf16
 F qwen3_moe nex-agi/SGLANG-EAGLE3-Qwen3-30B-A3B-Nex-N1
 F qwen3 nex-agi/SGLANG-EAGLE3-Qwen3-32B-Nex-N1
 R llama RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3

@@ -67,7 +67,10 @@ def format_results(name: str) -> tuple[bool, bool]:
 def head_results() -> Iterator[tuple[Named, bool, bool]]:
     """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
     loads = {name: format_results(name)[0] for name in FORMATS}
-    tiny = {rm.family_of(name).architecture: name for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mla")}
+    tiny = {
+        rm.family_of(name).architecture: name
+        for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "gpt_oss", "mla", "mla_glm")
+    }
     tiny = {
         family.architecture: tiny[family.architecture] for family in served_families() if family.architecture in tiny
     }
@@ -97,7 +100,7 @@ def runs(format: str, tiny: str) -> bool:
 
 def tiny_target(name: str) -> PreTrainedModel:
     """A random target of a family, of seven layers."""
-    changes = {"num_hidden_layers": 7} | ({"first_k_dense_replace": 7} if name == "mla" else {})
+    changes = {"num_hidden_layers": 7} | ({"first_k_dense_replace": 7} if name.startswith("mla") else {})
     model = AutoModelForCausalLM.from_config(rm.tiny_config(name, **changes))
     rm.randomize(model, 0)
     return model.eval().requires_grad_(False)

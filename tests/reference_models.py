@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -30,9 +33,9 @@ from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import PagedKV
 from attn_backends_reference.models import DraftModel, ForwardAttention, TargetModel
 from attn_backends_reference.models.decoder import Family, PagedModel
-from attn_backends_reference.models.deepseek import DEEPSEEK
+from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2, GLM4_MOE_LITE
 from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32
@@ -67,6 +70,7 @@ EXPERTS = {"moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 2, "to
 WINDOW = 6
 WINDOWED = {"use_sliding_window": True, "sliding_window": WINDOW}
 QWEN_EXPERTS = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}
+GPT_OSS_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gqa": (LlamaConfig, GQA),
     "gqa_bias": (
@@ -79,6 +83,12 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
         MLA | {"q_lora_rank": 24, "attention_bias": True, "rope_interleave": False, "rope_parameters": YARN},
     ),
     "mla_experts": (DeepseekV3Config, MLA | {"q_lora_rank": None, "first_k_dense_replace": 1} | EXPERTS),
+    "mla_v2": (DeepseekV2Config, MLA | {"q_lora_rank": None, "rope_parameters": YARN}),
+    "mla_v2_experts": (
+        DeepseekV2Config,
+        MLA | EXPERTS | {"q_lora_rank": 24, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+    ),
+    "mla_glm": (Glm4MoeLiteConfig, MLA | EXPERTS | {"q_lora_rank": 24}),
     "mistral": (MistralConfig, GQA | {"sliding_window": None}),
     "mistral_window": (MistralConfig, GQA | {"sliding_window": WINDOW}),
     "qwen2": (Qwen2Config, COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -87,6 +97,7 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_bias": (Qwen3Config, GQA | {"attention_bias": True, "max_window_layers": 1} | WINDOWED),
     "qwen3_moe": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3_moe_window": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | WINDOWED),
+    "gpt_oss": (GptOssConfig, GQA | GPT_OSS_EXPERTS | {"head_dim": 64, "sliding_window": WINDOW}),
 }
 BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
     "reference": (ReferenceBackend, 1),
@@ -96,11 +107,14 @@ BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
 }
 FAMILIES = {
     LlamaConfig: LLAMA,
+    DeepseekV2Config: DEEPSEEK_V2,
     DeepseekV3Config: DEEPSEEK,
     MistralConfig: MISTRAL,
     Qwen2Config: QWEN2,
     Qwen3Config: QWEN3,
     Qwen3MoeConfig: QWEN3_MOE,
+    Glm4MoeLiteConfig: GLM4_MOE_LITE,
+    GptOssConfig: GPT_OSS,
 }
 
 

@@ -114,7 +114,7 @@ def test_bench_memory_needs_no_gpu(tmp_path, capsys, monkeypatch):
     words = ["--backend", "fa3", "--page-size", "16", "--batch-size", "2", "--context", "100"]
     assert main(["memory", *words, "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]
-    tables = [row["bytes"] for row in rows if (row["phase"], row["buffer"]) == ("verify", "page_table")]
+    tables = [row["bytes"] for row in rows if (row["phase"], row["buffer"]) == ("all", "page_table")]
     assert tables == [4 * 2 * 7] * 2, "7 pages of 16 hold 100 tokens and 5 nodes"
 
 

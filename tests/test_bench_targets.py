@@ -36,6 +36,7 @@ def verdicts(*rows, ceilings=TEN):
         (TREE, 1.25, True),
         (replace(TREE, us=126.0, batch_size=128), 1.26, False),
         (replace(MLA, heads=128, peer_us=40.0), 0.4, None),
+        (replace(MLA, heads=128, kernel="gluon"), 0.9, None),
     ],
 )
 def test_a_target_is_held_against_the_rows_that_it_speaks_of(row, value, met):
@@ -115,6 +116,16 @@ def test_the_page_says_what_is_missing_and_links_rows_and_pictures(folder):
     assert any("A copy moves 10.00 TB/s, a matrix product 100 TFLOP/s." in line for line in lines)
     assert any("(kernels_trtllm_mla.json), [roofline](kernels_trtllm_mla.png)." in line for line in lines)
     assert any("[all rows](trees.json)." in line for line in lines)
+
+
+def test_the_page_says_that_a_run_was_cut_short(folder):
+    path = folder / "trees.json"
+    said = " The run was cut short; these rows were done."
+    assert not any(line.endswith(said) for line in written(folder))
+    path.write_text(results.read(path).as_incomplete().to_json())
+    assert [line for line in written(folder) if line.endswith(said)] == [
+        "NVIDIA H200, 2026-01-02, `python -m benchmarks attention --set kernels`: [all rows](trees.json)." + said
+    ]
 
 
 def test_the_committed_page_is_what_the_committed_results_give():

@@ -102,9 +102,18 @@ def test_inspect_tells_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_inspect_of_a_folder_that_can_not_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}')
+    (tmp_path / "config.json").write_text('{"architectures": ["GraniteForCausalLM"], "model_type": "granite"}')
     assert inspect(str(tmp_path)) == 2
-    assert "it has sinks, and windows in alternate layers" in capsys.readouterr().err
+    assert "has architectures ['GraniteForCausalLM']; supported here: LlamaForCausalLM, " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_inspect_tells_of_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rm.tiny_target("gpt_oss").save_pretrained(tmp_path)
+    assert inspect(str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    for sees in (f"a window of {rm.WINDOW} keys", "all keys"):
+        assert f"attention of 1 layers: 4 heads over 2, of 64 and 64, over {sees} and sinks" in out
 
 
 def test_the_command_is_announced(capsys: pytest.CaptureFixture[str]) -> None:

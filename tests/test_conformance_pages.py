@@ -29,7 +29,7 @@ from attn_backends.conformance import (
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import QUICK_CASES
+from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.summary import main as summarize
 from attn_backends.conformance.summary import summary
 from attn_backends.results import Results, read
@@ -224,5 +224,5 @@ def test_every_group_of_checks_and_every_option_is_described():
         re.findall(r"^\| `(\w+)` \|", text.split("## Six")[0].split("## What is")[1], flags=re.MULTILINE)
     )
     options = re.findall(r'add\(\s*"(--attn-[a-z-]+)"', (ROOT / "attn_backends_pytest" / "__init__.py").read_text())
-    assert len(options) == 8
+    assert len(options) == 12
     assert [option for option in options if option not in text] == []

@@ -7,7 +7,7 @@ import pytest
 from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS
-from attn_backends.conformance.runner import QUICK_CASES
+from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.sizes import size_of
 from attn_backends.conformance.worlds import capacity_of
 from attn_backends.registry import get_backend

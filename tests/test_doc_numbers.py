@@ -15,7 +15,8 @@ import pytest
 from attn_backends import results
 
 ROOT = Path(__file__).parent.parent
-README, DESIGN, RECORDED = "README.md", "docs/design.md", "docs/recorded-graphs.md"
+README, MEASURED = "README.md", "docs/measured.md"
+DESIGN, RECORDED = "docs/design.md", "docs/recorded-graphs.md"
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
 BATCHES = (1, 32, 128)
 
@@ -88,7 +89,7 @@ def cycles(backend: str, kernel: str, mode: str = "in_graph", **values: Any) -> 
 
 
 def table_row(backend: str, kernel: str, page_size: int) -> tuple[str, ...]:
-    """The numbers of a row of README's table."""
+    """The numbers of a row of the table of a cycle."""
 
     def cell(kernel: str, mode: str, name: str) -> str:
         found = cycles(backend, kernel, mode, context=4096, page_size=page_size)
@@ -152,6 +153,20 @@ def plan_graphs(name: str) -> tuple[str, str]:
     return spread(found, 0)
 
 
+def planned_cycle(kernel: str, page_size: int) -> tuple[str, str]:
+    """Kernels and nodes of a cycle's planning at 128 requests of 4,096 tokens, of all backends that have the kernel."""
+    about = {"phase": "cycle", "kernel": kernel, "page_size": page_size, "batch_size": 128, "context": 4096}
+    (found,) = {(f"{row['kernel_us']:.0f}", str(row["nodes"])) for row in rows("h200/plan_graphs", **about)}
+    return found
+
+
+def fuzzed() -> str:
+    (file,) = (ROOT / "docs" / "results" / "h200").glob("fuzz_fused.json")
+    own = results.read(file).own
+    assert own["mismatches"] == []
+    return f"{own['batches']:,}"
+
+
 def made_in() -> tuple[str, str]:
     found = [row for row in rows("h200/bench_steps") if row["bounds"] not in ("seq_lens_cpu", "")]
     assert {row["operators"] for row in found} == {0}
@@ -159,61 +174,73 @@ def made_in() -> tuple[str, str]:
 
 
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
-    (README, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
-    (README, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
-    (README, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
-    (README, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
-    (README, r"(\S+) executed cases", executed),
+    (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
+    (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
+    (README, r"\[(\S+) cases, none failed", executed),
+    (README, r"\[(\S+), no mismatch", fuzzed),
+    (README, r"`flashmla` \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("flashmla", 64)),
+    (README, r"`vllm_flash_attn` \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("vllm_flash_attn", 64)),
+    (README, r"`flashmla_sparse` \| 256 \| (\S+) \| (\S+) \|", lambda: planned_cycle("flashmla_sparse", 256)),
+    (README, r"our kernels \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("triton", 64)),
+    (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
+    (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
+    (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
+    (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
+    (MEASURED, r"(\S+) executed cases", executed),
     (RECORDED, r"CUDA graphs, (\S+) cases on", executed),
-    (README, r"integer of \[(\S+) random batches\]", planned),
-    (README, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
+    (MEASURED, r"integer of \[(\S+) random batches\]", planned),
+    (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"caught by both \| (\S+) \|", lambda: number("h200/mutants", cpu="fail", cuda="fail")),
-    (README, r"\[(\S+) pairs\]\(docs", lambda: number("h200/bench_attention")),
+    (MEASURED, r"\[(\S+) pairs\]\(results", lambda: number("h200/bench_attention")),
     (
-        README,
+        MEASURED,
         r"takes (\S+) to (\S+) times what the vendor's raw call",
         lambda: spread((row["ratio"] for row in rows("h200/bench_attention")), 2),
     ),
-    (README, r"\[(\S+) rows\]\(docs/results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
+    (MEASURED, r"\[(\S+) rows\]\(results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
     (DESIGN, r"\[(\S+) rows\]\(results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
     (FLASH_ATTENTION, r"all (\S+) packed draft extends", packed_graphs),
-    (README, r"reach (\S+) to (\S+) of a copy", lambda: target("kernels_*", "MLA of 16 heads, of a copy's bandwidth")),
     (
-        README,
+        MEASURED,
+        r"reach (\S+) to (\S+) of a copy",
+        lambda: target("kernels_*", "MLA of 16 heads, of a copy's bandwidth"),
+    ),
+    (
+        MEASURED,
         r"and (\S+) to (\S+) of FlashMLA's in compressed",
         lambda: target("kernels_*", "128 rows over 128 keys and 512 selected entries, of FlashMLA's speed"),
     ),
     (
-        README,
+        MEASURED,
         r"but (\S+) to (\S+) of the vendors'",
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed"),
     ),
-    (README, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
-    (README, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
-    (README, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
-    (README, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
-    (README, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
-    (README, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
-    (README, r"A cycle's kernels take the device (\S+) to (\S+) us", lambda: plan_graphs("kernel_us")),
-    (README, r"in (\S+) to (\S+) nodes", lambda: plan_graphs("nodes")),
+    (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
+    (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
+    (MEASURED, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
+    (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
+    (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
+    (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
+    (MEASURED, r"A cycle's kernels take the device (\S+) to (\S+) us", lambda: plan_graphs("kernel_us")),
+    (MEASURED, r"in (\S+) to (\S+) nodes", lambda: plan_graphs("nodes")),
     (
-        README,
+        MEASURED,
         r"a layer costs the host (\S+) to (\S+) us",
         lambda: spread((row["over_us"] for row in rows("h200/bench_eager")), 0),
     ),
     (
-        README,
+        MEASURED,
         r"metadata of a step (\S+) to (\S+) us",
         lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager")), 0),
     ),
-    (README, r"are made in (\S+) to (\S+) us", made_in),
-    (README, r"takes (\S+) to (\S+) us from 1 request to 512", host_times),
-    (README, r": (\S+) to (\S+) % of what SGLang's classes", lambda: of_sglang("trtllm_mla", "flashmla")),
-    (README, r"for `trtllm_mla`, (\S+) to (\S+) % for `fa3`", lambda: of_sglang("fa3", "vllm_flash_attn")),
-    (README, r"FlashInfer takes (\S+) to (\S+) %", lambda: of_sglang("flashinfer_mla", "flashinfer_fa3")),
-    (README, r"the device (\S+) to (\S+) us, in six launches", triton_times),
-    (README, r"take at most (\S+) % longer with", slower_cycles),
+    (MEASURED, r"are made in (\S+) to (\S+) us", made_in),
+    (MEASURED, r"takes (\S+) to (\S+) us from 1 request to 512", host_times),
+    (MEASURED, r": (\S+) to (\S+) % of what SGLang's classes", lambda: of_sglang("trtllm_mla", "flashmla")),
+    (MEASURED, r"for `trtllm_mla`, (\S+) to (\S+) % for `fa3`", lambda: of_sglang("fa3", "vllm_flash_attn")),
+    (MEASURED, r"FlashInfer takes (\S+) to (\S+) %", lambda: of_sglang("flashinfer_mla", "flashinfer_fa3")),
+    (MEASURED, r"the device (\S+) to (\S+) us, in six launches", triton_times),
+    (MEASURED, r"take at most (\S+) % longer with", slower_cycles),
 ]
 TABLE = [
     ("trtllm_mla", "flashmla", 64),
@@ -227,7 +254,10 @@ def text_of(document: str) -> str:
     return re.sub(r"\s+", " ", (ROOT / document).read_text())
 
 
-@pytest.mark.parametrize(("document", "pattern", "count"), SENTENCES, ids=[pattern for _, pattern, _ in SENTENCES])
+IDS = [f"{document}: {pattern}" for document, pattern, _ in SENTENCES]
+
+
+@pytest.mark.parametrize(("document", "pattern", "count"), SENTENCES, ids=IDS)
 def test_a_sentence_says_what_the_results_say(document, pattern, count):
     found = re.findall(pattern, text_of(document))
     expected = count()
@@ -236,5 +266,5 @@ def test_a_sentence_says_what_the_results_say(document, pattern, count):
 
 @pytest.mark.parametrize(("backend", "kernel", "page_size"), TABLE)
 def test_the_table_of_a_cycle_says_what_the_results_say(backend, kernel, page_size):
-    (found,) = re.findall(rf"\| `{backend}`, `{kernel}`[^|]*\|([^`]*)\|", text_of(README))
+    (found,) = re.findall(rf"\| `{backend}`, `{kernel}`[^|]*\|([^`]*)\|", text_of(MEASURED))
     assert tuple(cell.strip() for cell in found.split("|")[:6]) == table_row(backend, kernel, page_size)

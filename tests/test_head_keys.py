@@ -16,9 +16,10 @@ from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import head_keys as keys
 from attn_backends_reference.models import load_draft
 from attn_backends_reference.models.eagle3 import Eagle3Model
+from attn_backends_reference.models.folders import ROPE_FIELDS
 from tests.head_catalogue import FORMATS as PUBLISHED
 from tests.head_catalogue import VARIANTS
-from tests.head_formats import Format, write
+from tests.head_formats import LLAMA3, Format, write
 from tests.head_runs import BUDGET, DenseAttention, log_probs, oracle_of, target_of
 
 FORMATS = PUBLISHED | VARIANTS
@@ -86,6 +87,32 @@ def load(folder: Path, name: str = "SpecForge", **changes: Any) -> None:
     """Loads a format's folder with other values in its configuration."""
     write(FORMATS[name], folder, dict(FORMATS[name].config) | changes)
     load_draft(folder, target_of(FORMATS[name]))
+
+
+WHOLE_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24}
+WHOLE_YARN |= {"beta_fast": 2.0, "beta_slow": 0.25, "truncate": False, "mscale": 1.0, "mscale_all_dim": 0.5}
+ROPES = {
+    **dict.fromkeys(ROPE_FIELDS, WHOLE_YARN),
+    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), LLAMA3 | {"rope_theta": 100.0}),
+    "attention_factor": WHOLE_YARN | {"attention_factor": 1.5},
+    "type": {key: value for key, value in WHOLE_YARN.items() if key != "rope_type"} | {"type": "yarn"},
+}
+"""Rotary embeddings that have a field."""
+
+
+@pytest.mark.parametrize("field", sorted(ROPE_FIELDS))
+def test_a_field_of_rotary_embeddings_that_is_ignored_is_seen(field: str, tmp_path: Path) -> None:
+    """Each field with another value: the head is refused, or scores otherwise."""
+    rope, format = ROPES[field], FORMATS["SpecForge"]
+    other = {"yarn": "linear", False: True}.get(rope[field]) or 2 * rope[field] + 1
+    scores = []
+    for table in (rope, rope | {field: other}):
+        config = {key: value for key, value in format.config.items() if key not in keys.ROPE_KEYS}
+        tensors = write(format, tmp_path, config | {"rope_parameters": table})
+        features = oracle_of(format, tensors).features(list(range(40)))
+        draft = load_draft(tmp_path, target_of(format))
+        scores.append(log_probs(draft, features, DenseAttention(draft)))
+    assert (scores[0] - scores[1]).nan_to_num(0).abs().max() > 100 * BUDGET
 
 
 @pytest.mark.parametrize("key", keys.EAGLE_CONFIG_KEYS)

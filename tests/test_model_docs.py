@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from attn_backends.config.toml_options import Options, validated
 from attn_backends_reference.models.families import served_families
-from attn_backends_reference.models.folders import REFUSED, ROPE_TYPES
+from attn_backends_reference.models.folders import ROPE_TYPES
 from attn_backends_reference.run_options import EagleOptions, ModelOptions, PhaseNames, RunOptions, RuntimeOptions
 
 PAGE = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
@@ -79,5 +79,5 @@ def test_the_file_is_one_that_is_taken() -> None:
 def test_every_family_is_named() -> None:
     targets = PAGE.partition("\n## Targets\n")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(\w+ForCausalLM)`", targets))
-    assert named == {family.architecture for family in served_families()} | REFUSED.keys()
+    assert named == {family.architecture for family in served_families()}
     assert {kind for kind in ROPE_TYPES if f"`{kind}`" not in PAGE} == set()

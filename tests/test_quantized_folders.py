@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import load_mtp, load_target, open_target
 from attn_backends_reference.models.decoder import TargetModel
+from attn_backends_reference.models.quantization import EXCLUSIONS, SERVED, quantization_of
 from tests import mtp_models
 from tests import reference_models as rm
 
@@ -129,7 +131,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
     ("changes", "message"),
     [
         ({"quant_method": "awq"}, r"quantization_config\.quant_method = 'awq' is not served"),
-        ({"quant_method": None}, "quant_method None"),
+        ({"quant_method": None}, r"quantization_config\.quant_method = None is not served"),
         ({"activation_scheme": "static"}, r"quantization_config\.activation_scheme = 'static' is not served"),
         ({"fmt": "e5m2"}, r"quantization_config\.fmt = 'e5m2' is not served"),
         ({"bits": 4}, r"quantization_config\.bits = 4 is not served"),
@@ -142,6 +144,31 @@ Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 def test_other_quantizations_are_refused_by_name(folder: Path, changes: dict[str, Any], message: str) -> None:
     edit_config(folder, quantization_config=QUANTIZATION | changes)
     with pytest.raises(CheckpointError, match=message):
+        open_target(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "served"),
+    [(method, key, value) for method, table in SERVED.items() for key, values in table.items() for value in values],
+)
+def test_every_key_of_a_quantization_has_the_values_that_are_served(method: str, key: str, served: object) -> None:
+    size = {"weight_block_size": list(BLOCK)} if method == "fp8" else {}
+    fields = {"quant_method": method, key: served} | size
+    quantization_of(Path("here"), {"quantization_config": fields})
+    with pytest.raises(CheckpointError, match=rf"quantization_config\.{key} = 'odd' is not served"):
+        quantization_of(Path("here"), {"quantization_config": fields | {key: "odd"}})
+
+
+@pytest.mark.parametrize("key", EXCLUSIONS)
+@pytest.mark.parametrize(
+    ("named", "is_kept"),
+    [("q_proj", True), ("model.layers.0", True), ("model.*.self_attn", True), ("proj", False), ("layer.*.mlp", False)],
+)
+def test_modules_that_are_not_converted(folder: Path, key: str, named: str, is_kept: bool) -> None:
+    """By a part of their names, of which an asterisk is any."""
+    edit_config(folder, quantization_config=QUANTIZATION | {"modules_to_not_convert": None, key: [*KEPT, named]})
+    refused = pytest.raises(CheckpointError, match=r"is stored as F8_E4M3, but config\.json names its module")
+    with refused if is_kept else nullcontext():
         open_target(folder)
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.cache import KeyValues
-from attn_backends.errors import CheckpointError
+from attn_backends.cache import KeyValues, Latents
 from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends_reference.eagle.engine import serve
@@ -36,6 +35,7 @@ WINDOWS = {
     "qwen3_bias": [None, rm.WINDOW],
     "qwen3_moe": [None, None],
     "qwen3_moe_window": [rm.WINDOW, rm.WINDOW],
+    "gpt_oss": [rm.WINDOW, None],
 }
 
 
@@ -45,14 +45,19 @@ class DenseAttention:
     def __init__(self, layers: tuple[AttentionLayer, ...]) -> None:
         self.layers = layers
 
-    def attend(self, layer_index: int, q: Tensor, inputs: KeyValues) -> Tensor:
-        layer, repeats = self.layers[layer_index], q.shape[1] // inputs.k.shape[1]
-        k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (inputs.k, inputs.v))
+    def attend(self, layer_index: int, q: Tensor, inputs: KeyValues | Latents) -> Tensor:
+        layer = self.layers[layer_index]
+        if isinstance(inputs, Latents):
+            k, v = inputs.latent[:, None], inputs.latent[:, None, : layer.v_head_dim]
+        else:
+            k, v = inputs.k, inputs.v
+        k, v = (x.double().repeat_interleave(q.shape[1] // layer.num_kv_heads, dim=1) for x in (k, v))
         distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
         seen = (distance >= 0) & (distance < (layer.window or len(q)))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        sums = scores.exp().sum(-1) + (0 if layer.sinks is None else layer.sinks.double().exp()[:, None])
+        return torch.einsum("hqk,khd->qhd", scores.exp() / sums[..., None], v).to(q.dtype)
 
 
 @pytest.mark.smoke
@@ -137,13 +142,6 @@ def test_experts_run_in_parts_that_fit(
     torch.testing.assert_close(served.forward(tokens, tokens, attention), expected)
     one = 2 * 2 * 16 * rm.HIDDEN * 4
     assert max(gathered) == {1: one, 9000: one, 1 << 30: 7 * one}[limit]
-
-
-def test_gpt_oss_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}')
-    why = r"\['GptOssForCausalLM'\] \(it has sinks, and windows in alternate layers.*supported here: LlamaForCausalLM, "
-    with pytest.raises(CheckpointError, match=why):
-        load_target(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -1,8 +1,7 @@
-"""Modules in targets' own folders, by the names that DeepSeek publishes: V3's and R1's load, V4's are refused by name.
+"""Modules in targets' own folders, by the names that DeepSeek publishes: V3's and R1's (`test_v4_published` has V4's).
 
-V3: deepseek-ai/DeepSeek-V3 README_WEIGHTS.md and inference/configs; read so by SGLang 0.5.23
-(models/deepseek_common/deepseek_weight_loader.py) and vLLM 0.33.0 (models/deepseek_mtp.py). V4: vLLM 0.33.0
-(models/deepseek_v4/nvidia/mtp.py), SGLang 0.5.23 (models/deepseek_v4_nextn.py).
+deepseek-ai/DeepSeek-V3 README_WEIGHTS.md and inference/configs; read so by SGLang 0.5.23
+(models/deepseek_common/deepseek_weight_loader.py) and vLLM 0.33.0 (models/deepseek_mtp.py).
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import TargetModel, load_draft, load_mtp
 from attn_backends_reference.models.mtp import MtpModule, module_config
 from tests import reference_models as rm
@@ -87,7 +84,6 @@ MODULE = {
     **{f"mlp.shared_experts.{name}.weight": sizes for name, sizes in MLP.items()},
     **{f"mlp.experts.{i}.{name}.weight": sizes for i in range(EXPERTS) for name, sizes in MLP.items()},
 }
-V4 = "e_proj h_proj enorm hnorm norm hc_head_fn hc_head_base hc_head_scale emb.tok_emb head"
 
 
 def shape(sizes: str) -> tuple[int, ...]:
@@ -116,11 +112,3 @@ def test_nextn_modules_load_by_their_published_names(tmp_path: Path) -> None:
         assert torch.equal(each._draft.layers[0].mlp.experts.down_proj[3], tensors["mlp.experts.3.down_proj.weight"])
     fresh = MtpModule(module_config(DeepseekV3Config.from_pretrained(tmp_path), 0))
     assert {name: x.shape for name, x in fresh.published().items()} == {name: x.shape for name, x in tensors.items()}
-
-
-def test_v4_s_published_modules_are_refused_by_name(tmp_path: Path) -> None:
-    save_file({f"mtp.0.{name}.weight": torch.ones(2) for name in V4.split()}, tmp_path / "model.safetensors")
-    fields = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"holds DeepSeek-V4's published MTP modules \(mtp\.0\..* before hc_head"):
-        load_draft(tmp_path, target_of())

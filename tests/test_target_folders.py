@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from attn_backends.errors import CheckpointError, MemoryLimitError
 from attn_backends_reference.models import EMBEDDED_TARGETS, load_target, open_target, targets
-from attn_backends_reference.models.config_keys import COMPUTED, check_keys
+from attn_backends_reference.models.config_keys import COMPUTED, FOLDED, INERT, REPEATED, check_keys
 from tests import reference_models as rm
 
 NAMES = ("gqa", "mla_experts", "qwen3_moe")
@@ -154,12 +155,43 @@ def test_a_key_that_is_not_honoured_is_refused_by_name(key: str, value: object, 
         ("gqa", {"_attn_implementation_autoset": True, "attn_pdrop": 0.0, "max_sequence_length": 2048}),
         ("gqa", {"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28}),
         ("qwen3_moe", {"head_dim": 128, "max_window_layers": 48, "sliding_window": None}),
-        ("mla", COMPUTED | {"ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001}),
+        ("mla", {"ep_size": 1, "seq_aux": True, "aux_loss_alpha": 0.001, "scoring_func": None}),
+        ("gpt_oss", {"initial_context_length": 4096, "experts_per_token": 2}),
+        *(("gqa", {key: 3}) for key in INERT),
     ],
 )
 def test_keys_that_change_nothing_are_left_alone(name: str, more: dict[str, object]) -> None:
     config = rm.tiny_config(name)
     check_keys(Path(), config.to_dict() | more, config)
+
+
+NOT_READ = [(kind, key, value) for kind, table in COMPUTED.items() for key, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("kind", "key", "served"), NOT_READ)
+def test_a_key_that_transformers_does_not_read_has_the_values_that_it_computes(
+    kind: str, key: str, served: object
+) -> None:
+    """Every key of the table: another value would be ignored."""
+    config = CONFIG_MAPPING[kind or "llama"]()
+    check_keys(Path(), {key: served}, config)
+    other = "odd" if isinstance(served, str) else 3
+    with pytest.raises(CheckpointError, match=f"does not honour here: {key} = {other!r}"):
+        check_keys(Path(), {key: other}, config)
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in FOLDED.items() for key in keys])
+def test_a_key_that_transformers_makes_another_of_is_taken(kind: str, key: str) -> None:
+    check_keys(Path(), {key: [1]}, CONFIG_MAPPING[kind]())
+    with pytest.raises(CheckpointError, match=rf"does not honour here: {key} = \[1\]"):
+        check_keys(Path(), {key: [1]}, CONFIG_MAPPING["llama"]())
+
+
+@pytest.mark.parametrize(("key", "other"), REPEATED.items())
+def test_a_key_that_repeats_another_must_agree_with_it(key: str, other: str) -> None:
+    config = rm.tiny_config("gpt_oss")
+    with pytest.raises(CheckpointError, match=f"does not honour here: {key} = 5"):
+        check_keys(Path(), config.to_dict() | {key: getattr(config, other) + 3}, config)
 
 
 @pytest.mark.parametrize("name", EMBEDDED_TARGETS)
@@ -175,3 +207,22 @@ def test_other_rotary_embeddings(model_type: str, tmp_path: Path, unread: None) 
     edit_json(tmp_path / "config.json", lambda fields: fields.update(rope_parameters=rope))
     with pytest.raises(CheckpointError, match=f"{model_type} rotary embeddings|can't read .*config.json"):
         targets.open_target(tmp_path)
+
+
+@pytest.mark.usefixtures("unread")
+@pytest.mark.parametrize(("key", "value"), [("mrope_section", [2, 3, 3]), ("partial_rotary_factor", 0.5)])
+def test_keys_of_rotary_embeddings_that_are_not_honoured(key: str, value: object, tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 1e4, key: value}
+    edit_json(tmp_path / "config.json", lambda fields: fields.update(rope_parameters=rope))
+    with pytest.raises(
+        CheckpointError, match=rf"rope_parameters has keys .*'{key}': .*turn queries and keys otherwise"
+    ):
+        targets.open_target(tmp_path)
+
+
+def test_an_output_head_that_contradicts_tied_embeddings(tmp_path: Path) -> None:
+    rm.tiny_target("gqa").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda fields: fields.update(tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"says tie_word_embeddings and has an lm_head\.weight that is not its"):
+        load_target(tmp_path, torch.float32)

@@ -13,7 +13,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
-from attn_backends.conformance.runner import Subject, run_case, selected_cases
+from attn_backends.conformance import Subject, run_case, selected_cases
 from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.cache import PagedLatent
-from attn_backends.conformance import Subject
-from attn_backends.conformance.runner import run_case, selected_cases
+from attn_backends.conformance import Subject, run_case, selected_cases
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import World

@@ -23,7 +23,7 @@ from attn_backends.kernels.torch_attention import csr_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere, version_of
 from attn_backends.vendors.flashinfer import mla_kernel
-from attn_backends.vendors.ours import triton_kernel
+from attn_backends.vendors.ours import gluon_kernel, triton_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import csr
 
@@ -73,6 +73,7 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
     kernels = (
         mla_kernel("fa3", frozenset({9}), _VERSION),
         mla_kernel("fa2", frozenset({8, 9, 10, 11, 12}), _VERSION),
+        gluon_kernel(_TORCH),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
     )

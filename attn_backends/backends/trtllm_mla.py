@@ -23,7 +23,7 @@ from attn_backends.kernels.torch_attention import block_table_attention, page_ta
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
-from attn_backends.vendors.ours import triton_kernel
+from attn_backends.vendors.ours import gluon_kernel, triton_kernel
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import block_table, ragged
 
@@ -87,6 +87,7 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
         trtllm_gen.KERNEL,
         flashmla.KERNEL,
         *flash_attention.kernels(_FLASH_ATTENTION),
+        gluon_kernel(_TORCH),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
     )

@@ -25,13 +25,16 @@ from attn_backends.conformance import (
     known_failures,
     resolve_subjects,
     run_case,
-    selected_cases,
 )
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.profiles import PROFILES, passed, told
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import QUICK_CASES, conformance_rows, judged, report_of, resolve
+from attn_backends.conformance.runner import conformance_rows, judged, report_of
+from attn_backends.conformance.selection import Selection
+from attn_backends.conformance.subjects import resolve
+from attn_backends.contract import CONTRACT
 from attn_backends.errors import ConfigError
 from attn_backends.registry import list_backends
 from attn_backends.results import Recording, check_output, write_text
@@ -52,25 +55,27 @@ def run(args: argparse.Namespace) -> int:
     check_output("--json", args.json)
     check_output("--report", args.report)
     case = _read_case(args.case) if args.case else None
+    selection = Selection(args.select, args.quick, args.profile, args.effort, args.seed, args.contract)
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
     for expected in known.values():
         check_expectations(expected)
-    sizes = {name: 1 if case else _num_cases(name, args) for name in names}
-    report = report_of(args.device, (), args.words)
+    sizes = {name: 1 if case else _num_cases(name, args, selection) for name in names}
+    report = report_of(args.device, (), args.words, selection)
     rows: list[Row] = []
     with (
-        Recording(args.json, report.head, suite_version=report.suite_version) as recording,
+        Recording(args.json, report.head, **report.own) as recording,
         progress("checking", "cases", sum(sizes.values())) as bar,
     ):
-        for row in (row for name in names for row in _rows(name, args, case, known[name])):
+        for row in (row for name in names for row in _rows(name, args, case or selection, known[name])):
             rows.append(row)
             recording.add(row.to_dict())
             bar.describe(f"{row.backend} ({row.kernel}) {row.check}")
             bar.advance()
-    report = replace(report, rows=tuple(rows))
+    complete = () if case else selection.complete_profiles
+    report = replace(report, rows=tuple(rows), profiles=passed(rows, complete) if complete else {})
     try:
-        recording.finish()
+        recording.finish(**report.own)
         if args.report:
             write_html(report, args.report)
     finally:
@@ -80,16 +85,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(
-    name: str, args: argparse.Namespace, case: Case | None, expected: tuple[ExpectedFailure, ...]
+    name: str, args: argparse.Namespace, asked: Case | Selection, expected: tuple[ExpectedFailure, ...]
 ) -> Iterator[Row]:
-    most = QUICK_CASES if args.quick else None
-    if case is None:
-        yield from conformance_rows(resolve(name), args.kernel, args.device, args.select, most, expected)
+    if isinstance(asked, Selection):
+        yield from conformance_rows(resolve(name), args.kernel, args.device, asked, expected)
         return
     subjects, absent = resolve_subjects(name, args.kernel, args.device)
     for subject in subjects:
-        yield judged(run_case(subject, case), expected)
-        yield from unmet(subject, expected, [case])
+        yield judged(run_case(subject, asked), expected)
+        yield from unmet(subject, expected, [asked])
     yield from absent
 
 
@@ -102,19 +106,19 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"--device {device!r} is not a device to run on; give cpu or cuda")
 
 
-def _read_case(path: Path) -> Case:
+def _read_case(given: str) -> Case:
+    """The case of a file, or of JSON itself."""
     try:
-        return Case.from_json(path.read_text(encoding="utf-8"))
+        return Case.from_json(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--case {path}: {error}") from error
+        raise ConfigError(f"--case {given}: {error}") from error
     except ConfigError as error:
-        raise ConfigError(f"--case {path}: {error}") from None
+        raise ConfigError(f"--case {given}: {error}") from None
 
 
-def _num_cases(name: str, args: argparse.Namespace) -> int:
+def _num_cases(name: str, args: argparse.Namespace, selection: Selection) -> int:
     subjects, absent = resolve_subjects(name, args.kernel, args.device)
-    most = QUICK_CASES if args.quick else None
-    return sum(len(selected_cases(subject, args.select, most)) for subject in subjects) + len(absent)
+    return sum(len(selection.cases(subject)) for subject in subjects) + len(absent)
 
 
 def _print(report: Report, code: int, args: argparse.Namespace) -> None:
@@ -129,9 +133,21 @@ def _print(report: Report, code: int, args: argparse.Namespace) -> None:
         if row.status in (Outcome.NOT_RUN, Outcome.XFAIL):
             what = escape(f"{row.backend} ({row.kernel}) {row.check}: {row.reason}")
             console.print(f"[{_COLORS[row.status]}]{row.status}[/] {what}", soft_wrap=True)
+    if args.effort:
+        _print_random(console, report.rows)
     for rows in by_kernel:
         _print_failures(console, failed_groups(rows), args)
+    for kernel, names in report.profiles.items():
+        console.print(f"{escape(kernel)} {told(names)}", soft_wrap=True)
     console.print(f"executed {report.executed} of {len(report.rows)}:{_counts(report.rows)}; exit code {code}")
+
+
+def _print_random(console: Console, rows: Sequence[Row]) -> None:
+    """Each random case with what repeats it alone."""
+    for row in rows:
+        if row.case is not None and row.case.drawn:
+            shown = escape(f"{row.check} of {row.backend} ({row.kernel}) --case '{row.case.to_json()}'")
+            console.print(f"random [{_COLORS[row.status]}]{row.status}[/] {shown}", soft_wrap=True)
 
 
 def _counts(rows: list[Row] | tuple[Row, ...]) -> str:
@@ -176,10 +192,16 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
     suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
     suite.add_argument("--select", default="*", metavar="PATTERN", help="ids of checks, such as 'graph.*'")
+    suite.add_argument("--profile", default="", metavar="NAME", help=f"one part of the suite: {', '.join(PROFILES)}")
+    suite.add_argument(
+        "--effort", type=int, default=0, metavar="N", help="N random cases more of each group of checks, each printed"
+    )
+    suite.add_argument("--seed", type=int, default=0, help="of the random cases (default: %(default)s)")
+    suite.add_argument("--contract", default=CONTRACT, metavar="VERSION", help="to check (default: %(default)s)")
     suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
     suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")
-    suite.add_argument("--case", type=Path, metavar="FILE", help="run the one case of a JSON file")
+    suite.add_argument("--case", metavar="FILE|JSON", help="run the one case of a JSON file, or as it is printed")
     suite.add_argument("--config", type=Path, metavar="FILE", help="TOML with [[expected_failures]]")
     add_threads(suite)
 

@@ -12,6 +12,7 @@ from attn_backends.conformance import (
     checks_graph,
     checks_hosts,
     checks_laws,
+    checks_layers,
     checks_math,
     checks_numbers,
     checks_plan,
@@ -20,6 +21,7 @@ from attn_backends.conformance import (
     checks_scale,
     checks_streams,
     checks_turns,
+    checks_unwritten,
     checks_windows,
     checks_worker,
 )
@@ -27,7 +29,10 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
 from attn_backends.conformance.expectations import ExpectedFailure, known_failures
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.conformance.runner import resolve_subjects, run_case, run_conformance, selected_cases
+from attn_backends.conformance.profiles import PROFILES, Profile
+from attn_backends.conformance.runner import run_case, run_conformance
+from attn_backends.conformance.selection import Selection, selected_cases
+from attn_backends.conformance.subjects import resolve_subjects
 
 CHECK_MODULES = (
     checks_plan,
@@ -37,11 +42,13 @@ CHECK_MODULES = (
     checks_scale,
     checks_streams,
     checks_turns,
+    checks_layers,
     checks_worker,
     checks_bound,
     checks_graph,
     checks_cache,
     checks_poison,
+    checks_unwritten,
     checks_laws,
     checks_refusals,
     checks_hosts,
@@ -53,14 +60,17 @@ CHECK_MODULES = (
 __all__ = [
     "CATALOGUE",
     "CHECK_MODULES",
+    "PROFILES",
     "Case",
     "Check",
     "CheckFailure",
     "ExpectedFailure",
     "Measured",
     "Outcome",
+    "Profile",
     "Report",
     "Row",
+    "Selection",
     "Subject",
     "check",
     "known_failures",

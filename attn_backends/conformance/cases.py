@@ -48,6 +48,7 @@ class Case:
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
     the cache where it is not the query's own; it comes with scales. layer: of compressed keys, what it attends to.
     size: of the world, as `sizes.size_of` takes it. after: the kind of a step that the same backend has planned before.
+    drawn: at random (`random_cases`).
     """
 
     check: str
@@ -76,6 +77,7 @@ class Case:
     num_tokens: int = 0
     size: str = ""
     after: str = ""
+    drawn: bool = False
 
     @property
     def name(self) -> str:

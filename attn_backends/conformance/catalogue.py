@@ -63,12 +63,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Check:
-    """A check. about: what it holds, in a sentence. cases: those that a subject's capabilities call for."""
+    """A check. about: what it holds, in a sentence. cases: those that a subject's capabilities call for. fixed_lens:
+    whether it is about the lengths of its cases, which random ones therefore keep.
+    """
 
     id: str
     about: str
     run: Callable[[Subject, Case], Measured]
     cases: Callable[[Subject], list[Case]]
+    fixed_lens: bool = False
 
 
 CATALOGUE: dict[str, Check] = {}
@@ -95,15 +98,17 @@ fails through a graph.
 Run = Callable[[Subject, Case], Measured]
 
 
-def check(id: str, cases: Callable[[Subject], list[Case]]) -> Callable[[Run], Run]:
-    """Put a function into the catalogue; the first line of its docstring says what it is about."""
+def check(id: str, cases: Callable[[Subject], list[Case]], *, fixed_lens: bool = False) -> Callable[[Run], Run]:
+    """Put a function into the catalogue; the first line of its docstring says what it is about. fixed_lens: as of
+    `Check`.
+    """
 
     def register(run: Run) -> Run:
         assert id not in CATALOGUE, f"two checks share the id {id}"
         assert group_of(id) in GROUPS, f"check {id} is of no group"
         assert run.__doc__, f"check {id} says nothing about itself"
         about = " ".join(run.__doc__.split("\n\n")[0].split())
-        CATALOGUE[id] = Check(id, about, run, lambda subject: [_of(id, case) for case in cases(subject)])
+        CATALOGUE[id] = Check(id, about, run, lambda subject: [_of(id, case) for case in cases(subject)], fixed_lens)
         return run
 
     return register

@@ -36,6 +36,7 @@ from attn_backends.conformance.situations import (
     eager,
     graphable,
     in_every_dtype,
+    joined,
     one_page_size,
     situations,
 )
@@ -48,6 +49,7 @@ from spec_metadata import Step, StepKind
 
 VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE
 WIDTH = NUM_STEPS + 1  # of a verify and of a draft extend
+LONG_DRAFT = "steps5.nodes2"  # four forwards of a draft, two rows of a verify
 CYCLES = 8
 CHUNKS = ((1, 3), (2, 1), (1, 4), (3, 1), (1, 7), (8, 2), (9, 3), (1, 6))  # prompt tokens of two requests
 
@@ -83,7 +85,8 @@ class Life:
         self.found: list[Measured] = []
 
     def go_on(self, kind: StepKind, accepted: tuple[int, ...], widths: tuple[int, ...] = ()) -> None:
-        """Commit tokens of the last step, then run another, whose tokens are others."""
+        """Commit tokens of the last step, as far as it has them, then run another, whose tokens are others."""
+        accepted = tuple(min(number, width) for number, width in zip(accepted, self.scene.widths, strict=True))
         self.scene = self.scene.continued(kind, accepted, widths)
         self.run()
 
@@ -150,7 +153,12 @@ def rollback(subject: Subject, case: Case) -> Measured:
     return nearest(life.found)
 
 
-@check("compressed.draft_and_extend", _lives(EXTEND))
+def _long_drafts(subject: Subject) -> list[Case]:
+    """Drafts of more forwards than a verify has rows, of which the states of a rejected forward are more than usual."""
+    return [replace(case, size=LONG_DRAFT) for case in one_page_size(_lives(EXTEND))(subject) if not case.size]
+
+
+@check("compressed.draft_and_extend", joined(_lives(EXTEND), _long_drafts))
 def draft_and_extend(subject: Subject, case: Case) -> Measured:
     """A draft extend rewrites all that the draft loop before it left, and what of its own rows is rejected."""
     life = Life(subject, case, Batch(DRAFT, case.lens), (DRAFT, EXTEND))
@@ -219,7 +227,7 @@ def _open_blocks(subject: Subject) -> list[Case]:
     return [replace(case, bs=MAX_BS if case.bs else 0) for case in cases if case.layer != "window"]
 
 
-@check("compressed.no_block_closes", _compressed(_open_blocks))
+@check("compressed.no_block_closes", _compressed(_open_blocks), fixed_lens=True)
 def no_block_closes(subject: Subject, case: Case) -> Measured:
     """Where a step closes no block it writes no entry: not in the first slot, the last, or the reserved page."""
     ran = run_case(subject, case)

@@ -255,7 +255,8 @@ def query_heads(subject: Subject, case: Case) -> Measured:
     declared, layer = subject.capabilities[StepKind(case.kind)].query_heads, scene.world.layer
     assert declared is not None, "the kernel takes any number of query heads"
     heads = (max(declared) // layer.num_kv_heads + 1) * layer.num_kv_heads
-    return refused(case.feature, scene, *calls(replace(layer, num_heads=heads)))
+    sinks = None if layer.sinks is None else layer.sinks.new_zeros(heads)
+    return refused(case.feature, scene, *calls(replace(layer, num_heads=heads, sinks=sinks)))
 
 
 @check(

@@ -16,7 +16,8 @@ from attn_backends.conformance.comparisons import compare_memory, compare_output
 from attn_backends.conformance.exercise import Captured, Ran, prepare_memory, setup_of, world_of
 from attn_backends.layer import AttentionOutput
 
-_DELAY_BYTES, _DELAY_ROUNDS = 2**28, 40  # some milliseconds, in which the host launches all the rest
+_ROOM_BYTES = 2**28
+_GRAPH_DELAY, _PLANNING_DELAY = 20, 200  # passes over it: milliseconds, in which the host launches all the rest
 
 
 def _on_a_gpu(subject: Subject) -> list[Case]:
@@ -27,26 +28,26 @@ def _on_a_gpu(subject: Subject) -> list[Case]:
 def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
     """A phase is planned on a second stream while another one's graph runs; its own graph runs behind an event of that.
 
-    The graph that runs has been delayed, and so has the planning: whoever does not wait for the event attends by what
-    was planned before.
+    The graph that runs has been delayed, and the planning for longer: whoever does not wait for the event attends by
+    what was planned before.
     """
     world = world_of(setup_of(subject, case))
     first, second = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
     scenes = same_pages(world, case)
     memory = [prepare_memory(scene, case) for scene in scenes]
-    world.memory.copy_(memory[0])
     first.load(scenes[0])
-    room = torch.zeros(_DELAY_BYTES, dtype=torch.uint8, device=world.device)
+    step = second.fill(scenes[1])
+    room = torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device=world.device)
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        _delay(room)
-        second.load(scenes[1])
+        _delay(room, _PLANNING_DELAY)  # behind which nothing is copied from the host: that would wait
+        world.backend.replay(second.meta, step)
     outputs, after = [], []
     for phase, before in zip((first, second), memory, strict=True):
         world.memory.copy_(before)
         if phase is first:
-            _delay(room)
+            _delay(room, _GRAPH_DELAY)
         else:
             wait_for(side)
         phase.graph.replay()
@@ -67,7 +68,7 @@ def wait_for(planning: torch.cuda.Stream) -> None:
     torch.cuda.current_stream().wait_event(planning.record_event())
 
 
-def _delay(room: Tensor) -> None:
+def _delay(room: Tensor, passes: int) -> None:
     """Keep the current stream busy."""
-    for _ in range(_DELAY_ROUNDS):
+    for _ in range(passes):
         room.add_(1)

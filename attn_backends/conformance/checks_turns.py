@@ -270,6 +270,29 @@ def anothers_metadata(subject: Subject, case: Case) -> Measured:
     return refused(what, scene, lambda: world.store(given, at), lambda: world.attend(given, at))
 
 
+def _drafted_trees(subject: Subject) -> list[Case]:
+    return [case for case in one_page_size(eager((StepKind.DRAFT_DECODE,)))(subject) if case.topk > 1]
+
+
+@check("refusals.ancestors", _drafted_trees)
+def ancestors(subject: Subject, case: Case) -> Measured:
+    """Paths of a drafted tree of another depth, of too few requests, of floats, or none."""
+    world = world_of(setup_of(subject, case))
+    scene = scene_of(world, batch_of(case), case.seed)
+    given = scene.inputs()[0].ancestors
+    assert given is not None
+    meta, reason = world.backend.init_forward_metadata(scene.step()), ""
+    wrong = {"deeper": given.repeat(1, 1, 2), "fewer": given[1:], "floats": given.double(), "none": None}
+    for what, paths in wrong.items():
+        try:
+            meta.at(0, paths)
+        except InvalidStepError as refusal:
+            reason = str(refusal)
+        else:
+            raise CheckFailure("ancestors", f"{what}: taken, where [bs, topk, forward + 1] integers are due")
+    return Measured(refusal=reason)
+
+
 def _around_pages_drafts(subject: Subject) -> list[Case]:
     cases = one_page_size(eager((StepKind.DRAFT_DECODE,)))(subject)
     return [replace(case, lens=around_pages(case)[:2]) for case in cases]

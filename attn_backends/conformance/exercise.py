@@ -154,11 +154,15 @@ class Captured:
 
     def load(self, scene: Scene) -> Step:
         """Make inputs and metadata those of a scene. Returns the step."""
-        if scene.batch.kind is not StepKind.IDLE:
-            fill(self.static, scene.inputs(self.case.bs, self.case.num_tokens))
-        step = scene.step()
+        step = self.fill(scene)
         (self.bring if self.case.refresh else self.plan)(step)
         return step
+
+    def fill(self, scene: Scene) -> Step:
+        """Make what the model hands in that of a scene. Returns the step."""
+        if scene.batch.kind is not StepKind.IDLE:
+            fill(self.static, scene.inputs(self.case.bs, self.case.num_tokens))
+        return scene.step()
 
     def run(self, scene: Scene, case: Case) -> Ran:
         """Replay on a scene. The outputs are copies, the inputs too."""

@@ -16,7 +16,9 @@ import torch
 
 from attn_backends.conformance.catalogue import CATALOGUE
 from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.conformance.profiles import told
 from attn_backends.conformance.report import WORST_FIRST, by_cell, distinct
+from attn_backends.contract import CONTRACT
 from attn_backends.contract.capabilities import Capabilities, listed
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.registry import BUILT_IN, get_backend
@@ -99,7 +101,7 @@ def page(*results: Results) -> str:
         "",
         *_table(_COLUMNS, _capability_rows()),
     ]
-    for report in _merged(found for found in results if "suite_version" in found.own):
+    for report in _merged(filter(_is_of_this_contract, results)):
         lines += ["", *_outcomes(report)]
     for form, title, about, columns in _NUMBERS:
         for found in (found for found in results if found.rows and form in found.rows[0]):
@@ -110,12 +112,28 @@ def page(*results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _is_of_this_contract(found: Results) -> bool:
+    """Whether it is a report of conformance; refuses one of another contract, whose outcomes mean something else."""
+    if "suite_version" not in found.own:
+        return False
+    contract = found.own.get("contract", CONTRACT)  # none: from before it had a version
+    if contract != CONTRACT:
+        raise ConfigError(
+            f"a report of contract {contract} ({found.head.command}, {found.head.date}): this page is of contract "
+            f"{CONTRACT}, so run the suite again, or make the page with a suite of contract {contract}"
+        )
+    return True
+
+
 def _merged(results: Iterable[Results]) -> list[Report]:
     """One report of each device, from the runs of several backends."""
     reports: dict[tuple[str, str], Report] = {}
     for report in map(Report.of, results):
         key = (report.device, report.suite_version)
-        reports[key] = replace(report, rows=reports[key].rows + report.rows) if key in reports else report
+        if key in reports:
+            rows, profiles = reports[key].rows + report.rows, {**reports[key].profiles, **report.profiles}
+            report = replace(reports[key], rows=rows, profiles=profiles)
+        reports[key] = report
     return list(reports.values())
 
 
@@ -133,7 +151,10 @@ def _outcomes(report: Report) -> Iterator[str]:
     yield f"## What the suite found on {report.device}"
     yield ""
     yield from _source(Head(report.device, report.versions, report.date, report.commit, report.command))
-    yield f"Suite {report.suite_version}; {report.executed} checks executed."
+    of_contract = f", contract {report.contract}" if report.contract else ""
+    yield f"Suite {report.suite_version}{of_contract}; {report.executed} checks executed."
+    for kernel, names in report.profiles.items():
+        yield f"`{kernel}` {told(names)}."
     yield ""
     table = [[f"`{check}`", *(_counts(cells.get((check, column), ())) for column in columns)] for check in checks]
     totals = [_counts(row for (_, of), rows in cells.items() if of == column for row in rows) for column in columns]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from attn_backends.conformance.cases import Case
 from attn_backends.errors import ConfigError
@@ -82,7 +83,10 @@ def _three_digits(value: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows of a run. device: the name of what it ran on. versions, date, commit, command: as in `results.Head`."""
+    """All rows of a run. device: the name of what it ran on. versions, date, commit, command: as in `results.Head`.
+    contract: that was checked, "" in reports from before it had a version. profiles: that each `backend/kernel` passes,
+    of those that the run has all cases of.
+    """
 
     suite_version: str
     device: str
@@ -91,6 +95,8 @@ class Report:
     date: str = ""
     commit: str = ""
     command: str = ""
+    contract: str = ""
+    profiles: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def head(self) -> Head:
@@ -115,10 +121,16 @@ class Report:
             return BROKEN
         return FAILED if counts[Outcome.FAIL] or (require_run and missing) else EXECUTED_OK
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """What a report has beside the head and rows of every result."""
+        own = {"suite_version": self.suite_version, "contract": self.contract, "profiles": self.profiles}
+        return {name: value for name, value in own.items() if value}
+
     def to_json(self) -> str:
         """JSON with a row on each line, in the shape of every result."""
         rows = tuple(row.to_dict() for row in self.rows)
-        return Results(self.head, rows, {"suite_version": self.suite_version}).to_json()
+        return Results(self.head, rows, self.own).to_json()
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -132,4 +144,5 @@ class Report:
             raise ConfigError("not a conformance report: it names no suite_version")
         if not results.is_complete:
             raise ConfigError(f"the run was interrupted after {len(results.rows)} rows; run its command again")
-        return cls(results.own["suite_version"], rows=tuple(map(Row.from_dict, results.rows)), **asdict(results.head))
+        own = {name: results.own[name] for name in ("suite_version", "contract", "profiles") if name in results.own}
+        return cls(rows=tuple(map(Row.from_dict, results.rows)), **own, **asdict(results.head))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,14 +16,10 @@ from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, known_failures, unmet
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.conformance.runner import (
-    QUICK_CASES,
-    judged,
-    report_of,
-    resolve_subjects,
-    run_case,
-    selected_cases,
-)
+from attn_backends.conformance.profiles import told
+from attn_backends.conformance.runner import judged, report_of, run_case
+from attn_backends.conformance.selection import Selection
+from attn_backends.conformance.subjects import Backend, resolve_subjects
 from attn_backends.errors import AttnBackendsError
 from attn_backends.results import Results, write_text
 
@@ -53,10 +50,17 @@ class Suite:
         return bool(self._config.getoption("attn_require_run"))
 
     @property
+    def selection(self) -> Selection:
+        """What is asked for."""
+        names = ("select", "quick", "profile", "effort", "seed", "contract")
+        given = {name: self._config.getoption(f"attn_{name}") for name in names}
+        return Selection(**{name: value for name, value in given.items() if value is not None})
+
+    @property
     def report(self) -> Report:
         """Of what has run so far."""
         command = ("pytest", *map(str, self._config.invocation_params.args))
-        return report_of(self._config.getoption("attn_device"), self._rows, command)
+        return report_of(self._config.getoption("attn_device"), self._rows, command, self.selection)
 
     def planned(self) -> list[Planned]:
         """All items; what can't be used stops the collection."""
@@ -89,36 +93,62 @@ class Suite:
             return
         terminalreporter.section("conformance of attention backends")
         terminalreporter.line(", ".join(f"{count} {outcome}" for outcome, count in self.report.counts.items()))
-        told = [(row.status, row.check, row.reason) for row in self._rows if row.status in _TOLD]
-        for (status, check, reason), count in Counter(told).items():
+        reasons = [(row.status, row.check, row.reason) for row in self._rows if row.status in _TOLD]
+        for (status, check, reason), count in Counter(reasons).items():
             terminalreporter.line(f"{status} {check} ({count}): {reason}")
+        if self.selection.complete_profiles:
+            for kernel, names in self.report.profiles.items():
+                terminalreporter.line(f"{kernel} {told(names)}")
         if not self.report.executed:
             terminalreporter.line("error: no check was executed", red=True)
 
     def _planned(self) -> Iterator[Planned]:
         option = self._config.getoption
-        kernel, device, select, quick = (option(f"attn_{name}") for name in ("kernel", "device", "select", "quick"))
+        kernel, device = option("attn_kernel"), option("attn_device")
         for backend in option("attn_backend"):
             expected = known_failures(backend, option("attn_config"))
             check_expectations(expected)
-            yield from _items(backend, kernel, device, select, quick, expected)
+            door = f"pytest --pyargs attn_backends.conformance --attn-backend {backend}"
+            yield from items(backend, kernel, device, self.selection, expected, door)
 
 
-def _items(
-    backend: str, kernel: str, device: str, select: str, quick: bool, expected: Sequence[ExpectedFailure]
+def items(
+    backend: Backend, kernel: str, device: str, selection: Selection, expected: Sequence[ExpectedFailure], door: str
 ) -> Iterator[Planned]:
-    """The items of one backend: one for each case, kernel that can't run here, and expected failure without a case."""
+    """The items of one backend: one for each case, kernel that can't run here, and expected failure without a case.
+    door: the command that runs them, or "" where a test file of the user's own does.
+    """
     subjects, absent = resolve_subjects(backend, kernel, device)
     for subject in subjects:
         name = subject.backend.name if len(subjects) == 1 else f"{subject.backend.name}-{subject.kernel}"
-        options = f"--attn-backend {backend} --attn-kernel {subject.kernel} --attn-device {device}"
-        cases = selected_cases(subject, select, QUICK_CASES if quick else None)
+        cases = selection.cases(subject)
         for case in cases:
-            again = f"pytest --pyargs attn_backends.conformance {options} -k {case.name}"
+            again = f"{door} --attn-kernel {subject.kernel} --attn-device {device} -k {case.name}"
+            again = again if door else f"pytest -k {case.name}"
             yield Planned(f"{name}-{case.check}-{case.name}", partial(_run, subject, case, expected), again)
         for number, row in enumerate(unmet(subject, expected, cases)):
             yield Planned(f"{name}-{row.check}-expected_failure{number}", partial(_same, row))
     yield from (Planned(f"{row.backend}-{row.kernel}-{row.status}", partial(_same, row)) for row in absent)
+
+
+def parameters(
+    backends: Sequence[Backend],
+    kernel: str,
+    device: str,
+    expected: Sequence[ExpectedFailure],
+    *,
+    require_run: bool,
+    asked: Mapping[str, Any],
+) -> dict[str, Callable[[], None]]:
+    """What `attn_backends_pytest.parametrize_with_checks` gives to a test: what runs and ends each item, by its id."""
+    check_expectations(expected)
+    selection = Selection(**asked)
+    planned = [item for each in backends for item in items(each, kernel, device, selection, expected, "")]
+    return {item.id: partial(_run_and_conclude, item, require_run) for item in planned}
+
+
+def _run_and_conclude(item: Planned, require_run: bool) -> None:
+    conclude(item.run(), item.again, require_run)
 
 
 def _run(subject: Subject, case: Case, expected: Sequence[ExpectedFailure]) -> Row:

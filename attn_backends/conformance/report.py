@@ -10,6 +10,7 @@ from pathlib import Path
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, group_of
 from attn_backends.conformance.failures import has_failed
 from attn_backends.conformance.outcomes import Outcome, Report, Row
+from attn_backends.conformance.profiles import told
 from attn_backends.results import write_text
 
 WORST_FIRST = (Outcome.ERROR, Outcome.FAIL, Outcome.XFAIL, Outcome.NOT_RUN, Outcome.REFUSED, Outcome.PASS)
@@ -56,6 +57,7 @@ def html_page(report: Report) -> str:
         f"<p class=quiet>suite {escape(report.suite_version)} on {escape(report.device)}; {escape(versions)}; "
         f"{report.executed} checks executed</p>",
         f"<p>{'<br>'.join(totals) or 'Nothing was run.'}</p>",
+        *(f"<p>{escape(kernel)} {told(names)}</p>" for kernel, names in report.profiles.items()),
         *(["<h2>What is wrong</h2>", *map(_problem, wrong)] if wrong else []),
         "<h2>Checks and kernels</h2>",
         *_matrix(cells),

@@ -216,7 +216,7 @@ def capacity_of(page_size: int, topk: int, size: str = "") -> Capacity:
     """A capacity whose context and draft room together fill their last page exactly."""
     known = size_of(size)
     room = known.room(topk)
-    nodes = known.nodes or room if topk > 1 else room
+    nodes = known.nodes or room
     context = known.row_pages(page_size, topk) * page_size - room
     return Capacity(known.max_bs, context, page_size, topk, known.num_steps, num_draft_tokens=nodes)
 

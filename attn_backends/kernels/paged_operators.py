@@ -1,7 +1,11 @@
-"""`paged_attention`: attention over paged keys as one operator of `torch.library`, whatever lists the pages.
+"""Attention over paged keys as operators of `torch.library`, whatever lists the pages.
 
-The CPU implementation in torch is the definition, the CUDA one is Triton: requests of few query rows divide their keys
-among programs (`triton_decode`), those of many their rows (`triton_prefill`). Else as `operators`.
+    paged_attention     keys and values of any sizes, types and extras
+    latent_attention    MLA's latents of 512 + 64 elements, on Hopper
+
+The CPU implementation in torch is the definition. On CUDA the first is Triton: requests of few query rows divide their
+keys among programs (`triton_decode`), those of many their rows (`triton_prefill`). The second is Gluon (`gluon_mla`),
+but for requests of few rows, as Triton's tiles may be of 16. Else as `operators`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from attn_backends.kernels.devices import on_its_device, undispatched
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
 
 MAX_DIVIDED_WIDTH = 64  # query rows of a request up to which its keys are divided
+LATENT, RANK = 576, 512  # elements of a latent, and those that are its value
+FEW_ROWS = 16  # query rows of a request times heads, of which a tile of 64 would be mostly empty
+_ALIGNED = 16  # elements that strides of the Gluon kernel's copies are multiples of
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
@@ -22,6 +29,12 @@ _library.define(
     "Tensor page_ids, Tensor kv_lens, int max_query, int max_kv_len, bool causal, float scale, float k_scale, "
     "float v_scale, Tensor(a!) partial_out, Tensor(b!) partial_lse, int? window=None, Tensor? drafted=None, "
     "Tensor? sinks=None) -> (Tensor out, Tensor lse)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "latent_attention(Tensor q, Tensor latents, Tensor? query_indptr, Tensor? page_indptr, Tensor page_ids, "
+    "Tensor kv_lens, int max_query, int max_kv_len, bool causal, float scale, float k_scale, float v_scale, "
+    "Tensor(a!) partial_out, Tensor(b!) partial_lse) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -86,6 +99,18 @@ def paged_attention(
         drafted,
         sinks,
     )
+
+
+def latent_attention(q: Tensor, latents: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """Attention of each request's query rows over the latents in its pages.
+
+    q: [num_tokens, num_heads, 576]. latents: [num_pages, page_size, 576] of q's type, bfloat16 or float16; their first
+    512 elements are the values. Elements of both are dense, other strides multiples of 16. given: what follows the
+    values in `paged_attention`, up to partial_lse; this is the same for one KV head without windows and sinks.
+
+    Returns out [num_tokens, num_heads, 512] and lse as of it. Raises ValueError where shapes or types do not fit.
+    """
+    return _call_latent(q, latents, *given)
 
 
 def _paged_attention_torch(
@@ -160,6 +185,46 @@ def _paged_attention_cuda(
     return triton_decode.paged_attention(*keys, max_query, max_kv_len, causal, *scales, *scratch, **extras)
 
 
+def _latent_attention_paged(q: Tensor, latents: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """As `paged_attention`, and so as Triton on CUDA."""
+    _check_latents(q, latents)
+    entries = latents.unsqueeze(2)
+    return paged_attention(q, entries, entries[..., :RANK], *given)
+
+
+@on_its_device
+def _latent_attention_cuda(
+    q: Tensor,
+    latents: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    lists, scratch = (query_indptr, page_indptr, page_ids, kv_lens), (partial_out, partial_lse)
+    given = (*lists, max_query, max_kv_len, causal, scale, k_scale, v_scale, *scratch)
+    if max_query * q.shape[1] <= FEW_ROWS:
+        return _latent_attention_paged(q, latents, *given)
+    from attn_backends.kernels import gluon_mla
+
+    _check_latents(q, latents)
+    entries = latents.unsqueeze(2)
+    _check(q, entries, entries[..., :RANK], *lists, max_query, *scratch)
+    return gluon_mla.latent_attention(q, latents, *given)
+
+
+def _latent_attention_fake(q: Tensor, latents: Tensor, *given: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], RANK), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
 def _paged_attention_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     shape = (*q.shape[:2], v_pages.shape[3])
     lse_dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -218,7 +283,29 @@ def _check_extras(q: Tensor, max_query: int, causal: bool, drafted: Tensor | Non
         raise ValueError(f"paged_attention: sinks {list(sinks.shape)} {sinks.dtype}; needed are [{num_heads}] float32")
 
 
+def _check_latents(q: Tensor, latents: Tensor) -> None:
+    """Refuse what the Gluon kernel would misread."""
+    if (
+        any(each.dim() != 3 or each.shape[2] != LATENT or each.stride(2) != 1 for each in (q, latents))
+        or any(stride % _ALIGNED for each in (q, latents) for stride in each.stride()[:2])
+        or any(each.data_ptr() % _ALIGNED for each in (q, latents))
+        or q.dtype is not latents.dtype
+        or q.dtype not in (torch.bfloat16, torch.float16)
+    ):
+        given = " and ".join(f"{list(each.shape)} {each.dtype} of strides {each.stride()}" for each in (q, latents))
+        raise ValueError(
+            f"latent_attention: {given} do not fit together; needed are q [num_tokens, num_heads, {LATENT}] and "
+            f"latents [num_pages, page_size, {LATENT}], both bfloat16 or float16, elements dense, other strides "
+            f"multiples of {_ALIGNED}, at addresses that are multiples of {_ALIGNED}"
+        )
+
+
 _library.impl("paged_attention", _paged_attention_torch, "CPU")
 _library.impl("paged_attention", _paged_attention_cuda, "CUDA")
 torch.library.register_fake("attn_backends::paged_attention", _paged_attention_fake, lib=_library)
 _call = undispatched(torch.ops.attn_backends.paged_attention.default, _paged_attention_cuda)
+
+_library.impl("latent_attention", _latent_attention_paged, "CPU")
+_library.impl("latent_attention", _latent_attention_cuda, "CUDA")
+torch.library.register_fake("attn_backends::latent_attention", _latent_attention_fake, lib=_library)
+_call_latent = undispatched(torch.ops.attn_backends.latent_attention.default, _latent_attention_cuda)

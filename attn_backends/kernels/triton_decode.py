@@ -33,7 +33,8 @@ another one it lays all warps along the rows, of which there are but enough for 
 the same 64 x 64 scores, by instructions of 32 keys, whose operands take the shared memory longer than the matrix units
 need to multiply them. And it loads the next block after the products of this one, to wait for it at once. Other tiles
 are slower for 128 heads (timed apart, not committed): 32 keys in three stages take 683 us, 128 keys in one 984, 32 rows
-709, 16 warps 1184.
+709, 16 warps 1184. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is
+there.
 """
 
 from __future__ import annotations

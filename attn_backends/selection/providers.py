@@ -121,6 +121,10 @@ VENDOR_KERNELS = {
 }
 
 
+GLUON_TRITON = "3.6"
+"""The version of Triton that our kernels in Gluon were tried with."""
+
+
 def runs_anywhere(device: torch.device) -> list[str]:
     """Reasons against a torch kernel: only a device that this torch lacks."""
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -135,6 +139,17 @@ def runs_on_triton(device: torch.device) -> list[str]:
     reasons = _sm_reasons(device, *_SM80_UP)
     if not is_installed("triton"):
         reasons.append("triton is not installed (pip install 'attn-backends[triton]')")
+    return reasons
+
+
+def runs_on_gluon(device: torch.device) -> list[str]:
+    """Reasons against a kernel of ours in Gluon, which changes from one version of Triton to the next."""
+    reasons = runs_on_triton(device)
+    if not reasons:
+        reasons = _sm_reasons(device, *_SM90)
+        here = version_of("triton") or "of unknown version"
+        if not here.startswith(f"{GLUON_TRITON}."):
+            reasons.append(f"needs the Gluon of triton {GLUON_TRITON}, which no other version keeps; this is {here}")
     return reasons
 
 

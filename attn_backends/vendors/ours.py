@@ -1,8 +1,11 @@
-"""The kernel `triton` of the dense backends: our own, on any GPU from SM80 on, on whatever lists a backend's pages.
+"""Our own kernels of the dense backends, on whatever lists a backend's pages.
 
-What runs is the operator `paged_attention`. Where a batch is too small to fill the GPU, the keys of a request are
-divided, and the parts are merged through scratch memory. How many there are follows from sizes that a graph freezes
-anyway: the bucket, the layer, the capacity's context, the GPU.
+    gluon     MLA on Hopper (SM90), of latents of 512 + 64 elements: the operator `latent_attention`
+    triton    anything else, on any GPU from SM80 on: the operator `paged_attention`
+
+Where a batch is too small to fill the GPU, the keys of a request are divided, and the parts are merged through scratch
+memory. How many there are follows from sizes that a graph freezes anyway: the bucket, the layer, the capacity's
+context, the GPU.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_backends.cache import PagedCache
+from attn_backends.cache import PagedCache, PagedLatent
 from attn_backends.contract.capabilities import FP8_TYPES, Capabilities
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.paged_operators import paged_attention
+from attn_backends.kernels.paged_operators import LATENT, RANK, latent_attention, paged_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
@@ -29,7 +32,7 @@ from spec_metadata.plans.csr import CsrPlan
 from spec_metadata.plans.ragged import RaggedPlan
 from spec_metadata.visibility import windowed
 
-NAME = "triton"
+NAME, GLUON = "triton", "gluon"
 PagedPlan = CsrPlan | BlockTablePlan | RaggedPlan
 
 # Enough for two programs of 64 rows and 512 elements on each of 128 multiprocessors.
@@ -83,6 +86,36 @@ def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPl
         schedule=Scratch,
         scratch=(PARTIAL_OUT, PARTIAL_LSE),
     )
+
+
+def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
+    """The kernel of a backend of latents alone, without windows. definition: what its torch kernel can do; it does the
+    same for 16-bit types and one size of heads.
+    """
+    types, sizes = frozenset({torch.bfloat16, torch.float16}), frozenset({(LATENT, RANK)})
+
+    def narrowed(able: Capabilities) -> Capabilities:
+        return replace(able, dtypes=types, cache_dtypes=frozenset(), head_sizes=sizes)
+
+    return Kernel(
+        GLUON,
+        _launch_latent,
+        {kind: narrowed(able) for kind, able in definition.items()},
+        providers.runs_on_gluon,
+        architectures=frozenset({9}),
+        schedule=Scratch,
+        scratch=(PARTIAL_OUT, PARTIAL_LSE),
+    )
+
+
+def _launch_latent(
+    q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer
+) -> AttentionOutput:
+    scratch = planned.schedule
+    assert isinstance(scratch, Scratch)
+    assert isinstance(cache, PagedLatent)
+    scales = (layer.scale, layer.k_scale, layer.v_scale)
+    return AttentionOutput(*latent_attention(q, cache.latent, *scratch.keys, *scales, *scratch.partial))
 
 
 def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer) -> AttentionOutput:

@@ -64,6 +64,6 @@ def _positions(draft: str) -> int | None:
 
 
 def _dtype(found: TargetFolder) -> str:
-    """The type that config.json names, or bfloat16, which 8-bit blocks become."""
+    """The type that config.json names, or bfloat16, which weights of fewer bits become."""
     named = str(getattr(found.config, "dtype", None)).removeprefix("torch.")
-    return named if named in DTYPES and found.weights.blocks is None else "bfloat16"
+    return named if named in DTYPES and not found.weights.is_quantized else "bfloat16"

@@ -56,6 +56,11 @@ class Case(NamedTuple):
             return [LONGEST, *[1024] * (self.batch_size - 1)]
         return [int(self.name.removeprefix("even_"))] * self.batch_size
 
+    @property
+    def num_pages(self) -> list[int]:
+        """Pages of each request."""
+        return [ceil_div(length, PAGE_SIZE) for length in self.lens]
+
 
 def cases() -> Iterator[Case]:
     """The most telling first: what runs out of time is left out."""
@@ -69,11 +74,11 @@ def cases() -> Iterator[Case]:
 def plan_of(case: Case, lens: list[int]) -> CsrPlan:
     """A batch in shuffled pages."""
     widths = torch.full((len(lens),), case.width, device=DEVICE)
-    rows = csr_rows(widths, torch.tensor(lens, device=DEVICE), PAGE_SIZE)
-    room = sum(ceil_div(length, PAGE_SIZE) for length in case.lens)
-    pages = torch.randperm(room, device=DEVICE).int()
+    pages = torch.randperm(sum(case.num_pages), device=DEVICE).int().split(case.num_pages)
+    lists = torch.nn.utils.rnn.pad_sequence(pages, batch_first=True)
+    rows = csr_rows(widths, torch.tensor(lens, device=DEVICE), lists.shape[1])
     sizes = (len(lens) * case.width, case.width, max(case.lens))
-    return CsrPlan(rows.qo_indptr, rows.kv_indptr, pages, rows.kv_len, PAGE_SIZE, case.causal, *sizes)
+    return CsrPlan(rows.qo_indptr, rows.kv_indptr, lists.flatten(), rows.kv_len, PAGE_SIZE, case.causal, *sizes)
 
 
 class Planned:
@@ -162,7 +167,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
 def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
     """Errors and times of a case."""
     plan = plan_of(case, case.lens)
-    latent = latents[: plan.kv_indices.shape[0]]
+    latent = latents[: sum(case.num_pages)]
     q = torch.randn(plan.num_tokens, case.num_heads, HEAD_DIM, device=DEVICE).bfloat16()
     ours, theirs = (Planned(make, case, plan, q) for make in (MLASchedule, VendorMLASchedule))
     host = HostLens((case.width,) * case.batch_size, tuple(case.lens), case.causal)
@@ -189,7 +194,7 @@ def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
     """A graph of our plan and a launch, replayed on other lengths: what a plan and a launch give there, bit for bit."""
     case = Case(backend, "even_4096", 32, 16, 4)
     plan = plan_of(case, case.lens)
-    latent = latents[: plan.kv_indices.shape[0]]
+    latent = latents[: sum(case.num_pages)]
     q = torch.randn(plan.num_tokens, case.num_heads, HEAD_DIM, device=DEVICE).bfloat16()
     planned = Planned(MLASchedule, case, plan, q)
 

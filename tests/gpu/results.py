@@ -34,6 +34,7 @@ PARTS = {
         f"conformance_dsv4_{kernel}": f"{SUITE} dsv4 --kernel {kernel} --json {{file}}"
         for kernel in ("flashmla_sparse", "triton", "torch")
     },
+    "latents": "tests.gpu.latents --json {file}",
     "demo_float32": f"{REFERENCE} demo --device cuda --dtype float32 --kernel torch --json {{file}}",
     "demo_bfloat16": f"{REFERENCE} demo --device cuda --dtype bfloat16 --json {{file}}",
     "demo_8bit": f"{REFERENCE} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "

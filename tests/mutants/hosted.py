@@ -13,7 +13,7 @@ from attn_backends.cache import CacheFormat, PagedCache
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from spec_metadata import BufferSpec
-from spec_metadata.buffers import BS, NUM_FORWARDS
+from spec_metadata.buffers import BS, NUM_FORWARDS, Dim
 from spec_metadata.plans.ragged import RaggedPlan
 from spec_metadata.visibility import HostLens
 from tests.torch_kernels import torch_kernel
@@ -74,3 +74,46 @@ class ScheduledBackend(FA3Backend):
     name = "scheduled"
     formats = frozenset({CacheFormat.KV})
     kernels = (replace(TORCH, launch=launch, schedule=OnDevice, workspaces=(PLANNED,)),)
+
+
+MAX_TILES = Dim("bs * max_pages", lambda e: e.bs * e.max_pages)
+TILES = BufferSpec("tiles", torch.int32, (NUM_FORWARDS, MAX_TILES), "request of each tile, one for each page of keys")
+NUM_TILES = BufferSpec("num_tiles", torch.int32, (NUM_FORWARDS, Dim("1", lambda e: 1)), "how many there are")
+
+
+class Tiles(Schedule):
+    """tiles: [bs * max_pages] int32, what lies behind the first num_tiles [1] is nobody's."""
+
+    def __init__(self, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
+        self.plan, self.tiles, self.num_tiles = plan, buffers[TILES.name], buffers[NUM_TILES.name]
+
+    def refresh(self) -> None:
+        """A tile for each page of keys, request after request."""
+        ends = (-(-self.plan.seqused_k // self.plan.page_size)).cumsum(0)
+        tile = torch.arange(len(self.tiles), device=ends.device)
+        request = torch.searchsorted(ends, tile, right=True)
+        self.tiles.copy_(torch.where(tile < ends[-1], request, self.tiles))
+        self.num_tiles.copy_(ends[-1:])
+
+    def runs(self) -> Tensor:
+        """[bs * max_pages] bool: the blocks of threads that have a tile. A graph launches one for each that may be."""
+        return torch.arange(len(self.tiles), device=self.tiles.device) < self.num_tiles
+
+
+def launch_tiles(
+    q: Tensor, cache: PagedCache, planned: Scheduled[RaggedPlan], layer: AttentionLayer
+) -> AttentionOutput:
+    """Attention; a block that runs on a tile of no request writes outside of the output, here NaN into it."""
+    assert isinstance(planned.schedule, Tiles)
+    output = TORCH.launch(q, cache, planned.plan, layer)
+    tiles, bs = planned.schedule.tiles, len(planned.plan.seqused_k)
+    astray = planned.schedule.runs() & ((tiles < 0) | (tiles >= bs))
+    return AttentionOutput(torch.where(astray.any(), float("nan"), output.out), output.lse)
+
+
+class TiledBackend(FA3Backend):
+    """FA3's metadata under a kernel whose schedule is as long as the batch is, in memory for the longest."""
+
+    name = "tiled"
+    formats = frozenset({CacheFormat.KV})
+    kernels = (replace(TORCH, launch=launch_tiles, schedule=Tiles, workspaces=(TILES, NUM_TILES)),)

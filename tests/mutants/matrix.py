@@ -3,7 +3,7 @@
     python -m tests.mutants.matrix
 
 searches the checks' cases, smallest first, for one that fails, and writes the cases to tests/mutants/kills.json and
-the page to docs/kill-matrix.md. The gate, tests/test_mutants.py, runs what was found.
+the pages to docs/kill-matrix.md and docs/real-bugs.md. The gate, tests/test_mutants.py, runs what was found.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from attn_backends.conformance import CATALOGUE, Case, Check, Outcome, Row, Subject, run_case
 from attn_backends.registry import get_backend
-from tests.mutants import MUTANTS, Mutant
+from tests.mutants import MUTANTS, Mutant, real_bugs
 from tests.mutants.local_checks import LOCAL_CHECKS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -144,12 +144,13 @@ def _mark(mutant: Mutant, check: str, kills: Kills) -> str:
 
 
 def main() -> None:
-    """Search, and write both files."""
+    """Search, and write the files."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--everywhere", action="store_true", help="look for kills by other checks too (10 minutes)")
     kills = search(everywhere=parser.parse_args().everywhere)
     write_kills(kills)
     PAGE.write_text(page(kills), encoding="utf-8")
+    real_bugs.PAGE.write_text(real_bugs.page(kills), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -114,3 +114,19 @@ def stores_counted(patch: pytest.MonkeyPatch) -> None:
 def _with_slots(meta: Any, slots: Tensor) -> Any:
     meta.schedules.all_slots = slots
     return meta
+
+
+@mutant("our own, by a random change of one token", "refusals.ancestors")
+def paths_of_any_shape_taken(patch: pytest.MonkeyPatch) -> None:
+    """Paths of a drafted tree are cut and repeated to the shape that is due."""
+    part = metadata.tree_part
+
+    def shaped(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> Any:
+        if step.kind is StepKind.DRAFT_DECODE and step.is_tree:
+            due = torch.zeros(step.bs, step.width, forward + 1, dtype=torch.int64)
+            given = due if ancestors is None else ancestors.long()
+            due[: len(given)] = given[:, :, : forward + 1]
+            ancestors = due
+        return part(step, forward, ancestors)
+
+    patch.setattr(metadata, "tree_part", shaped)

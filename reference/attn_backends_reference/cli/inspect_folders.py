@@ -13,7 +13,7 @@ from attn_backends.kernels.device_memory import free_bytes
 from attn_backends_reference.cli.options import add_run, add_runtime, choices_in_words, in_bytes, load_config
 from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.engine import Engine
-from attn_backends_reference.models import EMBEDDED_DRAFTS, ByteTokenizer, TargetFolder, folders, open_target, weights
+from attn_backends_reference.models import EMBEDDED_DRAFTS, ByteTokenizer, TargetFolder, folders, open_target, stored
 
 TARGET_PHASES = ("prefill", "decode", "verify")
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
@@ -39,12 +39,14 @@ def _target(found: TargetFolder, engine: Engine) -> Iterator[str]:
         f"vocabulary {model.vocab_size:,}, {model.max_positions:,} positions"
     )
     for layer, number in Counter(
-        (each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim, each.window) for each in model.layers
+        (each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim, each.window, each.sinks is not None)
+        for each in model.layers
     ).items():
-        heads, kv_heads, key, value, window = layer
+        heads, kv_heads, key, value, window, has_sinks = layer
         sees = "all keys" if window is None else f"a window of {window:,} keys"
+        sees += " and sinks" if has_sinks else ""
         yield f"attention of {number} layers: {heads} heads over {kv_heads}, of {key} and {value}, over {sees}"
-    kinds = Counter(stored.dtype for stored in (*found.weights.tensors.values(), *found.weights.scales.values()))
+    kinds = Counter(part.dtype for part in found.weights.parts)
     yield (
         f"weights: {found.weights.num_elements:,}, {in_bytes(found.weights.num_bytes)} in files "
         f"({', '.join(sorted(kinds))}), {in_bytes(found.num_bytes(config.dtype))} in memory as {config.runtime.dtype}"
@@ -61,11 +63,11 @@ def _draft(config: RunConfig) -> Iterator[str]:
     if config.model.draft is None:
         return
     path = folders.find(config.model.draft, EMBEDDED_DRAFTS)
-    fields, stored = folders.read_fields(path / "config.json"), weights.stored_tensors(path)
+    fields, tensors = folders.read_fields(path / "config.json"), stored.stored_tensors(path)
     sizes = [f"{name} {fields[name]:,}" for name in SIZES if isinstance(fields.get(name), int)]
-    size = in_bytes(sum(each.num_bytes for each in stored.values()))
+    size = in_bytes(sum(each.num_bytes for each in tensors.values()))
     named = fields.get("architectures") or fields.get("speculators_model_type")
-    yield f"draft in {path}: {named}, {len(stored)} tensors, {size}, {', '.join(sizes)}"
+    yield f"draft in {path}: {named}, {len(tensors)} tensors, {size}, {', '.join(sizes)}"
 
 
 def _refusals(engine: Engine) -> Iterator[str]:

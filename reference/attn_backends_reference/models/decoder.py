@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attn_backends.backends.dsv4 import DSV4Backend
+    from attn_backends_reference.models.deepseek_v4_mtp import V4Mtp
     from attn_backends_reference.models.draft import DraftHead, EagleDraft
     from attn_backends_reference.models.eagle1 import Eagle1Draft
     from attn_backends_reference.models.eagle3 import Eagle3Draft
@@ -41,7 +42,7 @@ class Family:
     drafts of our own or MTP modules can't be loaded. cache_format: what its attention layers store. attach: make
     transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`; returns their
     attention layers. target, draft: the classes of its models. renamed: whether checkpoints name tensors otherwise than
-    transformers' modules, experts apart.
+    transformers' modules, experts aside. experts_apart: whether they hold each expert's projections by themselves.
     """
 
     architecture: str
@@ -52,6 +53,7 @@ class Family:
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
     renamed: bool = False
+    experts_apart: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +213,7 @@ class DraftModel(PagedModel):
     has_own_cache: bool = False
 
     def __init__(
-        self, draft: DraftHead | Eagle1Draft | Eagle3Draft, target: TargetModel, family: Family | None = None
+        self, draft: DraftHead | Eagle1Draft | Eagle3Draft | V4Mtp, target: TargetModel, family: Family | None = None
     ) -> None:
         draft.eval().requires_grad_(False)
         weight = next(draft.parameters())

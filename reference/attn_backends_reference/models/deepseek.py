@@ -1,4 +1,5 @@
-"""DeepseekV3ForCausalLM and its draft: multi-head latent attention (MLA) in absorbed form.
+"""DeepseekV2ForCausalLM, DeepseekV3ForCausalLM with its draft, and Glm4MoeLiteForCausalLM, whose attention is V3's:
+multi-head latent attention (MLA) in absorbed form.
 
 A head's key is W_UK · c and its value W_UV · c of the latent c. So q' = W_UK^T · q_nope gives its scores as q' · c, and
 W_UV is applied once, to the attention-weighted latent. The cache holds one row for all heads.
@@ -8,12 +9,13 @@ See DeepSeek-V2 (DeepSeek-AI, 2024, https://arxiv.org/abs/2405.04434), section 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from attn_backends.cache import CacheFormat, Latents
 from attn_backends.layer import AttentionLayer
@@ -23,7 +25,8 @@ from attn_backends_reference.models.draft import EagleDraft
 
 
 class AbsorbedAttention(nn.Module):
-    """Takes the place of transformers' `DeepseekV3Attention`, `source`, with its projections; kv_b_proj is absorbed.
+    """Takes the place of `source`, transformers' `DeepseekV2Attention`, `DeepseekV3Attention` or one like it, with its
+    projections; kv_b_proj is absorbed.
 
     w_uk: [num_heads, nope, rank], queries to latents. w_uv: [num_heads, v, rank], latents to values.
     """
@@ -34,9 +37,7 @@ class AbsorbedAttention(nn.Module):
         self.num_heads, self.scale = source.num_heads, source.scaling
         self.query_sizes = [source.qk_nope_head_dim, source.qk_rope_head_dim]
         self.latent_sizes = [source.kv_lora_rank, source.qk_rope_head_dim]
-        self.rotate = (
-            modeling.apply_rotary_pos_emb_interleave if source.config.rope_interleave else modeling.apply_rotary_pos_emb
-        )
+        self.rotate = _rotation_of(source)
         if source.q_lora_rank is None:
             self.q_proj = source.q_proj
         else:
@@ -48,19 +49,34 @@ class AbsorbedAttention(nn.Module):
         self.o_proj = source.o_proj
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention: Attention, **_: Any
+        self, hidden_states: Tensor, position_embeddings: Any, attention: Attention, **_: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states: [1, T, hidden]. position_embeddings: cosine and sine, [1, T, rope] each."""
+        """hidden_states: [1, T, hidden]. position_embeddings: as the model's own rotary embeddings give them."""
         q = self.q_proj(hidden_states).unflatten(-1, (self.num_heads, -1))
         q_nope, q_rope = q.split(self.query_sizes, dim=-1)
         latent, k_rope = self.kv_a_proj(hidden_states).split(self.latent_sizes, dim=-1)
-        q_rope, k_rope = self.rotate(q_rope, k_rope.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
+        q_rope, k_rope = self.rotate(q_rope, k_rope.unsqueeze(2), position_embeddings)
         q_latent = torch.einsum("bthn,hnr->bthr", q_nope, self.w_uk)
         absorbed = torch.cat((q_latent, q_rope), dim=-1).squeeze(0)
         row = torch.cat((self.kv_a_layernorm(latent), k_rope.squeeze(2)), dim=-1).squeeze(0)
         mixed = attention.attend(self.layer_idx, absorbed, Latents(row))
         heads = torch.einsum("thr,hvr->thv", mixed, self.w_uv)
         return self.o_proj(heads.flatten(1).unsqueeze(0)), None
+
+
+def _rotation_of(source: Any) -> Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]:
+    """What turns the queries [1, T, num_heads, rope] and keys [1, T, 1, rope] of an attention layer by its model's
+    position embeddings: of V2 complex numbers [1, T, rope / 2], of V3 cosines and sines [1, T, rope].
+    """
+    if isinstance(source, v2.DeepseekV2Attention):
+        return _turn_pairs
+    turn = v3.apply_rotary_pos_emb_interleave if source.config.rope_interleave else v3.apply_rotary_pos_emb
+    return lambda q, k, angles: turn(q, k, *angles, unsqueeze_dim=2)
+
+
+def _turn_pairs(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    q, k = v2.apply_rotary_emb(q.transpose(1, 2), k.transpose(1, 2), angles)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
@@ -81,3 +97,5 @@ DEEPSEEK = Family(
     EagleDraft,
     mtp_architecture="DeepseekV3ForCausalLMMTP",
 )
+DEEPSEEK_V2 = Family("DeepseekV2ForCausalLM", None, CacheFormat.LATENT, _attach, TargetModel, EagleDraft)
+GLM4_MOE_LITE = Family("Glm4MoeLiteForCausalLM", None, CacheFormat.LATENT, _attach, TargetModel, EagleDraft)

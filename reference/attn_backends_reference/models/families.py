@@ -15,8 +15,8 @@ def served_families() -> tuple[Family, ...]:
         raise CheckpointError(
             f"{error}; loading a model needs transformers: pip install 'attn-backends[models]'"
         ) from error
-    from attn_backends_reference.models.deepseek import DEEPSEEK
+    from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2, GLM4_MOE_LITE
     from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+    from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
 
-    return LLAMA, DEEPSEEK, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+    return LLAMA, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GLM4_MOE_LITE

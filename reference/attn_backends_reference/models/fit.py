@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models.decoder import TargetModel
@@ -28,3 +29,17 @@ def cast(draft: Draft, target: TargetModel) -> Draft:
     for parameter in draft.parameters():  # the rotary frequencies are buffers, which stay float32
         parameter.data = parameter.data.to(target.dtype)
     return draft.to(target.device)
+
+
+def check_shared(path: Path, given: Mapping[str, Tensor], shared: Mapping[str, Tensor], target: TargetModel) -> None:
+    """Raises `CheckpointError` for tensors that a draft shares with its target, if they are there and other ones."""
+    other = [
+        name
+        for name in given.keys() & shared.keys()
+        if not torch.equal(given[name].to(target.device, target.dtype), shared[name])
+    ]
+    if other:
+        raise CheckpointError(
+            f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
+            f"modules share both with their target; load the target of the same checkpoint"
+        )

@@ -20,9 +20,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_FIELDS = frozenset(
+    {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"}
+    | {"original_max_position_embeddings", "mscale", "mscale_all_dim", "attention_factor", "truncate"}
+)
+"""What is read of `rope_parameters`."""
+SAME_MODELS = {"kimi_k2": "deepseek_v3"}
+"""Types of models that transformers has under another name: Kimi-K2 is DeepSeek-V3's architecture
+(https://github.com/MoonshotAI/Kimi-K2/blob/main/docs/deploy_guidance.md)."""
 SHOWN_TENSORS = 4
-REFUSED = {"GptOssForCausalLM": "it has sinks, and windows in alternate layers, which no backend takes yet"}
-"""Architectures that are known and not served, and why."""
 
 
 def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
@@ -49,10 +55,7 @@ def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, Pre
     """
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        why = [f" ({REFUSED[name]})" for name in named or () if name in REFUSED] if isinstance(named, list) else []
-        raise CheckpointError(
-            f"{path} has architectures {named}{''.join(why)}; supported here: {', '.join(known)} (config.json)"
-        )
+        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)} (config.json)")
     config = load_config(path)
     config.__dict__.pop("quantization_config", None)
     _check_servable(path, config)
@@ -80,9 +83,13 @@ def load_config(path: Path) -> PreTrainedConfig:
 
     file = path / "config.json"
     fields = read_fields(file)
-    if str(fields.get("model_type")) not in CONFIG_MAPPING:
+    named = str(fields.get("model_type"))
+    same = SAME_MODELS.get(named)
+    if named not in CONFIG_MAPPING and same is None:
         refuse_own_code(file)
     try:
+        if same is not None:
+            return CONFIG_MAPPING[same].from_dict(fields | {"model_type": same})
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # what a wrong value makes transformers raise may be anything
         raise CheckpointError(f"transformers can't read {file}: {error_in_words(error)}") from error
@@ -136,13 +143,25 @@ def _check_servable(path: Path, config: PreTrainedConfig) -> None:
         raise CheckpointError(
             f"{path} has model_type {config.model_type!r} without rotary embeddings (rope_parameters)"
         )
-    kinds = [rope] if "rope_type" in rope else rope.values()  # DeepSeek-V4 has two
+    kinds = [rope] if "rope_type" in rope else list(rope.values())  # DeepSeek-V4 has two
     others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
     if others:
         # the frequencies of "dynamic" and "longrope" follow the longest request of a batch: cached keys would not fit
         raise CheckpointError(
             f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
             f"{', '.join(ROPE_TYPES)}"
+        )
+    idle = {"partial_rotary_factor": kinds[0].get("partial_rotary_factor") if len(kinds) > 1 else 1}
+    unknown = {
+        key: kind[key]
+        for kind in kinds
+        for key in kind.keys() - ROPE_FIELDS
+        if kind[key] is not None and kind[key] != idle.get(key)
+    }
+    if unknown:
+        raise CheckpointError(
+            f"{path / 'config.json'}: rope_parameters has keys that model_type {config.model_type!r} does not honour "
+            f"here: {unknown}. Ignoring them would turn queries and keys otherwise"
         )
 
 

@@ -14,7 +14,7 @@ from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig, Qwen3C
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import head_keys as keys
-from attn_backends_reference.models.folders import ROPE_TYPES
+from attn_backends_reference.models.folders import ROPE_FIELDS, ROPE_TYPES
 from attn_backends_reference.models.head_keys import Fields, refuse
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -166,7 +166,7 @@ def _rope(flat: Fields, where: object) -> dict[str, Any]:
     for table in said:
         if "mrope_section" in table:
             refuse(where, "mrope_section", table["mrope_section"], "tokens stand at one position here, not at three")
-        for key in sorted(table.keys() - keys.ROPE_FIELDS):
+        for key in sorted(table.keys() - ROPE_FIELDS):
             refuse(where, f"rope_parameters.{key}", table[key], "no rule covers this key, which could change the head")
         older = table.pop("type", None)
         table.setdefault("rope_type", older)

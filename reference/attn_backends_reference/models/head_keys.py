@@ -82,11 +82,6 @@ MLA_INERT = _words(
 )
 """Keys of the target's experts and modules. The MLP of an MLA head is dense in SGLang and vLLM whatever they say."""
 
-ROPE_FIELDS = _words(
-    "rope_type type rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings "
-    "beta_fast beta_slow mscale mscale_all_dim attention_factor truncate"
-)
-
 
 def refuse(where: object, key: str, value: object, why: str) -> NoReturn:
     """Raises `CheckpointError` for a key and its value."""

@@ -1,13 +1,17 @@
-"""Llama and the families that differ from it within transformers' own layers: Mistral, Qwen2, Qwen3 and Qwen3-MoE.
+"""Llama and the families that differ from it within transformers' own layers: Mistral, Qwen2, Qwen3 and Qwen3-MoE, and
+gpt-oss.
 
 All attend by grouped queries over cached keys and values, so biases, norms of queries and keys, experts and rotary
-embeddings are transformers' business. A sliding window is the backend's.
+embeddings are transformers' business. Sliding windows and sinks are the backend's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
@@ -27,6 +31,7 @@ def _attach(blocks: Iterable[Any], config: Any) -> tuple[AttentionLayer, ...]:
             v_head_dim=block.self_attn.head_dim,
             scale=block.self_attn.scaling,
             window=window_of(config, index),
+            sinks=_sinks_of(block.self_attn),
         )
         for index, block in enumerate(blocks)
     )
@@ -38,6 +43,12 @@ def window_of(config: Any, index: int) -> int | None:
     if not getattr(config, "use_sliding_window", True) or (kinds and kinds[index] != "sliding_attention"):
         return None
     return getattr(config, "sliding_window", None)
+
+
+def _sinks_of(attention: Any) -> Tensor | None:
+    """The logit of each query head's key without value, [num_heads] float32, if the attention layer has them."""
+    sinks = getattr(attention, "sinks", None)
+    return None if sinks is None else sinks.detach().float()
 
 
 def _family(architecture: str) -> Family:
@@ -58,3 +69,4 @@ MISTRAL = _family("MistralForCausalLM")
 QWEN2 = _family("Qwen2ForCausalLM")
 QWEN3 = _family("Qwen3ForCausalLM")
 QWEN3_MOE = _family("Qwen3MoeForCausalLM")
+GPT_OSS = replace(_family("GptOssForCausalLM"), experts_apart=False)

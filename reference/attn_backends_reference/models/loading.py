@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders, quantization, weights
 from attn_backends_reference.models.decoder import DraftModel, Family, TargetModel
 from attn_backends_reference.models.families import served_families
-from attn_backends_reference.models.fit import cast, check_fit
+from attn_backends_reference.models.fit import cast, check_fit, check_shared
 from attn_backends_reference.models.targets import EMBEDDED_TARGETS
 from attn_backends_reference.models.tokenizer import ByteTokenizer, Tokenizer
 
@@ -42,21 +41,23 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     """The draft in a folder of config.json and tensors (`folders.locate_tensors`), or an embedded one by name
     (`EMBEDDED_DRAFTS`).
 
-    It gets the target's dtype and device. Of a folder that `load_mtp` reads, it is the first module, which then runs
-    every drafted step; published EAGLE and EAGLE-3 heads are as `models.heads` describes them. Raises `CheckpointError`
-    as `load_target` does, and if the draft does not fit the target.
+    It gets the target's dtype and device. Of a folder that `load_mtp` reads, or of DeepSeek-V4's own
+    (`models.deepseek_v4_mtp`), it is the first module, which then runs every drafted step; published EAGLE and EAGLE-3
+    heads are as `models.heads` describes them. Raises `CheckpointError` as `load_target` does, and if the draft does
+    not fit the target.
     """
     path = folders.find(folder, EMBEDDED_DRAFTS)
     families = {family.draft_architecture: family for family in served_families() if family.draft_architecture}
     with_modules = _mtp_families()
-    from attn_backends_reference.models import head_config, heads
+    from attn_backends_reference.models import deepseek_v4_mtp, head_config, heads
 
     fields = folders.read_fields(path / "config.json")
     if head_config.is_eagle3(fields):
         return heads.load_eagle3(path, fields, target)
     folders.load_config(path)  # before tensors are looked at, so that a folder's own Python is refused by its name
     located = folders.locate_tensors(path)
-    _refuse_v4_modules(path, located)
+    if deepseek_v4_mtp.is_published(located):
+        return deepseek_v4_mtp.load_v4_mtp(path, target)
     if heads.is_eagle(located):
         return heads.load_eagle(path, fields, target)
     architecture, config = folders.read_config(path, families | with_modules)
@@ -86,12 +87,12 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     holds as many modules as its num_nextn_predict_layers says.
     """
     path, families = folders.find(folder, EMBEDDED_DRAFTS), _mtp_families()
-    blocks = quantization.blocks_of(path, folders.read_fields(path / "config.json"))
+    quantized = quantization.quantization_of(path, folders.read_fields(path / "config.json"))
     architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
     given = _sizes(family, config) | {"layers": config.num_hidden_layers}
     check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
-    stored = weights.read_headers(path, blocks)
+    stored = weights.read_headers(path, quantized)
     count = _count_modules(path, config, stored.tensors)
     in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
     if architecture == family.mtp_architecture:
@@ -172,16 +173,6 @@ def _sizes_of(target: TargetModel) -> dict[str, object]:
     return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
 
 
-def _refuse_v4_modules(path: Path, names: Collection[str]) -> None:
-    """Refuses the modules that DeepSeek publishes with V4: they take the streams before `hc_head`, ours one row."""
-    found = sorted(name for name in names if name.startswith("mtp."))
-    if found:
-        raise CheckpointError(
-            f"{path} holds DeepSeek-V4's published MTP modules ({found[0]}, …), which take the residual streams before "
-            f"hc_head; they are not served yet, and are another model than DeepseekV4ForCausalLMMTP's"
-        )
-
-
 def _layer_of(name: str) -> int:
     """The layer whose tensor it is; -1 if it is none's."""
     found = LAYER.fullmatch(name)
@@ -225,23 +216,9 @@ def _fill(
     shapes = folders.compare_shapes(given, needed | shared)
     unexpected = given.keys() - needed.keys() - shared.keys()
     folders.check_tensors(path, needed.keys() - given.keys(), unexpected, shapes)
-    _check_shared(path, given, shared, target)
+    check_shared(path, given, shared, target)
     for name, tensor in needed.items():
         tensor.copy_(given[name])
-
-
-def _check_shared(path: Path, given: Mapping[str, Tensor], shared: Mapping[str, Tensor], target: TargetModel) -> None:
-    """Refuses tensors that a draft shares with its target, if they are there and other ones."""
-    other = [
-        name
-        for name in given.keys() & shared.keys()
-        if not torch.equal(given[name].to(target.device, target.dtype), shared[name])
-    ]
-    if other:
-        raise CheckpointError(
-            f"{path} has an embedding or output head which is not the target's: {', '.join(sorted(other))}. MTP "
-            f"modules share both with their target; load the target of the same checkpoint"
-        )
 
 
 def _serve(draft: DraftHead, target: TargetModel) -> DraftModel:

@@ -37,7 +37,7 @@ class TargetFolder:
     weights: weights.Weights
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Memory of the weights, once loaded; 8-bit blocks are dequantized."""
+        """Memory of the weights, once loaded; those of fewer bits are dequantized."""
         return self.weights.num_elements * dtype.itemsize
 
     def load(
@@ -45,8 +45,8 @@ class TargetFolder:
     ) -> TargetModel:
         """The target. on_bytes: gets the bytes of the files that were read, which in all are `weights.num_bytes`.
 
-        8-bit blocks become bfloat16, then dtype. Raises `MemoryLimitError` before anything is read where the weights
-        do not fit, and `CheckpointError` if transformers can't make a model of them.
+        Weights of fewer bits become bfloat16, then dtype. Raises `MemoryLimitError` before anything is read where the
+        weights do not fit, and `CheckpointError` if transformers can't make a model of them.
         """
         with self._room(dtype, torch.device(device)):
             target = self.family.target(self.family, self._read(dtype, on_bytes).to(device))
@@ -74,6 +74,12 @@ class TargetFolder:
         model, report = loaded
         shapes = [f"{name} is {list(given)}, not {list(needed)}" for name, given, needed in report["mismatched_keys"]]
         folders.check_tensors(self.path, report["missing_keys"], report["unexpected_keys"], shapes)
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        if self.config.tie_word_embeddings and not is_tied:
+            raise CheckpointError(
+                f"{self.path} says tie_word_embeddings and has an lm_head.weight that is not its embedding; say false, "
+                f"or leave the tensor out"
+            )
         return model
 
     @contextmanager
@@ -111,15 +117,16 @@ def open_target(folder: str | Path) -> TargetFolder:
     families = {family.architecture: family for family in served_families()}
     path = folders.find(folder, EMBEDDED_TARGETS)
     fields = folders.read_fields(path / "config.json")
-    blocks = quantization.blocks_of(path, fields)
+    quantized = quantization.quantization_of(path, fields)
     architecture, config = folders.read_architecture(path, families)
     check_keys(path, fields, config)
-    family, stored = families[architecture], weights.read_headers(path, blocks)
+    family, stored = families[architecture], weights.read_headers(path, quantized)
     behind = _mtp_prefixes(config, stored)
     found = stored.chosen(lambda name: not name.startswith(behind))
     if not family.renamed:
         tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        weights.check_shapes(found, weights.expected_shapes(_empty_model(path, config)), tied)
+        expected = weights.expected_shapes(_empty_model(path, config))
+        weights.check_shapes(found, weights.experts_apart(expected) if family.experts_apart else expected, tied)
     return TargetFolder(path, family, config, found)
 
 
@@ -142,4 +149,5 @@ def _mtp_prefixes(config: PreTrainedConfig, stored: weights.Weights) -> tuple[st
     first = config.num_hidden_layers
     behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
     prefixes = [f"model.layers.{layer}." for layer in behind]
-    return tuple(prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in stored.tensors)
+    of_v4 = ("mtp.",) if config.model_type == "deepseek_v4" else ()
+    return (*of_v4, *(prefix for prefix in prefixes if f"{prefix}eh_proj.weight" in stored.tensors))

@@ -1,0 +1,128 @@
+"""Several layers in one step: of other windows, scales and heads on its metadata, and in other groups of caches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
+from attn_backends.conformance.compressed_worlds import is_compressed
+from attn_backends.conformance.exercise import (
+    Captured,
+    Ran,
+    batch_of,
+    fill,
+    new_graph,
+    prepare_memory,
+    run_forward,
+    scene_of,
+    setup_of,
+    world_of,
+)
+from attn_backends.conformance.inputs import ForwardInputs
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import Cases, any_graph, eager, one_page_size
+from attn_backends.conformance.worlds import World, with_extra
+from attn_backends.layer import AttentionOutput
+from attn_backends.planning.metadata import Metadata
+from spec_metadata import StepKind
+
+WINDOW = 5
+
+
+def _dense(cases: Cases) -> Cases:
+    """The cases of plain layers; those of compressed ones have a check of their own."""
+    return lambda subject: [] if is_compressed(subject.backend) else cases(subject)
+
+
+def _worlds(subject: Subject, case: Case) -> list[World]:
+    """Worlds of one layer each over one backend: with a window where that is declared, plain, of half the scale, and
+    of more heads where any number is declared. Each has a cache of its own.
+    """
+    worlds = [world_of(setup_of(subject, case)) for _ in range(4)]
+    windowed, plain, flat, headed = worlds
+    declared = subject.capabilities[StepKind(case.kind)]
+    if declared.window and (case.topk == 1 or declared.tree_window):
+        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.device)
+    flat.layer = replace(flat.layer, scale=flat.layer.scale / 2)
+    if declared.query_heads is None:
+        headed.layer = replace(headed.layer, num_heads=2 * headed.layer.num_heads)
+    for number, world in enumerate(worlds):
+        world.backend, world.layer = plain.backend, replace(world.layer, id=number)
+    return worlds
+
+
+def _scenes(worlds: list[World], case: Case, seed: int) -> list[Scene]:
+    """A batch on the same pages of each world, whose caches hold what their layers may see."""
+    scenes = [scene_of(world, batch_of(case), seed) for world in worlds]
+    for scene in scenes:
+        prepare_memory(scene, case)
+    return scenes
+
+
+def _forwards(
+    worlds: list[World], metas: list[Metadata], inputs: list[list[ForwardInputs]]
+) -> list[list[AttentionOutput]]:
+    """What each layer gives, forward after forward, as a model runs: all layers of one before the next."""
+    found: list[list[AttentionOutput]] = [[] for _ in worlds]
+    for forward in range(len(inputs[0])):
+        for layer, world in enumerate(worlds):
+            found[layer].append(run_forward(world, metas[layer], forward, inputs[layer][forward]))
+    return found
+
+
+def _compared(ran: list[Ran], *, padded: bool = False) -> Measured:
+    for each in ran:
+        compare_memory(each.scene, each.before, padded=padded)
+    return nearest([compare_outputs(each.scene, each.inputs, each.outputs) for each in ran])
+
+
+@check("api.layers_of_one_step", _dense(one_page_size(eager())))
+def layers_of_one_step(subject: Subject, case: Case) -> Measured:
+    """Layers of another window, scale and number of heads share a step's metadata and don't disturb each other."""
+    worlds = _worlds(subject, case)
+    scenes = _scenes(worlds, case, case.seed)
+    before = [scene.world.memory.clone() for scene in scenes]
+    inputs = [scene.inputs() for scene in scenes]
+    meta = worlds[0].backend.init_forward_metadata(scenes[0].step())
+    outputs = _forwards(worlds, [meta] * len(worlds), inputs)
+    return _compared([Ran(*each, meta) for each in zip(scenes, inputs, outputs, before, strict=True)])
+
+
+@check("graph.layers_of_one_step", _dense(one_page_size(any_graph())))
+def captured_layers_of_one_step(subject: Subject, case: Case) -> Measured:
+    """A replay plans for all layers of a graph, also where they differ in window, scale and number of heads."""
+    worlds = _worlds(subject, case)
+    captured = Captured(worlds[0], case)
+    batch = replace(case, lens=case.captured_lens, widths=case.captured_widths)
+    metas = [captured.meta] * len(worlds)
+    static = [scene.inputs(case.bs, case.num_tokens) for scene in _scenes(worlds, batch, case.seed)]
+    captured.plan(scene_of(worlds[0], batch_of(batch), case.seed).step())
+    _forwards(worlds, metas, static)  # a vendor's schedules are made by the first forward, which a graph may not hold
+    graph = new_graph(worlds[0].device)
+    outputs = graph.capture(lambda: _forwards(worlds, metas, static))
+    scenes = _scenes(worlds, case, case.seed + 1)
+    before = [scene.world.memory.clone() for scene in scenes]
+    for given, scene in zip(static, scenes, strict=True):
+        fill(given, scene.inputs(case.bs, case.num_tokens))
+    captured.plan(scenes[0].step())
+    graph.replay()
+    return _compared(
+        [Ran(*each, captured.meta) for each in zip(scenes, static, outputs, before, strict=True)], padded=True
+    )
+
+
+@check("api.cache_groups", one_page_size(eager()))
+def cache_groups(subject: Subject, case: Case) -> Measured:
+    """Two groups of layers, whose caches have pages of their own for the same requests: the step is planned once for
+    each, both before any forward, and their layers run in turn.
+    """
+    worlds = [world_of(setup_of(subject, case)) for _ in range(2)]
+    worlds[1].backend = worlds[0].backend
+    scenes = [scene_of(world, batch_of(case), case.seed, case.seed + group) for group, world in enumerate(worlds)]
+    metas = [scene.world.backend.init_forward_metadata(scene.step()) for scene in scenes]
+    before = [prepare_memory(scene, case) for scene in scenes]
+    inputs = [scene.inputs() for scene in scenes]
+    outputs = _forwards(worlds, metas, inputs)
+    return _compared([Ran(*each) for each in zip(scenes, inputs, outputs, before, metas, strict=True)])

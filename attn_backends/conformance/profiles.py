@@ -1,0 +1,144 @@
+"""Profiles: parts of the suite with names, so that partial conformance is a sentence: "passes chain-graph and tree".
+
+A kernel passes a profile if no case of it failed, and if each step kind that the profile is about passed one: what is
+refused is right, but no capability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from attn_backends.compressed_cache import CompressedFormat
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import group_of
+from attn_backends.conformance.outcomes import Outcome, Row
+from attn_backends.contract import CONTRACT
+from attn_backends.errors import ConfigError
+from spec_metadata import StepKind
+
+DRAFTED = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+CHAINED = (StepKind.DECODE, *DRAFTED, StepKind.DRAFT_EXTEND)
+EXTRAS = ("window", "sinks")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A part of the suite. about: in words. holds: whether a case belongs to it. kinds: of which each must have passed
+    a case.
+    """
+
+    name: str
+    about: str
+    holds: Callable[[Case], bool]
+    kinds: tuple[StepKind, ...]
+
+
+def _is_plain(case: Case) -> bool:
+    """Neither a larger world, nor a layer or cache beyond the plain ones."""
+    return group_of(case.check) != "scale" and not _has_extras(case) and not case.cache_dtype
+
+
+def _has_extras(case: Case) -> bool:
+    """Whether its layer has what it asks for, and is not to be refused for it."""
+    return group_of(case.check) != "refusals" and any(extra in case.feature for extra in EXTRAS)
+
+
+def _is_uniform(case: Case) -> bool:
+    return not case.widths and case.kind != StepKind.PREFILL
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            "chain",
+            "decodes, drafts, verifies and draft extends of chains, eagerly",
+            lambda case: _is_plain(case) and _is_uniform(case) and case.path == "eager" and case.topk == 1,
+            CHAINED,
+        ),
+        Profile(
+            "chain-graph",
+            "the same through graphs",
+            lambda case: _is_plain(case) and _is_uniform(case) and case.path == "graph" and case.topk == 1,
+            CHAINED,
+        ),
+        Profile(
+            "tree",
+            "drafts and verifies of trees, eagerly and through graphs",
+            lambda case: _is_plain(case) and case.topk > 1,
+            DRAFTED,
+        ),
+        Profile(
+            "packed",
+            "prompts and draft extends whose requests have differing numbers of rows, eagerly, extends through graphs",
+            lambda case: _is_plain(case) and not _is_uniform(case) and not _is_prefill_graph(case),
+            (StepKind.PREFILL, StepKind.DRAFT_EXTEND),
+        ),
+        Profile(
+            "prefill-graph",
+            "prompts through graphs",
+            lambda case: _is_plain(case) and _is_prefill_graph(case),
+            (StepKind.PREFILL,),
+        ),
+        Profile(
+            "compressed",
+            "compressed keys: windows, selected entries and all entries",
+            lambda case: case.format == CompressedFormat.COMPRESSED,
+            (StepKind.PREFILL, *CHAINED),
+        ),
+        Profile(
+            "sinks-window",
+            "layers with sliding windows and attention sinks",
+            _has_extras,
+            CHAINED,
+        ),
+        Profile("fp8", "caches of 8-bit floats", lambda case: bool(case.cache_dtype), CHAINED),
+        Profile(
+            "scale",
+            "larger worlds: long contexts, many requests, wide chains and trees, many heads",
+            lambda case: group_of(case.check) == "scale",
+            CHAINED,
+        ),
+    )
+}
+
+
+def _is_prefill_graph(case: Case) -> bool:
+    return case.kind == StepKind.PREFILL and case.path == "graph"
+
+
+def profile_of(name: str) -> Profile:
+    """A profile by its name; `ConfigError` lists all for another."""
+    if name not in PROFILES:
+        known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
+        raise ConfigError(f"there is no profile {name!r}; there are {known}")
+    return PROFILES[name]
+
+
+def passed(rows: Iterable[Row], names: Iterable[str] = PROFILES) -> dict[str, list[str]]:
+    """The profiles of those named that each `backend/kernel` of which a case ran passes. rows: of a run of all cases of
+    those.
+    """
+    by_kernel: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.case is not None:
+            by_kernel.setdefault(f"{row.backend}/{row.kernel}", []).append(row)
+    asked = [PROFILES[name] for name in names]
+    return {
+        kernel: [profile.name for profile in asked if _passes(profile, of_kernel)]
+        for kernel, of_kernel in by_kernel.items()
+        if asked
+    }
+
+
+def _passes(profile: Profile, rows: Sequence[Row]) -> bool:
+    held = [(row.case, row.status) for row in rows if row.case is not None and profile.holds(row.case)]
+    good = all(status in (Outcome.PASS, Outcome.REFUSED) for _, status in held)
+    return good and {case.kind for case, status in held if status is Outcome.PASS} >= set(profile.kinds)
+
+
+def told(names: Sequence[str]) -> str:
+    """What a kernel passes, in words."""
+    *most, last = names or ("no profile",)
+    return f"passes {' and '.join(filter(None, [', '.join(most), last]))} of contract {CONTRACT}"

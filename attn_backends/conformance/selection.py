@@ -1,0 +1,81 @@
+"""Which cases of the suite are run: of which checks, how many, of which profile, and random ones more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, Subject, group_of
+from attn_backends.conformance.profiles import PROFILES, profile_of
+from attn_backends.conformance.random_cases import random_cases
+from attn_backends.contract import CONTRACT
+from attn_backends.errors import ConfigError
+
+QUICK_CASES = 3  # of each check
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a run is asked for. select: pattern of check ids. quick: a few cases of each check. profile: the name of one
+    ("" for all cases). effort: random cases more of each group of checks, drawn from `seed`. contract: the version that
+    is asked for. Raises `ConfigError` for what is not there.
+    """
+
+    select: str = "*"
+    quick: bool = False
+    profile: str = ""
+    effort: int = 0
+    seed: int = 0
+    contract: str = CONTRACT
+
+    def __post_init__(self) -> None:
+        if self.profile:
+            profile_of(self.profile)
+        if self.effort < 0:
+            raise ConfigError(f"effort is a number of random cases of each group of checks, got {self.effort}")
+        if self.contract != CONTRACT:
+            raise ConfigError(
+                f"this suite checks contract {CONTRACT}, not {self.contract!r}; docs/contract.md lists what changed "
+                "between them, and an earlier attn-backends checks an earlier one"
+            )
+
+    def cases(self, subject: Subject) -> list[Case]:
+        """The cases of a subject, those of the suite and the random ones behind them."""
+        holds = PROFILES[self.profile].holds if self.profile else _any
+        known = selected_cases(subject, self.select, QUICK_CASES if self.quick else None, holds)
+        if not self.effort:
+            return known
+        drawn_from = selected_cases(subject, self.select, None, holds) if self.quick else known
+        return known + random_cases(subject, drawn_from, self.effort, self.seed)
+
+    @property
+    def complete_profiles(self) -> tuple[str, ...]:
+        """The profiles of which a run has all cases."""
+        if self.quick or self.select != "*":
+            return ()
+        return (self.profile,) if self.profile else tuple(PROFILES)
+
+
+def selected_cases(
+    subject: Subject, select: str = "*", most: int | None = None, holds: Callable[[Case], bool] | None = None
+) -> list[Case]:
+    """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. most: of each check, spread
+    evenly. holds: whether a case is wanted.
+    """
+    chosen = [check for id, check in CATALOGUE.items() if fnmatchcase(id, select)]
+    chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
+    if not chosen:
+        raise ConfigError(f"no check's id matches {select!r}; there are {', '.join(CATALOGUE)}")
+    return [case for check in chosen for case in _thinned(list(filter(holds or _any, check.cases(subject))), most)]
+
+
+def _any(case: Case) -> bool:
+    return True
+
+
+def _thinned(cases: list[Case], most: int | None) -> list[Case]:
+    if most is None or len(cases) <= most:
+        return cases
+    return [cases[index * (len(cases) - 1) // (most - 1)] for index in range(most)]

@@ -1,0 +1,227 @@
+"""The warp groups of a program of `gluon_mla`: one gathers latents, two attend to blocks of them.
+
+Each pair of blocks of 64 keys is in shared memory as left halves, right halves and rotated rests of both, [2, 64, 256],
+[2, 64, 256] and [2, 64, 64]. A half belongs to the group that gathers until it is full, then to the two others until
+the one that reads it last says that it is free.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+_LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
+_TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
+COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread, 128 of an entry at once
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+_OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+_WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
+
+
+@gluon.jit
+def _signal(bar):
+    """Arrive when all warps of the group have come here."""
+    gl.thread_barrier()
+    mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _zero_in_turn(i):
+    """Zero, which the compiler can't move out of turn i."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _of_rows(value):
+    """A value of each row, for the outputs."""
+    return gl.convert_layout(value, gl.SliceLayout(1, _OUT))[:, None]
+
+
+@gluon.jit
+def _entries(ids, key, end, strides, PAGE_SIZE: gl.constexpr):
+    """Where the latents of keys begin."""
+    page = gl.load(ids + key // PAGE_SIZE, mask=key < end, other=0)
+    return page.to(gl.int64) * strides[0] + (key % PAGE_SIZE) * strides[1]
+
+
+@gluon.jit
+def copy(entry, live, place, FIRST: gl.constexpr, NUM: gl.constexpr):
+    """Begin to copy elements of live entries, 0 for the others, to shared memory."""
+    element = FIRST + gl.arange(0, NUM, layout=gl.SliceLayout(0, COPIED))
+    async_copy.async_copy_global_to_shared(place, entry[:, None] + element[None, :], mask=live[:, None])
+
+
+@gluon.jit
+def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.constexpr):
+    """The third group. blocks: left halves of both blocks, right ones, and rotated rests. full, free: barriers of the
+    left and right half of the even block, then of the odd one; the rest comes with the half that is free last.
+    """
+    left, right, rest = blocks
+    start, end, pairs = keys_of
+    offset = gl.arange(0, 64, layout=gl.SliceLayout(1, COPIED))
+    async_copy.mbarrier_arrive(full.index(4), increment_count=False)  # of the queries, which these threads load
+    entry_0 = _entries(ids, start + offset, end, strides, PAGE_SIZE)
+    entry_1 = _entries(ids, start + 64 + offset, end, strides, PAGE_SIZE)
+    for i in range(pairs):
+        key = start + i * 128 + offset
+        phase = (i & 1) ^ 1
+        source, live = latents + entry_0, key < end
+        mbarrier.wait(free.index(0), phase)
+        copy(source, live, left.index(0), 0, 256)
+        async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+        entry_0 = _entries(ids, key + 128, end, strides, PAGE_SIZE)
+        mbarrier.wait(free.index(1), phase)
+        copy(source, live, right.index(0), 256, 256)
+        copy(source, live, rest.index(0), 512, 64)
+        async_copy.mbarrier_arrive(full.index(1), increment_count=False)
+        source, live = latents + entry_1, key + 64 < end
+        mbarrier.wait(free.index(2), phase)
+        copy(source, live, left.index(1), 0, 256)
+        copy(source, live, rest.index(1), 512, 64)
+        async_copy.mbarrier_arrive(full.index(2), increment_count=False)
+        entry_1 = _entries(ids, key + 192, end, strides, PAGE_SIZE)
+        mbarrier.wait(free.index(3), phase)
+        copy(source, live, right.index(1), 256, 256)
+        async_copy.mbarrier_arrive(full.index(3), increment_count=False)
+
+
+@gluon.jit
+def _scores(queries, blocks, full, i, zero, ODD: gl.constexpr):
+    """Products of the queries with a block of latents."""
+    block, phase = zero + ODD, i & 1
+    scores = gl.zeros([64, 64], gl.float32, layout=_SCORES)
+    mbarrier.wait(full.index(2 * ODD), phase)
+    fence_async_shared()  # what cp.async wrote, for the tensor cores
+    keys = blocks[0].index(block).permute((1, 0))
+    scores = warpgroup_mma(queries[0].index(zero), keys, scores, use_acc=False, is_async=True)
+    mbarrier.wait(full.index(2 * ODD + 1), phase)
+    fence_async_shared()
+    keys = blocks[1].index(block).permute((1, 0))
+    scores = warpgroup_mma(queries[1].index(zero), keys, scores, is_async=True)
+    keys = blocks[2].index(block).permute((1, 0))
+    scores = warpgroup_mma(queries[2].index(zero), keys, scores, is_async=True)
+    return warpgroup_mma_wait(0, deps=(scores,))
+
+
+@gluon.jit
+def _visible(scores, first_key, end_seen, score_scale):
+    """Scores in base 2, -inf where a row does not see a key."""
+    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(0, _SCORES))
+    return gl.where(key[None, :] < end_seen[:, None], scores * score_scale, float("-inf"))
+
+
+@gluon.jit
+def _end_seen(rows, end, CAUSAL: gl.constexpr):
+    """The key past the last one that each row sees in a part."""
+    tile, group, _, num_rows, num_keys = rows
+    row = tile * 64 + gl.arange(0, 64, layout=_ROWS)
+    return gl.minimum(num_keys - (num_rows - 1 - row // group) * CAUSAL, end)
+
+
+@gluon.jit
+def _store(summed, total, out, rows, v_scale, FIRST: gl.constexpr):
+    """256 elements of the outputs."""
+    tile, group, first, num_rows, _ = rows
+    result = summed * _of_rows(v_scale / gl.maximum(total, _TINIEST))
+    row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _OUT))
+    place = ((first + row // group).to(gl.int64) * group + row % group) * 512
+    element = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, _OUT))
+    real = (row < num_rows * group)[:, None]
+    gl.store(out + place[:, None] + element[None, :], result.to(out.dtype.element_ty), mask=real)
+
+
+@gluon.jit
+def even(given, out, lse, CAUSAL: gl.constexpr):
+    """The group of the even blocks and the left half of the outputs. given: as `_attend` makes it."""
+    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
+    left, _, rest = blocks
+    start, end, pairs = keys_of
+    end_seen = _end_seen(rows, end, CAUSAL)
+    summed = gl.zeros([64, 256], gl.float32, layout=_OUT)
+    total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
+    mbarrier.wait(full.index(4), 0)
+    for i in range(pairs):
+        zero = _zero_in_turn(i)
+        scores = _scores(queries, blocks, full, i, zero, 0)
+        scores = _visible(scores, start + i * 128, end_seen, score_scale)
+        even_peak = gl.maximum(peak, gl.max(scores, 1))
+        weights = gl.exp2(scores - even_peak[:, None])
+        rounded = weights.to(left.dtype)
+        peaks.index(0).store(even_peak)
+        rest.index(zero).store(rounded)
+        fence_async_shared()
+        _signal(handed.index(0))
+        fading = gl.exp2(peak - even_peak)
+        total = total * fading + gl.sum(weights, 1)
+        operand = gl.convert_layout(rounded, _WEIGHTS)
+        adding = warpgroup_mma(operand, left.index(zero), summed * _of_rows(fading), is_async=True)
+        mbarrier.wait(handed.index(1), i & 1)
+        peak = peaks.index(1).load(_ROWS)
+        fading = gl.exp2(even_peak - peak)
+        total = total * fading
+        summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
+        _signal(free.index(0))
+        adding = warpgroup_mma(rest.index(zero + 1), left.index(zero + 1), summed * _of_rows(fading), is_async=True)
+        summed = warpgroup_mma_wait(0, deps=(adding,))
+        _signal(free.index(2))
+    peaks.index(2).store(total)
+    _signal(handed.index(0))
+    mbarrier.wait(handed.index(1), pairs & 1)
+    total += peaks.index(3).load(_ROWS)
+    _store(summed, total, out, rows, v_scale, 0)
+    tile, group, first, num_rows, _ = rows
+    row = tile * 64 + gl.arange(0, 64, layout=_ROWS)
+    place = (first + row // group) * group + row % group
+    gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=row < num_rows * group)
+
+
+@gluon.jit
+def odd(given, out, CAUSAL: gl.constexpr):
+    """The group of the odd blocks and the right half of the outputs; else as `even`."""
+    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
+    left, right, rest = blocks
+    start, end, pairs = keys_of
+    end_seen = _end_seen(rows, end, CAUSAL)
+    summed = gl.zeros([64, 256], gl.float32, layout=_OUT)
+    total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
+    mbarrier.wait(full.index(4), 0)
+    for i in range(pairs):
+        zero = _zero_in_turn(i)
+        scores = _scores(queries, blocks, full, i, zero, 1)
+        mbarrier.wait(handed.index(0), i & 1)
+        even_peak = peaks.index(0).load(_ROWS)
+        even_fading = gl.exp2(peak - even_peak)
+        adding = warpgroup_mma(rest.index(zero), right.index(zero), summed * _of_rows(even_fading), is_async=True)
+        scores = _visible(scores, start + i * 128 + 64, end_seen, score_scale)
+        peak = gl.maximum(even_peak, gl.max(scores, 1))
+        weights = gl.exp2(scores - peak[:, None])
+        rounded = weights.to(left.dtype)
+        peaks.index(1).store(peak)
+        rest.index(zero + 1).store(rounded)
+        fence_async_shared()
+        _signal(handed.index(1))
+        fading = gl.exp2(even_peak - peak)
+        total = total * (even_fading * fading) + gl.sum(weights, 1)
+        operand = gl.convert_layout(rounded, _WEIGHTS)
+        summed = warpgroup_mma_wait(0, deps=(adding,))
+        _signal(free.index(1))
+        adding = warpgroup_mma(operand, right.index(zero + 1), summed * _of_rows(fading), is_async=True)
+        summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
+        _signal(free.index(3))
+    # In this order, as the other group may not have seen the last turn's arrival yet: it would miss one of two.
+    mbarrier.wait(handed.index(0), pairs & 1)
+    even_total = peaks.index(2).load(_ROWS)
+    peaks.index(3).store(total)
+    _signal(handed.index(1))
+    total += even_total
+    _store(summed, total, out, rows, v_scale, 256)

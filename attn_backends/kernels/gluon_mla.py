@@ -1,0 +1,202 @@
+"""MLA over paged latents for Hopper, in Gluon: warp groups that hand each other the tensor cores.
+
+A program takes 64 query rows of a request (query rows times heads) and a part of its keys, two blocks of 64 at a time,
+as FlashMLA does (its "seesaw" schedule). One warp group multiplies the queries with the even block, the other with the
+odd one, and each adds up its half of the outputs, 64 x 256, over both blocks. So each hands its weights over through
+shared memory, while it has them in registers for its own product; as the running peak goes from one to the other and
+back, one group computes weights while the other multiplies. A third one gathers latents (`cp.async`), entry by entry,
+so that pages may be of any size: half a block at a time, as soon as the group that read it last is through. What lies
+past a request's keys is not read and counts as zeros. Weights stand where the rotated elements of their block were.
+
+    shared memory   queries 64 x 576, two blocks of 64 x 576: 221,184 of 232,448 bytes, one program a multiprocessor
+    registers       216 a thread for the two groups, 72 for the third
+
+Parts of a request's keys are merged in their order by `triton_merge`; nothing is read on the host. Gluon's compiler
+keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
+`_zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
+
+On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn; of 32 x 4096
+docs/results/h200/kernels_gluon.json has all rows, the others were timed apart and not committed):
+
+                                          this       FlashMLA   triton_decode
+    128 heads, 32 x 4096, width 1         82         73         167
+    the same, width 4 and 8               247, 483   214, 417   567, 1115
+    128 heads, 128 x 4096, width 1        264        233        580
+    the same, width 4 and 8               964, 1887  825, 1660  2233, 4432
+    128 heads, 32 and 128 x 32768         504, 1972  437, 1719  1145, 4751
+    128 heads, 1 and 8 x 4096             23, 38     26, 42     27, 58
+    16 heads, 128 x 4096, width 4 and 8   164, 265   156, 233   315, 584
+    128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
+
+So it reaches 0.84 to 0.89 of FlashMLA's speed where tensor cores are the limit, up to 620 TFLOP/s. A profile (ncu, 128
+x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can; 0.07 of the
+time a multiprocessor has no program, at the end. No unit is full: the groups wait for one another and for latents.
+Counted, not measured: shared memory is busy for about as many cycles as the tensor cores, because products of 64 x 64
+take both operands from there and latents come in beside them. FlashMLA has a ninth of the queries in registers instead,
+and the copy engine (TMA) bring latents.
+
+Types are bfloat16 and float16, sums float32. Gluon is experimental and changes from one version of Triton to the next;
+`providers.GLUON_TRITON` is the one that this was tried with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.gluon_groups import COPIED, copy, even, gather, odd
+from attn_backends.kernels.paged_operators import RANK
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
+from attn_backends.kernels.triton_merge import merge
+from attn_backends.kernels.triton_tiles import choose_num_splits
+
+BLOCK_ROWS, BLOCK_KEYS = 64, 128
+_LOG2_E = 1.4426950408889634
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_PEAKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _load_queries(q, queries, rows):
+    """Begin to load the query rows of a tile, 0 past the last."""
+    tile, group, first, num_rows, _ = rows
+    row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPIED))
+    source = q[0] + (first + row // group).to(gl.int64) * q[1][0] + (row % group) * q[1][1]
+    real = row < num_rows * group
+    copy(source, real, queries[0].index(0), 0, 256)
+    copy(source, real, queries[1].index(0), 256, 256)
+    copy(source, real, queries[2].index(0), 512, 64)
+
+
+@gluon.jit
+def _tiles(dtype: gl.constexpr, NUM: gl.constexpr):
+    """Shared memory of 64 rows, so many times: left halves, right halves and rests."""
+    left = gl.allocate_shared_memory(dtype, [NUM, 64, 256], _TILE)
+    right = gl.allocate_shared_memory(dtype, [NUM, 64, 256], _TILE)
+    return left, right, gl.allocate_shared_memory(dtype, [NUM, 64, 64], _TILE)
+
+
+@gluon.jit
+def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def _attend(
+    q,
+    latents,
+    query_indptr,
+    page_indptr,
+    page_ids,
+    kv_lens,
+    out,
+    lse,
+    shape,
+    score_scale,
+    v_scale,
+    CAUSAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+):
+    """q and latents are (pointer, strides). shape: width, heads, elements between two rows of a table, tiles of rows,
+    splits, and rows between two splits.
+    """
+    width, group, table_stride, num_tiles, num_splits, split_stride = shape
+    program, split = gl.program_id(0), gl.program_id(1)
+    tile, request = program % num_tiles, program // num_tiles
+    first, num_rows = request * width, width
+    if query_indptr is not None:
+        first = gl.load(query_indptr + request)
+        num_rows = gl.load(query_indptr + request + 1) - first
+    num_keys = gl.load(kv_lens + request)
+    size = gl.maximum(gl.cdiv(gl.cdiv(num_keys, num_splits), 128), 1) * 128  # as `part_of`
+    start, end = split * size, gl.minimum(split * size + size, num_keys)
+    if (tile * 64 >= num_rows * group) | ((num_splits > 1) & (start >= end)):
+        return
+    last = gl.minimum(tile * 64 + 63, num_rows * group - 1) // group
+    end = gl.minimum(end, num_keys - (num_rows - 1 - last) * CAUSAL)
+    ids = page_ids + request.to(gl.int64) * table_stride
+    if page_indptr is not None:
+        ids = page_ids + gl.load(page_indptr + request)
+
+    rows = (tile, group, first, num_rows, num_keys)
+    keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
+    queries, blocks = _tiles(latents[0].dtype.element_ty, 1), _tiles(latents[0].dtype.element_ty, 2)
+    peaks = gl.allocate_shared_memory(gl.float32, [4, 64], _PEAKS)  # of both groups, and in the end their totals
+    full, free, handed = _barriers(5, 128), _barriers(4, 1), _barriers(2, 1)
+    gl.thread_barrier()
+    _load_queries(q, queries, rows)
+    offset = split.to(gl.int64) * split_stride
+    part, part_lse = out + offset * 512, lse + offset
+    given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale)
+    gl.warp_specialize(
+        [
+            (gather, (blocks, full, free, latents[0], latents[1], ids, keys_of, PAGE_SIZE)),
+            (even, (given, part, part_lse, CAUSAL)),
+            (odd, (given, part, CAUSAL)),
+        ],
+        [4, 4],
+        [216, 216],
+    )
+
+
+def latent_attention(
+    q: Tensor,
+    latents: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    max_kv_len: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`paged_operators.latent_attention` on SM90."""
+    num_tokens, num_heads, _ = q.shape
+    num_rows, bs = num_tokens * num_heads, kv_lens.shape[0]
+    num_tiles = triton.cdiv(max_query * num_heads, BLOCK_ROWS)
+    room = min(partial_lse.numel(), partial_out.numel() // RANK) // max(num_rows, 1)
+    most = min(room, triton.cdiv(max_kv_len, BLOCK_KEYS))
+    num_splits = choose_num_splits(bs * num_tiles, gpu_of(q.device).num_processors, most)
+    out, lse = q.new_empty(num_tokens, num_heads, RANK), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
+    shape = (max_query, num_heads, page_ids.stride(0), num_tiles, num_splits, num_rows)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    scales = (scale * k_scale * _LOG2_E, v_scale)
+    _launch((q, latents, *lists, *parts), bs * num_tiles, shape, scales, causal, latents.shape[1])
+    if num_splits > 1:
+        lens = (query_indptr, kv_lens)
+        merge(parts, *lens, (out, lse), max_query, num_splits, BLOCK_KEYS, causal, (None, None, None))
+    return out, lse
+
+
+def _call(
+    tensors: Sequence[Any],
+    num_programs: int,
+    shape: tuple[int, ...],
+    scales: tuple[float, float],
+    causal: bool,
+    page_size: int,
+) -> Call:
+    q, latents, *rest = tensors
+    arguments = (*strided((q, latents)), *rest, shape, *scales)
+    num_splits = shape[4]
+    return Call((num_programs, num_splits), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "num_warps": 4})
+
+
+_launch = DirectLaunch(_attend, _call)

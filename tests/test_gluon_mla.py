@@ -1,0 +1,215 @@
+"""Our MLA kernel for Hopper: what can be said of it without one. Its numbers are the conformance suite's, on a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
+from attn_backends.backends.trtllm_mla import TrtllmMLABackend
+from attn_backends.kernels import paged_operators
+from attn_backends.kernels.paged_operators import FEW_ROWS, latent_attention, paged_attention
+from attn_backends.layer import AttentionLayer
+from attn_backends.selection import providers
+from attn_backends.selection.choose import Workload, choose_kernels
+from spec_metadata import StepKind
+from tests.paged_arguments import FORMS, Sizes, arguments
+
+BACKENDS = (FlashInferMLABackend, TrtllmMLABackend)
+SIZES = Sizes(lens=(20, 5, 9), num_heads=2, num_kv_heads=1, dim=576, v_dim=512, latent=True)
+CUDA = torch.device("cuda")
+
+COMPILED = r"""
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+from types import SimpleNamespace
+import torch, triton
+from triton.backends.compiler import GPUTarget
+target = GPUTarget("cuda", 90, 32)
+here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+triton.runtime.driver.set_active(SimpleNamespace(**here))
+from attn_backends.kernels import cuda_launch, gluon_mla
+
+def compile(tensors, *numbers):
+    call = gluon_mla._call(tensors, *numbers)
+    compiled = gluon_mla._attend.warmup(*call.arguments, grid=(1, 1, 1), **call.options)
+    file = Path(tempfile.mkdtemp()) / "cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    ptx = compiled.asm["ptx"]
+    found = {name: int(re.search(rf" {name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL")}
+    found["shared"], found["num_warps"] = compiled.metadata.shared, compiled.metadata.num_warps
+    found["products"] = sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m\w+)", ptx)))
+    found["splits"], found["out"] = call.grid[1], str(tensors[-2].dtype)
+    found["plain"] = cuda_launch._is_plain(compiled.metadata)
+    print(json.dumps(found))
+
+gluon_mla._launch, gluon_mla.merge = compile, lambda *given: None
+lists = torch.zeros(3, dtype=torch.int32), torch.zeros(40, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
+starts, pages, table = lists
+lens, scratch = torch.zeros(2, dtype=torch.int32), (torch.zeros(2**20), torch.zeros(2**16))
+batches = (
+    (torch.bfloat16, 64, (None, None, table), 1, False, scratch),
+    (torch.bfloat16, 64, (None, None, table), 4, True, scratch),
+    (torch.float16, 1, (starts, starts, pages), 70, True, (scratch[0][:0], scratch[1])),
+)
+for dtype, page_size, given, width, causal, room in batches:
+    q, latents = torch.zeros(2 * width, 128, 576, dtype=dtype), torch.zeros(9, page_size, 576, dtype=dtype)
+    gluon_mla.latent_attention(q, latents, *given, lens, width, 4096, causal, 0.1, 1.0, 1.0, *room)
+"""
+
+
+def test_it_compiles_for_hopper_without_spills() -> None:
+    """With the Gluon that it was tried with; another has to be refused."""
+    if not version("triton").startswith(f"{providers.GLUON_TRITON}."):
+        assert not runs_with(version("triton"))
+        return
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
+    script = [sys.executable, "-c", COMPILED]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(each["STACK"], each["LOCAL"]) for each in found} == {(0, 0)}, "spilled"
+    assert all(each["plain"] for each in found), "no launch by the driver"
+    assert max(each["shared"] for each in found) <= 227 * 1024
+    assert max(32 * each["num_warps"] * each["REG"] for each in found) <= 2**16
+    assert {tuple(each["products"]) for each in found} == {("m64n256k16", "m64n64k16")}
+    assert [(each["splits"] > 1, each["out"]) for each in found] == [
+        (True, "torch.float32"),
+        (True, "torch.float32"),
+        (False, "torch.float16"),
+    ]
+
+
+def runs_with(triton: str, capability: tuple[int, int] = (9, 0)) -> bool:
+    """Whether it runs on a GPU with a version of Triton; if not, it says what it needs and what is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        patch.setattr(providers, "version_of", lambda distribution: triton)
+        reasons = providers.runs_on_gluon(CUDA)
+    allowed = ["needs SM90; this GPU is SM", f"needs the Gluon of triton {providers.GLUON_TRITON}"]
+    assert all(reason.startswith(tuple(allowed)) for reason in reasons)
+    return not reasons
+
+
+def test_where_it_runs():
+    assert runs_with("3.6.0")
+    assert runs_with("3.6.1+git")
+    assert not runs_with("3.60.0")
+    assert not runs_with("3.9.0")
+    assert not runs_with("3.6.0", (10, 0))
+    assert not runs_with("3.6.0", (8, 9))
+    assert providers.runs_on_gluon(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_comes_before_triton_and_takes_what_it_declares(backend):
+    names = [kernel.name for kernel in backend.kernels]
+    assert names[-3:] == ["gluon", "triton", "torch"]
+    gluon, triton, _ = backend.kernels[-3:]
+    assert gluon.capabilities.keys() == triton.capabilities.keys()
+    layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
+    for kind, able in gluon.capabilities.items():
+        assert replace(able, dtypes=frozenset(), cache_dtypes=frozenset(), head_sizes=None) == replace(
+            triton.capabilities[kind], dtypes=frozenset(), cache_dtypes=frozenset()
+        )
+        for dtype in (torch.bfloat16, torch.float16):
+            assert able.layer_reasons(layer, dtype, dtype) == []
+            assert able.layer_reasons(layer, dtype, torch.float8_e4m3fn)
+            assert able.layer_reasons(replace(layer, head_dim=320, v_head_dim=256), dtype, dtype)
+        assert able.layer_reasons(layer, torch.float32, torch.float32)
+
+
+def test_keys_and_values_of_their_own_are_none_of_its_business():
+    assert "gluon" not in [kernel.name for kernel in FA3Backend.kernels]
+
+
+def latents(form: str, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> list:
+    """The arguments of `latent_attention`, dense: of each, whose elements lie apart, a copy."""
+    q, k, _, *given = arguments(SIZES, form, causal, dtype)
+    return [q.contiguous(), k.squeeze(2).contiguous(), *given]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_operator_is_attention_over_one_kv_head(form, dtype):
+    q, entries, *given = latents(form, form != "csr", dtype)
+    pages = entries.unsqueeze(2)
+    torch.testing.assert_close(
+        latent_attention(q, entries, *given), paged_attention(q, pages, pages[..., :512], *given), rtol=0, atol=0
+    )
+
+
+def test_opcheck():
+    given = [x.nan_to_num() if torch.is_tensor(x) and x.is_floating_point() else x for x in latents("csr")]
+    operator = torch.ops.attn_backends.latent_attention.default
+    assert set(torch.library.opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
+    assert [each.name for each in operator._schema.arguments if each.is_write] == ["partial_out", "partial_lse"]
+
+
+UNFIT = {
+    "elements": (0, lambda q: q[..., 1:]),
+    "type": (0, lambda q: q.half()),
+    "strided elements": (0, lambda q: q.repeat_interleave(2, dim=2)[..., ::2]),
+    "strides of 8": (1, lambda entries: torch.zeros(9, 4, 584, dtype=entries.dtype)[..., :576]),
+    "address": (1, lambda entries: torch.zeros(9, 4, 592, dtype=entries.dtype)[..., 1:577]),
+    "dimensions": (1, lambda entries: entries.unsqueeze(2)),
+}
+
+
+@pytest.mark.parametrize(("position", "wrong"), UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_refused(position, wrong):
+    given = latents("csr")
+    given[position] = wrong(given[position])
+    with pytest.raises(ValueError, match=r"do not fit together; needed are q \[num_tokens, num_heads, 576\]"):
+        latent_attention(*given)
+
+
+def test_float32_is_refused():
+    with pytest.raises(ValueError, match="both bfloat16 or float16"):
+        latent_attention(*latents("csr", dtype=torch.float32))
+
+
+def test_few_rows_of_a_request_run_on_triton(monkeypatch):
+    """Query rows times heads: most of a tile would be empty."""
+    ran = []
+    gluon = SimpleNamespace(latent_attention=lambda q, *given: ran.append(("gluon", q.shape[0])))
+    monkeypatch.setitem(sys.modules, "attn_backends.kernels.gluon_mla", gluon)
+    monkeypatch.setattr(paged_operators, "paged_attention", lambda q, *given: ran.append(("triton", q.shape[0])))
+    for width in (FEW_ROWS // 2, FEW_ROWS // 2 + 1):
+        q, entries, *given = latents("block table")
+        given[4], q = width, q[:1].repeat(3 * width, 1, 1)
+        paged_operators._latent_attention_cuda(q, entries, *given)
+    assert ran == [("triton", 3 * FEW_ROWS // 2), ("gluon", 3 * FEW_ROWS // 2 + 3)]
+
+
+def test_a_misfit_of_lists_does_not_reach_the_kernel(monkeypatch):
+    monkeypatch.setitem(sys.modules, "attn_backends.kernels.gluon_mla", SimpleNamespace())
+    q, entries, *given = latents("csr")
+    given[3] = given[3].long()
+    with pytest.raises(ValueError, match="dense int32 lists"):
+        paged_operators._latent_attention_cuda(q.repeat(1, FEW_ROWS, 1), entries, *given)
+
+
+def test_auto_passes_it_over_in_words(monkeypatch):
+    """`info` and `backend.choices` say why: here another Triton."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "3.9.0")
+    ours = TrtllmMLABackend.kernels[-3:]
+    choice = choose_kernels("trtllm_mla", ours, "auto", CUDA, Workload(64))[StepKind.DECODE]
+    assert choice.kernel.name == "triton"
+    assert choice.passed_over == ("gluon: needs the Gluon of triton 3.6, which no other version keeps; this is 3.9.0",)
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "3.6.0")
+    choice = choose_kernels("trtllm_mla", ours, "auto", CUDA, Workload(64))[StepKind.DECODE]
+    assert choice.kernel.name == "gluon"
