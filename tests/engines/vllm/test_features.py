@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from attn_backends.engines.vllm import builder
 from tests.engines.vllm.engine import Row, prompts, run
 from tests.engines.vllm.laws import assert_attended, assert_compared
 from tests.engines.vllm.rows import BOTH, FULL
@@ -22,10 +23,14 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature(feature: str, models: Path) -> None:
+def test_a_feature(feature: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(builder.logger, "info", lambda words, *args: told.append(words % args))
     row, seen = FEATURES[feature]
     with compared() as shadow:
         found = run(row, models, prompts(4), 8, begin=shadow.begin)
     assert shadow.seen == seen
+    assert all(line.startswith("fa3 attends in model.layers.") and "'decode': 'torch'" in line for line in told)
+    assert told
     assert_attended(row, found)
     assert_compared(row, found, shadow)
