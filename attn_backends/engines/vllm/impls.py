@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -37,12 +39,24 @@ class _Layer:
         self.layer = layer
         self.cache_dtype = torch.float8_e4m3fn if kv_cache_dtype.startswith("fp8") else dtype
         self._attended: Attended | None = None
-        self._cache: tuple[Tensor, PagedKV | PagedLatent] | None = None
+        self._pages: tuple[Hashable, PagedKV | PagedLatent] | None = None
         self._is_ready = False
         workload = Workload(page_size_of(config), [layer], dtype, self.cache_dtype)
         reasons = reasons + config_reasons(config)
         reasons += kernel_reasons(self.library, torch.device(current_platform.device_type), workload)
         refuse(f"{self.library.name} in vLLM", reasons)
+
+    def pages(self, kv_cache: Tensor) -> PagedKV | PagedLatent:
+        """Views of a cache, made once for each that vLLM binds; of 8 bits it hands a new view of it to every call."""
+        place = kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()
+        if self._pages is None or self._pages[0] != place:
+            typed = kv_cache if kv_cache.dtype is self.cache_dtype else kv_cache.view(self.cache_dtype)
+            self._pages = place, self.view(typed)
+        return self._pages[1]
+
+    @abstractmethod
+    def view(self, kv_cache: Tensor) -> PagedKV | PagedLatent:
+        """A cache of vLLM's as pages; no copy."""
 
     def scales_of(self, vllm_layer: Any) -> tuple[float, float]:
         """What vLLM's layer divides keys and values by where it stores them in 8 bits."""
@@ -93,15 +107,9 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
         if self._sinks is not None:
             self.layer = replace(self.layer, sinks=self._sinks.detach().float())
 
-    def pages(self, kv_cache: Tensor) -> PagedKV:
-        """Views of a cache [blocks, KV heads, block size, 2 * head_size]."""
-        if self._cache is None or self._cache[0] is not kv_cache:
-            typed = kv_cache if kv_cache.dtype is self.cache_dtype else kv_cache.view(self.cache_dtype)
-            k, v = typed.transpose(1, 2).split(self.head_size, dim=-1)
-            self._cache = kv_cache, PagedKV(k, v)
-        cache = self._cache[1]
-        assert isinstance(cache, PagedKV), "the cache of a grouped-query layer"
-        return cache
+    def view(self, kv_cache: Tensor) -> PagedKV:
+        """Of a cache [blocks, KV heads, block size, 2 * head_size]."""
+        return PagedKV(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
 
     def forward(
         self,
@@ -167,13 +175,9 @@ class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
         """A latent is key and value at once."""
         return vllm_layer._k_scale_float, vllm_layer._k_scale_float
 
-    def pages(self, kv_cache: Tensor) -> PagedLatent:
-        """A view of a cache [blocks, block size, rank + rope]."""
-        if self._cache is None or self._cache[0] is not kv_cache:
-            self._cache = kv_cache, PagedLatent(kv_cache, self.layer.v_head_dim)
-        cache = self._cache[1]
-        assert isinstance(cache, PagedLatent), "the cache of an MLA layer"
-        return cache
+    def view(self, kv_cache: Tensor) -> PagedLatent:
+        """Of a cache [blocks, block size, rank + rope]."""
+        return PagedLatent(kv_cache, self.layer.v_head_dim)
 
     def forward_mqa(
         self,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+
+pytest.register_assert_rewrite("tests.engines.vllm.laws")
 
 os.environ |= {
     "CUDA_VISIBLE_DEVICES": "",  # Triton counts as there without a driver
@@ -30,8 +33,10 @@ attn_backends_tests = tests.engines.vllm.plain:register
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give vLLM the plug-ins of these tests, as an installed package gives it its own."""
-    folder = Path(config.cache.mkdir("vllm_plugins")) / "attn_backends_tests-0.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
+    made = TemporaryDirectory()
+    config.add_cleanup(made.cleanup)
+    folder = Path(made.name) / "attn_backends_tests-0.dist-info"
+    folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: attn-backends-tests\nVersion: 0\n")
     (folder / "entry_points.txt").write_text(ENTRY_POINTS)
     sys.path.append(str(folder.parent))

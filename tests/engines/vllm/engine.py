@@ -24,10 +24,10 @@ CAPTURE_SIZES = [4, 16, 64]  # so of 2 and 3 requests the graph of 4 runs
 class Row:
     """What an engine is built with.
 
-    model: gqa, mla-1 or mla-3, the number of modules. backend: as `--attention-backend` is given. graphs: vLLM's
-    cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether it drafts at all.
-    fused: whether the draft loop is one graph, or a graph or call for each forward. block_size: None leaves it to vLLM.
-    others: more arguments of `LLM`.
+    model: gqa, gqa-window, mla-1 or mla-3, which has three modules. backend: as `--attention-backend` is given.
+    graphs: vLLM's cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether it
+    drafts at all. fused: whether the draft loop is one graph, or a graph or call for each forward. block_size: None
+    leaves it to vLLM. others: more arguments of `LLM`.
     """
 
     model: str
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def is_mla(self) -> bool:
-        return self.model != "gqa"
+        return self.model.startswith("mla")
 
     @property
     def forwards(self) -> int:
@@ -90,7 +90,7 @@ def build(row: Row, models: Path) -> Any:
     compilation = {"mode": 0, "cudagraph_mode": row.graphs, "cudagraph_capture_sizes": CAPTURE_SIZES}
     options: dict[str, Any] = {"compilation_config": compilation} if row.graphs != "NONE" else {"enforce_eager": True}
     if row.drafts:
-        method = "eagle3" if row.model == "gqa" else "mtp"
+        method = "mtp" if row.is_mla else "eagle3"
         draft = str(models / f"{row.model}-draft")
         options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
     return LLM(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,14 @@ CHECKPOINTS = Path(__file__).parents[3] / "reference/attn_backends_reference/mod
 
 
 def write_models(folder: Path) -> Path:
-    """gqa with its EAGLE-3 head, and mla with one MTP module, run again each step, and with three."""
-    shutil.copytree(CHECKPOINTS / "gqa/target", folder / "gqa")
-    _write_eagle3(folder)
+    """gqa with its EAGLE-3 head, also with windows in every other layer; mla with one MTP module, run again each step,
+    and with three.
+    """
+    tensors = load_file(CHECKPOINTS / "gqa/target/model.safetensors")
+    windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
+    for name, fields in (("gqa", {}), ("gqa-window", windows)):
+        _write(folder / name, _config("gqa/target") | fields, tensors)
+        _write_eagle3(folder / f"{name}-draft")
     _write_mtp(folder)
     return folder
 
@@ -35,7 +39,7 @@ def _write_eagle3(folder: Path) -> None:
     fields = _config("gqa/eagle3")
     layers = fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     fields["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layers]
-    _write(folder / "gqa-draft", fields, load_file(CHECKPOINTS / "gqa/eagle3/model.safetensors"))
+    _write(folder, fields, load_file(CHECKPOINTS / "gqa/eagle3/model.safetensors"))
 
 
 def _write_mtp(folder: Path) -> None:

@@ -28,9 +28,11 @@ def register() -> None:
     register_backend("TESTS_PLAIN_MLA", "tests.engines.vllm.plain.PlainMLA")
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, common: CommonAttentionMetadata, scale: float) -> Tensor:
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, common: CommonAttentionMetadata, scale: float, window: int | None = None
+) -> Tensor:
     """[num_rows, num_heads, value size] float64; rows of no request are zeros. q: [num_rows, num_heads, head size].
-    k, v: [blocks, block size, KV heads, size].
+    k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most.
     """
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
     starts = common.query_start_loc.tolist()
@@ -43,8 +45,9 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, common: CommonAttentionMeta
         keys, values = (pages[blocks].flatten(0, 1)[:length].double() for pages in (k, v))
         keys, values = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * scale
-        ahead = torch.arange(length) > torch.arange(length - num, length).unsqueeze(1)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), values)
+        behind = torch.arange(length - num, length).unsqueeze(1) - torch.arange(length)
+        hidden = (behind < 0) | (behind >= (window or length))
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
     return out
 
 

@@ -23,14 +23,15 @@ class Mismatch(AssertionError):
 
 
 class Shadow:
-    """compared: calls by what they were of, "draft layer, eagerly" and so on. compares: off while an engine is built
-    with a defect, whose dummy batches show nothing.
+    """compared: calls by what they were of, "draft layer, eagerly" and so on. seen: types of cache, and windows.
+    compares: off while an engine is built with a defect, whose dummy batches show nothing.
     """
 
     def __init__(self) -> None:
         self.compared: Counter[str] = Counter()
+        self.seen: set[tuple[torch.dtype, int | None]] = set()
         self.compares = True
-        self._known: dict[str, Tensor] = {}
+        self._known: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """The engine is built: compare, and count from here."""
@@ -50,7 +51,11 @@ class Shadow:
     def _check_attention(self, layer: Any, cache: Any, common: Any, q: Tensor, out: Tensor, where: str) -> None:
         if not self.compares:
             return
-        wanted = exact_attention(q, *cache.pages, common, layer.impl.scale)
+        window = getattr(layer, "sliding_window", None)
+        scales = (layer._k_scale_float, layer._v_scale_float)
+        k, v = (pages.float() * scale for pages, scale in zip(cache.pages, scales, strict=True))
+        wanted = exact_attention(q, k, v, common, layer.impl.scale, window)
+        self.seen.add((cache.dtype, window))
         real = int(common.query_start_loc[common.num_reqs])
         if not torch.allclose(out[:real].double(), wanted[:real], atol=1e-4, rtol=1e-4):
             off = (out[:real].double() - wanted[:real]).abs().max()
@@ -63,7 +68,8 @@ class Shadow:
     def _check_writes(self, name: str, kv_cache: Tensor, common: Any, rows: Any, where: str) -> None:
         """Since the call before, nothing changed in the cache but the null block and the batch's slots."""
         entries = kv_cache.transpose(1, 2) if kv_cache.ndim == 4 else kv_cache
-        before = self._known.get(name)
+        place = kv_cache.data_ptr()  # layers with and without a window share one
+        before = self._known.get(place)
         first = entries.shape[1]  # behind the null block
         slots = [(row, slot) for row, slot in enumerate(common.slot_mapping.tolist()) if slot >= first]
         if before is not None and before.shape == entries.shape:
@@ -72,10 +78,14 @@ class Shadow:
             changed[[slot for _, slot in slots]] = False
             if changed.any() and self.compares:
                 raise Mismatch(f"writes of a {where}: {name} wrote slots {changed.nonzero().flatten().tolist()}")
-        flat = entries.flatten(0, 1)
-        if self.compares and rows is not None and any(not torch.equal(flat[slot], rows[row]) for row, slot in slots):
+        if rows is not None and self.compares and not self._stored(entries.flatten(0, 1), rows, slots):
             raise Mismatch(f"writes of a {where}: {name} did not store what it was given")
-        self._known[name] = entries.clone()
+        self._known[place] = entries.clone()
+
+    def _stored(self, flat: Tensor, rows: Tensor, slots: list[tuple[int, int]]) -> bool:
+        """Whether each slot holds its row. An 8-bit cache is bytes to vLLM."""
+        typed = flat.view(rows.dtype)
+        return all(torch.equal(typed[slot].float(), rows[row].float()) for row, slot in slots)
 
 
 @contextmanager
@@ -97,10 +107,11 @@ def compared() -> Iterator[Shadow]:
         given.common = common
         return given
 
-    def compared_forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, output: Any) -> Any:
-        result = forward(self, layer, q, k, v, kv_cache, given, output)
+    def compared_forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, **rest: Any) -> Any:
+        result = forward(self, layer, q, k, v, kv_cache, given, **rest)
         if given is not None:
-            shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, output, torch.cat((k, v), -1))
+            rows = torch.cat((k, v), -1).to(self.cache_dtype)
+            shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, rest["output"], rows)
         return result
 
     def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
@@ -109,11 +120,8 @@ def compared() -> Iterator[Shadow]:
         shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, result[0], None)
         return result
 
-    def forward_of_vllm(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, **rest: Any) -> Any:
-        return compared_forward(self, layer, q, k, v, kv_cache, given, rest["output"])
-
     patch.setattr(Builder, "_given", with_common)
-    patch.setattr(GroupedQueryImpl, "forward", forward_of_vllm)
+    patch.setattr(GroupedQueryImpl, "forward", compared_forward)
     patch.setattr(LatentImpl, "forward_mqa", compared_mqa)
     try:
         yield shadow

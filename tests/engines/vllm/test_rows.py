@@ -6,31 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, prompts, run
+from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, prompts, run
+from tests.engines.vllm.laws import assert_attended, assert_compared
 from tests.engines.vllm.recompute import NUM_PROMPTS, NUM_TOKENS, greedy_by_transformers, plain
 from tests.engines.vllm.rows import BOTH, FULL, QUICK, full_product, pairs
-from tests.engines.vllm.shadow import Shadow, compared, stepwise
-
-
-def assert_attended(row: Row, found: Run) -> None:
-    """The backend of the row, and no other, attended in every layer as often as the engine made a step."""
-    assert found.steps
-    forwards = dict.fromkeys(found.layers[0], 1) | dict.fromkeys(found.layers[1], row.forwards)
-    counted = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in found.attended.items()}
-    assert counted == {name: num * found.steps for name, num in forwards.items()}
-    backend = row.backend.removeprefix("ATTN_BACKENDS_").lower()
-    by = {kind["backend"] for kinds in found.attended.values() for kind in kinds.values()}
-    assert by == {"fa3" if backend == "fa3_mla" else backend}
-
-
-def assert_compared(row: Row, found: Run, shadow: Shadow) -> None:
-    """Every call that was counted was compared, in graphs where the row has graphs."""
-    forwards = sum(kind["forwards"] for kinds in found.attended.values() for kind in kinds.values())
-    assert sum(shadow.compared.values()) == forwards
-    for model in ("target", "draft"):
-        assert shadow.compared[f"{model} layer, eagerly"], "prompts"
-        assert bool(shadow.compared[f"{model} layer, in a graph"]) == (row.graphs != "NONE")
-    assert bool(found.graphs.get("replayed")) == (row.graphs != "NONE")
+from tests.engines.vllm.shadow import compared, stepwise
 
 
 def check(row: Row, models: Path, num_prompts: int) -> None:
