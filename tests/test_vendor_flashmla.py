@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
@@ -183,6 +184,34 @@ def test_a_chain_takes_no_launch_to_turn_the_lse_round(monkeypatch: pytest.Monke
     world = world_of(TrtllmMLABackend, "flashmla", CHAIN)
     check_eager(world, Batch(StepKind.TARGET_VERIFY, (3, 9)))
     assert not turned
+
+
+class Launches(TorchDispatchMode):
+    """Notes what is launched, with the first tensor that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if args and isinstance(args[0], Tensor) and func._schema.is_mutable:
+            self.seen.append((func.name(), args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_launch_goes_between_the_store_and_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's kernel may begin before the writes of the launch in front of it can be seen."""
+    before: list[tuple[str, Tensor]] = []
+
+    def call(**given: Any) -> tuple[Tensor, Tensor]:
+        before.append(launches.seen[-1])
+        return flash_mla_with_kvcache(**given)
+
+    install(monkeypatch, {**CALLS, "flash_mla:flash_mla_with_kvcache": call})
+    with Launches() as launches:
+        check_eager(world_of(TrtllmMLABackend, "flashmla", CHAIN), Batch(StepKind.TARGET_VERIFY, (3, 9)))
+    assert {name for name, _ in before} == {"aten::zero_"}
+    assert {tuple(tensor.shape) for _, tensor in before} == {(1,)}
 
 
 def test_what_is_passed_is_what_the_version_check_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:

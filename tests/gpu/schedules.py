@@ -85,6 +85,7 @@ def measured(name: str, lens: list[int], num_heads: int, width: int) -> dict[str
             "tile_scheduler_metadata": torch.zeros(144, 8, **ints),
             "num_splits": torch.zeros(bs + 1, **ints),
             "marks": torch.zeros(bs, 2, **ints),
+            "fence": torch.zeros(1, **ints),
         }
         made[way] = schedule(plan, shape, buffers)
         made[way].refresh()
