@@ -12,7 +12,12 @@ BIN = .venv/bin
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo smoke test test-full test-versions test-wheel fuzz gpu-results
+# The real SGLang on the CPU, in an environment of its own; its CPU operators are a stand-in of the tests'.
+SGLANG = tests/engines/sglang
+SGLANG_INSTALLED = .venv-sglang/installed
+SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
+
+.PHONY: demo smoke test test-full test-versions test-wheel test-sglang fuzz gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -48,6 +53,9 @@ test-wheel:  ## the built wheels, in an environment of their own in an empty fol
 	&& venv/bin/attn-backends generate --prompt "import os" --max-new-tokens 8 \
 	&& rm -r $$wheel
 
+test-sglang: $(SGLANG_INSTALLED)  ## SGLang's engine on our backends, without a GPU
+	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG)
+
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
@@ -55,4 +63,10 @@ $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]' --editable ./reference
+	@touch $@
+
+$(SGLANG_INSTALLED): pyproject.toml $(SGLANG)/requirements.txt $(SGLANG)/sglang.txt
+	$(PYTHON) -m venv --clear .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --requirement $(SGLANG)/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --no-deps --requirement $(SGLANG)/sglang.txt --editable .
 	@touch $@

@@ -85,10 +85,9 @@ def spec(algorithm: str | None = "EAGLE3", topk: int = 1, nodes: int = 4, **fiel
     return SimpleNamespace(**(given | fields))
 
 
-def execution(*, two_batches: bool = False, deterministic: bool = False, prefill: str = "disabled") -> Any:
+def execution(*, two_batches: bool = False, prefill: str = "disabled") -> Any:
     return SimpleNamespace(
         overlap=SimpleNamespace(enable_two_batch_overlap=two_batches),
-        deterministic=SimpleNamespace(enable_deterministic_inference=deterministic),
         graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(backend=prefill))),
     )
 
@@ -106,7 +105,6 @@ SERVERS: dict[str, tuple[Any, Any, Any, Any]] = {
     "context parallelism of 2": (runner(), spec(), execution(), parallel(attn_cp_size=2)),
     "--pipeline-parallel-size 2": (runner(), spec(), execution(), parallel(pp_size=2)),
     "--enable-two-batch-overlap": (runner(), spec(), execution(two_batches=True), parallel()),
-    "--enable-deterministic-inference": (runner(), spec(), execution(deterministic=True), parallel()),
     "--disable-prefill-cuda-graph": (runner(device="cuda"), spec(), execution(prefill="breakable"), parallel()),
     "a KV pool SWAKVPool": (runner(token_to_kv_pool=SWAKVPool()), spec(), execution(), parallel()),
     "a KV pool MHATokenToKVPool": (runner(use_mla_backend=True), spec(), execution(), parallel()),

@@ -51,8 +51,6 @@ def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Ite
         yield f"--pipeline-parallel-size {parallel.pp_size}"
     if execution.overlap.enable_two_batch_overlap:
         yield "--enable-two-batch-overlap"
-    if execution.deterministic.enable_deterministic_inference:
-        yield "--enable-deterministic-inference"
     if runner.device == "cuda" and execution.graph.cuda_graph_config.prefill.backend != "disabled":
         yield "graphs of prefill (--disable-prefill-cuda-graph switches them off)"
     pool = type(runner.token_to_kv_pool).__name__
