@@ -120,7 +120,7 @@ def test_what_is_not_run_is_at_least_understood(snippet):
         case ["make", target, *_]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text()
         case [program, *_]:
-            assert program in ("pip", "pytest")
+            assert program in ("pip", "pytest", "sglang")
 
 
 def test_no_block_of_a_document_escapes():
