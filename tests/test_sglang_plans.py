@@ -1,109 +1,31 @@
-"""The plug-in's plans without SGLang: its graphs' static buffers, padded as it pads them, and its views of a replay."""
+"""The plug-in's plans without SGLang: what its graphs read, what it hands out, and what attends on it."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from attn_backends import RecordedGraph
-from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.engines.sglang.attended import Attended
+from attn_backends.engines.sglang.layers import Layers
 from attn_backends.engines.sglang.plans import Plans, forwards_of, kind_of, own_branches
-from attn_backends.planning.metadata import Metadata
 from spec_metadata import StepKind
-from tests.engine_batches import MODES, forward_batch, sglang_scene, sglang_steps
+from tests.engine_batches import forward_batch, sglang_scene, sglang_steps
 from tests.launches import CountsLaunches
-
-GRAPHS = [
-    (StepKind.DECODE, 1),
-    (StepKind.DRAFT_DECODE, 1),
-    (StepKind.DRAFT_DECODE, 3),
-    (StepKind.TARGET_VERIFY, 1),
-    (StepKind.TARGET_VERIFY, 3),
-    (StepKind.DRAFT_EXTEND, 1),
-]
-each_graph = pytest.mark.parametrize(("kind", "topk"), GRAPHS, ids=lambda value: str(value))
-
-
-def plans_of(scene: Scene) -> Plans:
-    world = scene.world
-    facts: Any = SimpleNamespace(batches=sglang_steps(scene), capacity=world.capacity, kinds=(scene.batch.kind,))
-    return Plans(facts, FA3Backend(world.capacity, world.geometry, kernel="torch"))
-
-
-class StaticBuffers:
-    """What SGLang captures a batch of MAX_BS requests on, and fills before a replay: lengths of padded requests are 1,
-    their row of the table the reserved one (0 in SGLang, another in the scene) and their slots 0; masks of trees lie
-    behind each other.
-    """
-
-    def __init__(self, scene: Scene) -> None:
-        self.bs, self.width = MAX_BS, scene.width
-        self.reserved = scene.world.geometry.reserved_row
-        self.seq_lens, self.rows = torch.ones(self.bs, dtype=torch.int64), torch.full((self.bs,), self.reserved)
-        self.slots = torch.zeros(self.bs * len(scene.write_order()) // len(scene.requests), dtype=torch.int64)
-        self.masks = torch.zeros(self.bs * self.width**2, dtype=torch.bool)
-
-    def batch(self, scene: Scene) -> Any:
-        fields = {"req_pool_indices": self.rows, "seq_lens": self.seq_lens, "out_cache_loc": self.slots}
-        return forward_batch(scene, batch_size=self.bs, seq_lens_cpu=None, **fields)
-
-    def fill(self, scene: Scene) -> None:
-        real = forward_batch(scene)
-        for static, given, padding in (
-            (self.seq_lens, real.seq_lens, 1),
-            (self.rows, real.req_pool_indices, self.reserved),
-            (self.slots, real.out_cache_loc, 0),
-        ):
-            static.fill_(padding)
-            static[: len(given)] = given
-        if scene.is_tree and scene.batch.kind is StepKind.TARGET_VERIFY:
-            self.masks[: scene.tree_mask().numel()] = scene.tree_mask().flatten()
-
-
-def view_of(scene: Scene, num_padding: int = 2) -> SimpleNamespace:
-    """What SGLang hands over before a replay; of a draft extend uncut buffers, and nothing that counts the padding."""
-    batch, extends = forward_batch(scene), scene.batch.kind is StepKind.DRAFT_EXTEND
-    padded = {name: longer(getattr(batch, name), num_padding) for name in ("seq_lens", "seq_lens_cpu")}
-    counted = {} if extends else {"num_padding": num_padding, "actual_forward_mode": batch.forward_mode}
-    return SimpleNamespace(
-        forward_mode=MODES[scene.batch.kind],
-        batch_size=batch.batch_size + num_padding,
-        input_ids=torch.zeros(batch.batch_size * scene.width),
-        req_pool_indices=longer(batch.req_pool_indices, num_padding, 0),
-        out_cache_loc=batch.out_cache_loc,
-        out_cache_loc_virtual=None,
-        spec_info=batch.spec_info,
-        **padded,
-        **counted,
-    )
-
-
-def longer(tensor: Tensor, by: int, value: int = 1) -> Tensor:
-    return torch.cat((tensor, tensor.new_full((by,), value)))
-
-
-def planned(meta: Metadata) -> dict[str, Tensor]:
-    """Everything that a graph reads, padded requests included."""
-    return {name: buffer.clone() for name, buffer in meta.buffers.items()}
-
-
-def eager_padded(scene: Scene) -> dict[str, Tensor]:
-    """What the same batch plans in such a graph when it is copied as an eager step."""
-    plans = plans_of(scene)
-    step = plans.facts.batches.step(forward_batch(scene))
-    meta = plans.backend.capture(step.bucket(MAX_BS), step.paging)
-    plans.backend.replay(meta, step)
-    return planned(meta)
-
-
-def differing(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    return [name for name, buffer in expected.items() if not torch.equal(found[name], buffer)]
+from tests.sglang_graphs import (
+    StaticBuffers,
+    differing,
+    each_graph,
+    eager_padded,
+    planned,
+    plans_of,
+    radix_attention,
+    view_of,
+)
 
 
 def replayed_in_graph(scene: Scene, static: StaticBuffers) -> tuple[Plans, dict[str, Tensor]]:
@@ -180,3 +102,40 @@ def test_a_branch_sees_its_own_tokens_and_each_forward_has_its_metadata() -> Non
             for branch in range(3):
                 seen = forward.tree.slots[request][forward.tree.mask[request, branch]]
                 assert sorted(seen.tolist()) == sorted(slots[request, branch, : i + 1].tolist())
+
+
+@each_graph
+def test_a_kernel_that_plans_on_the_host_has_its_lengths_copied(
+    kind: StepKind, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the replay; the graph plans the rest."""
+    monkeypatch.setattr(Plans, "plans_on_host", lambda plans, kind: True)
+    scene = sglang_scene(kind, 1 if topk > 1 else 4, topk)
+    plans, batch = plans_of(scene), StaticBuffers(scene).batch(scene)
+    meta = plans.capture(batch, None if topk == 1 else StaticBuffers(scene).masks)
+    graph = RecordedGraph()
+    graph.capture(lambda: plans.refresh(batch))
+    plans.load(view_of(scene))
+    graph.replay()
+    assert plans.needs_host_lens
+    assert differing(planned(meta), eager_padded(scene)) == []
+
+
+def test_rows_that_pad_a_batch_are_not_stored_and_give_zeros() -> None:
+    scene = sglang_scene(StepKind.TARGET_VERIFY)
+    outputs, pools = [], []
+    for padding in (0, 3):
+        plans = plans_of(scene)
+        attended = Attended(plans.backend, Layers(plans.facts.pool, 4, plans.facts.format))
+        attended.meta = plans.eager(forward_batch(scene)).at()
+        given = radix_attention(scene)
+        rows = scene.width * len(scene.requests)
+        q, k, v = (
+            torch.randn(rows + 3, heads * dim, generator=torch.Generator().manual_seed(1))[: rows + padding]
+            for heads, dim in ((4, given.head_dim), (2, given.head_dim), (2, given.v_head_dim))
+        )
+        outputs.append(attended(q, k, v, given, True, {}))
+        pools.append(torch.cat((plans.facts.pool.k, plans.facts.pool.v), -1))
+    assert torch.equal(outputs[1], torch.cat((outputs[0], outputs[0].new_zeros(3, outputs[0].shape[1]))))
+    assert torch.equal(*pools)
+    assert pools[0].any()
