@@ -8,7 +8,7 @@ from __future__ import annotations
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocation import get_last_loc_torch
 from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_spec
@@ -20,7 +20,6 @@ mla_handlers = attention_backend_handler.AttentionBackendRegistry
 
 __all__ = [
     "AttentionBackend",
-    "AttentionType",
     "RadixAttention",
     "TRTLLMHAAttnBackend",
     "TreeMaskMode",

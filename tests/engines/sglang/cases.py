@@ -21,16 +21,18 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Case:
-    """topk: 0 for plain decoding, 1 for a chain, else a tree."""
+    """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another."""
 
     model: str
     backend: str
     topk: int
     page_size: int = 1
+    of_draft: str | None = None
 
     def __str__(self) -> str:
         shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
-        return f"{self.model}-{self.backend}-{shape}-page{self.page_size}"
+        backends = self.backend if self.of_draft is None else f"{self.backend}-{self.of_draft}"
+        return f"{self.model}-{backends}-{shape}-page{self.page_size}"
 
     @property
     def num_nodes(self) -> int:
@@ -63,6 +65,7 @@ class Case:
         return options | {
             "speculative_algorithm": algorithm,
             "speculative_draft_model_path": str(models / draft),
+            "speculative_draft_attention_backend": self.of_draft,
             "speculative_num_steps": NUM_STEPS,
             "speculative_eagle_topk": self.topk,
             "speculative_num_draft_tokens": self.num_nodes,
@@ -79,12 +82,13 @@ class Case:
         return wrong
 
     def wrong_counts(self, run: Run) -> list[str]:
-        """Forwards in which not every layer attended once by our backend, in the situation that SGLang was in."""
+        """Forwards in which not every layer attended once by the backend asked for, in SGLang's own situation."""
         wrong = []
         for forward in run.forwards:
             kind = KINDS[forward["draft"]][forward["forward"]]
             layers = 1 if forward["draft"] else LAYERS[self.model]
-            expected = {f"{kind}/{layer}": 1 for layer in range(layers)}
+            name = (forward["draft"] and self.of_draft) or self.backend
+            expected = {f"{name}/{kind}/{layer}": 1 for layer in range(layers)}
             if forward["attended"] != expected:
                 wrong.append(
                     f"{forward['forward']} of {'draft' if forward['draft'] else 'target'}: {forward['attended']}"
@@ -101,7 +105,7 @@ SPECULATIVE = [
     Case("mla", FA3, 4),
     Case("mla", FLASHINFER, 1),
     Case("mla", FLASHINFER, 4),
-    Case("mla", FLASHINFER, 1, page_size=64),
+    Case("mla", FLASHINFER, 1, page_size=64, of_draft=TRTLLM),
     Case("mla", TRTLLM, 1, page_size=64),
 ]
 PLAIN = list(dict.fromkeys(case.plain for case in SPECULATIVE))

@@ -94,6 +94,8 @@ def _child(folder: Path, bug: Callable[[], None] | None, options: dict[str, Any]
         os.dup2(output.fileno(), 2)
         start = multiprocessing.set_start_method
         multiprocessing.set_start_method = lambda method, force=False: start("fork", force=True)
+        for name in [name for name in sys.modules if name.startswith("attn_backends.engines.")]:
+            del sys.modules[name]  # a test may have imported the plug-in; SGLang is to do so
         install(Log(folder / "log"))
         if bug is not None:
             bug()

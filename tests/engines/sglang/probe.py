@@ -52,7 +52,7 @@ def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
 
 
 def _attends(attended: Counter[str], original: Any, backend: Any, q: Any, cache: Any, meta: Any, layer: Any) -> Any:
-    attended[f"{meta.kind}/{layer.id}"] += 1
+    attended[f"attn_{backend.name}/{meta.kind}/{layer.id}"] += 1
     return original(backend, q, cache, meta, layer)
 
 
