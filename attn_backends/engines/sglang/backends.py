@@ -104,6 +104,8 @@ class EngineBackend(api.AttentionBackend):
         """The length of padded requests; no value matters, as their row of the table says that they are padding."""
         return 1
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value  # of ranks that pad for one another, on a CPU
+
     def support_triton(self) -> bool:
         """Whether SGLang may use its own Triton kernels beside it."""
         return self.plans.facts.device.type != "cpu"

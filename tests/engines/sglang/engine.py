@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.engines.sglang.probe import Log, install
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -94,6 +96,10 @@ def _child(folder: Path, bug: Callable[[], None] | None, options: dict[str, Any]
         os.dup2(output.fileno(), 2)
         start = multiprocessing.set_start_method
         multiprocessing.set_start_method = lambda method, force=False: start("fork", force=True)
+        if options.get("tp_size"):
+            os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each of two ranks
+        os.register_at_fork(after_in_child=_renew_threads)
+        _renew_threads()
         for name in [name for name in sys.modules if name.startswith("attn_backends.engines.")]:
             del sys.modules[name]  # a test may have imported the plug-in; SGLang is to do so
         install(Log(folder / "log"))
@@ -106,6 +112,11 @@ def _child(folder: Path, bug: Callable[[], None] | None, options: dict[str, Any]
         traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _renew_threads() -> None:
+    """torch makes its pool of threads anew at the first use after a fork, and two threads may find it half made."""
+    torch.set_num_threads(1)
 
 
 def _answer(options: dict[str, Any]) -> dict[str, Any]:
