@@ -13,7 +13,12 @@ RUN_VLLM = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
 
-.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full fuzz gpu-results
+# The real SGLang on the CPU, in an environment of its own; its CPU operators are a stand-in of the tests'.
+SGLANG = tests/engines/sglang
+SGLANG_INSTALLED = .venv-sglang/installed
+SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
+
+.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang fuzz gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -55,6 +60,9 @@ test-vllm: .venv-vllm/installed  ## vLLM's real engine on this CPU with our back
 test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph mode and way of caching: hours
 	$(RUN_VLLM) pytest tests/engines/vllm -m full
 
+test-sglang: $(SGLANG_INSTALLED)  ## SGLang's engine on our backends, without a GPU
+	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG)
+
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
@@ -66,4 +74,10 @@ $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 
 .venv-vllm/installed: $(INSTALLED) tests/engines/vllm/requirements.txt tests/engines/vllm/install.sh
 	bash tests/engines/vllm/install.sh .venv
+	@touch $@
+
+$(SGLANG_INSTALLED): pyproject.toml $(SGLANG)/requirements.txt $(SGLANG)/sglang.txt
+	$(PYTHON) -m venv --clear .venv-sglang
+	.venv-sglang/bin/python -m pip install --quiet --requirement $(SGLANG)/requirements.txt
+	.venv-sglang/bin/python -m pip install --quiet --no-deps --requirement $(SGLANG)/sglang.txt --editable .
 	@touch $@

@@ -36,7 +36,9 @@ class Capacity:
     max_bs: requests in one step. max_context: tokens that a request may commit. page_size: tokens in a page.
     topk: branches of a draft level. num_steps: drafted depth. num_draft_tokens: nodes of the draft tree, the root
     (the last sampled token) included. num_rerun: committed positions that a draft extend runs again before the accepted
-    ones, num_steps - 1 for one MTP module a step (`docs/mtp.md`).
+    ones, num_steps - 1 for one MTP module a step (`docs/mtp.md`). num_extended: rows of a draft extend behind those,
+    at least the longest accepted path, which None stands for; an engine that extends by every verified node, as SGLang
+    does, says num_draft_tokens.
     """
 
     max_bs: int
@@ -46,9 +48,12 @@ class Capacity:
     num_steps: int = 1
     num_draft_tokens: int = 2
     num_rerun: int = 0
+    num_extended: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
+            if field.name == "num_extended" and self.num_extended is None:
+                continue
             if not isinstance(getattr(self, field.name), Integral):
                 raise InvalidStepError(f"{field.name} must be a whole number, got {getattr(self, field.name)!r}")
         for name in ("max_bs", "max_context", "page_size", "topk", "num_steps"):
@@ -61,6 +66,11 @@ class Capacity:
             )
         if self.num_rerun < 0:
             raise InvalidStepError(f"num_rerun must be at least 0, got {self.num_rerun}")
+        if self.num_extended is not None and not self.max_accepted <= self.num_extended <= self.num_draft_tokens:
+            raise InvalidStepError(
+                f"num_extended must be in [{self.max_accepted}, {self.num_draft_tokens}], from the longest accepted "
+                f"path to num_draft_tokens; got {self.num_extended}"
+            )
 
     @property
     def max_tree_nodes(self) -> int:
@@ -74,8 +84,8 @@ class Capacity:
 
     @property
     def extend_width(self) -> int:
-        """Query rows of a uniform draft extend: the positions that it runs again, and the accepted ones."""
-        return self.num_rerun + self.max_accepted
+        """Query rows of a uniform draft extend: the positions that it runs again, and the accepted ones or more."""
+        return self.num_rerun + (self.max_accepted if self.num_extended is None else self.num_extended)
 
     @property
     def draft_room(self) -> int:

@@ -129,7 +129,7 @@ def test_what_is_not_run_is_at_least_understood(snippet):
         case ["vllm", "serve", *words]:
             assert words[words.index("--attention-backend") + 1] in vllm.NAMES
         case [program, *_]:
-            assert program in ("pip", "pytest")
+            assert program in ("pip", "pytest", "sglang")
 
 
 def test_no_block_of_a_document_escapes():

@@ -240,6 +240,8 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     "max_context must be a whole number, got 8.0": lambda: Capacity(1, 8.0, 4),  # type: ignore[arg-type]
     "num_rerun must be a whole number, got '2'": lambda: Capacity(1, 8, 4, num_rerun="2"),  # type: ignore[arg-type]
+    r"num_extended must be in \[4, 16\]": lambda: Capacity(1, 8, 4, 4, 3, num_draft_tokens=16, num_extended=3),
+    "num_extended must be a whole number, got '4'": lambda: Capacity(1, 8, 4, num_extended="4"),  # type: ignore[arg-type]
     "max_bs must be at least 1, got 0": lambda: Capacity(0, 8, 4),
     "max_context must be at least 1": lambda: Capacity(1, 0, 4),
     "page_size must be at least 1": lambda: Capacity(1, 8, 0),
@@ -346,3 +348,12 @@ def test_steps_of_one_layout_differ_in_values_alone() -> None:
         Step.target_verify(4, lens, request, slots, tree_mask=mask.transpose(1, 2)).layout,
     ]
     assert len(set(layouts)) == len(layouts)
+
+
+def test_an_engine_may_extend_by_every_verified_node() -> None:
+    """SGLang does; a tree verifies more nodes than a path can have, and pages must hold what it writes."""
+    sizes = {"max_bs": 2, "max_context": 32, "page_size": 4, "topk": 4, "num_steps": 3, "num_draft_tokens": 16}
+    accepted, every = Capacity(**sizes), Capacity(**sizes, num_extended=16)
+    assert (accepted.extend_width, every.extend_width) == (4, 16)
+    assert every.bucket(StepKind.DRAFT_EXTEND, 2).width == 16
+    assert every.draft_room >= every.extend_width

@@ -37,6 +37,7 @@ LAYERS = [
     ["attn_backends.runner", "attn_backends.backends"],
     ["attn_backends.registry", "attn_backends", "attn_backends.config"],
     ["attn_backends.adapters"],
+    ["attn_backends.engines"],
     ["attn_backends.conformance"],
     ["attn_backends.cli"],
     ["attn_backends.engines"],
@@ -46,6 +47,7 @@ LAYERS = [
     ["attn_backends_reference.cli", "attn_backends_reference.__main__"],
     ["benchmarks"],
 ]
+ENGINES = "attn_backends.engines"  # nothing of the library imports these
 RANKS = {prefix: rank for rank, prefixes in enumerate(LAYERS) for prefix in prefixes}
 
 
@@ -73,11 +75,12 @@ def rank(name: str) -> int | None:
 
 
 def wrong_directions(name: str, source: str) -> list[str]:
-    """Imports of a module that go against the layers, or from one backend to another."""
+    """Imports of a module that go against the layers, from one backend to another, or of an engine's plug-in."""
     own, wrong = rank(name), []
     for imported in imports(ast.parse(source)):
         target = rank(imported)
         sideways = name.startswith("attn_backends.backends.") and imported.startswith("attn_backends.backends.")
+        sideways |= imported.startswith(ENGINES) and not name.startswith(ENGINES)
         if target is not None and own is not None and (target > own or sideways):
             wrong.append(imported)
     return wrong
@@ -101,11 +104,21 @@ def test_imports_go_one_way(path):
         ("attn_backends.cli", "from attn_backends_reference.cli import demo"),
         ("attn_backends.adapters.vllm", "from attn_backends.engines.vllm import plans"),
         ("attn_backends.cli", "import attn_backends.engines.vllm"),
+        ("attn_backends.cli", "from attn_backends.engines.sglang import register"),
+        ("attn_backends.adapters.sglang", "import attn_backends.engines.sglang"),
+        ("attn_backends.engines.sglang.plans", "from attn_backends.conformance import cases"),
         ("attn_backends_reference.cli", "from benchmarks import metadata"),
     ],
 )
 def test_a_wrong_direction_is_seen(name, source):
     assert wrong_directions(name, source)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_an_engine_is_imported_in_one_place(path):
+    """What else a plug-in needs of its engine it asks for by name, when the engine calls it."""
+    engines = {each.split(".")[0] for each in imports(ast.parse(path.read_text()))} & {"sglang", "vllm"}
+    assert engines <= ({path.parent.name} if path.match("attn_backends/engines/*/api.py") else set())
 
 
 def test_every_module_has_a_layer():

@@ -85,6 +85,14 @@ def test_the_wheel_gives_engines_their_plug_in_and_nothing_of_their_tests(core):
     assert not (core / "tests").exists()
 
 
+def test_the_library_brings_the_plug_ins_of_engines_and_no_stand_in_for_them(core):
+    (entries,) = core.glob("*.dist-info/entry_points.txt")
+    group = entries.read_text().partition("[sglang.srt.plugins]")[2].split("[")[0]
+    assert group.split() == ["attn_backends", "=", "attn_backends.engines.sglang:register"]
+    assert list(core.rglob("*sgl_kernel*")) == []
+    assert list(core.rglob("sitecustomize*")) == []
+
+
 def test_the_library_works_alone_in_an_empty_folder(core, tmp_path):
     assert not (core / "attn_backends_reference").exists()
     done = run(USE, core, tmp_path)

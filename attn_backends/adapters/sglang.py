@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,16 @@ from torch import Tensor
 
 from attn_backends.adapters.batch import host_list
 from attn_backends.errors import UnsupportedStepError
-from spec_metadata import CacheGeometry, DraftTree, InvalidStepError, PackedQuery, RequestTable, Step, UniformQuery
+from spec_metadata import (
+    BoundInputs,
+    CacheGeometry,
+    DraftTree,
+    InvalidStepError,
+    PackedQuery,
+    RequestTable,
+    Step,
+    UniformQuery,
+)
 from spec_metadata.layout import HostBounds
 
 
@@ -120,6 +130,48 @@ class ForwardBatches:
                 "ForwardBatch.out_cache_loc is None; build the step when SGLang has allocated slots for the new tokens"
             )
         return builders[mode](batch, bs)
+
+    def bound(self, batch: ForwardBatch, mask: Tensor | None = None) -> tuple[RequestTable, BoundInputs]:
+        """What a graph reads of its batch at every replay: the paging of its capture and its inputs.
+
+        batch: what SGLang captures with, whose tensors are the runner's static buffers; their padded requests name row
+        0 of the table. mask: [bs, width, width] bool, where the mask of a verify over a tree is written before each
+        replay. Nothing is read here.
+        """
+        mode = batch.forward_mode.name
+        inputs = BoundInputs(
+            batch.seq_lens,
+            batch.out_cache_loc,
+            tree_mask=mask,
+            lens_include_rows=mode == "DRAFT_EXTEND_V2" or (mode == "DECODE" and batch.spec_info is None),
+        )
+        return self._paging(batch, batch.batch_size), inputs
+
+    def replayed(self, view: Any, width: int) -> Step:
+        """The step of what SGLang hands over before a replay, without its padded requests; for kernels that plan on the
+        host, which can't be bound. width: query rows of a request.
+
+        view: of the decode and verify runner, the draft's or the draft extend's. Their lengths and rows of the table
+        are padded; what counts the real ones is num_padding, of a draft extend the number of input_ids.
+        """
+        mode = getattr(view, "actual_forward_mode", None) or view.forward_mode
+        extends = mode.name == "DRAFT_EXTEND_V2"
+        bs = view.input_ids.shape[0] // width if extends else view.batch_size - view.num_padding
+        real = SimpleNamespace(
+            forward_mode=mode,
+            batch_size=bs,
+            req_pool_indices=view.req_pool_indices[:bs],
+            seq_lens=view.seq_lens[:bs],
+            out_cache_loc=view.out_cache_loc,
+            seq_lens_cpu=None if view.seq_lens_cpu is None else view.seq_lens_cpu[:bs],
+            extend_prefix_lens=view.seq_lens[:bs] - width if extends else None,
+            extend_seq_lens_cpu=[width] * bs if extends else None,
+            spec_info=view.spec_info,
+            out_cache_loc_virtual=view.out_cache_loc_virtual,
+            _original_batch_size=None,
+            _original_forward_mode=None,
+        )
+        return self.step(real)
 
     def _prefill(self, batch: ForwardBatch, bs: int) -> Step:
         lens = _new_tokens(batch)[:bs]

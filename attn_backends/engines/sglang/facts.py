@@ -1,0 +1,66 @@
+"""What a backend needs to know of one model runner of SGLang, read once when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from attn_backends.adapters.sglang import ForwardBatches, geometry
+from attn_backends.cache import CacheFormat
+from spec_metadata import Capacity, StepKind
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnerFacts:
+    """Of a target's or a draft's model runner.
+
+    batches: makes steps of its batches. capacity: the largest step. pool: its KV pool. layers: its model's attention
+    layers (RadixAttention). kinds: of steps that it will run. max_context: its model's context length, in tokens.
+    """
+
+    batches: ForwardBatches
+    capacity: Capacity
+    device: torch.device
+    pool: Any
+    layers: Sequence[Any]
+    format: CacheFormat
+    kinds: tuple[StepKind, ...]
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    max_context: int
+
+    @classmethod
+    def of(cls, runner: Any, spec: Any, layers: Sequence[Any]) -> Self:
+        """Of a runner with its pools. spec: SGLang's speculative options, whose values are None without speculation."""
+        table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
+        topk, num_steps = spec.speculative_eagle_topk or 1, spec.speculative_num_steps or 1
+        num_nodes = spec.speculative_num_draft_tokens or 2
+        sizes = {"page_size": page_size, "topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
+        room = Capacity(max_bs=1, max_context=1, num_extended=num_nodes, **sizes).draft_room
+        whole_pages = table.shape[1] // page_size * page_size
+        pool = geometry(runner.token_to_kv_pool.size, page_size)
+        return cls(
+            batches=ForwardBatches(table, pool, topk, num_steps),
+            capacity=Capacity(max_bs=table.shape[0], max_context=whole_pages - room, num_extended=num_nodes, **sizes),
+            device=torch.device(runner.device),
+            pool=runner.token_to_kv_pool,
+            layers=tuple(layers),
+            format=CacheFormat.LATENT if runner.use_mla_backend else CacheFormat.KV,
+            kinds=kinds_of(
+                is_draft=runner.is_draft_worker, speculates=spec.speculative_algorithm is not None, num_steps=num_steps
+            ),
+            dtype=runner.dtype,
+            cache_dtype=runner.kv_cache_dtype,
+            max_context=runner.model_config.context_len,
+        )
+
+
+def kinds_of(*, is_draft: bool, speculates: bool, num_steps: int) -> tuple[StepKind, ...]:
+    """The kinds of steps that a runner runs."""
+    if not is_draft:
+        return StepKind.PREFILL, StepKind.TARGET_VERIFY if speculates else StepKind.DECODE
+    drafts = (StepKind.DRAFT_DECODE,) if num_steps > 1 else ()
+    return StepKind.PREFILL, *drafts, StepKind.DRAFT_EXTEND

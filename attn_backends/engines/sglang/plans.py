@@ -1,0 +1,86 @@
+"""Plans of SGLang's batches: eagerly, and for its CUDA graphs.
+
+A graph reads the runner's static buffers in place (`BoundInputs`), so its metadata is planned inside the graph and a
+replay has nothing to do on the host. Where a kernel plans on the host, what it plans from is copied before the replay,
+and the rest is planned inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attn_backends.backend import AttentionBackend
+from attn_backends.engines.sglang.facts import RunnerFacts
+from attn_backends.planning.metadata import ForwardMetadata, Metadata
+from spec_metadata import Step, StepKind
+
+_KINDS = {"TARGET_VERIFY": StepKind.TARGET_VERIFY, "DRAFT_EXTEND_V2": StepKind.DRAFT_EXTEND}
+
+
+def kind_of(batch: Any) -> StepKind:
+    """The kind of what a graph is captured for."""
+    drafts = StepKind.DECODE if batch.spec_info is None else StepKind.DRAFT_DECODE
+    return _KINDS.get(batch.forward_mode.name, drafts)
+
+
+class Plans:
+    """The plans of one backend for one runner."""
+
+    def __init__(self, facts: RunnerFacts, backend: AttentionBackend) -> None:
+        self.facts, self.backend = facts, backend
+        self._captured: dict[tuple[StepKind, int], Metadata] = {}
+
+    def eager(self, batch: Any) -> Metadata:
+        """Of a batch that runs without a graph."""
+        return self.backend.init_forward_metadata(self.facts.batches.step(batch))
+
+    def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
+        """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""
+        kind, bs = kind_of(batch), batch.batch_size
+        bucket = self.facts.capacity.bucket(kind, bs)
+        mask = None
+        if bucket.tree and kind is StepKind.TARGET_VERIFY:
+            assert masks is not None, "SGLang asks for its buffer before it captures"
+            mask = masks[: bs * bucket.width**2].view(bs, bucket.width, bucket.width)
+        paging, inputs = self.facts.batches.bound(batch, mask)
+        captured = self.backend.capture(bucket, paging, None if self.plans_on_host(kind) else inputs)
+        self._captured[kind, bs] = captured
+        return captured
+
+    def load(self, view: Any) -> Metadata:
+        """Before a replay; nothing happens here but for kernels that plan on the host. view: SGLang's of the replay."""
+        kind = kind_of(view)
+        meta = self._captured[kind, view.batch_size]
+        if self.plans_on_host(kind):
+            self.backend.copy_inputs(meta, self.facts.batches.replayed(view, meta.step.width))
+        return meta
+
+    def refresh(self, batch: Any) -> None:
+        """The first nodes of a graph: read its inputs and plan it."""
+        self.backend.refresh(self._captured[kind_of(batch), batch.batch_size])
+
+    def plans_on_host(self, kind: StepKind) -> bool:
+        """Whether a kernel's vendor plans from lengths on the host."""
+        return self.backend.kernel_of(kind).capabilities[kind].needs_host_lens
+
+    @property
+    def needs_host_lens(self) -> bool:
+        """Whether any step that its runner runs is planned on the host."""
+        return any(self.plans_on_host(kind) for kind in self.facts.kinds)
+
+
+def forwards_of(meta: Metadata) -> list[ForwardMetadata]:
+    """The metadata of each forward of a draft. In SGLang's trees branch t sees what branch t wrote, whatever node it
+    grew from: keys and values are not moved to another branch (`EagleDraftWorker.draft_forward`).
+    """
+    step = meta.step
+    return [meta.at(i, own_branches(step, i) if step.is_tree else None) for i in range(step.num_forwards)]
+
+
+def own_branches(step: Step, forward: int) -> Tensor:
+    """[bs, topk, forward + 1] int64: at every depth a branch itself."""
+    branches = torch.arange(step.width, device=step.device).view(1, -1, 1)
+    return branches.expand(step.bs, step.width, forward + 1).contiguous()

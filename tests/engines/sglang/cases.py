@@ -1,0 +1,113 @@
+"""What engines are started with: models, shapes of drafts, our backends and page sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.engines.sglang.engine import Run
+from tests.engines.sglang.oracle import draft_of
+
+NUM_STEPS = 3
+DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
+LAYERS = {"gqa": 5, "mla": 3}
+KINDS = {
+    False: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "decode", "TARGET_VERIFY": "target_verify"},
+    True: {"EXTEND": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
+}
+"""What a forward mode of the target, and of the draft, is for us."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another."""
+
+    model: str
+    backend: str
+    topk: int
+    page_size: int = 1
+    of_draft: str | None = None
+
+    def __str__(self) -> str:
+        shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
+        backends = self.backend if self.of_draft is None else f"{self.backend}-{self.of_draft}"
+        return f"{self.model}-{backends}-{shape}-page{self.page_size}"
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows of a verify."""
+        return 16 if self.topk > 1 else NUM_STEPS + 1
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that are prefilled at once, less than the longest prompt. In a mixed batch SGLang takes those of the
+        running requests off and rounds to pages, so that one page alone would never be mixed.
+        """
+        return 64 if self.page_size == 1 else 2 * self.page_size
+
+    @property
+    def plain(self) -> Case:
+        """The same without a draft."""
+        return Case(self.model, self.backend, 0, self.page_size)
+
+    def options(self, models: Path) -> dict[str, Any]:
+        """Of sglang.Engine."""
+        options = {
+            "model_path": str(models / f"{self.model}_target"),
+            "attention_backend": self.backend,
+            "page_size": self.page_size,
+            "chunked_prefill_size": self.chunk,
+        }
+        if not self.topk:
+            return options | {"enable_mixed_chunk": True}
+        algorithm, draft = DRAFTS[self.model]
+        return options | {
+            "speculative_algorithm": algorithm,
+            "speculative_draft_model_path": str(models / draft),
+            "speculative_draft_attention_backend": self.of_draft,
+            "speculative_num_steps": NUM_STEPS,
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_draft_tokens": self.num_nodes,
+        }
+
+    def wrong_drafts(self, run: Run, models: Path) -> list[str]:
+        """Cycles whose candidates are not those of the recompute."""
+        draft = draft_of(models / f"{self.model}_target", models / DRAFTS[self.model][1])
+        wrong = []
+        for cycle in run.cycles:
+            expected = draft.drafted(cycle["text"], self.topk, NUM_STEPS, self.num_nodes)
+            if (cycle["tokens"], cycle["chosen"]) != expected:
+                wrong.append(f"{bytes(cycle['text'])!r}: drafted {cycle['tokens']}, not {expected.tokens}")
+        return wrong
+
+    def wrong_counts(self, run: Run) -> list[str]:
+        """Forwards in which not every layer attended once by the backend asked for, in SGLang's own situation."""
+        wrong = []
+        for forward in run.forwards:
+            if forward["forward"] == "IDLE" and not forward["attended"]:
+                continue
+            kind = KINDS[forward["draft"]][forward["forward"]]
+            layers = 1 if forward["draft"] else LAYERS[self.model]
+            name = (forward["draft"] and self.of_draft) or self.backend
+            expected = {f"{name}/{kind}/{layer}": 1 for layer in range(layers)}
+            if forward["attended"] != expected:
+                wrong.append(
+                    f"{forward['forward']} of {'draft' if forward['draft'] else 'target'}: {forward['attended']}"
+                )
+        return wrong
+
+
+FA3, FLASHINFER, TRTLLM = "attn_fa3", "attn_flashinfer_mla", "attn_trtllm_mla"
+SPECULATIVE = [
+    Case("gqa", FA3, 1),
+    Case("gqa", FA3, 4),
+    Case("gqa", FA3, 1, page_size=64),
+    Case("mla", FA3, 1),
+    Case("mla", FA3, 4),
+    Case("mla", FLASHINFER, 1),
+    Case("mla", FLASHINFER, 4),
+    Case("mla", FLASHINFER, 1, page_size=64, of_draft=TRTLLM),
+    Case("mla", TRTLLM, 1, page_size=64),
+]
+PLAIN = list(dict.fromkeys(case.plain for case in SPECULATIVE))

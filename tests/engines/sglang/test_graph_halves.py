@@ -1,0 +1,78 @@
+"""The plug-in's classes of SGLang through both halves of its graphs, which its CPU engine does not capture."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+from attn_backends import RecordedGraph
+from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.engines.sglang.backends import DraftLoop, EngineBackend
+from spec_metadata import StepKind
+from tests.engine_batches import sglang_scene
+from tests.sglang_graphs import StaticBuffers, differing, each_graph, eager_padded, planned, plans_of, view_of
+
+
+def backend_of(kind: StepKind, plans: Any) -> Any:
+    runner = SimpleNamespace(
+        is_draft_worker=kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND),
+        token_to_kv_pool=plans.facts.pool,
+        req_to_token_pool=None,
+    )
+    if kind is StepKind.DRAFT_DECODE:
+        return DraftLoop(runner, plans, plans.facts.capacity.num_steps)
+    return EngineBackend(runner, plans)
+
+
+@each_graph
+def test_a_replay_plans_in_the_graph_alone(kind, topk):
+    scene = sglang_scene(kind, 1 if topk > 1 else 4, topk)
+    plans, static = plans_of(scene), StaticBuffers(scene)
+    backend = backend_of(kind, plans)
+    backend.init_cuda_graph_state(MAX_BS, MAX_BS * scene.width)
+    if kind is StepKind.TARGET_VERIFY:
+        assert backend.verify_mask.mode is TreeMaskMode.QLEN_ONLY
+        assert backend.verify_mask.is_read is (topk > 1)
+        assert backend.verify_mask.fits(MAX_BS)
+        static.masks = backend.verify_mask.buffer
+    batch = static.batch(scene)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    graph = RecordedGraph()
+    graph.capture(lambda: backend.init_forward_metadata_in_graph(batch))
+    backend.init_forward_metadata_out_graph(view_of(scene))
+    static.fill(scene)  # after the host's half, as SGLang's second stream may
+    if kind is StepKind.TARGET_VERIFY:
+        backend.update_verify_buffers_to_fill_after_draft(None, MAX_BS)
+    graph.replay()
+    children = backend.attn_backends if kind is StepKind.DRAFT_DECODE else [backend]
+    assert [child.attended.meta.forward for child in children] == list(range(len(children)))
+    assert differing(planned(plans.load(view_of(scene))), eager_padded(scene)) == []
+
+
+def test_what_sglang_asks_of_the_class():
+    """It captures draft extends of classes that it lists, and reads the table again when an event says so."""
+    backend = backend_of(StepKind.DECODE, plans_of(sglang_scene(StepKind.DECODE)))
+    assert isinstance(backend, TRTLLMHAAttnBackend)
+    assert not backend.needs_cpu_seq_lens
+    assert not backend.support_triton()
+    assert backend.verify_mask is None
+    assert backend.shared_read_ends(ForwardMode.TARGET_VERIFY) is SharedReadEnds.IN_REPLAY
+    assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
+    assert backend.shared_read_ends(ForwardMode.DRAFT_EXTEND_V2) is SharedReadEnds.UNKNOWN
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_slots_are_found_where_sglang_found_them(page_size):
+    """`get_last_loc` of SGLang launches a Triton kernel on a CPU; the one that stands for it there is SGLang's too."""
+    from attn_backends.engines.sglang.plugin import _last_loc
+
+    table = torch.arange(40, dtype=torch.int32).view(2, 20) * page_size
+    rows, lens = torch.tensor([1, 0]), torch.tensor([5, 0])
+    assert _last_loc(table, rows, lens).tolist() == [int(table[1, 4]), -1]

@@ -1,0 +1,68 @@
+"""Servers that do not start, with our reasons; and one that SGLang starts in its own way, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.engines.sglang.cases import FA3, FLASHINFER, TRTLLM, Case
+from tests.engines.sglang.engine import OPTIONS, PROMPTS, run
+
+
+def another_version() -> None:
+    """SGLang is not the one that the plug-in is for."""
+    from attn_backends.engines.sglang import versions
+
+    versions.installed = lambda: "0.6.0"
+
+
+def a_name_is_gone() -> None:
+    """SGLang has renamed what the plug-in imports."""
+    from sglang.srt.layers.attention import verify_mask
+
+    del verify_mask.VerifyMask
+
+
+REFUSED: dict[str, tuple[Case, Callable[[], None] | None]] = {
+    "SGLang 0.6.0 is installed, and its plug-in is for 0.5.23": (Case("gqa", FA3, 0), another_version),
+    "cannot import name 'VerifyMask'": (Case("gqa", FA3, 0), a_name_is_gone),
+    "a model whose cache is of kv (it takes latent)": (Case("gqa", FLASHINFER, 0), None),
+    "prefill by kernel torch: page size 1 (it takes 32, 64)": (Case("mla", TRTLLM, 1), None),
+    "the caches of dsv4 have no view": (Case("mla", "attn_dsv4", 0), None),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_server_does_not_start_and_says_why(models, tmp_path, reason):
+    case, bug = REFUSED[reason]
+    refused = run(tmp_path / "engine", bug, **case.options(models))
+    assert refused.tokens == []
+    assert reason in refused.error
+
+
+SPAWNED = """
+import json, sys
+from sglang import Engine
+if __name__ == "__main__":
+    options, ids = json.loads(sys.argv[1])
+    engine = Engine(**options)
+    out = engine.generate(input_ids=ids, sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": 5})
+    engine.shutdown()
+    print("TOKENS", json.dumps([one["output_ids"] for one in out]), flush=True)
+"""
+
+
+def test_processes_that_sglang_spawns_find_the_plug_in_by_its_entry_point(runs, models, tmp_path):
+    case = Case("gqa", FA3, 1)
+    (tmp_path / "serve.py").write_text(SPAWNED)
+    ids = [[0, *prompt.encode()] for prompt in PROMPTS]
+    given = json.dumps([OPTIONS | case.options(models), ids])
+    command = [sys.executable, str(tmp_path / "serve.py"), given]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("TOKENS")] or [done.stderr[-2000:]]
+    expected = [tokens[:5] for tokens in runs(case).tokens[: len(PROMPTS)]]
+    assert [tokens[:5] for tokens in json.loads(line.removeprefix("TOKENS"))] == expected
