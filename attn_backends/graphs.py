@@ -27,6 +27,7 @@ from attn_backends.errors import CaptureError
 T = TypeVar("T")
 Given = TypeVar("Given")
 _recording: ContextVar[RecordedGraph | None] = ContextVar("recording", default=None)
+_paused: ContextVar[bool] = ContextVar("paused", default=False)
 
 
 def is_capturing() -> bool:
@@ -55,11 +56,12 @@ def run_at_replays(call: Callable[[], object]) -> None:
         call()
         return
     graph._calls.append(_HostCall(call))
-    token = _recording.set(None)
+    recording, paused = _recording.set(None), _paused.set(True)
     try:
         call()
     finally:
-        _recording.reset(token)
+        _recording.reset(recording)
+        _paused.reset(paused)
 
 
 class Graph(Protocol):
@@ -289,7 +291,7 @@ class _RefuseHostReads(TorchFunctionMode):
     _READS = frozenset({Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func in self._READS and _recording.get() is not None:
+        if func in self._READS and not _paused.get():
             raise CaptureError(f"Tensor.{func.__name__} reads the device from the host and can't be captured")
         return func(*args, **(kwargs or {}))
 

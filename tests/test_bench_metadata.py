@@ -280,10 +280,10 @@ def test_the_best_vendor_kernel_and_the_best_of_ours_are_measured(monkeypatch):
     backend = get_backend("trtllm_mla")
     runs = [replace(kernel, unavailable_reasons=lambda device: []) for kernel in backend.kernels]
     monkeypatch.setattr(backend, "kernels", tuple(runs))
-    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["trtllm_gen", "triton"]
+    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["trtllm_gen", "gluon"]
     without = replace(runs[0], capabilities={StepKind.DECODE: runs[0].capabilities[StepKind.DECODE]})
     monkeypatch.setattr(backend, "kernels", (without, *runs[1:]))
-    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["flashmla", "triton"]
+    assert [kernel.name for kernel in kernels_of(backend, CPU)] == ["flashmla", "gluon"]
 
 
 class Wrapper:

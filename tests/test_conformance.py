@@ -195,6 +195,7 @@ def test_every_check_has_cases_somewhere():
     subjects = [
         resolve_subjects(each)[0][0] for each in (*list_backends(), Limited, Extras, WideBackend, HostedBackend)
     ]
+    subjects.append(Subject(get_backend("fa3"), "torch", "cuda"))  # only asked for its cases
     assert {case.check for subject in subjects for case in selected_cases(subject)} == set(CATALOGUE)
 
 

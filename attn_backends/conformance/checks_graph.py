@@ -120,7 +120,8 @@ def sequence(subject: Subject, case: Case) -> Measured:
 def two_buckets(subject: Subject, case: Case) -> Measured:
     """Graphs of two batch sizes of one backend, replayed in turn, don't disturb each other."""
     large, _ = _captured(subject, case)
-    few = replace(case, bs=2, lens=case.lens[:2], widths=case.widths[:2], num_tokens=max(case.num_tokens - 1, 0))
+    lens, widths = case.lens[1::-1], case.widths[1::-1]  # other lengths than the large one's, in the rows of both
+    few = replace(case, bs=2, lens=lens, widths=widths, num_tokens=max(case.num_tokens - 1, 0))
     small = Captured(large.world, few)
     found = []
     for turn, (captured, its) in enumerate(((large, case), (small, few), (large, case))):
