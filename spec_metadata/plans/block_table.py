@@ -31,17 +31,16 @@ TABLE_PAGES = Dim(
     f"round_up(max_pages, {GROUP_PAGES})", lambda e: ceil_div(e.max_pages, _group_pages(e)) * _group_pages(e)
 )
 
-BLOCK_TABLE = BufferSpec(
-    "block_table",
-    torch.int32,
-    (BS, TABLE_PAGES),
-    "page ids; past the visible keys those of any pages",
-    high=NUM_PAGES,
-    over_read=GROUP_PAGES,
-    shared=True,
-)
 BUFFERS = (
-    BLOCK_TABLE,
+    BufferSpec(
+        "block_table",
+        torch.int32,
+        (BS, TABLE_PAGES),
+        "page ids; past the visible keys those of any pages",
+        high=NUM_PAGES,
+        over_read=GROUP_PAGES,
+        shared=True,
+    ),
     BufferSpec(
         "cache_seqlens",
         torch.int32,

@@ -21,20 +21,19 @@ from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_PAGES, NUM_TOKE
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, query_starts, write_pages
 
-KV_INDICES = BufferSpec(
-    "kv_indices",
-    torch.int32,
-    (BS * MAX_PAGES,),
-    "page ids; past the visible keys of a request those of any pages",
-    high=NUM_PAGES,
-    shared=True,
-)
 BUFFERS = (
     BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
     BufferSpec(
         "kv_indptr", torch.int32, (BS + 1,), "first entry of each request, max_pages apart", high=BS * MAX_PAGES + 1
     ),
-    KV_INDICES,
+    BufferSpec(
+        "kv_indices",
+        torch.int32,
+        (BS * MAX_PAGES,),
+        "page ids; past the visible keys of a request those of any pages",
+        high=NUM_PAGES,
+        shared=True,
+    ),
     BufferSpec("kv_len", torch.int32, (BS,), "keys that the last row of a request sees", high=MAX_KV_LEN + 1),
 )
 

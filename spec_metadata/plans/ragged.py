@@ -24,20 +24,19 @@ from spec_metadata.visibility import (
     write_pages,
 )
 
-PAGE_TABLE = BufferSpec(
-    "page_table",
-    torch.int32,
-    (BS, MAX_PAGES),
-    "page ids; past the visible keys those of any pages",
-    high=NUM_PAGES,
-    shared=True,
-)
 BUFFERS = (
     BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
     BufferSpec(
         "seqused_k", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
     ),
-    PAGE_TABLE,
+    BufferSpec(
+        "page_table",
+        torch.int32,
+        (BS, MAX_PAGES),
+        "page ids; past the visible keys those of any pages",
+        high=NUM_PAGES,
+        shared=True,
+    ),
 )
 
 
