@@ -271,8 +271,8 @@ def _plan_compressed(
             store_step(captured, *given, part, num_parts, BLOCK)
         last = visible_keys(seq_lens, real, given_starts, step, bound, request, num_forwards - 1)
         into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
-        at = (begin, count, last, row, rows, is_real, step, bound, request, part, num_parts)
-        _plan_request(starts, request_of_rows, into, *at, BLOCK)
+        of_request = (begin, count, last, row, rows, is_real, step, bound, request, part, num_parts)
+        _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
         end = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
         window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
