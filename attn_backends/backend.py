@@ -47,7 +47,6 @@ from attn_backends.planning.metadata import (
 from attn_backends.planning.planners import bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import (
-    Arena,
     BoundInputs,
     Bucket,
     Buffers,
@@ -154,11 +153,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Metadata of an eager step, in fresh buffers."""
         check_is_step(step)
         self._admit(step)
-        extent = step.extent(self.capacity)
-        arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
-        meta = self._metadata(step, arena.view(extent), step)
-        self._memory.check_guards([arena])
-        return meta
+        specs = (WRITE_SLOTS, *self.buffers(step.kind))
+        return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
     def capture(
         self, bucket: Bucket | TokenBucket, paging: Paging, inputs: BoundInputs | None = None
@@ -312,6 +308,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
+            self._memory.check()
             check_ranges(meta, self.buffers(meta.step.kind))
         return meta
 

@@ -62,7 +62,7 @@ class Rings(NamedTuple):
         """The plan."""
         window, rings = self
         return Form(
-            compressed.buffer_specs(window, list(rings)),
+            compressed.buffer_specs(window, tuple(rings)),
             lambda step, buffers: compressed.write_compressed(step, buffers, window, rings),
             lambda step, buffers: compressed.specified_compressed(step, buffers, rings),
             lambda step, buffers, bound=None: plan_operators.bind_compressed(step, buffers, window, rings, bound),
