@@ -179,7 +179,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         buffers = phase.view(self._memory.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
-        captured = Captured(bucket, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
+        captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
         captured.take_phase()
         return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
 

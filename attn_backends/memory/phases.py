@@ -10,7 +10,7 @@ import torch
 from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.errors import CaptureError
 from attn_backends.kernels.device_memory import room_for
-from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.memory.static_memory import SharedTable, StaticMemory
 from spec_metadata import (
     Arena,
     Bucket,
@@ -38,11 +38,12 @@ class PhaseMemory:
 
     Its buckets are prefix views, of which one at a time holds a step. arenas: of the phase's own, and shared tables.
     largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers. planned:
-    what was captured in it and planned last.
+    what was captured in it and planned last. tables: those of arenas that it shares.
     """
 
     arenas: tuple[Arena, ...]
     largest: Extent
+    tables: tuple[SharedTable, ...] = field(default=(), repr=False)
     workspaces: dict[Hashable, Arena] = field(default_factory=dict)
     planned: object = None
 
@@ -157,7 +158,8 @@ class BackendMemory:
         sizes = {spec.name: spec.num_bytes(extent) for spec in (*own, *missing)}
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):
             arena = Arena(own, extent, self.device, checking=self.checking)
-            return PhaseMemory((arena, *(self.tables.table(spec, *place) for spec in shared)), extent)
+            tables = tuple(self.tables.table(spec, *place) for spec in shared)
+            return PhaseMemory((arena, *(table.arena for table in tables)), extent, tables)
 
     def _too_large(self, bucket: Bucket | TokenBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
         listed = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
