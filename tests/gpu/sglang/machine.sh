@@ -9,6 +9,6 @@ for part in "$@"; do
   done
 done
 wait
-python3 -m compileall -q -j 0 "$SITE/sglang/srt" "$SITE/sglang/kernels/ops" > /dev/null 2>&1
+python3 -m compileall -q -j 0 "$SITE" > /dev/null 2>&1 || true
 case ":${PYTHONPATH:-}:" in *":$SITE:"*) ;; *) export PYTHONPATH=$PWD:$PWD/reference:$SITE${PYTHONPATH:+:$PYTHONPATH} ;; esac
 export FLASHINFER_CUDA_ARCH_LIST=9.0a OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
