@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.engines.sglang.models import CHECKPOINTS
 from tests.engines.sglang.models import write_all as write_narrow
 from tests.engines.sglang.oracle import draft_of
-from tests.gpu.sglang.cases import FA3, Case, differences, lengths, prompts
+from tests.gpu.sglang import correctness
+from tests.gpu.sglang.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
 from tests.gpu.sglang.correctness import row
 from tests.gpu.sglang.models import widen_folder
 from tests.gpu.sglang.sampling import p_value
@@ -37,7 +38,7 @@ def seen(missing: str = "") -> dict[str, Any]:
 
 def run(**changed: Any) -> dict[str, Any]:
     one = {"ids": [1, 2, 3], "cached": 0, "accepted": 2.0, "gaps": [0.5, 0.06, 0.5]}
-    whole = {"start": 1.0, "answers": [one], "seen": seen(), "launches": LAUNCHES, "drawn": None}
+    whole = {"start": 1.0, "answers": [one], "seen": seen(), "launches": LAUNCHES}
     return whole | {"alone": [one], "together": [one]} | changed
 
 
@@ -81,6 +82,13 @@ def test_differences_are_each_requests_first() -> None:
 def test_an_engine_that_failed_is_a_row() -> None:
     assert row(CHAIN, {"failed": "out of memory"}, run())["failed"] == "out of memory"
     assert row(CHAIN, run(), {"failed": "out of memory"})["failed"] == "plain decoding: out of memory"
+
+
+def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
+    names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
+    ours = [case for case in SPECULATIVE if case.model == "gqa"]
+    assert sorted(names) == sorted({*map(str, ours), *(str(case.plain) for case in ours), "gqa-triton-chain-page1"})
 
 
 def test_prompts_share_prefixes_and_end_at_other_lengths() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -11,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from attn_backends import results
-from tests.gpu.sglang import correctness, models, throughput
+from tests.gpu.sglang import correctness, models, sampling, server, throughput
 
-PARTS = {"correctness": correctness.rows, "throughput": throughput.rows}
+PARTS = {"correctness": correctness.rows, "throughput": throughput.rows, "sampling": sampling.rows}
 DISTRIBUTIONS = ("sglang", "sglang-kernel", "transformers", "flashinfer-python", "sgl-flash-mla")
 
 
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: none are kept")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: server.end_all())
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

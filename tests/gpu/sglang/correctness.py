@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tests.gpu.sglang import sampling
-from tests.gpu.sglang.cases import PLAIN, SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
+from tests.gpu.sglang.cases import SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
 from tests.gpu.sglang.server import EngineFailedError, Server
 
-AT_ONCE = 12
+AT_ONCE = 20
 LIMIT = 240.0
 FEW = 8
 
 
 def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
-    """What an engine gave: all prompts, twice; a few tokens of a few, for the launches; these one by one; and draws."""
+    """What an engine gave: all prompts, twice; a few tokens of a few, for the launches; and these one by one."""
     greedy = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths()]
     asked: dict[str, Any] = {"input_ids": prompts(), "sampling_params": greedy}
     if not case.topk:
@@ -36,8 +35,6 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
             server.ask(flush=True)
             alone = [server.ask(**few | {"input_ids": [prompt]})["answers"][0] for prompt in prompts()[:FEW]]
             _, counted, profiled = server.watched()
-            is_drawn = case in {each for drawn in sampling.DRAWN_FROM for each in (drawn, drawn.plain)}
-            drawn = sampling.draw(server) if is_drawn else None
         except EngineFailedError as error:
             return {"failed": str(error)}
     return {
@@ -47,19 +44,28 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
         "launches": profiled["launches"],
         "alone": alone,
         "together": together,
-        "drawn": drawn,
     }
 
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: a part of the names of cases."""
-    plain = {case: case.plain for case in (*SPECULATIVE, *SGLANG) if chosen in str(case)}
-    order = dict.fromkeys([*(case for case in PLAIN if case in plain.values()), *plain])
+    cases = [case for case in (*SPECULATIVE, *SGLANG) if chosen in str(case)]
+    order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
+    done: dict[Case, dict[str, Any]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {case: pool.submit(run, case, models, folder) for case in order}
-        for case in order:
-            beside = runs[plain[case]].result() if case in plain and plain[case] in runs else None
-            yield row(case, runs[case].result(), beside)
+        runs = {pool.submit(run, case, models, folder): case for case in order}
+        for finished in as_completed(runs):
+            now = runs[finished]
+            done[now] = finished.result()
+            for case in order:
+                beside = _beside(case)
+                if now in (case, beside) and {case, beside or case} <= done.keys():
+                    yield row(case, done[case], None if beside is None else done[beside])
+
+
+def _beside(case: Case) -> Case | None:
+    """What its tokens are compared with."""
+    return case.plain if case.backend.startswith("attn_") else None
 
 
 def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
@@ -92,9 +98,6 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
         different = differences([one["ids"] for one in run["answers"]], plain["answers"])
         told |= {"requests": len(run["answers"]), "differ": different}
         ok = ok and all(each["gap"] <= TIE for each in different)
-        if run["drawn"] is not None:
-            told["sampled"] = sampling.told(run["drawn"], plain["drawn"])
-            ok = ok and told["sampled"]["ok"]
     return told | {"ok": ok}
 
 

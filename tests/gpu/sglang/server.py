@@ -11,7 +11,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 from threading import Timer
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 ROOT = Path(__file__).parents[3]
 STUBS = Path(__file__).parent / "stubs"
@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
     "disable_custom_all_reduce": True,
     "disable_shared_experts_fusion": True,
     "log_level": "warning",
+    "sleep_on_idle": True,  # else each engine that waits keeps a core busy
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -59,6 +60,16 @@ def _write_metadata(folder: Path, name: str, version: str, entry_points: dict[st
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
 
 
+_RUNNING: set[Server] = set()
+
+
+def end_all() -> NoReturn:
+    """All engines, and this process."""
+    for server in list(_RUNNING):
+        server.end()
+    os._exit(1)
+
+
 class Server:
     """A running engine.
 
@@ -86,16 +97,18 @@ class Server:
                 env=given,
                 start_new_session=True,
             )
-        self._timer = Timer(limit, self._end)
+        self._timer = Timer(limit, self.end)
         self._timer.start()
+        _RUNNING.add(self)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self._end()
+        self.end()
         self._process.wait()
+        _RUNNING.discard(self)
 
     def wait(self) -> float:
         """Until it can be asked; seconds that its start took."""
@@ -124,6 +137,7 @@ class Server:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
         return lines[-1][-400:] if lines else "it ended, or was ended at its limit, without an error in its log"
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """All its processes, now."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from typing import Any
 
 from tests.gpu.sglang.server import EngineFailedError, Server
 
-PREFIX, NUM_TOKENS = 768, 96
+PREFIX, NUM_TOKENS = 768, 192
 BATCHES = (1, 32, 128)
 REPEATS = 5
 ACCEPTED = 3.0
@@ -66,7 +66,7 @@ class Side:
         given = {"SGLANG_PLUGINS": plugins, "SGLANG_SIMULATE_ACC_LEN": str(ACCEPTED)}
         if self.kernel:
             given["ATTN_BACKENDS_KERNEL"] = self.kernel
-        if self.backend == "flashinfer":
+        if self.backend in ("flashinfer", "flashmla"):
             given["SGLANG_IS_FLASHINFER_AVAILABLE"] = "true"
         return given
 
