@@ -10,21 +10,11 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
-from spec_metadata.admission import longest_promised, most_committed
+from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
+from spec_metadata.admission import check_values, longest_promised, most_committed
 
 CopyInputs = Callable[[Step], None]
 """Fills the static inputs of captured metadata from a step of one layout."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bound:
-    """An engine's buffers, which captured metadata is planned from. read: writes the static step from them, on the
-    device. check: refuses values that it brought within bounds; reads the device back.
-    """
-
-    read: Callable[[], None]
-    check: Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +32,7 @@ class Captured:
     phase: PhaseMemory
     captured_on: Tensor
     bind_inputs: Callable[[Step], CopyInputs]
-    bound: Bound | None = None
+    bound: BoundStep | None = None
     copy_inputs: CopyInputs = field(init=False, repr=False)
     _layout: Hashable = field(default=None, init=False)
     _table: Hashable = field(default=None, init=False)
@@ -65,18 +55,6 @@ class Captured:
             self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)
 
-    def reading(self, plan: Callable[[], None]) -> Callable[[], None]:
-        """What plans it, after an engine's buffers were read if it is bound to those."""
-        bound = self.bound
-        if bound is None:
-            return plan
-
-        def read_and_plan() -> None:
-            bound.read()
-            plan()
-
-        return read_and_plan
-
     def begin(self) -> None:
         """Before it is planned again: what a replay copied must be there still; an engine's buffers are elsewhere."""
         if self.bound is None:
@@ -88,6 +66,7 @@ class Captured:
         """Refuse values of an engine's buffers that were brought within bounds; reads the device back."""
         if self.bound is not None:
             self.bound.check()
+            check_values(self.bound.static, self.capacity)
 
     def take_phase(self) -> None:
         """Have its phase hold its step, and that of no other bucket. A graph that is recorded around it does so too."""
