@@ -71,7 +71,7 @@ def first_row(given_starts, step, request):
 
 @triton.jit
 def is_real(seq_lens, num_real, rows, step, bound, request):
-    """Whether requests are real. num_real: None where the host knows how many, or, if bound, what fills the others tells."""
+    """Whether requests are real. num_real: None where the host knows how many, or, if bound, padding tells."""
     live = request < number(step.bs)
     if num_real is not None:
         return live & (request < tl.load(num_real))
