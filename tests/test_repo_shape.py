@@ -39,6 +39,7 @@ LAYERS = [
     ["attn_backends.adapters"],
     ["attn_backends.engines"],
     ["attn_backends.conformance"],
+    ["attn_backends.explain"],
     ["attn_backends.cli"],
     ["attn_backends_reference", "attn_backends_reference.models"],
     ["attn_backends_reference.config", "attn_backends_reference.run_options"],

@@ -27,11 +27,13 @@ OWN = {
     "list": "attn_backends.cli.describe:LIST",
     "info": "attn_backends.cli.describe:INFO",
     "conformance": "attn_backends.cli.conformance:COMMAND",
+    "explain": "attn_backends.cli.explain:COMMAND",
 }
 HELP = {
     "list": "backends, their kernels, and what runs here",
     "info": "one backend: kernels, capabilities, declared buffers",
     "conformance": "whether backends are right: every check, eagerly and through graphs",
+    "explain": "a picture of a step's metadata: what each row sees and writes, as the kernel reads it",
     "inspect": "a model's folder: what would run it here, in how much memory, and what is refused",
     "generate": "continue prompts, by EAGLE if the configuration has a draft",
     "demo": "plain and speculative decoding compared, on every vendor's backend",

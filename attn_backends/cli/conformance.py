@@ -51,10 +51,10 @@ _COLORS = {
 
 def run(args: argparse.Namespace) -> int:
     """Run the suite, write each row as it comes, print what came of it; the report's exit code."""
-    _check_device(args.device)
+    check_device(args.device)
     check_output("--json", args.json)
     check_output("--report", args.report)
-    case = _read_case(args.case) if args.case else None
+    case = read_case(args.case) if args.case else None
     selection = Selection(args.select, args.quick, args.profile, args.effort, args.seed, args.contract)
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
@@ -97,7 +97,8 @@ def _rows(
     yield from absent
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse what is no device to run on."""
     try:
         known = torch.device(device).type in ("cpu", "cuda")
     except RuntimeError:
@@ -106,8 +107,8 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"--device {device!r} is not a device to run on; give cpu or cuda")
 
 
-def _read_case(given: str) -> Case:
-    """The case of a file, or of JSON itself."""
+def read_case(given: str) -> Case:
+    """The case of a file, or of JSON itself; `ConfigError` says what is wrong with it."""
     try:
         return Case.from_json(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
