@@ -9,7 +9,7 @@ from attn_backends.explain.grids import grouped
 from attn_backends.explain.picture import Picture
 from attn_backends.explain.svg import COLUMNS, QUIET, WRONG, grids_to_svg, legend_to_svg
 from attn_backends.explain.tables import Line, Table
-from attn_backends.explain.text import title_of
+from attn_backends.explain.text import titles_of
 
 _STYLE = f"""
 body {{ font: 15px/1.45 system-ui, sans-serif; margin: 1rem auto; max-width: 100rem; padding: 0 1rem; color: #1a1a1a }}
@@ -38,13 +38,13 @@ def to_html(pictures: Sequence[Picture], title: str = "What the kernels of a ste
 
 def _section(group: Sequence[Picture]) -> str:
     """Pictures whose kernels read the same: the grids once, and the buffers of each."""
-    first, titles = group[0], ", ".join(map(title_of, group))
+    first = group[0]
     faults = [f"forward {forward}, row {row.number}: {'; '.join(row.faults)}" for forward, row in first.wrong_rows]
     lines = "<br>".join(map(escape, [first.verdict, *faults]))
     verdict = f"<p>{lines}</p>" if first.is_right else f"<p class=wrong>✗ {lines}</p>"
     about = f"<p class=quiet>{escape(first.step)}; pages of {first.geometry.page_size}</p>"
     columns = f"<figure>{grids_to_svg(first)}</figure><div>{''.join(map(_article, group))}</div>"
-    return f"<section><h2>{escape(titles)}</h2>{about}{verdict}<div>{columns}</div></section>"
+    return f"<section><h2>{escape(titles_of(group))}</h2>{about}{verdict}<div>{columns}</div></section>"
 
 
 def _article(picture: Picture) -> str:

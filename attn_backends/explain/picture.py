@@ -18,12 +18,13 @@ from spec_metadata import CacheGeometry, Step
 from spec_metadata.visibility import query_starts
 
 TOLD = 6  # slots of a fault
+Faults = tuple[list[str], list[str]]  # of seeing and of writing, in words
 
 
 @dataclass(frozen=True)
 class RowPicture:
     """A row of a forward. number: in the batch. law: what it must do; None for a padded row. seen, writes: what its
-    kernel got, as in `ForwardReading`. faults: what is wrong with it, in words.
+    kernel got, as in `ForwardReading`. seeing, writing: what is wrong with either, in words.
     """
 
     number: int
@@ -31,7 +32,13 @@ class RowPicture:
     law: RowLaw | None
     seen: Mapping[int, Counter[int]]
     writes: int
-    faults: tuple[str, ...]
+    seeing: tuple[str, ...]
+    writing: tuple[str, ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """All that is wrong with it."""
+        return self.seeing + self.writing
 
 
 @dataclass(frozen=True)
@@ -122,36 +129,37 @@ def _rows(
     rows = []
     for number, (seen, writes) in enumerate(zip(reading.seen, reading.write_slots, strict=True)):
         law = laws[number] if number < len(laws) else None
-        faults = _padded_faults(seen, writes, step) if law is None else _faults(seen, writes, law)
-        rows.append(RowPicture(number, "padding" if law is None else name_of(step, law), law, seen, writes, faults))
+        seeing, writing = _padded_faults(seen, writes, step) if law is None else _faults(seen, writes, law)
+        name = "padding" if law is None else name_of(step, law)
+        rows.append(RowPicture(number, name, law, seen, writes, tuple(seeing), tuple(writing)))
     return tuple(rows)
 
 
-def _faults(seen: Mapping[int, Counter[int]], writes: int, law: RowLaw) -> tuple[str, ...]:
-    """What a row of a real request does wrong."""
+def _faults(seen: Mapping[int, Counter[int]], writes: int, law: RowLaw) -> Faults:
+    """What a row of a real request sees and writes wrongly."""
     faults = []
     for ratio, slots in law.sees.items():
         what = "slot" if ratio == ROWS else f"entry of {ratio} tokens in slot"
         asked, got = Counter(slots), seen[ratio]
         if missing := asked - got:
             faults.append(f"does not see {what} {_listed(missing)}")
-        if extra := got - asked:
-            faults.append(f"sees {what} {_listed(extra)}, which it must not" + (" twice" if extra & asked else ""))
-    if writes != law.writes:
-        faults.append(f"writes slot {writes}, not {law.writes}")
-    return tuple(faults)
+        if strange := [slot for slot in got if slot not in asked]:
+            faults.append(f"sees {what} {_listed(strange)}, which it must not")
+        if repeated := [slot for slot in got - asked if slot in asked]:
+            faults.append(f"sees {what} {_listed(repeated)} more than once")
+    return faults, [] if writes == law.writes else [f"writes slot {writes}, not {law.writes}"]
 
 
-def _padded_faults(seen: Mapping[int, Counter[int]], writes: int, step: Step) -> tuple[str, ...]:
-    """What a padded row does outside of the reserved page."""
+def _padded_faults(seen: Mapping[int, Counter[int]], writes: int, step: Step) -> Faults:
+    """What a padded row sees and writes outside of the reserved page."""
     geometry, faults = step.paging.geometry, []
+    where = f"outside of the reserved page {geometry.reserved_page}"
     for ratio, slots in seen.items():
         num_rows = geometry.page_size // max(ratio, 1)
         if outside := [slot for slot in slots if slot // num_rows != geometry.reserved_page]:
-            faults.append(f"sees slot {_listed(outside)} outside of the reserved page {geometry.reserved_page}")
-    if writes // geometry.page_size != geometry.reserved_page:
-        faults.append(f"writes slot {writes} outside of the reserved page {geometry.reserved_page}")
-    return tuple(faults)
+            faults.append(f"sees slot {_listed(outside)} {where}")
+    is_inside = writes // geometry.page_size == geometry.reserved_page
+    return faults, [] if is_inside else [f"writes slot {writes} {where}"]
 
 
 def _listed(slots: Counter[int] | list[int]) -> str:
@@ -163,21 +171,23 @@ def _listed(slots: Counter[int] | list[int]) -> str:
 def _tables(
     reader: Reader, readings: Sequence[ForwardReading], forwards: Sequence[Sequence[RowPicture]]
 ) -> tuple[Table, ...]:
-    """Declared buffers, with the values of wrong rows marked; of padded rows their requests have no place."""
-    meta = reader.meta
-    wrong_rows = {(forward, row.number) for forward, rows in enumerate(forwards) for row in rows if row.faults}
-    starts = _request_of_rows(reader)
-    requests = {(forward, starts[number]) for forward, number in wrong_rows if number < len(starts)}
-    wrong = Wrong(wrong_rows, requests)
-    specs = (WRITE_SLOTS, *reader.backend.buffers(meta.step.kind))
-    tables = [table_of(spec, meta.buffers[spec.name], meta.buffers.extent, wrong) for spec in specs]
+    """Declared buffers: where rows write, and what they are read from, with the values of wrong rows marked."""
+    meta, rows = reader.meta, [(forward, row) for forward, rows in enumerate(forwards) for row in rows]
+    writing = {(forward, row.number) for forward, row in rows if row.writing}
+    seeing = {(forward, row.number) for forward, row in rows if row.seeing}
+    request_of = _request_of_rows(reader)
+    wrong = Wrong(seeing, {(forward, request_of[number]) for forward, number in seeing if number in request_of})
+    extent = meta.buffers.extent
+    tables = [table_of(WRITE_SLOTS, meta.buffers[WRITE_SLOTS.name], extent, Wrong(writing))]
+    specs = reader.backend.buffers(meta.step.kind)
+    tables += [table_of(spec, meta.buffers[spec.name], extent, wrong) for spec in specs]
     return (*tables, *tree_tables([reading.tree for reading in readings], wrong))
 
 
-def _request_of_rows(reader: Reader) -> list[int]:
+def _request_of_rows(reader: Reader) -> dict[int, int]:
     """The request, real or padded, of each row of uniform or packed metadata."""
     starts = query_starts(reader.meta.step).tolist()
-    return [request for request, (first, end) in enumerate(pairwise(starts)) for _ in range(first, end)]
+    return {row: request for request, ends in enumerate(pairwise(starts)) for row in range(*ends)}
 
 
 def _in_words(step: Step) -> str:

@@ -10,11 +10,11 @@ from textwrap import wrap
 from attn_backends.explain.grids import Column, Grid, GridRow, Mark, grids, grouped
 from attn_backends.explain.picture import Picture
 from attn_backends.explain.tables import Line, Table
-from attn_backends.explain.text import title_of
+from attn_backends.explain.text import titles_of
 
 SEEN, WRONG, HIDDEN, INK, QUIET = "#0072b2", "#d55e00", "#eef1f4", "#1a1a1a", "#5c6670"
 PAGES = ("#dfe5ea", "#c9d2da")
-LEFT, CELL, ROW, MARGIN = 112, 26, 20, 14
+LEFT, CELL, ROW, MARGIN = 130, 26, 20, 14
 MONO, SANS = 6.65, 5.9  # most of a character's width at 11 and 10 px
 _STYLE = (
     "text{font:11px ui-sans-serif,system-ui,Helvetica,Arial,sans-serif;fill:" + INK + "}"
@@ -116,7 +116,7 @@ def _legend(canvas: Canvas) -> None:
 def _grids(canvas: Canvas, group: Sequence[Picture]) -> None:
     first = group[0]
     canvas.y += 8
-    canvas.paragraph(", ".join(map(title_of, group)), "strong", columns=72)
+    canvas.paragraph(titles_of(group), "strong", columns=72)
     canvas.paragraph(f"{first.step}; pages of {first.geometry.page_size}", "quiet", columns=76)
     if not first.is_right:
         canvas.paragraph(f"✗ {first.verdict}", "wrong", columns=72)

@@ -24,13 +24,17 @@ def to_text(pictures: Sequence[Picture]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def title_of(picture: Picture) -> str:
-    """Which backend and kernel, planned by what, on which path."""
-    return f"{picture.backend} (kernel {picture.kernel}, planner {picture.planner}, {picture.path})"
+def titles_of(group: Sequence[Picture]) -> str:
+    """Which backends, with the kernel, the planner and the path of each, told once where they are the same."""
+    ways = [f"kernel {picture.kernel}, planner {picture.planner}, {picture.path}" for picture in group]
+    names = [picture.backend for picture in group]
+    if len(set(ways)) == 1:
+        return f"{', '.join(names)} ({ways[0]})"
+    return ", ".join(f"{name} ({way})" for name, way in zip(names, ways, strict=True))
 
 
 def _head(group: Sequence[Picture]) -> Iterator[str]:
-    yield ", ".join(map(title_of, group))
+    yield titles_of(group)
     yield f"{group[0].step}; pages of {group[0].geometry.page_size}"
     yield f"{'right' if group[0].is_right else 'WRONG'}: {group[0].verdict}"
     for forward, row in group[0].wrong_rows:
