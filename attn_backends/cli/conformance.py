@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
+    commands,
     known_failures,
     resolve_subjects,
     run_case,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         recording.finish(**report.own)
         if args.report:
-            write_html(report, args.report)
+            write_html(report, args.report, {resolve(name).name: name for name in names})
     finally:
         code = report.exit_code(args.require_run)
         _print(report, code, args)
@@ -159,7 +159,8 @@ def _counts(rows: list[Row] | tuple[Row, ...]) -> str:
 def _print_failures(console: Console, groups: Sequence[FailedGroup], args: argparse.Namespace) -> None:
     """The failures of one kernel to look at first, how many more there are, and which groups failed besides."""
     for row in (row for group in groups[:1] for row in group.shown):
-        title, _, rest = explained(row, _again(row, args)).partition("\n")
+        again, picture = _commands(row, args)
+        title, _, rest = explained(row, again, picture).partition("\n")
         console.print(f"\n[{_COLORS[row.status]}]{escape(title)}[/]", soft_wrap=True)
         for line in rest.splitlines():
             console.print(f"  {escape(line)}", soft_wrap=True)
@@ -176,15 +177,25 @@ def _case_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="attn-backends-cases-"))
 
 
-def _again(row: Row, args: argparse.Namespace) -> str:
-    """The command that runs a row's case alone; the case is written to a file."""
-    if row.case is None:
-        return ""
+def _name_of(row: Row, args: argparse.Namespace) -> str:
+    """As the backend of a row was named."""
+    return next((name for name in args.backends or list_backends() if resolve(name).name == row.backend), row.backend)
+
+
+def _case_file(row: Row) -> str:
+    """A file that holds a row's case."""
+    assert row.case is not None, "the caller looks"
     path = _case_folder() / f"{row.check}-{row.case.name}.json"
     write_text(path, row.case.to_json() + "\n")
-    name = next((n for n in args.backends or list_backends() if resolve(n).name == row.backend), row.backend)
-    words = ["attn-backends", "conformance", name, "--device", args.device, "--kernel", row.kernel, "--case", str(path)]
-    return shlex.join(words)
+    return str(path)
+
+
+def _commands(row: Row, args: argparse.Namespace) -> tuple[str, str]:
+    """What runs a row's case alone, and what draws its metadata; the case is written to a file."""
+    if row.case is None:
+        return "", ""
+    where = row, _name_of(row, args), args.device, _case_file(row)
+    return commands.again(*where), commands.picture(*where)
 
 
 def _add_arguments(suite: argparse.ArgumentParser) -> None:
