@@ -48,7 +48,6 @@ def _add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--topk", type=int, metavar="N", help="of metadata and memory: branches of a draft level")
     bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
     add_threads(bench)
 
 
