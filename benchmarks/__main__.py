@@ -52,10 +52,11 @@ def _add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    "All but memory needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can be measured, or "
-    "bad input.",
+    "What layers, their metadata and whole cycles cost. All but memory needs a GPU. A comparison that failed "
+    "makes the exit code 1, nothing to measure 2.",
     _add_arguments,
     _run,
+    "python -m benchmarks memory --backend fa3 --json rows.json",
 )
 
 if __name__ == "__main__":

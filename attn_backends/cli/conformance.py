@@ -219,7 +219,9 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    "Exit code 0: nothing failed. 1: a check failed. 2: a check broke, nothing ran, or bad input.",
+    "Whether backends are right: every check that their capabilities call for, eagerly and through graphs. A check "
+    "that failed makes the exit code 1; one that broke, or no check at all, makes it 2.",
     _add_arguments,
     run,
+    "attn-backends conformance fa3 --quick --json report.json --report report.html",
 )

@@ -137,8 +137,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    "What each row of a step sees and writes, as the kernel reads its metadata, beside the buffers. Exit code 0: as it "
-    "must be. 1: a row is wrong, and marked. 2: bad input, or a refused step.",
+    "What each row of a step sees and writes, as the kernel reads its metadata, beside the buffers. A wrong row is "
+    "marked, and makes the exit code 1.",
     _add_arguments,
     run,
+    "attn-backends explain fa3 trtllm_mla --example tree --output step.html",
 )
