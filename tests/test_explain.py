@@ -18,7 +18,9 @@ from attn_backends.explain.from_case import case_picture
 from attn_backends.registry import get_backend
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Step, StepKind
 from tests.test_report import OneKeyShort
+from tests.torch_kernels import torch_kernel
 
+RIGHT = torch_kernel(FA3Backend)
 BACKENDS = ["dsv4", "fa3", "flashinfer_mla", "reference", "trtllm_mla"]
 REFUSED = {("dsv4", "tree"), ("dsv4", "draft-tree"), ("trtllm_mla", "packed")}
 LENS = (7, 40)
@@ -129,6 +131,32 @@ def test_what_a_kernel_gets_is_read_and_not_what_the_buffers_hold():
     assert lengths.lines[0].values == ("11", "44", "4"), "they are right in the buffer"
 
 
+LONGEST = {"tokens": 0}
+
+
+def cut_launch(q, cache, plan, layer):
+    """Attention over as many tokens as the host says, which a graph keeps from its capture."""
+    return RIGHT.launch(q, cache, replace(plan, seqused_k=plan.seqused_k.clamp(max=LONGEST["tokens"])), layer)
+
+
+class FreezesANumber(FA3Backend):
+    """The host tells its kernel the longest request, anew with every step."""
+
+    kernels = (replace(RIGHT, launch=cut_launch),)
+
+    def copy_inputs(self, meta, step):
+        """As ever, and the number."""
+        super().copy_inputs(meta, step)
+        LONGEST["tokens"] = int(step.seq_lens.max()) + step.width
+
+
+def test_captured_metadata_is_read_through_a_graph():
+    backend, step = verify(FreezesANumber)
+    LONGEST["tokens"] = 4
+    picture = explain(reader_of(backend, step, "graph"), step)
+    assert {row.number for _, row in picture.wrong_rows} == set(range(8))
+
+
 def test_a_padded_row_outside_of_the_reserved_page_is_wrong():
     backend, step = verify("fa3")
     reader = reader_of(backend, step, "graph")
@@ -153,7 +181,10 @@ def test_a_value_that_no_kernel_may_read_is_told_and_not_read():
     picture = explain(reader, step)
     assert not picture.is_right
     assert not picture.forwards
-    assert "page_table" in picture.verdict
+    assert "page_table holds [0, 1000000], declared [0, " in picture.verdict
+    marked = [value for table in picture.buffers for line in table.lines for value, is_marked
+              in zip(line.values, line.marked, strict=True) if is_marked]  # fmt: skip
+    assert marked == ["1000000"]
     assert "page_table" in to_svg([picture])
 
 

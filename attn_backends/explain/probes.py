@@ -21,6 +21,7 @@ from attn_backends.cache import CacheFormat, PagedKV, PagedLatent
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.compressed_layer import CompressedLayer, Compressor, IndexQuery
 from attn_backends.conformance.worlds import head_sizes, query_heads
+from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import ConfigError
 from attn_backends.layer import AttentionLayer
@@ -100,13 +101,18 @@ def _kernel(backend: AttentionBackend, kind: StepKind, format: Any) -> tuple[Ker
     dim, v_dim = head_sizes(type(backend), kernel, format) or _SIZES[format]
     heads = query_heads(kernel)
     num_heads = _HEADS if heads is None or _HEADS in heads else min(heads)
-    dtypes = next(iter(kernel.capabilities.values())).dtypes
-    dtype = next(each for each in (torch.float32, torch.bfloat16, torch.float16) if each in dtypes)
+    capabilities = _capabilities(kernel, kind)
+    dtype = next(each for each in (torch.float32, torch.bfloat16, torch.float16) if each in capabilities.dtypes)
     return kernel, AttentionLayer(0, num_heads, 1, dim, v_dim, scale=1.0), dtype
 
 
-def _cache_dtype(kernel: Kernel, dtype: torch.dtype) -> torch.dtype:
-    capabilities = next(iter(kernel.capabilities.values()))
+def _capabilities(kernel: Kernel, kind: StepKind) -> Capabilities:
+    """Of a kind; of an idle step, which launches nothing, those of any."""
+    return kernel.capabilities.get(kind) or next(iter(kernel.capabilities.values()))
+
+
+def _cache_dtype(kernel: Kernel, kind: StepKind, dtype: torch.dtype) -> torch.dtype:
+    capabilities = _capabilities(kernel, kind)
     return dtype if capabilities.own_cache else min(capabilities.cache_dtypes, key=str)
 
 
@@ -116,7 +122,7 @@ def _dense(backend: AttentionBackend, kind: StepKind, format: CacheFormat) -> Pr
     shape = (geometry.num_pages, geometry.page_size)
 
     def zeros(*dims: int) -> Tensor:
-        return torch.zeros(*shape, *dims, dtype=_cache_dtype(kernel, dtype), device=device)
+        return torch.zeros(*shape, *dims, dtype=_cache_dtype(kernel, kind, dtype), device=device)
 
     cache = (
         PagedLatent(zeros(layer.head_dim), rank=layer.v_head_dim)
@@ -141,7 +147,7 @@ def _compressed(backend: Any, kind: StepKind, compression: Compression | None) -
     kernel, plain, dtype = _kernel(backend, kind, CompressedFormat.COMPRESSED)
     geometry, device = backend.geometry, backend.device
     layer = _compressed_layer(backend, plain, compression)
-    cache = backend.allocate_cache(layer, _cache_dtype(kernel, dtype))
+    cache = backend.allocate_cache(layer, _cache_dtype(kernel, kind, dtype))
 
     def attend(at: ForwardMetadata, num_rows: int) -> Tensor:
         index = None

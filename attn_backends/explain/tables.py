@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from spec_metadata import BufferSpec, Extent
@@ -49,12 +50,14 @@ class Wrong:
 
 
 def table_of(spec: BufferSpec, tensor: Tensor, extent: Extent, wrong: Wrong) -> Table:
-    """A declared buffer with the values that wrong rows are read from."""
-    axes = [dim.text for dim in spec.shape]
+    """A declared buffer, with the values marked that wrong rows are read from and those outside of its range."""
+    tensor, axes = tensor.cpu(), [dim.text for dim in spec.shape]
     if axes == [_LISTS]:
         tensor, axes = tensor.view(extent.bs, extent.max_pages), [BS.text, MAX_PAGES.text]
     shape = f"[{', '.join(dim.text for dim in spec.shape)}] {str(spec.dtype).removeprefix('torch.')}"
-    return Table(spec.name, shape, spec.doc, _shortened(list(_lines(tensor.cpu(), axes, wrong))))
+    return Table(
+        spec.name, shape, spec.doc, _shortened(list(_lines(tensor, _outside(spec, tensor, extent), axes, wrong)))
+    )
 
 
 def tree_tables(trees: Sequence[Mapping[str, Tensor]], wrong: Wrong) -> list[Table]:
@@ -81,14 +84,19 @@ def _line(label: str, values: Sequence[object], is_wrong: bool) -> Line:
     return Line(label, tuple(map(str, values)), (is_wrong,) * len(values))
 
 
-def _lines(tensor: Tensor, axes: list[str], wrong: Wrong) -> Iterator[Line]:
+def _outside(spec: BufferSpec, tensor: Tensor, extent: Extent) -> Tensor:
+    """[shape of the buffer] bool: values that its declaration does not allow."""
+    if spec.high is None:
+        return torch.zeros_like(tensor, dtype=torch.bool)
+    return (tensor < (spec.low or 0)) | (tensor >= spec.high.of(extent))
+
+
+def _lines(tensor: Tensor, outside: Tensor, axes: list[str], wrong: Wrong) -> Iterator[Line]:
     """A line for each index of all axes but the last."""
-    if tensor.ndim == 0:
-        tensor, axes = tensor.unsqueeze(0), ["1"]
     for index in product(*map(range, tensor.shape[:-1])):
         at = dict(zip(axes, index, strict=False))
-        values = tensor[index].tolist()
-        marked = tuple(_is_marked({**at, axes[-1]: i}, axes[-1], wrong) for i in range(len(values)))
+        values, bad = tensor[index].tolist(), outside[index].tolist()
+        marked = tuple(is_bad or _is_marked({**at, axes[-1]: i}, axes[-1], wrong) for i, is_bad in enumerate(bad))
         yield Line(_label(at, tensor, axes), tuple(map(str, values)), marked)
 
 
