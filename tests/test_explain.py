@@ -161,9 +161,12 @@ def test_a_padded_row_outside_of_the_reserved_page_is_wrong():
     backend, step = verify("fa3")
     reader = reader_of(backend, step, "graph")
     reader.meta.buffers["page_table"][2, 0] = 1
+    reader.meta.buffers["write_slots"][0, 10] = 99
     picture = explain(reader, step)
     assert {row.number for _, row in picture.wrong_rows} == {8, 9, 10, 11}
-    assert "outside of the reserved page 0" in to_text([picture])
+    faults = {row.number: row.faults for _, row in picture.wrong_rows}
+    assert faults[8] == ("sees slot 32 outside of the reserved page 0",)
+    assert faults[10][1] == "writes slot 99 outside of the reserved page 0"
 
 
 def test_a_slot_that_is_read_twice_is_told():
