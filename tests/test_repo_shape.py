@@ -39,6 +39,7 @@ LAYERS = [
     ["attn_backends.adapters"],
     ["attn_backends.engines"],
     ["attn_backends.conformance"],
+    ["attn_backends.explain"],
     ["attn_backends.cli"],
     ["attn_backends_reference", "attn_backends_reference.models"],
     ["attn_backends_reference.config", "attn_backends_reference.run_options"],
@@ -157,7 +158,8 @@ def test_what_travels_is_small():
 
 def test_every_committed_picture_is_shown():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-    assert [path.name for path in (ROOT / "docs").rglob("*.png") if path.name not in pages] == []
+    pictures = [path for form in ("*.png", "*.svg") for path in (ROOT / "docs").rglob(form)]
+    assert [path.name for path in pictures if path.name not in pages] == []
 
 
 def test_the_table_of_places_to_open_names_files_that_exist():
