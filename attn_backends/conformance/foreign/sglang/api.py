@@ -1,0 +1,43 @@
+"""What the driver uses of SGLang, in one place (docs/private-apis.md). Imported where a case runs, never before.
+
+A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
+"""
+
+from sglang.srt.layers.attention import flashinfer_mla_backend
+from sglang.srt.layers.attention.flashinfer_mla_backend import (
+    FlashInferMLAAttnBackend,
+    FlashInferMLAMultiStepDraftBackend,
+)
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.kits.attention_unittest.attention_methods.mla_attention import (
+    MLAAttentionCase,
+    MockMLAModelRunner,
+    TinyMLAModelConfig,
+)
+
+__all__ = [
+    "CaptureHiddenMode",
+    "EagleDraftExtendInput",
+    "EagleDraftInput",
+    "EagleVerifyInput",
+    "FlashInferMLAAttnBackend",
+    "FlashInferMLAMultiStepDraftBackend",
+    "ForwardBatch",
+    "ForwardMode",
+    "KVWriteLoc",
+    "MLAAttentionCase",
+    "MockMLAModelRunner",
+    "RadixAttention",
+    "ReqToTokenPool",
+    "SpeculativeAlgorithm",
+    "TinyMLAModelConfig",
+    "flashinfer_mla_backend",
+    "memory_pool",
+    "per_step_draft_out_cache_loc",
+]
