@@ -10,7 +10,11 @@ from importlib import import_module
 from attn_backends.conformance.foreign.driver import ForeignBackend
 from attn_backends.errors import BackendUnavailableError
 
-FOREIGN = {"sglang:flashinfer_mla": "attn_backends.conformance.foreign.sglang.backends:FlashInferMLA"}
+_SGLANG = "attn_backends.conformance.foreign.sglang.backends"
+FOREIGN = {
+    "sglang:flashinfer_mla": f"{_SGLANG}:FlashInferMLA",
+    "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
+}
 
 
 def foreign_backend(name: str) -> type[ForeignBackend] | None:

@@ -3,11 +3,7 @@
 A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
 """
 
-from sglang.srt.layers.attention import flashinfer_mla_backend
-from sglang.srt.layers.attention.flashinfer_mla_backend import (
-    FlashInferMLAAttnBackend,
-    FlashInferMLAMultiStepDraftBackend,
-)
+from sglang.srt.layers.attention import flashinfer_mla_backend, trtllm_mla_backend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -26,8 +22,6 @@ __all__ = [
     "EagleDraftExtendInput",
     "EagleDraftInput",
     "EagleVerifyInput",
-    "FlashInferMLAAttnBackend",
-    "FlashInferMLAMultiStepDraftBackend",
     "ForwardBatch",
     "ForwardMode",
     "KVWriteLoc",
@@ -40,4 +34,5 @@ __all__ = [
     "flashinfer_mla_backend",
     "memory_pool",
     "per_step_draft_out_cache_loc",
+    "trtllm_mla_backend",
 ]

@@ -20,6 +20,7 @@ from attn_backends.conformance.foreign.driver import (
     launch,
 )
 from attn_backends.conformance.foreign.sglang.engine import Engine
+from attn_backends.conformance.foreign.sglang.parts import FLASHINFER, TRTLLM, Parts
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
 from attn_backends.conformance.worlds import layer_of
 from attn_backends.contract.capabilities import Capabilities
@@ -27,8 +28,6 @@ from attn_backends.contract.kernel import Kernel
 from spec_metadata import Bucket, CacheGeometry, Capacity, Step, StepKind
 
 KNOWN_VERSIONS = ("0.5.23",)
-CPU_SIZES, CPU_HEADS = (80, 64), 4
-GPU_SIZES, GPU_HEADS = (576, 512), 16
 CPU_ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -47,14 +46,19 @@ def missing_reasons() -> list[str]:
     return [] if found in KNOWN_VERSIONS else [f"sglang {found} is installed ({known})"]
 
 
-def stand_in_reasons(device: torch.device) -> list[str]:
-    """Why the stand-ins of kernels do not run on a device."""
+def on_cpu(device: torch.device) -> list[str]:
+    """Why stand-ins of kernels do not run where no GPU is."""
     if device.type != "cpu":
         return [f"it stands for kernels where no GPU is, not on {device.type}"]
     reasons = missing_reasons()
     if not reasons and find_spec("sgl_kernel") is None:
         reasons = ["sgl_kernel is not installed, nor its CPU stand-in of this project's tests (make test-sglang)"]
     return reasons
+
+
+def on_gpu(device: torch.device) -> list[str]:
+    """Why stand-ins of kernels do not run on a GPU, over metadata that SGLang's kernels make there."""
+    return missing_reasons() if device.type == "cuda" else [f"it runs on a GPU, not on {device.type}"]
 
 
 def flashinfer_reasons(device: torch.device) -> list[str]:
@@ -65,64 +69,54 @@ def flashinfer_reasons(device: torch.device) -> list[str]:
     return reasons if reasons or find_spec("flashinfer") else ["flashinfer is not installed"]
 
 
-def latents(sizes: tuple[int, int], heads: int, dtype: torch.dtype, over_read: bool) -> dict[StepKind, Capabilities]:
-    """What FlashInfer-MLA can do in SGLang: chains, draft extends of one width and no graph."""
-    common: dict[str, Any] = {
-        "page_sizes": frozenset({1, 64}),
-        "dtypes": frozenset({dtype}),
-        "head_sizes": frozenset({sizes}),
-        "query_heads": frozenset({heads}),
-        "needs_host_lens": True,
-        "over_read": over_read,
-    }
-    return {
-        StepKind.PREFILL: Capabilities(**common, packed=True, graph=False),
-        StepKind.DECODE: Capabilities(**common),
-        StepKind.DRAFT_DECODE: Capabilities(**common),
-        StepKind.TARGET_VERIFY: Capabilities(**common),
-        StepKind.DRAFT_EXTEND: Capabilities(**common, graph=False),
-    }
+Where = tuple[tuple[int, int], int, torch.dtype]
+"""Head sizes, query heads and type that a place is driven with."""
 
 
+def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
+    """What all of SGLang's MLA backends can do in a step kind."""
+    sizes, heads, dtype = where
+    given = {"head_sizes": frozenset({sizes}), "query_heads": frozenset({heads}), "needs_host_lens": True, **others}
+    return Capabilities(frozenset(pages), frozenset({dtype}), **given)
+
+
+ON_CPU: Where = ((80, 64), 4, torch.float32)
+ON_GPU: Where = ((576, 512), 16, torch.bfloat16)
 ONE_POOL = Exempt(("api.cache_groups",), "a backend of SGLang reads one pool")
+DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
-class FlashInferMLA(ForeignBackend):
-    """SGLang's `flashinfer` backend of MLA models, and its multi-step draft backend."""
+def _flashinfer(where: Where, **others: Any) -> dict[StepKind, Capabilities]:
+    """FlashInfer-MLA: a draft extend has no graph."""
+    able = dict.fromkeys(DECODES, can(where, {1, 64}, **others))
+    able[StepKind.DRAFT_EXTEND] = can(where, {1, 64}, graph=False, **others)
+    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True, **others)}
 
-    name = "sglang:flashinfer_mla"
+
+def _trtllm(where: Where) -> dict[StepKind, Capabilities]:
+    """TRT-LLM-MLA: a prompt is not absorbed, so this driver has none for it."""
+    return dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {32, 64}))
+
+
+class SGLangMLA(ForeignBackend):
+    """A backend of SGLang over latents. right: whether what is driven is right instead (`control`)."""
+
     project = "SGLang"
-    backend: ClassVar[str] = "flashinfer"
-    right: ClassVar[bool] = False
     formats = frozenset({CacheFormat.LATENT})
     exempt = (DECLARED, OURS, ONE_POOL)
-    kernels = (
-        Kernel(
-            "flashinfer",
-            launch,
-            latents(GPU_SIZES, GPU_HEADS, torch.bfloat16, over_read=True),
-            flashinfer_reasons,
-            schedule=first_use,
-        ),
-        Kernel(
-            "stand_in",
-            launch,
-            latents(CPU_SIZES, CPU_HEADS, torch.float32, over_read=False),
-            stand_in_reasons,
-            source="flashinfer",
-            schedule=first_use,
-        ),
-    )
+    parts: ClassVar[Parts]
+    right: ClassVar[bool] = False
 
     def __init__(
         self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
     ) -> None:
         super().__init__(capacity, geometry, device, **options)
-        on_gpu = self.device.type == "cuda"
-        sizes, heads = (GPU_SIZES, GPU_HEADS) if on_gpu else (CPU_SIZES, CPU_HEADS)
+        sizes, heads, dtype = ON_GPU if self.device.type == "cuda" else ON_CPU
         layer, _ = layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))
-        dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.engine = Engine(self.backend, capacity, geometry, self.device, dtype, layer, self.right)
+        names = {choice.kernel.name for choice in self.choices.values()}
+        own = not any(name.startswith("stand_in") for name in names)
+        place = capacity, geometry, self.device, dtype, layer
+        self.engine = Engine(self.parts, *place, has_kernels=own, right=self.right)
 
     @classmethod
     def control(cls) -> type[ForeignBackend]:
@@ -136,11 +130,11 @@ class FlashInferMLA(ForeignBackend):
 
     def plan_eagerly(self, step: Step) -> ForeignStep:
         """A batch of a server without graphs."""
-        return EagerStep(self.engine, step, read_lists)
+        return EagerStep(self.engine, step)
 
     def plan_captured(self, bucket: Bucket) -> ForeignStep:
         """A batch over a graph runner's buffers."""
-        return CapturedStep(self.engine, bucket, self.capacity.num_steps, read_lists)
+        return CapturedStep(self.engine, bucket, self.capacity.num_steps)
 
     def bring_in(self, cache: PagedCache) -> None:
         """Copy the cache into the pool, whose page 0 is the reserved one."""
@@ -160,25 +154,25 @@ def _copy(source: Tensor, destination: Tensor, reserved: int) -> None:
     destination[0].copy_(source[reserved])
 
 
-def read_lists(backend: Any, planned: Any, batch: Any) -> list[list[int]] | None:
-    """What a FlashInfer wrapper's plan lists for each row, the request's last row seeing all of its keys."""
-    wrapper = getattr(planned, "decode_wrapper", None) or getattr(planned, "prefill_wrapper", None)
-    if wrapper is None:
-        return None
-    starts, offsets, lens = (each.tolist() for each in _plan_of(backend, planned, wrapper))
-    indices, rows = wrapper._kv_indices_buf, []
-    for request, length in enumerate(lens):
-        width = starts[request + 1] - starts[request]
-        listed = indices[offsets[request] : offsets[request] + length].tolist()
-        rows += [listed[: length - width + 1 + row] for row in range(width)]
-    return rows
+class FlashInferMLA(SGLangMLA):
+    """SGLang's `flashinfer` backend of MLA models, and its multi-step draft backend."""
+
+    name = "sglang:flashinfer_mla"
+    parts = FLASHINFER
+    kernels = (
+        Kernel("flashinfer", launch, _flashinfer(ON_GPU, over_read=True), flashinfer_reasons, schedule=first_use),
+        Kernel("stand_in", launch, _flashinfer(ON_CPU), on_cpu, source="flashinfer", schedule=first_use),
+    )
 
 
-def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """(qo_indptr, kv_indptr, kv_len) that the wrapper's work was planned from."""
-    if work := getattr(wrapper._cached_module, "work", None):
-        return tuple(work)
-    fast = getattr(backend, "fast_decode_kwargs", {})
-    if wrapper._use_cuda_graph and hasattr(planned, "decode_wrapper") and "kv_len_arr_cpu" in fast:
-        return fast["qo_indptr_cpu"], fast["kv_indptr_cpu"], fast["kv_len_arr_cpu"]
-    return wrapper._qo_indptr_buf, wrapper._kv_indptr_buf, wrapper._kv_len_arr_buf
+class TRTLLMMLA(SGLangMLA):
+    """SGLang's `trtllm_mla` backend, and its multi-step draft backend. Its kernels want a Blackwell GPU, for which this
+    driver has none: SGLang's metadata is read by a stand-in on a GPU, too.
+    """
+
+    name = "sglang:trtllm_mla"
+    parts = TRTLLM
+    kernels = (
+        Kernel("stand_in_on_gpu", launch, _trtllm(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
+        Kernel("stand_in", launch, _trtllm(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
+    )

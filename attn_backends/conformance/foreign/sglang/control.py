@@ -66,8 +66,8 @@ class RightBackend:
 class RightDraftBackend:
     """The backends of a draft's forwards."""
 
-    def __init__(self, model_runner: Any, topk: int, speculative_num_steps: int) -> None:
-        self.attn_backends = [RightBackend(model_runner, draft) for draft in range(speculative_num_steps - 1)]
+    def __init__(self, model_runner: Any, num_steps: int) -> None:
+        self.attn_backends = [RightBackend(model_runner, draft) for draft in range(num_steps - 1)]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_backends.conformance.foreign.sglang import control, stand_ins
 from attn_backends.conformance.foreign.sglang.batches import Numbers
+from attn_backends.conformance.foreign.sglang.parts import Parts
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry, Capacity, StepKind
 
@@ -30,39 +31,45 @@ ROOM = 4  # tokens that a row of SGLang's request table has past the context, be
 
 
 class Engine:
-    """The parts of a server that attention meets. layer: of the one layer that there is. name: of SGLang's backend.
-    right: with backends and a pool that are right instead (`control`).
+    """The parts of a server that attention meets. parts: of SGLang's backend. layer: of the one layer that there is.
+    has_kernels: whether the backend's own kernels run here. right: with backends and a pool that are
+    right instead (`control`).
     """
 
     def __init__(
         self,
-        name: str,
+        parts: Parts,
         capacity: Capacity,
         geometry: CacheGeometry,
         device: torch.device,
         dtype: torch.dtype,
         layer: AttentionLayer,
+        *,
+        has_kernels: bool,
         right: bool,
     ) -> None:
-        self.capacity, self.device, self.right = capacity, device, right
+        self.parts, self.capacity, self.device, self.right = parts, capacity, device, right
         self.numbers, self._num_rows, self._row = Numbers(geometry), STEPS_HELD * capacity.max_bs, 0
         with self.simulated():
             self.api: Any = import_module(API)
-            self.runner = self._runner(name, geometry, dtype, layer)
+            self.runner = self._runner(geometry, dtype, layer)
         self.layer = self.api.RadixAttention(
             layer.num_heads, layer.head_dim, layer.scale, 1, layer_id=0, v_head_dim=layer.v_head_dim
         )
         self._backends: dict[str, Any] = {}
         self._captures: set[str] = set()
         self._static: dict[StepKind, dict[str, Tensor]] = {}
+        if not has_kernels:
+            parts.install(self.api, capacity.max_kv_len)
         if device.type == "cpu":
-            self._stand_in()
+            for name in ("set_mla_kv_buffer_triton", "set_mla_kv_buffer_dcp_sharded_triton"):
+                setattr(self.api.memory_pool, name, stand_ins.write_latents)
 
     def simulated(self) -> AbstractContextManager[Any]:
         """In which SGLang's code runs; on a CPU, without a CUDA device."""
         return nullcontext() if self.device.type == "cuda" else stand_ins.OnCpu()
 
-    def _runner(self, name: str, geometry: CacheGeometry, dtype: torch.dtype, layer: AttentionLayer) -> Any:
+    def _runner(self, geometry: CacheGeometry, dtype: torch.dtype, layer: AttentionLayer) -> Any:
         api, capacity, rank = self.api, self.capacity, layer.v_head_dim
         rope, nodes = layer.head_dim - rank, capacity.num_draft_tokens
         config = api.TinyMLAModelConfig(
@@ -75,7 +82,7 @@ class Engine:
         config.scaling = layer.scale
         batch = api.MLAAttentionCase(
             "suite",
-            name,
+            self.parts.name,
             api.ForwardMode.TARGET_VERIFY,
             layer.num_heads,
             geometry.page_size,
@@ -105,14 +112,6 @@ class Engine:
         runner.init_kv_index_translator()
         return runner
 
-    def _stand_in(self) -> None:
-        """Put stand-ins where a CPU has no kernel."""
-        stand_ins.MLAWrapper.max_kv_len = self.capacity.max_kv_len
-        for name in ("set_mla_kv_buffer_triton", "set_mla_kv_buffer_dcp_sharded_triton"):
-            setattr(self.api.memory_pool, name, stand_ins.write_latents)
-        for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
-            setattr(self.api.flashinfer_mla_backend, name, stand_ins.MLAWrapper)
-
     def take_rows(self, bs: int) -> Tensor:
         """[bs] rows of the request table, of which row 0 is what padding uses: those after the last that were taken."""
         rows = [1 + (self._row + request) % self._num_rows for request in range(bs)]
@@ -128,10 +127,11 @@ class Engine:
         return self._backends[role]
 
     def _make(self, role: str) -> Any:
+        if not self.right:
+            return self.parts.make(self.api, role, self.runner, self.capacity.num_steps)
         if role == "draft":
-            kind = control.RightDraftBackend if self.right else self.api.FlashInferMLAMultiStepDraftBackend
-            return kind(self.runner, 1, self.capacity.num_steps)
-        return (control.RightBackend if self.right else self.api.FlashInferMLAAttnBackend)(self.runner)
+            return control.RightDraftBackend(self.runner, self.capacity.num_steps)
+        return control.RightBackend(self.runner)
 
     def static_of(self, kind: StepKind, width: int, num_steps: int) -> dict[str, Tensor]:
         """The static buffers of a kind's graphs; the backend's own are made with them."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attn_backends.kernels.torch_attention import csr_attention
+from attn_backends.kernels.torch_attention import block_table_attention, csr_attention
 
 
 class OnCpu(TorchFunctionMode):
@@ -134,3 +134,41 @@ class MLAWrapper:
         )
         out.copy_(found)
         return out
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    kv_lora_rank: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    bmm1_scale: float,
+    **others: Any,
+) -> Tensor:
+    """`flashinfer.decode`'s function of this name: causal attention over a block table, at one query width.
+
+    query: [bs, width, num_heads, dim]. kv_cache: [num_pages, 1, page_size, dim]. Returns [bs, width, num_heads, rank].
+    """
+    keys = kv_cache.transpose(1, 2)
+    out, _ = block_table_attention(
+        query.flatten(0, 1),
+        keys,
+        keys[..., :kv_lora_rank],
+        block_tables,
+        seq_lens,
+        width=query.shape[1],
+        max_kv_len=block_tables.shape[1] * keys.shape[1],
+        causal=True,
+        scale=bmm1_scale,
+    )
+    return out.unflatten(0, query.shape[:2])
+
+
+def concatenate(*parts: Tensor) -> Tensor:
+    """A query of its two parts."""
+    return torch.cat(parts, dim=-1)
+
+
+def nothing(*args: Any, **named: Any) -> None:
+    """In place of what compiles or allocates for kernels that are not there."""

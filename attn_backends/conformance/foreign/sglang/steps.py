@@ -19,15 +19,13 @@ from attn_backends.layer import AttentionLayer
 from spec_metadata import Bucket, Step, StepKind
 
 Tensors = dict[str, Tensor]
-Read = Callable[[Any, Any, Any], list[list[int]] | None]
-"""(backend, what it planned, batch) -> the slots that each row attends to, in SGLang's numbers."""
 
 
 class SGLangStep(ForeignStep):
-    """A planned step. read: what a backend's metadata says of a batch."""
+    """A planned step."""
 
-    def __init__(self, engine: Engine, kind: StepKind, num_steps: int, read: Read) -> None:
-        self.engine, self.kind, self.num_steps, self.read = engine, kind, num_steps, read
+    def __init__(self, engine: Engine, kind: StepKind, num_steps: int) -> None:
+        self.engine, self.kind, self.num_steps = engine, kind, num_steps
         self.backend = engine.backend_of(kind)
         self.batch: Any = None
         self._forwards: list[Any] = []
@@ -43,12 +41,12 @@ class SGLangStep(ForeignStep):
         self.batch = batch
         with self.engine.simulated():
             plan(batch)
-        self._planned = [getattr(each, "forward_metadata", None) for each in self._backends]
+        self._planned = [getattr(each, self.engine.parts.held, None) for each in self._backends]
 
     def begin(self, forward: int) -> None:
         """Slice the slots of each forward, as `draft_forward` does."""
         for backend, planned in zip(self._backends, self._planned, strict=True):
-            backend.forward_metadata = planned
+            setattr(backend, self.engine.parts.held, planned)
         if forward == 0 or not self._forwards:
             self._forwards = self._sliced()
 
@@ -89,7 +87,7 @@ class SGLangStep(ForeignStep):
     def read_slots(self, forward: int) -> list[list[int]] | None:
         """What the metadata lists for each row."""
         numbers = self.engine.numbers
-        listed = self.read(self._backends[forward], self._planned[forward], self.batch)
+        listed = self.engine.parts.read(self._backends[forward], self._planned[forward], self.batch)
         return None if listed is None else [numbers.slots(torch.tensor(row)).tolist() for row in listed]
 
     def handed_slots(self, forward: int) -> Handed:
@@ -104,8 +102,8 @@ class SGLangStep(ForeignStep):
 class EagerStep(SGLangStep):
     """A step of a server without graphs."""
 
-    def __init__(self, engine: Engine, step: Step, read: Read) -> None:
-        super().__init__(engine, step.kind, step.num_steps, read)
+    def __init__(self, engine: Engine, step: Step) -> None:
+        super().__init__(engine, step.kind, step.num_steps)
         lens = lengths_of(step)
         batch = make_batch(engine.api, lens, step_tensors(engine, step, lens))
         engine.runner.kv_index_translator.bind_own_plan(batch)
@@ -119,9 +117,9 @@ class EagerStep(SGLangStep):
 class CapturedStep(SGLangStep):
     """A step over the static buffers of a graph's runner. They are those of the kind: its graphs take turns."""
 
-    def __init__(self, engine: Engine, bucket: Bucket, num_steps: int, read: Read) -> None:
+    def __init__(self, engine: Engine, bucket: Bucket, num_steps: int) -> None:
         drafts = bucket.kind is StepKind.DRAFT_DECODE
-        super().__init__(engine, bucket.kind, num_steps if drafts else 1, read)
+        super().__init__(engine, bucket.kind, num_steps if drafts else 1)
         self.bs, self.width = bucket.bs, bucket.width
         self.static = engine.static_of(bucket.kind, self.width, self.num_steps)
         self._pad()
