@@ -14,6 +14,7 @@ _SGLANG = "attn_backends.conformance.foreign.sglang.backends"
 FOREIGN = {
     "sglang:flashinfer_mla": f"{_SGLANG}:FlashInferMLA",
     "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
+    "sglang:fa3": f"{_SGLANG}:FA3",
 }
 
 

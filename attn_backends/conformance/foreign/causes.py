@@ -16,7 +16,7 @@ from torch import Tensor
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.exercise import Ran, run_case
-from attn_backends.conformance.foreign.driver import ForeignPlan, ForeignStep, Handed
+from attn_backends.conformance.foreign.driver import NOWHERE, ForeignPlan, ForeignStep, Handed
 from attn_backends.conformance.scenes import Scene
 
 SHOWN = 4
@@ -58,6 +58,8 @@ def _wanted(scene: Scene, forward: int) -> list[list[int]]:
 def _told_list(expected: list[int], got: list[int], before: list[list[int]], committed: int) -> str:
     """How a list of slots is wrong. before: those of the rows before it. committed: tokens of its request."""
     missing = len(expected) - len(got)
+    if NOWHERE in got:
+        return f"its length is {len(got)}, and its table ends after {got.index(NOWHERE)} keys: a kernel reads past it"
     if missing > 0 and got == expected[: len(got)]:
         told = (
             f"it attends to {len(got)} keys and must to {len(expected)}, without slots {_shown(expected[len(got) :])}"

@@ -24,6 +24,8 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import BoundInputs, Bucket, Buffers, BufferSpec, Paging, Step, StepKind, TokenBucket
 
+NOWHERE = -1  # in place of a slot: the length counts it, and the table ends before it
+
 
 @dataclass(frozen=True)
 class Handed:
@@ -61,8 +63,8 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def read_slots(self, forward: int) -> list[list[int]] | None:
-        """What the metadata says that each row of a forward attends to, its own token last; None if it is not known.
-        Reads the device.
+        """What the metadata says that each row of a forward attends to, its own token last, `NOWHERE` where it says
+        nothing; None if it is not known. Reads the device.
         """
 
     @abstractmethod

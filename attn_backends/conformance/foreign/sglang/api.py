@@ -3,7 +3,7 @@
 A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
 """
 
-from sglang.srt.layers.attention import flashinfer_mla_backend, trtllm_mla_backend
+from sglang.srt.layers.attention import flashattention_backend, flashinfer_mla_backend, trtllm_mla_backend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
@@ -31,6 +31,7 @@ __all__ = [
     "ReqToTokenPool",
     "SpeculativeAlgorithm",
     "TinyMLAModelConfig",
+    "flashattention_backend",
     "flashinfer_mla_backend",
     "memory_pool",
     "per_step_draft_out_cache_loc",

@@ -20,7 +20,7 @@ from attn_backends.conformance.foreign.driver import (
     launch,
 )
 from attn_backends.conformance.foreign.sglang.engine import Engine
-from attn_backends.conformance.foreign.sglang.parts import FLASHINFER, TRTLLM, Parts
+from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRTLLM, Parts
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
 from attn_backends.conformance.worlds import layer_of
 from attn_backends.contract.capabilities import Capabilities
@@ -96,6 +96,12 @@ def _flashinfer(where: Where, **others: Any) -> dict[StepKind, Capabilities]:
 def _trtllm(where: Where) -> dict[StepKind, Capabilities]:
     """TRT-LLM-MLA: a prompt is not absorbed, so this driver has none for it."""
     return dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {32, 64}))
+
+
+def _flash_attention(where: Where) -> dict[StepKind, Capabilities]:
+    """FlashAttention-3 over latents."""
+    able = dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {1, 64}))
+    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True)}
 
 
 class SGLangMLA(ForeignBackend):
@@ -175,4 +181,15 @@ class TRTLLMMLA(SGLangMLA):
     kernels = (
         Kernel("stand_in_on_gpu", launch, _trtllm(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
         Kernel("stand_in", launch, _trtllm(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
+    )
+
+
+class FA3(SGLangMLA):
+    """SGLang's `fa3` backend over latents, and its multi-step draft backend; a stand-in reads their metadata."""
+
+    name = "sglang:fa3"
+    parts = FLASH_ATTENTION
+    kernels = (
+        Kernel("stand_in_on_gpu", launch, _flash_attention(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
+        Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
     )

@@ -27,6 +27,10 @@ SERVED_BY = {
 a draft model has a backend for each of its two steps.
 """
 STEPS_HELD = 4  # of whose requests there are rows at once; a step's requests are not those of another one
+MARGIN = 4
+"""A server's prompt and output end at context_len - 2 (`max_req_len - input_len - 1` new tokens at most, of a
+max_req_len of context_len - 1), so a step that adds to them has at most context_len - 4 in the cache.
+"""
 ROOM = 4  # tokens that a row of SGLang's request table has past the context, beside the drafted ones
 
 
@@ -77,7 +81,7 @@ class Engine:
             kv_lora_rank=rank,
             qk_rope_head_dim=rope,
             hidden_size=64,
-            context_len=capacity.max_context,
+            context_len=capacity.max_context + MARGIN,
         )
         config.scaling = layer.scale
         batch = api.MLAAttentionCase(
@@ -94,7 +98,7 @@ class Engine:
             model_config=config,
             dtype=dtype,
             device=self.device.type,
-            max_context_len=capacity.max_context + ROOM + nodes,
+            max_context_len=capacity.max_context + MARGIN + ROOM + nodes,
             kv_lora_rank=rank,
             qk_rope_head_dim=rope,
             disable_cuda_graph=False,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
+from attn_backends.conformance.foreign.driver import NOWHERE
 from attn_backends.conformance.foreign.sglang import stand_ins
 
 Rows = list[list[int]]
@@ -70,6 +72,12 @@ def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, 
     return wrapper._qo_indptr_buf, wrapper._kv_indptr_buf, wrapper._kv_len_arr_buf
 
 
+def _listed(pages: list[int], size: int, length: int) -> list[int]:
+    """The leading slots of pages; of those that the table has none of, nowhere."""
+    slots = [page * size + offset for page in pages for offset in range(size)]
+    return slots[:length] + [NOWHERE] * (length - len(slots))
+
+
 def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What a block table and lengths list for each row of a batch of one width."""
     if planned is None:
@@ -77,7 +85,7 @@ def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     size, rows = backend.page_size, []
     width = batch.positions.numel() // batch.batch_size
     for pages, length in zip(planned.block_kv_indices.tolist(), planned.seq_lens_k.tolist(), strict=False):
-        rows += _seen([page * size + offset for page in pages for offset in range(size)][:length], width)
+        rows += _seen(_listed(pages, size, length), width)
     return rows
 
 
@@ -94,6 +102,25 @@ def _install_trtllm(api: Any, max_kv_len: int) -> None:
     module._jit_fixup_module = module.make_persistent_multi_ctas_kv_counter_buffer = stand_ins.nothing
     module.can_use_set_mla_kv_concat_q = module.can_use_set_mla_kv_concat_q_fp8 = stand_ins.nothing
     module.concat_mla_absorb_q_general = stand_ins.concatenate
+
+
+def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What a page table, lengths and offsets of ragged queries list for each row."""
+    if planned is None:
+        return None
+    size, rows = backend.page_size, []
+    lists = planned.page_table.tolist(), planned.cache_seqlens_int32.tolist(), planned.cu_seqlens_q.diff().tolist()
+    for pages, length, width in zip(*lists, strict=False):
+        rows += _seen(_listed(pages, size, length), width)
+    return rows
+
+
+def _install_flash_attention(api: Any, max_kv_len: int) -> None:
+    api.flashattention_backend.flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
+    names = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata")
+    module: Any = ModuleType("sgl_kernel.flash_attn")
+    vars(module).update(dict.fromkeys(names, stand_ins.nothing))
+    sys.modules[module.__name__] = module
 
 
 FLASHINFER = Parts(
@@ -113,4 +140,13 @@ TRTLLM = Parts(
     "forward_decode_metadata",
     read_blocks,
     _install_trtllm,
+)
+FLASH_ATTENTION = Parts(
+    "fa3",
+    "flashattention_backend",
+    "FlashAttentionBackend",
+    "FlashAttentionMultiStepBackend",
+    "forward_metadata",
+    read_pages,
+    _install_flash_attention,
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attn_backends.kernels.torch_attention import block_table_attention, csr_attention
+from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
 
 
 class OnCpu(TorchFunctionMode):
@@ -163,6 +163,38 @@ def trtllm_batch_decode_with_kv_cache_mla(
         scale=bmm1_scale,
     )
     return out.unflatten(0, query.shape[:2])
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    qv: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    **others: Any,
+) -> Tensor:
+    """FlashAttention-3's function of this name, of absorbed queries over latents in pages.
+
+    q: [num_tokens, num_heads, rope]. qv: [..., rank]. k_cache: [num_pages, page_size, 1, rope]. v_cache: [..., rank].
+    """
+    out, _ = page_table_attention(
+        torch.cat((qv, q), dim=-1),
+        torch.cat((v_cache, k_cache), dim=-1),
+        v_cache,
+        cu_seqlens_q,
+        page_table,
+        cache_seqlens,
+        max_seqlen_q=max_seqlen_q,
+        causal=causal,
+        scale=softmax_scale,
+    )
+    return out
 
 
 def concatenate(*parts: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from attn_backends.cache import CacheInputs, Latents
 from attn_backends.conformance.foreign.driver import ForeignStep, Handed
 from attn_backends.conformance.foreign.sglang.batches import FILL, Lengths, lengths_of, make_batch, token_slots
 from attn_backends.conformance.foreign.sglang.engine import Engine
+from attn_backends.graphs import run_at_replays
 from attn_backends.layer import AttentionLayer
 from spec_metadata import Bucket, Step, StepKind
 
@@ -132,8 +133,11 @@ class CapturedStep(SGLangStep):
         """The first call of the region is the backend's own."""
         super().begin(forward)
         if forward == 0:
-            with self.engine.simulated():
-                self.backend.init_forward_metadata_in_graph(self.batch)
+            run_at_replays(self._plan_in_graph)
+
+    def _plan_in_graph(self) -> None:
+        with self.engine.simulated():
+            self.backend.init_forward_metadata_in_graph(self.batch)
 
     def load(self, step: Step) -> None:
         """Copy a step's tensors, padded as the runner pads, and have the backend plan for a replay."""
