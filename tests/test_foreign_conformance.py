@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from attn_backends.conformance import Outcome, Subject, run_conformance, selected_cases
-from attn_backends.conformance.foreign import foreign_backend
+from attn_backends.conformance import Outcome, Subject, resolve_subjects, run_conformance, selected_cases
+from attn_backends.conformance.foreign import FOREIGN, foreign_backend
 from attn_backends.conformance.foreign.blame import run_foreign_case
 from attn_backends.conformance.foreign.isolation import Isolated, running
+from attn_backends.conformance.foreign.sglang import backends
 from attn_backends.conformance.profiles import passed
 from attn_backends.errors import BackendUnavailableError
 from tests import foreign_backends as tiny
@@ -110,3 +112,21 @@ def test_an_unknown_backend_of_a_known_project_names_those_there_are():
     with pytest.raises(BackendUnavailableError, match="there are sglang:flashinfer_mla"):
         foreign_backend("sglang:flash")
     assert foreign_backend("my_package:MyBackend") is None
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"), [(None, "sglang is not installed"), ("0.6.0", "sglang 0.6.0 is installed")]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_without_its_package_or_with_another_version_a_project_is_not_run(monkeypatch, name, device, found, reason):
+    def version(package):
+        if found is None:
+            raise PackageNotFoundError(package)
+        return found
+
+    monkeypatch.setattr(backends, "version", version)
+    subjects, absent = resolve_subjects(name, device=device)
+    assert subjects == []
+    assert f"{reason} (the driver knows 0.5.23)" in {row.reason for row in absent}
+    assert {row.status for row in absent} == {Outcome.NOT_RUN}
