@@ -6,7 +6,6 @@ A model runner and a model configuration come from SGLang's own test kit, which 
 from sglang.srt.layers.attention import flashattention_backend, flashinfer_mla_backend, trtllm_mla_backend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
@@ -24,11 +23,9 @@ __all__ = [
     "EagleVerifyInput",
     "ForwardBatch",
     "ForwardMode",
-    "KVWriteLoc",
     "MLAAttentionCase",
     "MockMLAModelRunner",
     "RadixAttention",
-    "ReqToTokenPool",
     "SpeculativeAlgorithm",
     "TinyMLAModelConfig",
     "flashattention_backend",

@@ -33,9 +33,20 @@ class RightBackend:
         """Nothing to plan."""
 
     def forward(
-        self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True, *, q_rope: Tensor
+        self,
+        q: Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        q_rope: Tensor,
+        k_rope: Any = None,
     ) -> Tensor:
         """Attention of the batch's rows, each over what its mode says."""
+        batch, pool = forward_batch, self.runner.token_to_kv_pool
+        if save_kv_cache:
+            _store(pool, layer, batch.out_cache_loc, k, k_rope)
         bs, mode = batch.batch_size, batch.forward_mode
         lens = batch.seq_lens[:bs].to(torch.int32)
         widths = torch.full_like(lens, q.shape[0] // bs)
@@ -47,7 +58,7 @@ class RightBackend:
             widths = batch.extend_seq_lens[:bs].to(torch.int32)
         starts = torch.cat((widths.new_zeros(1), widths.cumsum(0, dtype=torch.int32)))
         tokens = self.runner.req_to_token_pool.req_to_token[batch.req_pool_indices[:bs].long()]
-        keys = self.runner.token_to_kv_pool.get_key_buffer(layer.layer_id).unsqueeze(1)
+        keys = pool.get_key_buffer(layer.layer_id).unsqueeze(1)
         max_query = q.shape[0] // bs if mode.is_decode() or mode.is_target_verify() else q.shape[0]
         out, _ = page_table_attention(
             torch.cat((q.view(q_rope.shape[0], q_rope.shape[1], -1), q_rope), dim=-1),
@@ -82,7 +93,7 @@ class RightDraftBackend:
         """Nothing to plan."""
 
 
-def write_rightly(pool: Any, layer: Any, where: Any, nope: Tensor, rope: Tensor) -> None:
-    """`set_mla_kv_buffer` that honours the stride of the slots."""
+def _store(pool: Any, layer: Any, slots: Tensor, nope: Tensor, rope: Tensor) -> None:
+    """Write latents to slots, whatever their stride."""
     rows = torch.cat((nope.flatten(1), rope.flatten(1)), dim=1)
-    pool.kv_buffer[layer.layer_id].view(-1, rows.shape[1])[where.loc.long()] = rows
+    pool.kv_buffer[layer.layer_id].view(-1, rows.shape[1])[slots.long()] = rows

@@ -152,13 +152,6 @@ class Engine:
             self._static[kind] = made
         return self._static[kind]
 
-    def store(self, where: Any, nope: Tensor, rope: Tensor) -> None:
-        """Have the pool store latents."""
-        if self.right:
-            control.write_rightly(self.runner.token_to_kv_pool, self.layer, where, nope, rope)
-        else:
-            self.runner.token_to_kv_pool.set_mla_kv_buffer(self.layer, where, nope, rope)
-
     @property
     def pages(self) -> Tensor:
         """[num_pages, page_size, dim] the pool's memory."""

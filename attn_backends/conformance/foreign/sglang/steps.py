@@ -63,27 +63,27 @@ class SGLangStep(ForeignStep):
         return forwards
 
     def store(self, forward: int, inputs: CacheInputs, layer: AttentionLayer) -> None:
-        """Have SGLang's pool store the rows."""
+        """Have the backend store the rows, as it does when it attends; what it attends to here is dropped."""
         assert isinstance(inputs, Latents), "its cache is one of latents"
-        rows = inputs.latent.unsqueeze(1)
-        nope, rope = rows[..., : layer.v_head_dim], rows[..., layer.v_head_dim :]
-        where = self.engine.api.KVWriteLoc.for_batch(self._forwards[forward])
-        with self.engine.simulated():
-            self.engine.store(where, nope, rope)
+        nope, rope = inputs.latent.unsqueeze(1).tensor_split((layer.v_head_dim,), dim=-1)
+        q = inputs.latent.new_zeros(len(inputs.latent), layer.num_heads, layer.head_dim)
+        self._call(forward, q, layer, {"k": nope, "v": nope, "k_rope": rope})
 
     def attend(self, forward: int, q: Tensor, layer: AttentionLayer) -> Tensor:
         """Call the backend as an absorbed MLA layer does, with the cache stored already. SGLang plans with the scale of
         its model; queries of a layer of another one are multiplied by what that is off.
         """
         scaled = q if layer.scale == self.engine.layer.scaling else q * (layer.scale / self.engine.layer.scaling)
-        nope, rope = (
-            part.contiguous() for part in scaled.split((layer.v_head_dim, layer.head_dim - layer.v_head_dim), -1)
-        )
+        return self._call(forward, scaled, layer, {}).view(q.shape[0], layer.num_heads, layer.v_head_dim)
+
+    def _call(self, forward: int, q: Tensor, layer: AttentionLayer, stored: Tensors) -> Tensor:
+        """The backend's `forward`. stored: k, v and k_rope, if it is to store them."""
+        nope, rope = (part.contiguous() for part in q.tensor_split((layer.v_head_dim,), dim=-1))
+        given: dict[str, Any] = {"k": None, "v": None, **stored, "save_kv_cache": bool(stored), "q_rope": rope}
+        given |= {"layer": self.engine.layer, "forward_batch": self._forwards[forward]}
         with self.engine.simulated():
-            out = self._backends[forward].forward(
-                nope, None, None, self.engine.layer, self._forwards[forward], save_kv_cache=False, q_rope=rope
-            )
-        return out.view(q.shape[0], layer.num_heads, layer.v_head_dim)
+            out: Tensor = self._backends[forward].forward(nope, **given)
+        return out
 
     def read_slots(self, forward: int) -> list[list[int]] | None:
         """What the metadata lists for each row."""
