@@ -8,7 +8,7 @@ from typing import Any
 
 from attn_backends.cache import PagedCache, PagedLatent
 from attn_backends.conformance.foreign.driver import ForeignStep
-from attn_backends.conformance.foreign.sglang.backends import FlashInferMLA
+from attn_backends.conformance.foreign.sglang.backends import FA3, FlashInferMLA
 from spec_metadata import Step
 
 
@@ -33,7 +33,7 @@ class DecodesOneKeyLess(FlashInferMLA):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        module = self.engine.api.flashinfer_mla_backend
+        module = self.engine.api.attention_module("flashinfer_mla_backend")
         right = module.FlashInferMLAAttnBackend
 
         class Backend(right.__base__ if right.__name__ == "Backend" else right):
@@ -51,7 +51,7 @@ class VerifiesWhatWasCaptured(FlashInferMLA):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        module = self.engine.api.flashinfer_mla_backend
+        module = self.engine.api.attention_module("flashinfer_mla_backend")
         right = module.FlashInferMLAAttnBackend
 
         class Backend(right.__base__ if right.__name__ == "Backend" else right):
@@ -60,3 +60,13 @@ class VerifiesWhatWasCaptured(FlashInferMLA):
                     super().init_forward_metadata_out_graph(batch, in_capture)
 
         module.FlashInferMLAAttnBackend = Backend
+
+
+class DenseSlices(FA3):
+    """SGLang's FA3 with dense slots for each forward of a draft."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        api = self.engine.api
+        slices = api.per_step_draft_out_cache_loc
+        api.per_step_draft_out_cache_loc = lambda *given: slices(*given).contiguous()

@@ -69,3 +69,9 @@ def test_the_backends_bug_is_a_failure_with_its_cause(bug, check, path, cause):
     assert {row.case.path for row in rows if row.status is Outcome.FAIL} == {path}
     assert {row.status for row in rows if row.case.path != path} == {Outcome.PASS}
     assert all(cause in row.reason for row in rows if row.status is Outcome.FAIL)
+
+
+def test_a_draft_whose_slots_are_dense_passes():
+    rows = rows_of(drivers.DenseSlices, DRAFTS)
+    assert {row.case.path for row in rows if row.case.kind == "draft_decode"} == {"eager", "graph"}
+    assert {row.status for row in rows} == {Outcome.PASS}

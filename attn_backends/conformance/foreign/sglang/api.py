@@ -3,7 +3,9 @@
 A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
 """
 
-from sglang.srt.layers.attention import flashattention_backend, flashinfer_mla_backend, trtllm_mla_backend
+from importlib import import_module
+from types import ModuleType
+
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -28,9 +30,12 @@ __all__ = [
     "RadixAttention",
     "SpeculativeAlgorithm",
     "TinyMLAModelConfig",
-    "flashattention_backend",
-    "flashinfer_mla_backend",
+    "attention_module",
     "memory_pool",
     "per_step_draft_out_cache_loc",
-    "trtllm_mla_backend",
 ]
+
+
+def attention_module(name: str) -> ModuleType:
+    """One of SGLang's modules of backends; the others, which want other packages, are not imported."""
+    return import_module(f"sglang.srt.layers.attention.{name}")

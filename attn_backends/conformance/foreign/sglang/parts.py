@@ -21,10 +21,10 @@ Rows = list[list[int]]
 class Parts:
     """One of SGLang's backends.
 
-    name: that a server is told. module: of `api`, where it is. backend, draft: names of its class and of its multi-step
-    draft class there. held: attribute of a backend that is its metadata. read: (backend, metadata, batch) -> what the
-    metadata lists. install: puts stand-ins of its kernels into the modules of `api`, for launches over at most so many
-    keys.
+    name: that a server is told. module: where it is, as of `api.attention_module`. backend, draft: names of its class
+    and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
+    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place, for launches over at
+    most so many keys.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Parts:
 
     def make(self, api: Any, role: str, runner: Any, num_steps: int) -> Any:
         """The backend of a role of `engine.SERVED_BY`, at topk 1."""
-        module = getattr(api, self.module)
+        module = api.attention_module(self.module)
         if role == "draft":
             return getattr(module, self.draft)(runner, 1, num_steps)
         return getattr(module, self.backend)(runner)
@@ -92,12 +92,12 @@ def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
 def _install_flashinfer(api: Any, max_kv_len: int) -> None:
     stand_ins.MLAWrapper.max_kv_len = max_kv_len
     for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
-        setattr(api.flashinfer_mla_backend, name, stand_ins.MLAWrapper)
+        setattr(api.attention_module("flashinfer_mla_backend"), name, stand_ins.MLAWrapper)
 
 
 def _install_trtllm(api: Any, max_kv_len: int) -> None:
     _install_flashinfer(api, max_kv_len)
-    module = api.trtllm_mla_backend
+    module = api.attention_module("trtllm_mla_backend")
     module.flashinfer = SimpleNamespace(decode=stand_ins)
     module._jit_fixup_module = module.make_persistent_multi_ctas_kv_counter_buffer = stand_ins.nothing
     module.can_use_set_mla_kv_concat_q = module.can_use_set_mla_kv_concat_q_fp8 = stand_ins.nothing
@@ -116,11 +116,11 @@ def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
 
 
 def _install_flash_attention(api: Any, max_kv_len: int) -> None:
-    api.flashattention_backend.flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
     names = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata")
     module: Any = ModuleType("sgl_kernel.flash_attn")
     vars(module).update(dict.fromkeys(names, stand_ins.nothing))
     sys.modules[module.__name__] = module
+    api.attention_module("flashattention_backend").flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
 
 
 FLASHINFER = Parts(
