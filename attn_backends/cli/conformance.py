@@ -24,11 +24,11 @@ from attn_backends.conformance import (
     commands,
     known_failures,
     resolve_subjects,
-    run_case,
 )
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import conformance_rows, judged, report_of
@@ -92,7 +92,8 @@ def _rows(
         return
     subjects, absent = resolve_subjects(name, args.kernel, args.device)
     for subject in subjects:
-        yield judged(run_case(subject, asked), expected)
+        with running(subject) as run:
+            yield judged(run(asked), expected)
         yield from unmet(subject, expected, [asked])
     yield from absent
 

@@ -30,7 +30,8 @@ from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, 
 from attn_backends.conformance.expectations import ExpectedFailure, known_failures
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import PROFILES, Profile
-from attn_backends.conformance.runner import run_case, run_conformance
+from attn_backends.conformance.runner import run_conformance
+from attn_backends.conformance.running import run_case
 from attn_backends.conformance.selection import Selection, selected_cases
 from attn_backends.conformance.subjects import resolve_subjects
 
