@@ -39,7 +39,7 @@ Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 def opaque(numbers: Numbers) -> Numbers:
     """A named tuple of numbers of less than 30 bits as others, of which none is 1 or a multiple of 16; kernels read
-    `triton_plan.number` of each.
+    `triton_step.number` of each.
     """
     make: Callable[..., Numbers] = type(numbers)
     return make(*(2 * each + 3 for each in numbers))
