@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[3]
-TIE = 0.13
-"""Two best scores of bfloat16 models that are no further apart may come in either order: one step of bfloat16 between
+TIE = 0.25
+"""Two best scores of bfloat16 models that are no further apart may come in either order: a step of bfloat16 between
 16 and 32 is 0.125. In float32 none may.
 """
 NUM_DRAFTED, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_PROMPTS = 3, 384, 16, 64
@@ -51,11 +51,13 @@ class Case:
 
     @property
     def plain(self) -> Case:
-        """What its tokens are held to: plain decoding on vLLM's Triton, of 8-bit caches on the same backend."""
+        """What its tokens are held to: plain decoding on vLLM's Triton, or of MLA on attention in float64, since none
+        of vLLM's backends takes the small heads of the trained model; of 8-bit caches on the same backend.
+        """
         same = replace(self, mode="eager", drafts=False, model=self.model.replace("mla-3", "mla-1"))
         if self.cache != "auto":
             return same
-        return replace(same, backend="TRITON_MLA" if self.model.startswith("mla") else "TRITON_ATTN", kernel="")
+        return replace(same, backend=PLAIN_MLA if self.model.startswith("mla") else "TRITON_ATTN", kernel="")
 
     @property
     def forwards(self) -> int:
@@ -92,7 +94,8 @@ class Case:
         than the case's, or without graphs that were to be replayed.
         """
         draft = seen["draft_layers"]
-        wanted = {name: seen["steps"] * (self.forwards if name in draft else 1) for name in seen["layers"]}
+        drafted = seen["steps"] * self.forwards - seen["without_drafts"] * (self.forwards - 1)
+        wanted = {name: drafted if name in draft else seen["steps"] for name in seen["layers"]}
         found = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in seen["attended"].items()}
         every = sorted({*wanted, *found})
         wrong = [
@@ -105,6 +108,7 @@ class Case:
         return wrong + ([] if bool(seen["replays"]) == (self.mode != "eager") else [f"{seen['replays']} replays"])
 
 
+PLAIN_MLA = "TESTS_PLAIN_MLA"
 FA3, FA3_MLA = "ATTN_BACKENDS_FA3", "ATTN_BACKENDS_FA3_MLA"
 TRTLLM, FLASHINFER = "ATTN_BACKENDS_TRTLLM_MLA", "ATTN_BACKENDS_FLASHINFER_MLA"
 IN_EVERY_MODE = [
@@ -126,8 +130,8 @@ SPECULATIVE = [
     Case("gqa", FA3, "triton", "full", cache="fp8"),
     Case("mla-1", TRTLLM, "triton", "full", cache="fp8"),
 ]
-VLLM = [Case("gqa", "TRITON_ATTN", mode="full"), Case("mla-1", "FLASHMLA", mode="full")]
-"""vLLM's own: their counts are to be wrong, and what they accept stands beside ours."""
+OTHERS = [Case("gqa", "TRITON_ATTN", mode="full"), Case("gqa", "FLASH_ATTN", mode="full"), Case("mla-1", PLAIN_MLA)]
+"""None of ours: their counts are to be wrong. What they accept, and where they differ, stands beside ours."""
 FLASHINFER_KERNELS = [Case("mla-1", FLASHINFER, kernel, "full") for kernel in ("flashinfer_fa3", "flashinfer_fa2")]
 """FlashInfer compiles them on the machine, for minutes: run when asked for by name."""
 
@@ -152,13 +156,14 @@ def lengths() -> list[int]:
     return [24 + (i * 29) % 73 for i in range(NUM_PROMPTS)]
 
 
-def differences(found: list[list[int]], plain: dict[str, Any]) -> list[dict[str, Any]]:
-    """The first difference of each request from plain decoding, and how far the two best scores were apart there."""
+def differences(found: list[list[int]], plain: dict[str, Any]) -> list[tuple[int, int, float]]:
+    """Of each request that differs from plain decoding: its number, the first token that does, and how far the two best
+    scores were apart there.
+    """
     different = []
     for i, (ids, wanted, gaps) in enumerate(zip(found, plain["ids"], plain["gaps"], strict=True)):
-        if len(ids) != len(wanted):
-            different.append({"request": i, "lengths": [len(ids), len(wanted)], "gap": float("inf")})
-        elif ids != wanted:
+        assert len(ids) == len(wanted), "a text that is longer than it was asked for, or shorter"
+        if ids != wanted:
             first = next(at for at, pair in enumerate(zip(ids, wanted, strict=True)) if pair[0] != pair[1])
-            different.append({"request": i, "at": first, "gap": gaps[first]})
+            different.append((i, first, gaps[first]))
     return different

@@ -21,7 +21,7 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.replays, self.steps, self.building = 0, 0, Stopwatch()
+        self.replays, self.steps, self.without_drafts, self.building = 0, 0, 0, Stopwatch()
         self._count_replays()
         self.llm: Any = LLM(**options)
         core = self.llm.llm_engine.engine_core.engine_core
@@ -48,6 +48,7 @@ class Engine:
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.steps += 1
+            self.without_drafts += kwargs.get("num_speculative_tokens") == 0
             return propose(*args, **kwargs)
 
         speculator.propose = counted
@@ -86,15 +87,18 @@ class Engine:
         """Count from zero."""
         torch.cuda.synchronize()
         forget_attended()
-        self.replays = self.steps = 0
+        self.replays = self.steps = self.without_drafts = 0
         self.before = self.acceptance()
 
     def counted(self) -> dict[str, Any]:
-        """Since `forget`. accepted: of each position."""
+        """Since `forget`. without_drafts: steps whose drafts no request has a use for: vLLM runs no draft loop in them.
+        accepted: of each position.
+        """
         torch.cuda.synchronize()
         accepted = [now - then for now, then in zip(self.acceptance(), self.before, strict=True)]
         return {
             "steps": self.steps,
+            "without_drafts": self.without_drafts,
             "replays": self.replays,
             "attended": attended(),
             "layers": self.layers,

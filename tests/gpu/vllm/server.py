@@ -37,13 +37,14 @@ class EngineFailedError(Exception):
 
 
 def write_entry_points(folder: Path) -> None:
-    """Metadata in a folder of the path, as an installation writes it, of the library's plug-in."""
+    """Metadata in a folder of the path, as an installation writes it, of our plug-in and the tests' plain backend."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
+    plug_ins = project["entry-points"][GROUP] | {"tests_plain": "tests.engines.vllm.plain:register"}
     info = folder / f"attn_backends-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: attn_backends\nVersion: {project['version']}\n")
-    lines = "".join(f"{key} = {value}\n" for key, value in project["entry-points"][GROUP].items())
+    lines = "".join(f"{key} = {value}\n" for key, value in plug_ins.items())
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
 
 
