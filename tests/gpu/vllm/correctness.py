@@ -31,10 +31,10 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: a pattern that is in the names of cases."""
     cases = [case for case in (*SPECULATIVE, *OTHERS) if re.search(chosen, str(case))]
     cases += [case for case in FLASHINFER_KERNELS if chosen and re.search(chosen, str(case))]
+    slowest_first = sorted(cases, key=lambda case: case.mode != "pieces")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {
-            case: pool.submit(run, case, models, folder) for case in dict.fromkeys([c.plain for c in cases] + cases)
-        }
+        order = dict.fromkeys([*(case.plain for case in cases), *slowest_first])
+        runs = {case: pool.submit(run, case, models, folder) for case in order}
         for case in cases:
             yield row(case, runs[case].result(), runs[case.plain].result())
     if not chosen:
