@@ -120,7 +120,7 @@ IN_EVERY_MODE = [
     ("mla-1", FLASHINFER, "triton"),
 ]
 SPECULATIVE = [
-    *(Case(*place, mode) for place, mode in product(IN_EVERY_MODE, MODES)),
+    *(Case(model, backend, kernel, mode) for (model, backend, kernel), mode in product(IN_EVERY_MODE, MODES)),
     Case("mla-1", TRTLLM, "gluon", "async"),
     Case("mla-1", FLASHINFER, "gluon", "full"),
     Case("mla-3", TRTLLM, "flashmla", "full"),

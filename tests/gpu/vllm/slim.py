@@ -26,7 +26,7 @@ def section(path: Path) -> tuple[int, int]:
     return int(offset, 16), int(size, 16)
 
 
-def entries(data: bytes, offset: int, size: int) -> Iterator[tuple[int, int, slice]]:
+def entries(data: bytes | bytearray, offset: int, size: int) -> Iterator[tuple[int, int, slice]]:
     """Kind, architecture, and the bytes of each piece of code."""
     at = offset
     while at + 16 <= offset + size:
