@@ -45,7 +45,7 @@ from attn_backends.planning.metadata import (
     own_drafted,
 )
 from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
-from attn_backends.selection.choose import Workload, choose_kernels
+from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
     Arena,
     BoundInputs,
@@ -259,8 +259,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         if step.kind is StepKind.IDLE:
             return []
         if step.kind not in self.choices:
-            able = [kernel.name for kernel in self.kernels if step.kind in kernel.capabilities]
-            return [f"no kernel for {step.kind} was asked for ({', '.join(able) or 'none'} has it)"]
+            return [missing_reason(step.kind, self.kernels)]
         reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
         num_keys = step.width * step.num_steps
         if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
