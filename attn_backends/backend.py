@@ -38,6 +38,7 @@ from attn_backends.planning.metadata import (
     WRITE_SLOTS,
     ForwardMetadata,
     Metadata,
+    all_rows,
     check_forward,
     check_frozen,
     check_metadata,
@@ -240,7 +241,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     ) -> AttentionOutput:
         """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
         shape = self._shape_of(cache, meta, layer, q.dtype)
-        expected = (meta.write_slots.shape[0], layer.num_heads, layer.head_dim)
+        expected = (all_rows(self, meta), layer.num_heads, layer.head_dim)
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:

@@ -219,6 +219,34 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
     return per_step[:, :, forward].reshape(-1).contiguous()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """Leading query rows of each request of a uniform step, packed.
+
+    rows: [num_rows] int64, their numbers among the step's; 0 behind the last one. slots: [num_rows] int64, where they
+    are written; the reserved page behind the last one.
+    """
+
+    rows: Tensor
+    slots: Tensor
+
+
+def kept_rows(step: Step, slots: Tensor, num_kept: Tensor, num_rows: int) -> KeptRows:
+    """The first num_kept [bs] rows of each request, of a step whose rows are positions one after the other. Device
+    only, fixed shapes.
+
+    slots: [num_tokens] int64, the step's write slots, which are those of padding, too. num_kept: integers, clamped to
+    the step's width. num_rows: bound on their sum; later rows are left out.
+    """
+    kept = num_kept.long().clamp(0, step.width)
+    ends, row = kept.cumsum(0), torch.arange(num_rows, device=step.device)
+    request = torch.searchsorted(ends, row, right=True)
+    is_kept, request = request < step.bs, request.clamp(max=step.bs - 1)
+    rows = torch.where(is_kept, request * step.width + row - (ends - kept)[request], 0)
+    geometry = step.paging.geometry
+    return KeptRows(rows, torch.where(is_kept, slots[rows], geometry.reserved_slots(num_rows, step.device)))
+
+
 def token_positions(step: Step, forward: int = 0) -> Tensor:
     """[num_tokens] int64 RoPE positions of a step's rows: committed length + depth.
 

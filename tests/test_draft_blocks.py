@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import UnsupportedStepError, get_backend
+from attn_backends import AttentionLayer, PagedKV, UnsupportedStepError, get_backend
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
-from spec_metadata import BlockTable, CacheGeometry, Capacity, Step, StepKind
+from spec_metadata import BlockTable, CacheGeometry, Capacity, InvalidStepError, PackedQuery, Step, StepKind
 from spec_metadata.visibility import drafted, windowed
 from tests.torch_kernels import torch_kernel
 
@@ -66,3 +66,45 @@ def test_who_has_no_mode_without_a_mask_refuses_a_block_and_says_what_works(
         with pytest.raises(UnsupportedStepError) as error:
             call()
         assert reason in str(error.value)
+
+
+LENS = torch.tensor([7, 0, 12], dtype=torch.int32)
+PAGES = BlockTable(torch.arange(1, 7).view(3, 2), GEOMETRY)
+UNKEPT = {
+    "draft_decode step with branches or nodes": (Step.draft_decode(2, 3, LENS, PAGES, max_committed=12), LENS),
+    "target_verify step with branches or nodes": (
+        Step.target_verify(2, LENS, PAGES, tree_mask=torch.ones(3, 2, 2).bool(), max_committed=12),
+        LENS,
+    ),
+    "draft_extend step with packed rows": (
+        Step.draft_extend(PackedQuery.of([1, 2, 1]), LENS, PAGES, max_committed=12),
+        LENS,
+    ),
+    r"num_kept must be \[3\] int32 or int64, got \[2\]": (step_of(4), LENS[:2]),
+    r"num_kept must be \[3\] int32 or int64, got \[3\] torch.float32": (step_of(4), LENS.float()),
+    r"num_kept is \[1, 5, 0\], together 6; a request has 4 rows, and 8 are kept": (step_of(4), torch.tensor([1, 5, 0])),
+    r"num_kept is \[4, 4, 1\], together 9; a request has 4 rows, and 8": (step_of(4), torch.tensor([4, 4, 1])),
+}
+
+
+@pytest.mark.parametrize("reason", UNKEPT)
+def test_rows_that_can_not_be_kept_are_refused(reason: str) -> None:
+    """The last two by their values, in checking mode alone."""
+    step, counts = UNKEPT[reason]
+    wide = replace(CAPACITY, topk=2)
+    meta = FA3Backend(wide, GEOMETRY, checking="together" in reason).init_forward_metadata(step)
+    with pytest.raises(InvalidStepError, match=reason):
+        meta.keeping(counts, 8)
+
+
+def test_kept_rows_do_not_attend() -> None:
+    backend = FA3Backend(CAPACITY, GEOMETRY)
+    layer, cache = AttentionLayer(0, 2, 1, 8, 8, 0.3), PagedKV(*(torch.zeros(9, 128, 1, 8) for _ in "kv"))
+    at = backend.init_forward_metadata(step_of(4)).keeping(torch.tensor([4, 4, 4]))
+    with pytest.raises(UnsupportedStepError, match=r"kept rows, which are stored alone.*pass meta.at"):
+        backend.forward(torch.zeros(12, 2, 8), cache, at, layer)
+
+
+def test_an_idle_step_keeps_nothing() -> None:
+    idle = FA3Backend(CAPACITY, GEOMETRY).init_forward_metadata(Step.idle(PAGES.on_static(PAGES.table[:0])))
+    assert idle.keeping(torch.zeros(0, dtype=torch.int32)).write_slots.shape == (0,)

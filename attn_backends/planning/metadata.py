@@ -25,8 +25,9 @@ from spec_metadata import (
     TreePart,
     tree_part,
 )
-from spec_metadata.admission import check_ancestors
+from spec_metadata.admission import check_ancestors, check_kept, check_num_kept
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
+from spec_metadata.visibility import kept_rows
 
 Plan = TypeVar("Plan")
 
@@ -51,7 +52,8 @@ class ForwardMetadata(Generic[Plan]):
 
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
     [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
-    metadata.
+    metadata. kept: [num_rows] int64, the query rows that are stored, which write_slots are of; None for all of them,
+    which attend, too.
     """
 
     owner: Owner
@@ -61,6 +63,7 @@ class ForwardMetadata(Generic[Plan]):
     tree: TreePart | None
     kind: StepKind
     captured: Captured | None
+    kept: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +113,33 @@ class Metadata(Generic[Plan]):
             kind=self.step.kind,
             captured=self.captured,
         )
+
+    def keeping(self, num_kept: Tensor, num_rows: int | None = None) -> ForwardMetadata[Plan]:
+        """The metadata to store the first rows of each request by, without attention: of a draft's context the tokens
+        that were accepted. `store` takes their keys and values packed, those of the step's rows `kept` in this order,
+        of which the ones behind the last go to the reserved page.
+
+        num_kept: [bs] int32 or int64, on the device; of padded requests anything. num_rows: bound on the sum of real
+        ones, all rows of the step for None. Device only and recordable; counts beyond the step's width are clamped and
+        rows beyond the bound left out, or in checking mode refused, outside of a capture. Refuses a step whose rows are
+        not positions one after the other.
+        """
+        step = self.step
+        check_kept(step, num_kept)
+        forward, num_rows = self.at(), step.num_tokens if num_rows is None else min(num_rows, step.num_tokens)
+        if self.checking and not is_capturing():
+            check_num_kept(step, num_kept, num_rows)
+        found = kept_rows(step, forward.write_slots, num_kept, num_rows)
+        return replace(forward, write_slots=found.slots, kept=found.rows)
+
+
+def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
+    """Query rows of a forward; refuses metadata of those that are kept, which does not say what they see."""
+    if meta.kept is not None:
+        raise UnsupportedStepError(
+            backend.name, ["metadata of kept rows, which are stored alone, in a dense cache"], "pass meta.at(i)"
+        )
+    return meta.write_slots.shape[0]
 
 
 def check_metadata(backend: Owner, meta: Metadata) -> None:

@@ -11,9 +11,10 @@ import torch
 
 from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.planning import metadata
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.plans import ragged
-from spec_metadata.visibility import BlockRows
+from spec_metadata.visibility import BlockRows, KeptRows
 from tests.mutants.mutant import mutant
 from tests.mutants.visibility import change_lengths
 
@@ -91,3 +92,33 @@ def block_leaves_its_mask_behind(patch: pytest.MonkeyPatch) -> None:
         return tuple(replace(plan, causal=plan.causal and not self.saw_a_block) for plan in made)
 
     patch.setattr(FA3Backend, "plans", plans)
+
+
+def keeping(patch: pytest.MonkeyPatch, change: Callable[..., KeptRows]) -> None:
+    """Let change(kept_rows, step, slots, num_kept, num_rows) say which rows are kept."""
+    kept = metadata.kept_rows
+    patch.setattr(metadata, "kept_rows", lambda *given: change(kept, *given))
+
+
+@mutant("our own: the context of a block draft, stored as a draft extend's rows are", "cache.keeps_first_rows")
+def rejected_rows_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """The rows behind the accepted ones go to their slots, too."""
+    keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, torch.full_like(num, step.width), most))
+
+
+@mutant("TensorRT-LLM's clamped row numbers, without the mask behind", "cache.keeps_first_rows")
+def rows_behind_the_last_kept_one_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """What a packed bound leaves over is written where the first row of the step is."""
+    keeping(patch, lambda kept, step, slots, *rest: replace(found := kept(step, slots, *rest), slots=slots[found.rows]))
+
+
+@mutant("the host's counts in place of the device's", "cache.keeps_first_rows")
+def rows_kept_as_at_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """A graph keeps as many rows of each request as when it was captured."""
+    keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, num.new_tensor([step.width] * step.bs), most))
+
+
+@mutant("packed rows by the number of their request, as if all were kept", "cache.keeps_first_rows")
+def kept_rows_are_not_packed(patch: pytest.MonkeyPatch) -> None:
+    """Of kept rows the first ones of the step are stored, whichever request they are of."""
+    keeping(patch, lambda kept, *given: replace(kept(*given), rows=torch.arange(given[-1])))
