@@ -44,6 +44,7 @@ from attn_backends.planning.metadata import (
     check_metadata,
     check_ranges,
     own_drafted,
+    slots_to_write,
 )
 from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
@@ -234,7 +235,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
         self._shape_of(cache, meta, layer, inputs.dtype)
-        cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
+        cache.store(inputs, slots_to_write(self, meta), layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
@@ -291,8 +292,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self._memory.check()
 
     def _admit(self, step: Step) -> None:
-        reasons = self.unsupported_reasons(step)
-        if reasons:
+        if reasons := self.unsupported_reasons(step):
             kernel = f" ({self.kernel_of(step.kind).name})" if step.kind in self.choices else ""
             raise UnsupportedStepError(f"{self.name}{kernel} can't take a {step.kind} step", reasons)
         check_table_room(step, self.capacity)

@@ -1,4 +1,6 @@
-"""Rows that are stored without attention: the context of a block draft, as many of each request as were accepted."""
+"""Rows that are stored without attention, the context of a block draft, and rows that attend without a store, those of
+a frozen-KV draft, which reads the target's cache.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_memory
+from attn_backends.conformance.checks_refusals import refused
+from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import (
     batch_of,
@@ -26,6 +29,7 @@ from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import eager, graph, growing, idle, joined, padded, shrinking
 from attn_backends.conformance.worlds import World
+from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import StepKind
 
@@ -93,3 +97,45 @@ def keeps_first_rows(subject: Subject, case: Case) -> Measured:
 
 def _tensor(counts: list[int], case: Case, world: World) -> Tensor:
     return torch.tensor(counts, dtype=getattr(torch, case.index), device=world.device)
+
+
+def _decodes(subject: Subject) -> list[Case]:
+    if is_compressed(subject.backend):
+        return []
+    kinds = (StepKind.DECODE,)
+    return joined(eager(kinds), *(graph(change, kinds) for change in (growing, padded)))(subject)
+
+
+@check("cache.reads_alone", _decodes)
+def reads_alone(subject: Subject, case: Case) -> Measured:
+    """A decode whose own token is in the cache already, as the last committed one is, attends without a store and
+    changes no byte, in every forward that shares its metadata; a store by that is refused.
+    """
+    world = world_of(setup_of(subject, case))
+    if case.path == "eager":
+        scene = scene_of(world, batch_of(case), case.seed)
+        meta, inputs = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+        before = _filled(scene, case)
+        found = [world.attend(inputs[0], meta.reading()) for _ in range(2)]
+    else:
+        captured = scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed)
+        meta, inputs = world.backend.capture(bucket_of(world, case), world.paging()), captured.inputs(case.bs)
+        if world.backend.kernel_of(StepKind.DECODE).schedule is not None:
+            world.attend(inputs[0], meta.reading())  # a vendor's schedules are made by the first forward
+        recorded = new_graph(world.device)
+        found = recorded.capture(lambda: [world.attend(inputs[0], meta.reading()) for _ in range(2)])
+        scene = scene_of(world, batch_of(case), case.seed + 1)
+        world.backend.replay(meta, scene.step())
+        fill(inputs, scene.inputs(case.bs))
+        before = _filled(scene, case)
+        recorded.replay()
+        found = [AttentionOutput(out.clone(), lse.clone()) for out, lse in found]
+    compare_identical("cache", world.memory, before)
+    refused("a store of rows that read alone", scene, lambda: world.store(inputs[0], meta.reading()))
+    return nearest([compare_outputs(scene, inputs, [output]) for output in found])
+
+
+def _filled(scene: Scene, case: Case) -> Tensor:
+    """Memory in which the rows' own tokens are committed. Returns a copy."""
+    scene.world.memory.copy_(scene.expected_memory(prepare_memory(scene, case)))
+    return scene.world.memory.clone()

@@ -53,7 +53,8 @@ class ForwardMetadata(Generic[Plan]):
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
     [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
     metadata. kept: [num_rows] int64, the query rows that are stored, which write_slots are of; None for all of them,
-    which attend, too.
+    which attend, too. reads_alone: whether
+    they attend and are not stored.
     """
 
     owner: Owner
@@ -64,6 +65,7 @@ class ForwardMetadata(Generic[Plan]):
     kind: StepKind
     captured: Captured | None
     kept: Tensor | None = None
+    reads_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +133,21 @@ class Metadata(Generic[Plan]):
             check_num_kept(step, num_kept, num_rows)
         found = kept_rows(step, forward.write_slots, num_kept, num_rows)
         return replace(forward, write_slots=found.slots, kept=found.rows)
+
+    def reading(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
+        """The metadata to attend by, without a store, in a cache that another model filled: what rows see is there
+        already, their own tokens too. A frozen-KV draft (Gemma-4's MTP) is a decode of the last committed token, of
+        length L - 1, which reads the target's cache; all its forwards share this. Arguments as of `at`.
+        """
+        return replace(self.at(forward, ancestors), reads_alone=True)
+
+
+def slots_to_write(backend: Owner, meta: ForwardMetadata) -> Tensor:
+    """[num_rows] int64, where the rows of a forward are stored; refuses metadata of those that read alone."""
+    if meta.reads_alone:
+        reason = "metadata of rows that read alone: the cache is another model's"
+        raise UnsupportedStepError(f"{backend.name} can't store", [reason], "pass meta.at(i)")
+    return meta.write_slots
 
 
 def all_rows(backend: Owner, meta: ForwardMetadata) -> int:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend
 from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.planning import metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import BlockRows, KeptRows
@@ -122,3 +125,35 @@ def rows_kept_as_at_the_capture(patch: pytest.MonkeyPatch) -> None:
 def kept_rows_are_not_packed(patch: pytest.MonkeyPatch) -> None:
     """Of kept rows the first ones of the step are stored, whichever request they are of."""
     keeping(patch, lambda kept, *given: replace(kept(*given), rows=torch.arange(given[-1])))
+
+
+@mutant("sglang-jax #1612: an assistant that mutates a cache", "cache.reads_alone")
+def frozen_draft_writes(patch: pytest.MonkeyPatch) -> None:
+    """Attention writes what it is given, at the slots of its rows, as a kernel with a fused store does."""
+    forward = AttentionBackend.forward
+
+    def fused(self: AttentionBackend, q: Any, cache: Any, meta: Any, layer: Any) -> Any:
+        cache.pages[0].flatten(0, 1)[meta.write_slots] = q[:, : cache.pages[0].shape[2]].to(cache.dtype)
+        return forward(self, q, cache, meta, layer)
+
+    patch.setattr(AttentionBackend, "forward", fused)
+
+
+@mutant("vLLM's Gemma-4 speculator: positions stay where they are", "cache.reads_alone")
+def frozen_draft_advances(patch: pytest.MonkeyPatch) -> None:
+    """Lengths advance with each forward of a draft on one metadata, as if it had stored a token."""
+    reading, calls = Metadata.reading, {}
+
+    def advanced(self: Metadata, *given: Any) -> Any:
+        calls[id(self)] = calls.get(id(self), 0) + 1
+        if calls[id(self)] == 2:
+            self.buffers["seqused_k"].add_(1)
+        return reading(self, *given)
+
+    patch.setattr(Metadata, "reading", advanced)
+
+
+@mutant("SGLang #24436: a draft without KV of its own, run as one that has", "cache.reads_alone")
+def frozen_draft_stores(patch: pytest.MonkeyPatch) -> None:
+    """A store by metadata of rows that read alone is taken, and overwrites the target's cache."""
+    patch.setattr(base, "slots_to_write", lambda backend, meta: meta.write_slots)
