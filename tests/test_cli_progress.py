@@ -78,6 +78,12 @@ def test_loading_a_model_is_shown(terminal):
     assert "loading mla" in terminal.getvalue()
 
 
+def test_reading_metadata_is_shown(terminal, capsys):
+    assert main(["explain", "fa3", "trtllm_mla", "--example", "decode"]) == 0
+    assert "trtllm_mla" in terminal.getvalue()
+    assert "2/2 backends" in terminal.getvalue()
+
+
 def test_progress_is_shown_on_a_terminal():
     """Of the command in a process of its own."""
     ours, theirs = pty.openpty()
