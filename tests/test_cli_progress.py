@@ -78,6 +78,13 @@ def test_loading_a_model_is_shown(terminal):
     assert "loading mla" in terminal.getvalue()
 
 
+def test_reading_metadata_is_shown(terminal, capsys):
+    assert main(["explain", "fa3", "trtllm_mla", "--example", "decode"]) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
+    assert "trtllm_mla" in shown
+    assert "2/2 backends" in shown
+
+
 def test_progress_is_shown_on_a_terminal():
     """Of the command in a process of its own."""
     ours, theirs = pty.openpty()

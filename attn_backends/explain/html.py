@@ -39,9 +39,8 @@ def to_html(pictures: Sequence[Picture], title: str = "What the kernels of a ste
 def _section(group: Sequence[Picture]) -> str:
     """Pictures whose kernels read the same: the grids once, and the buffers of each."""
     first = group[0]
-    faults = [f"forward {forward}, row {row.number}: {'; '.join(row.faults)}" for forward, row in first.wrong_rows]
-    lines = "<br>".join(map(escape, [first.verdict, *faults]))
-    verdict = f"<p>{lines}</p>" if first.is_right else f"<p class=wrong>✗ {lines}</p>"
+    verdict = escape(first.verdict)
+    verdict = f"<p>{verdict}</p>" if first.is_right else f"<p class=wrong>✗ {verdict}</p>"
     about = f"<p class=quiet>{escape(first.step)}; pages of {first.geometry.page_size}</p>"
     columns = f"<figure>{grids_to_svg(first)}</figure><div>{''.join(map(_article, group))}</div>"
     return f"<section><h2>{escape(titles_of(group))}</h2>{about}{verdict}<div>{columns}</div></section>"
