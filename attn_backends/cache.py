@@ -57,7 +57,7 @@ CacheInputs = KeyValues | Latents
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PagedKV:
-    """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
+    """One layer's KV cache. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
     last size of its own. Raises `UnsupportedStepError` for views that don't agree.
     """
 
@@ -224,7 +224,7 @@ def allocate_caches(
 def allocate_kv(
     geometry: CacheGeometry, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKV:
-    """A zeroed cache of keys and values for one layer. Raises `MemoryLimitError` where it does not fit."""
+    """A zeroed KV cache for one layer. Raises `MemoryLimitError` where it does not fit."""
     shape = (geometry.num_pages, geometry.page_size, num_kv_heads, head_dim)
 
     def make(place: torch.device) -> list[PagedKV]:

@@ -192,7 +192,7 @@ class RecordedGraph:
 
 
 class PiecewiseGraph(Generic[Given]):
-    """A region captured in pieces, between which calls run eagerly, on what each replay is given.
+    """A region captured piecewise, between which calls run eagerly, on what each replay is given.
 
     make_graph: a graph for each piece.
     """

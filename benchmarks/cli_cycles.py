@@ -95,7 +95,7 @@ def _show(console: Console, measured: Measured, reached: Iterable[Reached]) -> N
         loop = measured.own["calibration"]
         times = " .. ".join(str(loop[name]) for name in ("least_us", "median_us", "most_us"))
         console.print(f"this host takes {times} us for {loop['additions']} additions in Python")
-    colours = {"met": "green", "missed": "red", "no aim": "dim"}
+    colours = {"met": "green", "missed": "red", "no target": "dim"}
     for worst, num_met, num in by_target(reached):
         share = "" if worst.met is None else f", {num_met} of {num}"
         what = f"{worst.target}: {worst.backend}/{worst.kernel}{share}; at worst {worst.value} ({worst.case})"

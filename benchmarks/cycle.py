@@ -240,7 +240,7 @@ def _makers(setting: Setting) -> Mapping[str, Callable[[], Run]]:
 
 
 def take_cycles(runs: Sequence[Run], rounds: int, clock: Clock) -> list[float]:
-    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` behind one that is not timed. All take
+    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` after one that is not timed. All take
     turns, of which who takes long has fewer. Between turns the device is waited for, so that nobody's launches hide
     behind another's work.
     """

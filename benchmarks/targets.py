@@ -29,7 +29,7 @@ class Reached:
     @property
     def verdict(self) -> str:
         """In words."""
-        return {True: "met", False: "missed", None: "no aim"}[self.met]
+        return {True: "met", False: "missed", None: "no target"}[self.met]
 
 
 class Beside(NamedTuple):

@@ -149,7 +149,7 @@ class Arena:
     """One allocation of declared buffers at the largest extent; buckets are prefix views of it.
 
     checking: surround every buffer with guard words, which `check_guards` compares. memory: [num_bytes] uint8 to lie
-    in, `allocation_size` of them at the least (None: its own).
+    in, `allocation_size` of them at least (None: its own).
     """
 
     def __init__(

@@ -119,7 +119,7 @@ class Step:
 
     @property
     def num_added_at_least(self) -> int:
-        """Tokens that every request writes, at the least."""
+        """Tokens that every request writes, at least."""
         return min_added(self.query, self.num_steps)
 
     @property
@@ -199,7 +199,7 @@ class Step:
     def decode(
         cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **host: Unpack[HostBounds]
     ) -> Self:
-        """One new token a request."""
+        """One new token per request."""
         return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, host)
 
     @classmethod

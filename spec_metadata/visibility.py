@@ -98,7 +98,7 @@ def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
 
 
 def _num_added(step: Step, forward: int | None) -> int:
-    """Keys of the dense part behind the committed ones that the last row of each uniform request sees."""
+    """Keys of the dense part after the committed ones that the last row of each uniform request sees."""
     if step.is_tree:
         return 0
     if step.kind is StepKind.DRAFT_DECODE:

@@ -173,4 +173,4 @@ def test_there_are_two_commands_to_set_up():
 
 def test_the_example_of_the_readme_is_short():
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(example.splitlines()) <= 26
+    assert len(example.splitlines()) <= 20

@@ -64,7 +64,7 @@ class BlockTableBatch:
         return Step.prefill(query, self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
 
     def decode(self) -> Step:
-        """One new token a request."""
+        """One new token per request."""
         self._check_width("decode", 1)
         return Step.decode(self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
 

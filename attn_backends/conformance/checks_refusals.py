@@ -150,7 +150,7 @@ def tree(subject: Subject, case: Case) -> Measured:
     ),
 )
 def width(subject: Subject, case: Case) -> Measured:
-    """More query rows a request than declared."""
+    """More query rows per request than declared."""
     return _refused_step(subject, case)
 
 

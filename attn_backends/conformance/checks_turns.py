@@ -158,7 +158,7 @@ def kinds_in_turn(subject: Subject, case: Case) -> Measured:
 @check("graph.kinds_in_turn", _pairs("graph"))
 def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
     """A graph of one kind gives the same bits after a capture and a replay of any other kind (an eager step, where that
-    can't be captured) on the same backend, which is right ever after.
+    can't be captured) on the same backend.
     """
     alone = run_case_through_graph(subject, replace(case, after=""))
     world = world_of(setup_of(subject, case))

@@ -44,7 +44,7 @@ def share_out(
     many.
 
     Requests lie on an axis of costs, a unit for each block, and every part gets an even share of the axis, so that a
-    block's part follows from its place alone. They lie one behind the other, an overhead between two. Where the longest
+    block's part follows from its place alone. They lie one after the other, an overhead between two. Where the longest
     allows it they lie evenly, so that parts begin with requests, which then have no more pieces than they need.
     FlashMLA fills one part after the other instead, by the same costs; its shares are as even.
     """

@@ -1,4 +1,4 @@
-"""Attention over paged keys in Triton for few query rows a request: decode, drafts, verifies, draft extends.
+"""Attention over paged keys in Triton for few query rows per request: decode, drafts, verifies, draft extends.
 
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
 them) and a part of the request's keys; where requests are too few to fill the GPU, several programs divide the keys and

@@ -2,7 +2,7 @@
 
 The definition is `spec_metadata.copy_step`. The inputs are read as they come, of either integer type and any stride.
 Write slots that a step leaves out are looked up in its table by the same launch. Of a block table only those pages are
-copied that a request's tokens lie in, committed or written by this step: no form reads what lies behind them, and at a
+copied that a request's tokens lie in, committed or written by this step: no form reads what lies after them, and at a
 long context that would take longer than all else.
 """
 
@@ -85,7 +85,7 @@ def _copy_slots(
     HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The write slots of a request, given or right after its committed tokens; behind those of real requests come those
+    """The write slots of a request, given or right after its committed tokens; after those of real requests come those
     of the reserved page, walked round and round. row, column_stride, num_columns: of its table.
     """
     part, num_parts, page_size = tl.program_id(1), tl.num_programs(1), number(sizes.page_size)

@@ -110,7 +110,7 @@ def page_row(table, rows, step, request):
 
 @triton.jit
 def page_ids(row, rows, step, page, mask):
-    """The pages of a row, read from a table of pages, or of slots if there are `rows`."""
+    """The pages of a row, read from a page table, or of slots if there are `rows`."""
     stride, page_size = number(step.column_stride), number(step.page_size)
     if rows is None:
         return tl.load(row + page * stride, mask=mask, other=0).to(tl.int32)
@@ -178,7 +178,7 @@ def _plan_pages(
     sizes,
     BLOCK: tl.constexpr,
 ):
-    """All metadata of a request, or behind the last one the ends.
+    """All metadata of a request, or after the last one the ends.
 
     starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row of them a request.
     """

@@ -164,7 +164,7 @@ def _plan_made(
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """One ratio's entries that a request closes in a forward, behind those of the requests before it, and padding."""
+    """One ratio's entries that a request closes in a forward, after those of the requests before it, and padding."""
     request, ratio = tl.program_id(0), number(sizes.ratio)
     before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for first_other in range(0, number(step.bs), BLOCK):
@@ -214,7 +214,7 @@ def _plan_compressed(
     NUM_RATIOS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All metadata of a request in a forward, or behind the last request the end. entries, sizes: of each ratio.
+    """All metadata of a request in a forward, or after the last request the end. entries, sizes: of each ratio.
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """

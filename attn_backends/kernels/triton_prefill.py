@@ -230,7 +230,7 @@ def _paged_attention(
     DOT: tl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, stride of a table of pages, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
+    None, stride of a page table, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
     """
     bs, width, table_stride, group = shape
     block = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -62,7 +62,7 @@ def _row_of_slots(source, token):
 
 @triton.jit
 def _slots(first, num, start, BLOCK_KEYS: tl.constexpr):
-    """A block of slots, -1 behind the last and before the first."""
+    """A block of slots, -1 after the last and before the first."""
     key = start + tl.arange(0, BLOCK_KEYS)
     return tl.load(first + key, mask=(key >= 0) & (key < num), other=-1)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work for paged MLA, written on the device: an operator of `torch.library`.
+"""FlashInfer's work lists for paged MLA, written on the device: an operator of `torch.library`.
 
     list_work    which cluster of thread blocks attends which rows to which keys, and which block merges what they found
 
@@ -77,7 +77,7 @@ def list_work(
 
     The rows of a request, all heads counted, make tiles of `lists.tile_rows`. The keys that a tile sees are cut into
     chunks of equal length, of which each whole one is the only item of a cluster. What is left of tiles goes to the
-    clusters after these: either laid out one behind the other and cut at equal distances, or, where they are so much
+    clusters after these: either laid out one after the other and cut at equal distances, or, where they are so much
     alike that no cluster does more than one with a whole chunk, the same number of them to each. The length is the
     least at which that fits; where keys are few it is two or three blocks, as FlashInfer has it. No cluster does more
     than a chunk and an `OVERHEAD`; none of a tile's rows is in more than one merge; there are at most two partial
@@ -256,7 +256,7 @@ def _put_merges(
 
 
 def _put(lists: Tensor, at: Tensor, live: Tensor, columns: Tensor) -> None:
-    """Write live columns of lists, in fixed shapes: the others go to a column behind the end."""
+    """Write live columns of lists, in fixed shapes: the others go to a column after the end."""
     longer = torch.nn.functional.pad(lists, (0, 1))
     longer[:, torch.where(live, at, lists.shape[1])] = columns
     lists.copy_(longer[:, :-1])

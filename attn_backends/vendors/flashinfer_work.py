@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work for paged MLA: planned by us on the device, or by FlashInfer itself on the host.
+"""FlashInfer's work lists for paged MLA: planned by us on the device, or by FlashInfer itself on the host.
 
 A list says which cluster of thread blocks attends which rows to which keys. A run reads it from an integer workspace,
 with the page ids and nothing else of the metadata. Its grid and the places inside the workspaces follow from the number
@@ -73,7 +73,7 @@ FLOAT_WORKSPACE = BufferSpec(
 
 
 class MLASchedule(Schedule):
-    """The list of work for one plan and shape of layers.
+    """The work list for one plan and shape of layers.
 
     backend: "fa2" or "fa3", whose module is compiled when it is first used (20 s; FlashInfer keeps it on disk).
     """
@@ -138,14 +138,14 @@ class MLASchedule(Schedule):
 
 
 class VendorMLASchedule(MLASchedule):
-    """FlashInfer's own list of work: what a version of unknown format gets."""
+    """FlashInfer's own work list: what a version of unknown format gets."""
 
     def _prepare(self) -> Any:
         """Nothing: FlashInfer lays the workspace out."""
         return None
 
     def plan_host(self, lens: HostLens) -> None:
-        """Plan from exact lengths and copy the list of work to the device, on the current stream, without waiting.
+        """Plan from exact lengths and copy the work list to the device, on the current stream, without waiting.
 
         The host may be ahead of the stream: PyTorch does not give out the page-locked memory again before it was read.
         """
@@ -222,7 +222,7 @@ def _room_reasons(num_tokens: int, num_heads: int, tiles: int, num_blocks: int) 
 
 
 def work_reasons(lens: HostLens, num_heads: int) -> list[str]:
-    """Why FlashInfer's list of work is too short for a batch; empty if it is not.
+    """Why FlashInfer's work list is too short for a batch; empty if it is not.
 
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
     divided: the parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.

@@ -11,7 +11,7 @@ FlashMLA launches its kernel as a programmatic dependent (`cudaLaunchAttributePr
 does not wait for the grid before it (`cudaGridDependencySynchronize`; csrc/sm90/decode/dense/splitkv_mla.cuh). It may
 begin before all of that grid's writes can be seen, such as keys that were stored right before. With 15 processes on
 one H200, 2 of some 5,000 outputs were wrong, and right when launched again. So another launch goes between: it begins
-behind the store, writes nothing that FlashMLA reads, and is all that FlashMLA's may overlap with.
+after the store, writes nothing that FlashMLA reads, and is all that FlashMLA's may overlap with.
 
 The log-sum-exp comes as [bs, num_heads, width], natural. Of a row without keys it is +inf where ours is -inf; that row
 exists only in a tree over nothing committed, so one more launch, in steps over trees alone, turns it round.

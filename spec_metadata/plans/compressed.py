@@ -12,7 +12,7 @@ A ring for each page is found through a request-to-token table as well as a bloc
 pages brings its states along. It costs more than a ring for each request would: with 4 draft tokens and float32, each
 page of 256 tokens has 100 KiB of states at ratio 4, its indexer's included, and 520 KiB at ratio 128, beside 146 KiB of
 8-bit rows. Only those of the last pages are ever read again by the request that wrote them, so an engine that gives
-layers page ids of their own can free the pages behind the window, and their rings with them.
+layers page ids of their own can free the pages after the window, and their rings with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Embeddings that MTP's windows take again: those of the last positions of prompts.
 
-A window runs the last `num_rerun` positions before the committed length again (`docs/mtp.md`), and behind a prompt
+A window runs the last `num_rerun` positions before the committed length again (`docs/mtp.md`), and after a prompt
 these are the prompt's own, whose tokens may be placeholders. A drafted or accepted token never is one.
 """
 

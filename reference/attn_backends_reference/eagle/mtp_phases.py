@@ -3,7 +3,7 @@
 The window of a request starts at s = max(L - R, 0), where L is its committed length before the verify and R is
 `num_rerun`, and has W = R + A rows, enough for every token accepted since. Token i of a window stands at position
 s + 1 + i, so row j of module k takes token j + k. The root, the last known token, has index `root`. The row of that
-number scores a draft, which is written behind the root and the drafts so far: there the next module's row takes it.
+number scores a draft, which is written after the root and the drafts so far: there the next module's row takes it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def draft_over(
 
 
 def chain(tokens: Tensor, root: Tensor, num_steps: int) -> Tensor:
-    """[bs, num_steps + 1] int64: the root and the drafts behind it."""
+    """[bs, num_steps + 1] int64: the root and the drafts after it."""
     nodes = torch.arange(num_steps + 1, device=root.device)
     return tokens.gather(1, root.unsqueeze(1) + nodes)
 

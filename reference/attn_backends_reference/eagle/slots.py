@@ -1,7 +1,7 @@
 """The reference worker's slot allocator: pages for requests, and the request-to-token table that steps read.
 
 Requests whose prompts begin alike share the pages of the common beginning. A page is shared once all of it is
-committed, and is read only from then on: every request writes behind its own prompt, in pages of its own.
+committed, and is read only from then on: every request writes after its own prompt, in pages of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlotAllocator:
     """Gives pages to table rows and takes them back.
 
     Row `geometry.reserved_row` and page `geometry.reserved_page` belong to padding and are never given. Unowned entries
-    of the table point into the reserved page. A draft's entry at a position depends on `lookahead` tokens behind it, so
+    of the table point into the reserved page. A draft's entry at a position depends on `lookahead` tokens after it, so
     a page is shared where these are the same, too. seed: order in which pages are given, shuffled so that no kernel can
     rely on neighbouring pages.
     """

@@ -312,7 +312,7 @@ class EagleWorker(SpeculativeWorker):
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
-        """Run the draft over chunks: behind a prompt, it takes `first`."""
+        """Run the draft over chunks: after a prompt, it takes `first`."""
         step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
         tokens = to_device([token for chunk in chunks for token in chunk.following], torch.int64, self.device)
         ends_prompt = to_device([chunk.ends_prompt for chunk in chunks], torch.bool, self.device)

@@ -162,7 +162,7 @@ class TargetModel(PagedModel):
 
     def tapped(self, layers: Sequence[int]) -> TargetModel:
         """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
-        one behind the final norm.
+        one after the final norm.
         """
         tapped = copy.copy(self)
         tapped.feature_layers = tuple(layers)

@@ -79,7 +79,7 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
 
     A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
-    them behind its layers, as DeepSeek-V3's does, in 8-bit blocks or floats; `models.mtp` has the names of their
+    them after its layers, as DeepSeek-V3's does, in 8-bit blocks or floats; `models.mtp` has the names of their
     tensors and where they were published. The embedding and the output head are the target's; a module's embed_tokens
     and shared_head.head may be absent, and if they are there and not the same, the folder is refused.
 

@@ -1,7 +1,7 @@
 """Weights of fewer bits: what a configuration says of them, which tensors hold them, and their values.
 
 `Fp8Blocks`, as DeepSeek-V3 publishes weights: one ``[rows, columns]`` of float8_e4m3fn has a scale for each block of
-``weight_block_size``, in the tensor of the same name with ``_scale_inv`` behind it, ``[ceil(rows / m), ceil(columns /
+``weight_block_size``, in the tensor of the same name with ``_scale_inv`` after it, ``[ceil(rows / m), ceil(columns /
 n)]``; value = stored * scale (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). Blocks at the
 ends may be cut off: the 576 rows of ``kv_a_proj_with_mqa`` are four and a half. DeepSeek-V4's have powers of two as
 scales (E8M0), which are called ``scale`` beside ``weight``; and its experts ``[rows, K]`` are int8 ``[rows, K / 2]``,

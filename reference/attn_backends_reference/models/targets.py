@@ -29,7 +29,7 @@ EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
 
 @dataclass(frozen=True, slots=True)
 class TargetFolder:
-    """A folder whose target can be loaded. weights: those of the target, without MTP modules behind its layers."""
+    """A folder whose target can be loaded. weights: those of the target, without MTP modules after its layers."""
 
     path: Path
     family: Family
@@ -145,7 +145,7 @@ def _empty_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _mtp_prefixes(config: PreTrainedConfig, stored: weights.Weights) -> tuple[str, ...]:
-    """How the names of MTP modules begin that a target's folder keeps behind its layers."""
+    """How the names of MTP modules begin that a target's folder keeps after its layers."""
     first = config.num_hidden_layers
     behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
     prefixes = [f"model.layers.{layer}." for layer in behind]
