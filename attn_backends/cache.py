@@ -1,4 +1,4 @@
-"""Views of the paged KV cache: shape, strides and format of memory that somebody else may own.
+"""Views of the paged KV cache: shape, strides and format of memory that an engine may own.
 
 A slot is page * page_size + offset. Views may have any strides; reading and writing goes through (page, offset) pairs.
 """
@@ -77,7 +77,7 @@ class PagedKV:
         if (k.dtype, k.device) != (v.dtype, v.device):
             reasons.append(f"k is {k.dtype} on {k.device} and v {v.dtype} on {v.device}")
         if reasons:
-            raise UnsupportedStepError("cache of keys and values", reasons)
+            raise UnsupportedStepError("KV cache", reasons)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +102,7 @@ class PagedKV:
     def store(self, inputs: CacheInputs, slots: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """Write one row of inputs, divided by the scales, to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, KeyValues):
-            raise UnsupportedStepError("cache of keys and values", [f"it can't store {type(inputs).__name__}"])
+            raise UnsupportedStepError("KV cache", [f"it can't store {type(inputs).__name__}"])
         for name, given, page in (("k", inputs.k, self.k), ("v", inputs.v, self.v)):
             _check_rows(name, given, (slots.shape[0], *page.shape[2:]))
         store_kv(self.k, self.v, inputs.k, inputs.v, slots, k_scale, v_scale)

@@ -1,4 +1,4 @@
-"""Runs a phase of a worker eagerly or through captured graphs, and hands out results that nobody else owns.
+"""Runs a phase of a worker eagerly or through captured graphs, and returns results that the caller owns.
 
 A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs; its graphs hold it
 whole. A `PackedPhase`, such as a prefill, is captured whole too, or piecewise between its attention calls. Every tensor
@@ -240,7 +240,7 @@ def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:
 
 class PiecewiseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of packed rows. Graphs hold the pieces between its attention calls, which run eagerly, on metadata
-    of the step as it is: any backend and kernel will do.
+    of the unpadded step, with any backend and kernel.
 
     buckets: numbers of tokens to capture.
     """

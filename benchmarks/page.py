@@ -77,7 +77,7 @@ def results_of(folder: Path, shown: Sequence[str]) -> list[Path]:
 
 
 def summed_up(folder: Path, beside: Path) -> str:
-    """The page of a folder of results. beside: the folder of the page, which its links start from."""
+    """The page of a folder of results. `beside` is the folder of the page, which its links start from."""
     paths = results_of(folder, SHOWN)
     links = {path.stem: Path(os.path.relpath(path, beside)) for path in paths}
     pictures = {path.stem for path in paths if path.with_suffix(".png").exists()}

@@ -56,8 +56,8 @@ def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str)
 
 
 def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
-    """Draw what the metadata of whole cycles costs by batch size, at the largest context: host time on the left, time
-    on the device on the right, a row of panels for each backend and page size, a colour for each mode,
+    """Draw what the metadata of whole cycles costs by batch size, at the largest context. It shows host time on the
+    left, time on the device on the right, a row of panels for each backend and page size, a colour for each mode,
     dashes for the second kernel.
     """
     cycles = [row for row in rows if row.phase == CYCLE]
@@ -85,9 +85,9 @@ def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
 
 
 def draw_cycles(path: Path, rows: Sequence[CycleRow], device: str) -> None:
-    """Draw times of whole cycles, a panel for each backend and model: for each size a bar of every mode, and under it
-    in black what its graphs take with planning taken out, of which it is so many times. The eager mode, many times as
-    long, is left out.
+    """Draw times of whole cycles, a panel for each backend and model. Each size has a bar of every mode, under it in
+    black the time of its graphs without planning, and the ratio of the two. The eager mode, many times as long, is left
+    out.
     """
     rows = [row for row in rows if row.mode != "eager"]
     places = list(dict.fromkeys((row.backend, row.model) for row in rows))

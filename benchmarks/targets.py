@@ -28,7 +28,7 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """ "met", "missed" or "no target"."""
         return {True: "met", False: "missed", None: "no target"}[self.met]
 
 

@@ -1,4 +1,4 @@
-"""The prose of the documents and public docstrings, sentence by sentence, and what is wrong with a sentence's words.
+"""The prose of documents, public docstrings, errors and help, by sentences, and what is wrong with a sentence.
 
 python -m tests.words [PATH ...]      prints what is wrong, of certain files or of all
 """
@@ -64,9 +64,10 @@ PACKAGES = (
 )
 CHANGES = Path("CHANGELOG.md")  # of versions as they were
 
-CODE, LINK = re.compile(r"`[^`]*`"), re.compile(r"\[([^\]]*)\]\([^)]*\)")
+CODE, LINK = re.compile(r"``[^`]+``|`[^`]*`"), re.compile(r"\[([^\]]*)\]\([^)]*\)")
+SHAPE = re.compile(r"\[[^\]]*\]")  # [bs, width] is one word
 WORD = re.compile(r"[^\W_][\w'’.,/^-]*")
-SENTENCE = re.compile(r"(?<=[.!?])[*)\"]*\s+(?=[A-Z0-9(\"*]|vLLM|[a-z-]+\.md)")
+SENTENCE = re.compile(r"(?<=[.!?])[*)\"]*\s+(?=[A-Z0-9(\"*]|vLLM|[a-z-]+\.md|\w+(?:, \w+)*: )")
 PARAGRAPH = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )|\n(?=\|)|\n(?=#)")
 MARKS = re.compile(r"<!--[\s\S]*?-->|^:::.*\n(?:    .*\n)*", re.MULTILINE)
 FORMULA = re.compile(r"^ {4,}.*$", re.MULTILINE)
@@ -82,7 +83,7 @@ class Sentence:
 
 def wrong(text: str) -> list[str]:
     """What is wrong with a sentence."""
-    length = len(WORD.findall(text))
+    length = len(WORD.findall(SHAPE.sub("SHAPE", text)))
     found = [f"{length} words, over {MOST_WORDS}"] if length > MOST_WORDS else []
     for pattern, term in TERMS.items():
         found += [f"{match[0]!r}: write {term}" for match in re.finditer(pattern, text, re.IGNORECASE)]
@@ -109,27 +110,53 @@ def of_documents() -> Iterator[Sentence]:
 
 def of_docstrings() -> Iterator[Sentence]:
     """What public modules, classes, functions and methods say; formulas in them, which are indented, are no prose."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in _public(ast.parse(path.read_text())):
-                place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-                said = FORMULA.sub("", ast.get_docstring(node) or "")
-                yield from (Sentence(place, text) for text in sentences(said))
+    for path in _sources():
+        for node in public(ast.parse(path.read_text())):
+            place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+            said = FORMULA.sub("", ast.get_docstring(node) or "")
+            yield from (Sentence(place, text) for text in sentences(said))
 
 
-def _public(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+def of_messages() -> Iterator[Sentence]:
+    """What errors say, and the help of commands and their options; a value in a message is the word CODE."""
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = [node.exc] if isinstance(node, ast.Raise) and node.exc else []
+            parts += [node.value] if isinstance(node, ast.keyword) and node.arg in ("help", "description") else []
+            for part in parts:
+                place = f"{path.relative_to(ROOT)}:{part.lineno}"
+                yield from (Sentence(place, text) for said in _strings(part) for text in sentences(said))
+
+
+def _strings(node: ast.AST) -> Iterator[str]:
+    """The strings in an expression; of two that stand in one another, the outer one."""
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child)
+
+
+def _sources() -> list[Path]:
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def public(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """A module or what is public in it."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         if not isinstance(node, ast.Module) and node.name.startswith("_"):
             return
         yield node
         for child in node.body:
-            yield from _public(child)
+            yield from public(child)
 
 
 def main(paths: list[str]) -> None:
     """Print what is wrong, and where."""
     number = 0
-    for sentence in [*of_documents(), *of_docstrings()]:
+    for sentence in [*of_documents(), *of_docstrings(), *of_messages()]:
         if not paths or any(sentence.place.startswith(path) for path in paths):
             for found in wrong(sentence.text):
                 number += 1

@@ -126,7 +126,7 @@ class BlockTableBatch:
         if self._width(situation) != width:
             raise UnsupportedStepError(
                 f"a {situation} step",
-                [f"it has {width} query row a request, these requests have {self.query_lens[0]}"],
+                [f"it has {width} query row per request, these requests have {self.query_lens[0]}"],
                 "target_verify() or draft_extend() if they are drafted tokens, prefill() if they are a prompt",
             )
 

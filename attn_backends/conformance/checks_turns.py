@@ -98,8 +98,8 @@ def _added(case: Case) -> tuple[int, ...]:
 
 
 def first_of(case: Case, path: str) -> Case:
-    """The step of the kind that comes before a case's: as many requests, of as many keys each as far as it goes, so
-    that what is kept by lengths alone is taken for this one's.
+    """The step of the kind that comes before a case's: as many requests, with as many keys each where possible. So
+    state that is keyed by lengths alone is confused with this one's.
     """
     kind, bs = StepKind(case.after), len(case.lens)
     least = 0 if kind is StepKind.PREFILL else 1

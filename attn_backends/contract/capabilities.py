@@ -85,7 +85,7 @@ class Capabilities:
         """Why so many query rows of a request, of a tree or not, are not supported; empty if they are."""
         reasons = []
         if self.max_width is not None and width > self.max_width:
-            reasons.append(f"{width} query rows a request (at most {self.max_width})")
+            reasons.append(f"{width} query rows per request (at most {self.max_width})")
         if is_tree and not self.tree:
             reasons.append("a draft tree (it needs a non-causal kernel that returns a log-sum-exp)")
         return reasons

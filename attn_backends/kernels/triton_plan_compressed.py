@@ -2,7 +2,7 @@
 
 A program takes a request in a forward, or shares it with a few others: some go row by row, some entry by entry, since
 either waits for memory again and again. Entries that close in a forward lie one after the other, request after request,
-so every program for them adds up the lengths of all requests itself; what is left of those lists is padded by all of
+so every program for them adds up the lengths of all requests itself. What is left of those lists is padded by all of
 them together.
 """
 

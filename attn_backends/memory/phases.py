@@ -34,9 +34,9 @@ SHARED = "shared"
 class PhaseMemory:
     """The buffers of one captured phase: uniform steps of a kind and width, or packed rows of a number.
 
-    Its buckets are prefix views, of which one at a time holds a step. arenas: of the phase's own, and shared tables.
-    largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers. planned:
-    what was captured in it and planned last.
+    Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
+    tables. largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers.
+    planned: what was captured in it and planned last.
     """
 
     arenas: tuple[Arena, ...]

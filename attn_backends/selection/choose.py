@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of a step kind. passed_over: why each better one was not taken, in words."""
+    """The kernel of a step kind. passed_over: the reason why each better one was rejected."""
 
     kernel: Kernel
     passed_over: tuple[str, ...] = ()

@@ -8,11 +8,10 @@ Where the installed version's format is known we write the lists, in one launch 
 lengths on the device. FlashInfer's own scheduler needs them on the host; it plans for versions of unknown format.
 
 What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `run` and `plan`. The wrapper
-takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6), and in its graph mode
-copies that workspace and the metadata aside at every plan, to be able to go back; a plan of the module takes 0.13 to
-0.29 ms of an H200's host, a sixth of that (`docs/results/flashinfer_h200.json`), and gives the same bits.
-`get_batch_mla_module` hands out a proxy of it, whose own `plan` copies the whole list once more on the host, from one
-page-locked buffer into another.
+takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6). In its graph mode it
+saves copies of that workspace and the metadata at every plan. A plan of the module takes 0.13 to 0.29 ms of an H200's
+host, a sixth of that (`docs/results/flashinfer_h200.json`), and gives the same bits. `get_batch_mla_module` hands out a
+proxy of it, whose own `plan` copies the whole list once more on the host, from one page-locked buffer into another.
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class VendorMLASchedule(MLASchedule):
 
 
 def cluster_size(num_tokens: int, num_heads: int, num_requests: int) -> int:
-    """Thread blocks of a cluster, of which each attends 64 rows of a tile: 2 where a request has more in the mean.
+    """Thread blocks of a cluster, each for 64 rows of a tile: 2 where a request has more in the mean.
 
     A token whose heads are more rows than a tile has is never alone in it, as FlashInfer's kernels end the keys of a
     tile at its last whole token.
@@ -225,7 +224,7 @@ def work_reasons(lens: HostLens, num_heads: int) -> list[str]:
     """Why FlashInfer's work list is too short for a batch; empty if it is not.
 
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
-    divided: the parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.
+    divided. The parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.
     """
     num_tokens, bs = sum(lens.query_lens), len(lens.query_lens)
     tile = BLOCK_ROWS * (2 if num_tokens * num_heads // bs > BLOCK_ROWS else 1)

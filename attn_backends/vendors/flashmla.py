@@ -65,8 +65,8 @@ _MARKS = BufferSpec("marks", torch.int32, (NUM_FORWARDS, BS, Dim("2", lambda e: 
 class PartSchedule(Schedule):
     """The share-out for one forward and shape.
 
-    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step. fence: [1] int32 that
-    nobody reads.
+    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step. fence: [1] int32 that is
+    never read.
     """
 
     def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:

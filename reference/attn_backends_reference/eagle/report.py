@@ -1,8 +1,8 @@
 """Speculative decoding compared with plain greedy decoding, as one row of a report.
 
 In float32 the two must give the same tokens. In lower precision forwards over one row and over several round
-differently, so a run must be consistent instead: the target's verify scores are those of its decode within a budget,
-every token is the best of its verify row within that budget, and where the texts part, the two best tokens were too
+differently, so a run must be consistent instead. The target's verify scores are those of its decode within a budget,
+and every token is the best of its verify row within that budget. Where the texts diverge, the two best tokens were too
 close to tell apart. What is exact is the target in float32 on the host, on torch kernels that are not under test.
 """
 

@@ -59,12 +59,12 @@ class SlotAllocator:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that belong to nobody."""
+        """Pages that belong to no request."""
         return len(self._free_pages)
 
     @property
     def in_use(self) -> bool:
-        """Whether some row or page is given to somebody."""
+        """Whether some row or page is in use."""
         return bool(self._pages) or self.num_free_pages < self.geometry.num_pages - 1
 
     def pages(self, row: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class SlotAllocator:
         return len(self._pages[row]) * self.geometry.page_size
 
     def num_shared_tokens(self, keys: Sequence[bytes]) -> int:
-        """Tokens of a prompt's beginning that somebody has committed in pages which can be shared."""
+        """Tokens of a prompt's beginning that another request has committed in pages which can be shared."""
         return len(self._shared_pages(keys)) * self.geometry.page_size
 
     def num_common_tokens(self, keys: Sequence[bytes], other: Sequence[bytes]) -> int:

@@ -2,7 +2,7 @@
 for many requests at once.
 
 They show how a worker drives the backends, and the library's own tests run on them; a serving engine brings its own. A
-step is launched without reading the device: lengths, draft states and how requests sample stay there, in tables with an
+step is launched without reading the device. Lengths, draft states and how requests sample stay there, in tables with an
 entry for each row of the request-to-token table, and the host reads what was emitted when it likes. Target and draft
 keep KV in the same slots, each in its cache.
 """

@@ -63,7 +63,7 @@ class HeadConfig:
         rising = len(layers) == self.num_states and layers == sorted(set(layers))
         if not rising or not 0 <= layers[0] <= layers[-1] < num_layers:
             raise CheckpointError(
-                f"the draft in {where} takes the states behind the layers {layers} of a target with {num_layers}; it "
+                f"the draft in {where} takes the states after the layers {layers} of a target with {num_layers}; it "
                 f"needs {self.num_states} different ones, from low to high. Targets of fewer than 7 layers need them "
                 f"named: eagle_config.eagle_aux_hidden_state_layer_ids"
             )

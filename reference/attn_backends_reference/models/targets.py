@@ -110,9 +110,9 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
 def open_target(folder: str | Path) -> TargetFolder:
     """The target in a folder, or an embedded one by name, with everything checked but what its weights are.
 
-    Raises `CheckpointError` that names the file, and the key or tensor: an architecture, rotary embedding, quantization
-    or key that is not served; shards that are missing, cut short or outside the folder; tensors that are missing, of
-    another shape, or none of the architecture's.
+    Raises `CheckpointError` that names the file, and the key or tensor. The reason is an architecture, rotary
+    embedding, quantization or key that is not supported; shards that are missing, cut short or outside the folder;
+    tensors that are missing, of another shape, or unknown.
     """
     families = {family.architecture: family for family in served_families()}
     path = folders.find(folder, EMBEDDED_TARGETS)
