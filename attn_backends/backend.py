@@ -44,10 +44,9 @@ from attn_backends.planning.metadata import (
     check_ranges,
     own_drafted,
 )
-from attn_backends.planning.planners import bind_bound, bind_inputs, bind_torch, choose_planner
+from attn_backends.planning.planners import bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import (
-    Arena,
     BoundInputs,
     Bucket,
     Buffers,
@@ -63,7 +62,7 @@ from spec_metadata import (
     static_step,
 )
 from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
-from spec_metadata.bound_inputs import check_bound
+from spec_metadata.bound_inputs import BoundStep, check_bound
 from spec_metadata.layout import check_is_step
 from spec_metadata.static_inputs import padding_step
 from spec_metadata.visibility import HostLens, chain_parts
@@ -146,19 +145,16 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Whether it has a fused planner."""
         return cls.bind_fused is not AttentionBackend.bind_fused
 
-    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
-        """A launch that writes what `write` does, and the write slots; it may be repeated, and recorded."""
+    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
+        """A launch that reads a bound step and writes its plan and write slots; it may be repeated, and recorded."""
         raise NotImplementedError(f"{self.name} has no fused planner")
 
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
         """Metadata of an eager step, in fresh buffers."""
         check_is_step(step)
         self._admit(step)
-        extent = step.extent(self.capacity)
-        arena = Arena((WRITE_SLOTS, *self.buffers(step.kind)), extent, self.device, checking=self.checking)
-        meta = self._metadata(step, arena.view(extent), step)
-        self._memory.check_guards([arena])
-        return meta
+        specs = (WRITE_SLOTS, *self.buffers(step.kind))
+        return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
     def capture(
         self, bucket: Bucket | TokenBucket, paging: Paging, inputs: BoundInputs | None = None
@@ -182,8 +178,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         phase = self._memory.phase(bucket, paging, bound=inputs is not None)
         buffers = phase.view(self._memory.extent(bucket))
         step = static_step(bucket, paging, buffers)
-        bound = None if inputs is None else bind_bound(self.planner, step, inputs, paging, self.capacity)
-        captured = Captured(bucket, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
+        bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
+        captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
         captured.take_phase()
         return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
 
@@ -301,8 +297,8 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def _metadata(self, step: Step, buffers: Buffers, known: Step, captured: Captured | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
-        write = self.bind_fused(step, buffers) if self.planner.is_fused else bind_torch(self.write, step, buffers)
-        write = write if captured is None else captured.reading(write)
+        place = step, buffers, None if captured is None else captured.bound
+        write = self.bind_fused(*place) if self.planner.is_fused else bind_torch(self.write, *place)
         write()
         if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
@@ -312,6 +308,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
+            self._memory.check()
             check_ranges(meta, self.buffers(meta.step.kind))
         return meta
 

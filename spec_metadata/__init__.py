@@ -4,7 +4,7 @@ Needs torch only. How attention is computed is `attn_backends`' part.
 """
 
 from spec_metadata.acceptance import Acceptance, accept, compaction_moves
-from spec_metadata.bound_inputs import BoundInputs
+from spec_metadata.bound_inputs import BoundInputs, BoundStep
 from spec_metadata.buffers import (
     BS,
     MAX_KV_LEN,
@@ -58,6 +58,7 @@ __all__ = [
     "Arena",
     "BlockTable",
     "BoundInputs",
+    "BoundStep",
     "BoundedQuery",
     "Bucket",
     "BufferSpec",

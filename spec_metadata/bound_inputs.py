@@ -1,8 +1,8 @@
 """An engine's own buffers as the inputs of a captured step: a graph reads them at every replay, where they lie.
 
 An engine that captures its model keeps lengths, slots and rows of a table in static buffers of the bucket's size, and
-pads them by a convention of its own. `BoundInputs` says what they mean, and `read_bound` writes the captured step from
-them, on the device only. It counts the real requests, pads the others (rule R6) and brings every value within the
+pads them by a convention of its own. `BoundInputs` says what they mean, and `BoundStep.read` writes the captured step
+from them, on the device only. It counts the real requests, pads the others (rule R6) and brings every value within the
 capacity and the pool. A graph that holds it costs the host nothing beside its own launch.
 """
 
@@ -74,54 +74,72 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     check_device(inputs.seq_lens, paging=paging.static_input(), **others)
 
 
-def most_committed(static: Step, capacity: Capacity) -> int:
-    """Committed tokens up to which a bound request is taken: any that the capacity and its table row hold."""
-    return min(capacity.max_kv_len, static.paging.row_tokens) - static.num_added_at_least
-
-
-def read_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
-    """Write a captured step from bound inputs. Device only, fixed shapes, no host reads.
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStep:
+    """A captured step and the engine's buffers that it is read from.
 
     static: over static buffers (`static_step`). paging: the engine's, in place.
     """
-    geometry, num_real, slots = static.paging.geometry, static.num_real, static.out_cache_loc
-    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
-    assert slots is not None, "a graph reads them from a buffer"
-    num_real.copy_(_num_real(inputs, paging))
-    real = torch.arange(static.bs, device=static.device) < num_real
-    lens = _committed(inputs, static).clamp(0, most_committed(static, capacity))
-    static.seq_lens.copy_(torch.where(real, lens, 0))
-    if isinstance(paging, RequestTable):
-        inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
-        static.paging.static_input().copy_(torch.where(inside, paging.rows, geometry.reserved_row))
-    else:
-        given, table = paging.table, static.paging.static_input()
-        columns = min(given.shape[1], table.shape[1])
-        inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
-        table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
-    slots.copy_(_write_slots(static, inputs, geometry))
-    if static.tree_mask is not None and inputs.tree_mask is not None:
-        own = torch.eye(static.width, dtype=torch.bool, device=static.device)
-        static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))
 
+    static: Step
+    inputs: BoundInputs
+    paging: Paging
+    capacity: Capacity
 
-def check_bound_values(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
-    """Refuse values that `read_bound` brought within bounds. static: as it wrote it. Reads the device back."""
-    num_real, most = int(static.num_real), most_committed(static, capacity)
-    for request, length in enumerate(_committed(inputs, static)[:num_real].tolist()):
-        if not 0 <= length <= most:
-            raise InvalidStepError(
-                f"request {request} has {length} committed tokens and adds {static.num_added_at_least}; its table row "
-                f"and the capacity hold {most + static.num_added_at_least}"
-            )
-    if isinstance(paging, RequestTable):
-        num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
-        if any(not 0 <= row < num_rows for row in rows):
-            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
-    num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc
-    slots = [] if given is None else given[: num_real * static.num_writes // static.bs].tolist()
-    if wrong := [slot for slot in slots if not 0 <= slot < num_slots]:
-        raise InvalidStepError(f"out_cache_loc of a real request holds {wrong}, outside [0, {num_slots})")
+    @property
+    def included(self) -> int:
+        """Rows that the lengths count beside committed tokens."""
+        return self.static.num_added_at_least if self.inputs.lens_include_rows else 0
+
+    @property
+    def most(self) -> int:
+        """Committed tokens up to which a request is taken: any that the capacity and its table row hold."""
+        return min(self.capacity.max_kv_len, self.static.paging.row_tokens) - self.static.num_added_at_least
+
+    def read(self) -> None:
+        """Write the captured step. Device only, fixed shapes, no host reads."""
+        static, inputs, paging = self.static, self.inputs, self.paging
+        geometry, num_real, slots = paging.geometry, static.num_real, static.out_cache_loc
+        assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
+        assert slots is not None, "a graph reads them from a buffer"
+        num_real.copy_(_num_real(inputs, paging))
+        real = torch.arange(static.bs, device=static.device) < num_real
+        static.seq_lens.copy_(torch.where(real, self._committed().clamp(0, self.most), 0))
+        if isinstance(paging, RequestTable):
+            inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
+            static.paging.static_input().copy_(torch.where(inside, paging.rows, geometry.reserved_row))
+        else:
+            given, table = paging.table, static.paging.static_input()
+            columns = min(given.shape[1], table.shape[1])
+            inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
+            table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
+        slots.copy_(_write_slots(static, inputs, geometry))
+        if static.tree_mask is not None and inputs.tree_mask is not None:
+            own = torch.eye(static.width, dtype=torch.bool, device=static.device)
+            static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))
+
+    def check(self) -> None:
+        """Refuse values that `read` brought within bounds. Reads the device back."""
+        static, inputs, paging = self.static, self.inputs, self.paging
+        num_real, most = int(static.num_real), self.most
+        for request, length in enumerate(self._committed()[:num_real].tolist()):
+            if not 0 <= length <= most:
+                raise InvalidStepError(
+                    f"request {request} has {length} committed tokens and adds {static.num_added_at_least}; its table "
+                    f"row and the capacity hold {most + static.num_added_at_least}"
+                )
+        if isinstance(paging, RequestTable):
+            num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
+            if any(not 0 <= row < num_rows for row in rows):
+                raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+        num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc
+        slots = [] if given is None else given[: num_real * static.num_writes // static.bs].tolist()
+        if wrong := [slot for slot in slots if not 0 <= slot < num_slots]:
+            raise InvalidStepError(f"out_cache_loc of a real request holds {wrong}, outside [0, {num_slots})")
+
+    def _committed(self) -> Tensor:
+        """[bs] int64."""
+        return self.inputs.seq_lens.long() - self.included
 
 
 def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
@@ -131,11 +149,6 @@ def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
     if isinstance(paging, RequestTable):
         return (paging.rows != paging.geometry.reserved_row).sum().view(1)
     return (inputs.seq_lens > 0).sum().view(1)
-
-
-def _committed(inputs: BoundInputs, static: Step) -> Tensor:
-    """[bs] int64."""
-    return inputs.seq_lens.long() - (static.num_added_at_least if inputs.lens_include_rows else 0)
 
 
 def _write_slots(static: Step, inputs: BoundInputs, geometry: CacheGeometry) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+from math import prod
 
 import torch
 from torch import Tensor
@@ -130,19 +131,82 @@ def _num_guards(checking: bool) -> int:
 ALIGNMENT = 256  # bytes, as torch aligns what it allocates at the least
 
 
-def _layout(specs: Iterable[BufferSpec], extent: Extent, guard: int) -> tuple[list[slice], int]:
-    """The bytes of each buffer with its guard words in one allocation, and the bytes of all."""
-    places, end = [], 0
-    for spec in specs:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        end = start + spec.num_bytes(extent) + 2 * guard * spec.dtype.itemsize
-        places.append(slice(start, end))
-    return places, end
+class Layout:
+    """Where declared buffers lie in one allocation at one extent. Steps of that extent have fresh buffers made by it.
+
+    guard: words before and after each buffer. num_bytes: of the allocation, each buffer aligned, guard words included.
+    """
+
+    def __init__(self, specs: Iterable[BufferSpec], extent: Extent, *, guard: int = 0) -> None:
+        self.specs, self.extent, self.guard = tuple(specs), extent, guard
+        names = [spec.name for spec in self.specs]
+        if len(set(names)) != len(names):
+            raise InvalidStepError(f"two declared buffers share a name: {sorted(names)}")
+        self.num_bytes = 0
+        self._views: list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        places = []
+        alike = sorted(self.specs, key=lambda spec: str(_pad_byte(spec)))
+        for spec in alike:
+            start, sizes, size = self.num_bytes, spec.sizes(extent), spec.dtype.itemsize
+            end = start + spec.num_bytes(extent) + 2 * guard * size
+            places.append((start, end))
+            self._views.append((spec.name, spec.dtype, sizes, _strides(sizes), start // size + guard))
+            self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+        self._dtypes = {spec.dtype for spec in self.specs}
+        self._fills = [] if guard else list(_joint_fills(alike, places))
+
+    def fresh(self, device: torch.device) -> Buffers:
+        """Buffers of the extent, filled with padding."""
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        views = self.views(memory)
+        self.fill(memory, views)
+        return Buffers(views, self.extent)
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The buffers in a memory [num_bytes] uint8, by name."""
+        typed = {dtype: memory[: self.num_bytes].view(dtype) for dtype in self._dtypes}
+        return {
+            name: typed[dtype].as_strided(sizes, strides, typed[dtype].storage_offset() + first)
+            for name, dtype, sizes, strides, first in self._views
+        }
+
+    def guarded(self, memory: Tensor) -> dict[str, Tensor]:
+        """The buffers with the guard words around them, flat."""
+        views, more = self.views(memory), self.guard
+        return {
+            name: each.as_strided((each.numel() + 2 * more,), (1,), each.storage_offset() - more)
+            for name, each in views.items()
+        }
+
+    def fill(self, memory: Tensor, views: Mapping[str, Tensor]) -> None:
+        """Write padding, and guard words around it."""
+        if self.guard:
+            for storage in self.guarded(memory).values():
+                storage.fill_(_guard_word(storage.dtype))
+            for spec in self.specs:
+                views[spec.name].fill_(spec.pad)
+        for place, value in self._fills:
+            (memory[place] if isinstance(place, slice) else views[place]).fill_(value)
+
+
+def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _joint_fills(specs: Sequence[BufferSpec], places: Sequence[tuple[int, int]]) -> Iterator[tuple[slice | str, int]]:
+    """One fill of bytes for all whose padding is of one byte, a launch less for each; the others by name."""
+    for byte, group in groupby(zip(specs, places, strict=True), lambda each: _pad_byte(each[0])):
+        members = list(group)
+        if byte is None:
+            yield from ((spec.name, spec.pad) for spec, _ in members)
+        else:
+            yield slice(members[0][1][0], members[-1][1][1]), byte
 
 
 def allocation_size(specs: Iterable[BufferSpec], extent: Extent, *, checking: bool = False) -> int:
-    """Bytes that an `Arena` takes, each buffer aligned, guard words included."""
-    return _layout(specs, extent, _num_guards(checking))[1]
+    """Bytes that an `Arena` takes."""
+    return Layout(specs, extent, guard=_num_guards(checking)).num_bytes
 
 
 class Arena:
@@ -161,44 +225,14 @@ class Arena:
         checking: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        self.specs = tuple(specs)
-        self.largest = largest
-        names = [spec.name for spec in self.specs]
-        if len(set(names)) != len(names):
-            raise InvalidStepError(f"two declared buffers share a name: {sorted(names)}")
-        self._guard = _num_guards(checking)
-        places, num_bytes = _layout(self.specs, largest, self._guard)
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
-        self._storage: dict[str, Tensor] = {}
-        self._full: dict[str, Tensor] = {}
-        for spec, place in zip(self.specs, places, strict=True):
-            storage = live = memory[place].view(spec.dtype)
-            if self._guard:
-                live = storage[self._guard : storage.numel() - self._guard]
-            self._storage[spec.name] = storage
-            self._full[spec.name] = live.view(spec.sizes(largest))
-        self._fills = self._guarded_fills() if self._guard else self._joint_fills(places, memory)
+        self._layout = layout = Layout(specs, largest, guard=_num_guards(checking))
+        self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
+        self.specs, self.largest, self._full = layout.specs, largest, layout.views(self._memory)
         self.reset()
 
     def reset(self) -> None:
         """Make the contents those of a fresh arena: pad values, and the guard words around them."""
-        for memory, value in self._fills:
-            memory.fill_(value)
-
-    def _guarded_fills(self) -> list[tuple[Tensor, int]]:
-        guards = [(self._storage[spec.name], _guard_word(spec.dtype)) for spec in self.specs]
-        return guards + [(self._full[spec.name], spec.pad) for spec in self.specs]
-
-    def _joint_fills(self, places: Sequence[slice], memory: Tensor) -> list[tuple[Tensor, int]]:
-        """One fill for neighbours whose padding is of one byte, which is a launch less for each."""
-        fills: list[tuple[Tensor, int]] = []
-        for byte, group in groupby(zip(self.specs, places, strict=True), lambda each: _pad_byte(each[0])):
-            alike = list(group)
-            if byte is None:
-                fills += [(self._full[spec.name], spec.pad) for spec, _ in alike]
-            else:
-                fills.append((memory[alike[0][1].start : alike[-1][1].stop], byte))
-        return fills
+        self._layout.fill(self._memory, self._full)
 
     @property
     def num_bytes(self) -> int:
@@ -220,18 +254,18 @@ class Arena:
 
     def check_guards(self) -> list[str]:
         """Names of the buffers whose guard words were overwritten (reads the device: checking mode only)."""
-        broken = []
-        for name, storage in self._storage.items():
+        broken, guard = [], self._layout.guard
+        for name, storage in self._layout.guarded(self._memory).items():
             word = _guard_word(storage.dtype)
-            edges = torch.cat((storage[: self._guard], storage[storage.numel() - self._guard :]))
+            edges = torch.cat((storage[:guard], storage[storage.numel() - guard :]))
             if not bool((edges == word).all()):
                 broken.append(name)
         return broken
 
 
-def allocate(specs: Iterable[BufferSpec], extent: Extent, device: torch.device, *, checking: bool = False) -> Buffers:
-    """Fresh buffers of exactly one extent: the destination of an eager plan."""
-    return Arena(specs, extent, device, checking=checking).view(extent)
+def allocate(specs: Iterable[BufferSpec], extent: Extent, device: torch.device) -> Buffers:
+    """Fresh buffers of exactly one extent."""
+    return Layout(specs, extent).fresh(device)
 
 
 def out_of_range(specs: Iterable[BufferSpec], buffers: Buffers) -> list[str]:

@@ -36,7 +36,7 @@ class Form(NamedTuple):
     specs: tuple[BufferSpec, ...]
     write: Callable[[Step, Buffers], None]
     specified: Callable[[Step, Buffers], dict[str, Tensor]]
-    bind: Callable[[Step, Buffers], Callable[[], None]]
+    bind: Callable[..., Callable[[], None]]
 
 
 FORMS = {
@@ -62,10 +62,10 @@ class Rings(NamedTuple):
         """The plan."""
         window, rings = self
         return Form(
-            compressed.buffer_specs(window, list(rings)),
+            compressed.buffer_specs(window, tuple(rings)),
             lambda step, buffers: compressed.write_compressed(step, buffers, window, rings),
             lambda step, buffers: compressed.specified_compressed(step, buffers, rings),
-            lambda step, buffers: plan_operators.bind_compressed(step, buffers, window, rings),
+            lambda step, buffers, bound=None: plan_operators.bind_compressed(step, buffers, window, rings, bound),
         )
 
 

@@ -3,72 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from attn_backends import CaptureError, RecordedGraph, UnsupportedStepError, get_backend
+from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
-    BoundInputs,
-    Buffers,
     Extent,
     InvalidStepError,
-    Paging,
     RequestTable,
     Step,
     allocate,
     copy_step,
-    input_specs,
-    static_step,
+    write_slots,
 )
-from spec_metadata.bound_inputs import check_bound, check_bound_values, read_bound
+from spec_metadata.bound_inputs import check_bound
+from tests.bound_batches import CPU, conventions, engine, spoil, statics
 from tests.plan_batches import KINDS, PACKED_KINDS, Case
+from tests.planner_laws import FORMS, RINGS
 from tests.triton_interpreter import interpreted
 
 UNIFORM = [kind for kind in KINDS if kind not in PACKED_KINDS]
 TABLES = [RequestTable, BlockTable]
-CPU = torch.device("cpu")
-
-
-class Engine(NamedTuple):
-    """An engine's buffers of a bucket, filled from a case. bad: values that nothing can be read at, for padding."""
-
-    inputs: BoundInputs
-    paging: Paging
-
-
-def longer(tensor: Tensor, num_more: int, fill: int) -> Tensor:
-    """A strided tensor with more leading entries."""
-    more = tensor.new_full((num_more, *tensor.shape[1:]), fill)
-    return torch.stack((torch.cat((tensor, more)),) * 2, dim=-1)[..., 0]
-
-
-def engine(case: Case, num_more: int, *, counted: bool, with_slots: bool) -> Engine:
-    """counted: padding holds anything and the engine counts the real requests, else it fills in its convention."""
-    step, bad = case.step, 2**30
-    lens, include = step.seq_lens, False
-    if isinstance(step.paging, RequestTable):
-        fill, rows = (1, longer(step.paging.rows, num_more, bad if counted else step.paging.geometry.reserved_row))
-        paging: Paging = replace(step.paging, rows=rows)
-    else:
-        include = not counted
-        fill, paging = 0, replace(step.paging, table=longer(step.paging.table, num_more, -bad))
-        lens = lens + (step.width if include else 0)
-    slots = longer(step.out_cache_loc, num_more * step.width * step.num_steps, -1) if with_slots else None
-    mask = None if step.tree_mask is None else longer(step.tree_mask, num_more, 1).transpose(1, 2).transpose(1, 2)
-    num_real = torch.tensor([step.bs]) if counted else None
-    return Engine(BoundInputs(longer(lens, num_more, bad if counted else fill), slots, num_real, mask, include), paging)
-
-
-def statics(case: Case, num_more: int) -> tuple[Step, Step, Buffers]:
-    """Two captured steps, and the buffers of the second."""
-    bucket = case.bucket(num_more)
-    extent, specs = Extent.of_bucket(bucket, case.capacity, case.geometry.num_pages), input_specs(bucket, case.paging)
-    one, two = allocate(specs, extent, CPU), allocate(specs, extent, CPU)
-    return static_step(bucket, case.paging, one), static_step(bucket, case.paging, two), two
 
 
 def check_same(found: Step, expected: Step) -> None:
@@ -83,12 +41,6 @@ def check_same(found: Step, expected: Step) -> None:
     assert torch.equal(ours, theirs), f"{ours}\n{theirs}"
 
 
-def conventions(case: Case) -> list[tuple[bool, bool]]:
-    """(counted, with slots), as far as a table's form tells what is real."""
-    is_draft_block = isinstance(case.paging, BlockTable) and case.step.num_steps > 1
-    return [(c, s) for c in (True, False) for s in (True, False) if c or not is_draft_block]
-
-
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("kind", UNIFORM)
 def test_bound_inputs_are_what_a_replay_copies(kind: str, table: type) -> None:
@@ -101,41 +53,45 @@ def test_bound_inputs_are_what_a_replay_copies(kind: str, table: type) -> None:
             )
             check_bound(given.inputs, case.bucket(num_more), given.paging)
             copy_step(expected, case.step)
-            read_bound(static, given.inputs, given.paging, case.capacity)
+            given.bind(static, case).read()
             check_same(static, expected)
-            check_bound_values(static, given.inputs, given.paging, case.capacity)
+            given.bind(static, case).check()
+
+
+LAUNCHES = {
+    "ragged": ("decode", "verify tree"),
+    "block_table": ("draft chain", "extend"),
+    "csr": ("draft tree", "verify chain"),
+    "small": ("draft chain", "extend"),
+}
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("kind", ["decode", "draft tree", "verify tree", "extend"])
-def test_one_launch_reads_what_the_definition_reads(kind: str, table: type) -> None:
-    bind_bound = interpreted("triton_bound", "_read_bound").bind_bound
-    for seed, num_more, spoilt in ((0, 2, False), (1, 0, True), (2, 3, True)):
-        case = Case(kind, 4, seed, form=table)
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in LAUNCHES.items() for kind in kinds])
+def test_one_launch_reads_and_plans_as_the_definitions_do(name: str, kind: str, table: type) -> None:
+    interpreted("triton_plan", "_plan_pages")
+    interpreted("triton_plan_compressed", "_plan_compressed")
+    page_size, form = (RINGS[name][0], RINGS[name][1].form) if name in RINGS else (4, FORMS[name])
+    for seed, num_more, spoilt in ((0, 2, False), (1, 0, True)):
+        case = Case(kind, page_size, seed, form=table)
         for counted, with_slots in conventions(case):
-            given, (expected, static, buffers) = (
-                engine(case, num_more, counted=counted, with_slots=with_slots),
-                statics(case, num_more),
-            )
+            given = engine(case, num_more, counted=counted, with_slots=with_slots)
             if spoilt:
                 spoil(given)
+            expected, static, buffers = statics(case, num_more)
             for tensor in buffers.values():
                 tensor.fill_(1)
-            read_bound(expected, given.inputs, given.paging, case.capacity)
-            bind_bound(static, given.inputs, given.paging, case.capacity)()
+            extent = Extent.of_bucket(case.bucket(num_more), case.capacity, case.geometry.num_pages)
+            wanted, fused = (allocate((WRITE_SLOTS, *form.specs), extent, CPU) for _ in range(2))
+            given.bind(expected, case).read()
+            for forward in range(expected.num_forwards):
+                wanted[WRITE_SLOTS.name][forward].copy_(write_slots(expected, forward))
+            form.write(expected, wanted)
+            form.bind(static, fused, given.bind(static, case))()
             check_same(static, expected)
-
-
-def spoil(given: Engine) -> None:
-    """Values that no pool, table or capacity holds."""
-    given.inputs.seq_lens[0] = 2**30
-    if given.inputs.out_cache_loc is not None:
-        given.inputs.out_cache_loc[::3] = -1
-        given.inputs.out_cache_loc[1::3] = 2**30
-    if isinstance(given.paging, RequestTable):
-        given.paging.rows[-1] = -5
-    else:
-        given.paging.table[:, 1] = 2**30
+            for buffer, mask in form.specified(expected, wanted).items():
+                assert torch.equal(fused[buffer] * mask, wanted[buffer] * mask), buffer
+            assert torch.equal(fused[WRITE_SLOTS.name], wanted[WRITE_SLOTS.name])
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -145,26 +101,26 @@ def test_values_are_brought_within_the_capacity_and_the_pool(kind: str, table: t
     given, (_, static, _) = engine(case, 1, counted=True, with_slots=True), statics(case, 1)
     spoil(given)
     given.inputs.num_real.fill_(99)
-    read_bound(static, given.inputs, given.paging, case.capacity)
+    given.bind(static, case).read()
     assert int(static.num_real) == static.bs
     assert int(static.seq_lens.max()) + static.width <= case.capacity.max_kv_len
     assert 0 <= int(static.out_cache_loc.min()) <= int(static.out_cache_loc.max()) < case.geometry.num_slots
     most = case.paging.table.shape[0] if table is RequestTable else case.geometry.num_pages
     assert 0 <= int(static.paging.static_input().min()) <= int(static.paging.static_input().max()) < most
     with pytest.raises(InvalidStepError, match=f"request 0 has {2**30} committed tokens and adds {static.width}"):
-        check_bound_values(static, given.inputs, given.paging, case.capacity)
+        given.bind(static, case).check()
 
 
 def test_slots_outside_the_pool_are_told_in_checking_mode() -> None:
     case = Case("decode", 4, 0)
     given, (_, static, _) = engine(case, 0, counted=True, with_slots=True), statics(case, 0)
-    read_bound(static, given.inputs, given.paging, case.capacity)
+    given.bind(static, case).read()
     given.inputs.out_cache_loc[0] = -1
     with pytest.raises(InvalidStepError, match=r"out_cache_loc of a real request holds \[-1\], outside \[0, "):
-        check_bound_values(static, given.inputs, given.paging, case.capacity)
+        given.bind(static, case).check()
     given.paging.rows[0] = -3
     with pytest.raises(InvalidStepError, match=r"rows \[-3, .*must lie in the table's"):
-        check_bound_values(static, given.inputs, given.paging, case.capacity)
+        given.bind(static, case).check()
 
 
 def test_buffers_that_do_not_fit_a_bucket_are_refused() -> None:

@@ -192,12 +192,14 @@ def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, mon
 
 COMPILED = """
 import re, struct
+from itertools import product
 from types import SimpleNamespace
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from attn_backends.kernels import cuda_launch, triton_inputs
 from attn_backends.kernels.triton_launch import Launch
-from spec_metadata import pad_step
+from spec_metadata import BlockTable, RequestTable, pad_step
+from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
 from tests.planner_laws import FORMS, RINGS, garbage
 
@@ -221,6 +223,12 @@ for kind in ("verify chain", "packed extend"):
     for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
         case = Case(kind, 256, 0)
         form.bind(case.step, garbage(form.specs, case))()
+bound = ("block_table", "verify chain"), ("csr", "verify tree"), ("real", "verify chain")
+for (name, kind), table in product(bound, (RequestTable, BlockTable)):
+    form, own = RINGS[name][1].form if name in RINGS else FORMS[name], table is BlockTable
+    case = Case(kind, 256, 0, form=table)
+    given, (static, *_) = engine(case, 0, counted=own, with_slots=own), statics(case, 0)
+    form.bind(static, garbage(form.specs, case), given.bind(static, case))()
 for kind in ("verify chain", "verify tree"):
     case = Case(kind, 16, 0)
     triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
@@ -234,4 +242,4 @@ def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 8, "scratch pointers, of each launch"
+    assert done.stdout.split() == ["2"] * 14, "scratch pointers, of each launch"

@@ -140,6 +140,12 @@ def of_schedules(name: str, digits: int) -> tuple[str, str]:
     return spread((row[name] for row in rows("h200/schedules")), digits)
 
 
+def of_work_lists(name: str, digits: int) -> tuple[str, str]:
+    found = [row for row in rows("h200/flashinfer_schedules") if row["name"] != "replay"]
+    assert all(row["accurate"] and row["defined"] for row in found)
+    return spread((row[name] for row in found), digits)
+
+
 def plan_graphs(name: str) -> tuple[str, str]:
     """Of cycles with the kernels that `auto` takes, at 32 and 128 requests of 4,096 tokens."""
     kernels = {"flashmla": 64, "vllm_flash_attn": 64, "flashmla_sparse": 256}
@@ -221,6 +227,8 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
+    (MEASURED, r"work lists take the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
+    (MEASURED, r"attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
     (MEASURED, r"A cycle's kernels take the device (\S+) to (\S+) us", lambda: plan_graphs("kernel_us")),
     (MEASURED, r"in (\S+) to (\S+) nodes", lambda: plan_graphs("nodes")),
     (

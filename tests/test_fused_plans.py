@@ -13,6 +13,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
+from tests.bound_batches import engine, statics
 from tests.plan_batches import KINDS, PACKED_KINDS, RESERVED, Case
 from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage
 from tests.triton_interpreter import interpreted
@@ -236,6 +237,12 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
         for form in forms:
             form.bind(case.step, garbage(form.specs, case))()
             num_launches += 1
+            if kind not in PACKED_KINDS:
+                own = seed % 3 == 0
+                given = engine(case, 0, counted=own or kind == "draft chain", with_slots=own)
+                static, *_ = statics(case, 0)
+                form.bind(static, garbage(form.specs, case), given.bind(static, case))()
+                num_launches += 1
         bind_inputs(pad_step(case.step, case.bucket(0), case.capacity))(case.step)(case.step)
     assert len(compiled) < num_launches
 

@@ -1,6 +1,8 @@
-"""A recorded graph knows which bucket of its phase was planned last; a CUDA graph attends to any."""
+"""A recorded graph knows which bucket of its phase was planned last, and for whom; a CUDA graph attends to any."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import RecordedGraph
-from spec_metadata import StepKind
+from spec_metadata import RequestTable, StepKind
 
 VERIFY, EXTEND = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND
 
@@ -71,6 +73,23 @@ def test_two_phases_loaded_before_two_graphs(world: World, planned_in_graph: boo
         found.append([phase.out.clone() for phase in (verify, extend)])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     assert not found[0][0][: 3 * verify.scene.width].isnan().any()
+
+
+def test_other_requests_loaded_before_two_graphs(world: World) -> None:
+    """On one request table, whose pages two phases have in one place: those of the requests planned last."""
+    verify, extend = Phase(world, VERIFY), Phase(world, EXTEND)
+    paging = extend.step.paging
+    assert isinstance(paging, RequestTable)
+    extend.step = replace(extend.step, paging=replace(paging, rows=paging.rows.flip(0)))
+    verify.load()
+    extend.load()
+    kept = verify.out.clone()
+    with pytest.raises(CaptureError, match=r"\(target_verify bs=5 .* by a replay of \(draft_extend .* other requests"):
+        verify.graph.replay()
+    assert torch.equal(verify.out, kept), "nothing ran"
+    extend.graph.replay()
+    verify.load()
+    verify.graph.replay()
 
 
 @pytest.mark.parametrize("planned_in_graph", [False, True])

@@ -151,7 +151,7 @@ def test_workspaces_of_graphs_are_declared_buffers_with_guard_words():
     planned = meta.schedules.planned(0, LayerShape.of(world.layer, torch.float32, torch.float32)).schedule.lens
     assert planned.tolist() == [6, 4]
     storage = planned.new_empty(0).set_(planned.untyped_storage())
-    storage[-1] = 0
+    storage[planned.storage_offset() + planned.numel() :] = 0
     with pytest.raises(CaptureError, match="planned_lens"):
         world.backend.check_buffers()
 

@@ -19,7 +19,17 @@ from attn_backends.planning import planners
 from attn_backends.planning.planners import choose_planner
 from attn_backends.registry import get_backend
 from attn_backends.selection import providers
-from spec_metadata import BlockTable, Buffers, CacheGeometry, Capacity, InvalidStepError, RequestTable, Step, StepKind
+from spec_metadata import (
+    BlockTable,
+    BoundStep,
+    Buffers,
+    CacheGeometry,
+    Capacity,
+    InvalidStepError,
+    RequestTable,
+    Step,
+    StepKind,
+)
 from spec_metadata.admission import check_table_room, most_committed
 from tests.triton_interpreter import interpreted
 
@@ -63,8 +73,8 @@ def test_a_fused_planner_takes_the_place_of_the_definition(monkeypatch: pytest.M
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     calls: list[int] = []
 
-    def bind_fused(self: FA3Backend, step: Step, buffers: Buffers) -> Callable[[], None]:
-        write, number = planners.bind_torch(self.write, step, buffers), len(calls)
+    def bind_fused(self: FA3Backend, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
+        write, number = planners.bind_torch(self.write, step, buffers, bound), len(calls)
         calls.append(0)
 
         def fused() -> None:

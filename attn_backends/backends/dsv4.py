@@ -43,7 +43,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning.metadata import ForwardMetadata, check_forward
 from attn_backends.selection.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
-from spec_metadata import BoundedQuery, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
+from spec_metadata import BoundedQuery, BoundStep, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed
 from spec_metadata.plans.compressed import CompressedPlan, Compression, EntryPlan
 
@@ -156,9 +156,9 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         """Write the windows, entries and compressor rows of all forwards."""
         compressed.write_compressed(step, buffers, self.window, self.rings)
 
-    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """The same in one launch."""
-        return bind_compressed(step, buffers, self.window, self.rings)
+        return bind_compressed(step, buffers, self.window, self.rings, bound)
 
     def store(
         self,

@@ -23,7 +23,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention
 from attn_backends.vendors.ours import triton_kernel
-from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import windowed
 
@@ -92,6 +92,6 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
         """Write the ragged form of all forwards."""
         ragged.write_ragged(step, buffers)
 
-    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """The same, and write slots, in one launch."""
-        return bind_ragged(step, buffers)
+        return bind_ragged(step, buffers, bound)

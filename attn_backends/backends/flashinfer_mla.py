@@ -24,7 +24,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere, version_of
 from attn_backends.vendors.flashinfer import mla_kernel
 from attn_backends.vendors.ours import gluon_kernel, triton_kernel
-from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import csr
 
 _VERSION = version_of("flashinfer-python")
@@ -91,6 +91,6 @@ class FlashInferMLABackend(AttentionBackend[csr.CsrPlan]):
         """Write the page lists of a step, of a draft those of its committed tokens."""
         csr.write_csr(step, buffers)
 
-    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """The same, and write slots, in one launch."""
-        return bind_csr(step, buffers)
+        return bind_csr(step, buffers, bound)

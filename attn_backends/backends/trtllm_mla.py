@@ -24,7 +24,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
 from attn_backends.vendors.ours import gluon_kernel, triton_kernel
-from spec_metadata import Buffers, BufferSpec, Step, StepKind
+from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import block_table, ragged
 
 TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
@@ -110,6 +110,6 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
         else:
             block_table.write_block_table(step, buffers)
 
-    def bind_fused(self, step: Step, buffers: Buffers) -> Callable[[], None]:
+    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """The same, and write slots, in one launch."""
-        return (bind_ragged if step.kind is StepKind.PREFILL else bind_block_table)(step, buffers)
+        return (bind_ragged if step.kind is StepKind.PREFILL else bind_block_table)(step, buffers, bound)

@@ -8,20 +8,21 @@ They are equal to them in every element that `specified_*` says a planner must w
 read the step's tensors on the device, of either integer type and any stride. There is Triton alone: on a CPU they run
 where its interpreter does (TRITON_INTERPRET=1), for tests.
 
-`bind_*` look a step and its buffers up once; what they return plans again with every call.
+`bind_*` look a step and its buffers up once; what they return plans again with every call. A captured step that is
+bound to an engine's buffers is read from those and written by the same launch, as `BoundStep.read` defines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attn_backends.kernels.devices import is_watched, on_its_device, undispatched
-from spec_metadata import Buffers, RequestTable, Step, StepKind, UniformQuery
+from spec_metadata import BoundStep, Buffers, Paging, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
 from spec_metadata.plans.csr import page_lists
@@ -30,17 +31,19 @@ from spec_metadata.query import packed_starts
 if TYPE_CHECKING:
     from attn_backends.kernels.triton_launch import Prepared
 
+_STEP = (
+    "Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, Tensor? rows, "
+    "Tensor? tree_mask, Tensor(z!)[] captured, int[] bound"
+)
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
-    "plan_pages(Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, "
-    "Tensor? rows, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
+    f"plan_pages({_STEP}, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
     "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int reserved_page, "
     "int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    "plan_compressed(Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, "
-    "Tensor? rows, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
+    f"plan_compressed({_STEP}, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
     "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
     "int[] read_windows, int over_read, int width, int num_steps, int first, int advance, int page_size, "
     "int reserved_page, int known_real) -> ()",
@@ -49,28 +52,80 @@ _library.define(
 _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
 
 
-def bind_ragged(step: Step, buffers: Buffers) -> Callable[[], None]:
-    """What writes the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`."""
+class StepInputs(NamedTuple):
+    """What an operator reads of a step: num_real that the device knows, query_starts of a packed query, out_cache_loc
+    that was not left out, rows of a request table. Of a bound step, the engine's; then captured is what it writes:
+    seq_lens, num_real, out_cache_loc, the static paging and the tree mask, which are bytes, and bound `BoundSizes`.
+    """
+
+    seq_lens: Tensor
+    num_real: Tensor | None
+    query_starts: Tensor | None
+    out_cache_loc: Tensor | None
+    table: Tensor
+    rows: Tensor | None
+    tree_mask: Tensor | None = None
+    captured: Sequence[Tensor] = ()
+    bound: Sequence[int] = ()
+
+    @staticmethod
+    def of(step: Step, bound: BoundStep | None) -> StepInputs:
+        """Of a step, or of the engine's buffers that it is bound to."""
+        if bound is not None:
+            return _bound_inputs(bound)
+        num_real = step.num_real if isinstance(step.num_real, Tensor) else None
+        starts, paging = packed_starts(step.query), step.paging
+        return StepInputs(step.seq_lens, num_real, starts, step.out_cache_loc, paging.table, _rows(paging))
+
+
+class BoundSizes(NamedTuple):
+    """Bounds of what an engine's buffers hold, and strides. included: rows that lengths count beside committed tokens.
+    most: committed tokens that are taken. num_rows: of a table of slots. num_columns, paging_stride: of the captured
+    paging.
+    """
+
+    included: int
+    most: int
+    num_pages: int
+    num_rows: int
+    reserved_row: int
+    num_columns: int
+    paging_stride: int
+    mask_stride: int
+    mask_row_stride: int
+    mask_column_stride: int
+
+
+def bind_ragged(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
+    """What writes the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`. bound: what
+    the step is read from, by the same launch, if it is.
+    """
     outputs = (buffers["cu_seqlens_q"], None, buffers["seqused_k"], buffers["page_table"])
-    return _bind_pages(step, buffers, outputs, _keys(step))
+    return _bind_pages(step, buffers, bound, outputs, _keys(step))
 
 
-def bind_block_table(step: Step, buffers: Buffers) -> Callable[[], None]:
+def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """What writes the block table of a uniform step and its write slots. Else as `bind_ragged`."""
     if not isinstance(step.query, UniformQuery):
         raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
     outputs = (None, None, buffers["cache_seqlens"], buffers["block_table"])
-    return _bind_pages(step, buffers, outputs, _keys(step))
+    return _bind_pages(step, buffers, bound, outputs, _keys(step))
 
 
-def bind_csr(step: Step, buffers: Buffers) -> Callable[[], None]:
+def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """What writes the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
     keys = (0, 0) if step.kind is StepKind.DRAFT_DECODE else _keys(step)
-    return _bind_pages(step, buffers, outputs, keys)
+    return _bind_pages(step, buffers, bound, outputs, keys)
 
 
-def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int]) -> Callable[[], None]:
+def bind_compressed(
+    step: Step,
+    buffers: Buffers,
+    window: int,
+    rings: Mapping[Compression, int],
+    bound: BoundStep | None = None,
+) -> Callable[[], None]:
     """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
 
     window: of the buffers. rings: state rows of a page, of each compression.
@@ -85,7 +140,8 @@ def bind_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[Co
     ratios, read_windows = [each.ratio for each in rings], [each.read_window for each in rings]
     outputs = [buffers[name] for name in names]
     lists = (entries, ratios, list(rings.values()), read_windows)
-    return _Repeated("plan_compressed", *_inputs(step), *outputs, *lists, INDEX_GROUP, *_sizes(step, _keys(step)))
+    inputs = StepInputs.of(step, bound)
+    return _Repeated("plan_compressed", *inputs, *outputs, *lists, INDEX_GROUP, *_sizes(step, _keys(step)))
 
 
 def _keys(step: Step) -> tuple[int, int]:
@@ -104,11 +160,12 @@ def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:
 def _bind_pages(
     step: Step,
     buffers: Buffers,
+    bound: BoundStep | None,
     outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
     keys: tuple[int, int],
 ) -> Callable[[], None]:
     rest = (buffers["write_slots"], *_sizes(step, keys), buffers.extent.max_pages)
-    return _Repeated("plan_pages", *_inputs(step), *outputs, *rest)
+    return _Repeated("plan_pages", *StepInputs.of(step, bound), *outputs, *rest)
 
 
 class _Repeated:
@@ -133,63 +190,53 @@ class _Repeated:
             self._direct()
 
 
-def _inputs(step: Step) -> tuple[Tensor | None, ...]:
-    """seq_lens, num_real that the device knows, query_starts of a packed query, out_cache_loc that was not left out,
-    table, and rows of a request table.
-    """
-    rows = step.paging.rows if isinstance(step.paging, RequestTable) else None
-    num_real = step.num_real if isinstance(step.num_real, Tensor) else None
-    return step.seq_lens, num_real, packed_starts(step.query), step.out_cache_loc, step.paging.table, rows
+def _rows(paging: Paging) -> Tensor | None:
+    return paging.rows if isinstance(paging, RequestTable) else None
 
 
-def _pages(
-    seq_lens: Tensor,
-    num_real: Tensor | None,
-    query_starts: Tensor | None,
-    out_cache_loc: Tensor | None,
-    table: Tensor,
-    rows: Tensor | None,
-    starts: Tensor | None,
-    page_starts: Tensor | None,
-    lens: Tensor,
-    pages: Tensor,
-    write_slots: Tensor,
-    *sizes: int,
-) -> Prepared:
+def _bound_inputs(bound: BoundStep) -> StepInputs:
+    static, inputs, paging = bound.static, bound.inputs, bound.paging
+    table, geometry, mask = static.paging.static_input(), paging.geometry, inputs.tree_mask
+    sizes = BoundSizes(
+        bound.included,
+        bound.most,
+        geometry.num_pages,
+        paging.table.shape[0],
+        geometry.reserved_row,
+        table.shape[-1],
+        table.stride(0),
+        *((0, 0, 0) if mask is None else mask.stride()),
+    )
+    captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, static.tree_mask]
+    return StepInputs(
+        inputs.seq_lens,
+        inputs.num_real,
+        None,
+        inputs.out_cache_loc,
+        paging.table,
+        _rows(paging),
+        None if mask is None else mask.view(torch.uint8),
+        [each.view(torch.uint8) if each.dtype is torch.bool else each for each in captured if isinstance(each, Tensor)],
+        sizes,
+    )
+
+
+def _pages(*arguments: Any) -> Prepared:
     from attn_backends.kernels import triton_plan
 
-    inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
-    return triton_plan.plan_pages(*inputs, starts, page_starts, lens, pages, write_slots, *sizes)
+    num = len(StepInputs._fields)
+    return triton_plan.plan_pages(StepInputs(*arguments[:num]), *arguments[num:])
 
 
-def _compressed(
-    seq_lens: Tensor,
-    num_real: Tensor | None,
-    query_starts: Tensor | None,
-    out_cache_loc: Tensor | None,
-    table: Tensor,
-    rows: Tensor | None,
-    starts: Tensor,
-    request: Tensor,
-    page_table: Tensor,
-    window_slots: Tensor,
-    window_lens: Tensor,
-    write_slots: Tensor,
-    entries: list[Tensor],
-    ratios: list[int],
-    rings: list[int],
-    read_windows: list[int],
-    over_read: int,
-    *sizes: int,
-) -> Prepared:
+def _compressed(*arguments: Any) -> Prepared:
     from attn_backends.kernels import triton_plan_compressed
 
-    step = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
-    outputs = (starts, request, page_table, window_slots, window_lens, write_slots)
-    num = len(_ENTRY_BUFFERS) + 1
-    found = [triton_plan_compressed.Entries(*entries[i : i + num]) for i in range(0, len(entries), num)]
+    num, each = len(StepInputs._fields), len(_ENTRY_BUFFERS) + 1
+    starts, request, pages, slots, lens, writes, entries, ratios, rings, read_windows, *rest = arguments[num:]
+    found = [triton_plan_compressed.Entries(*entries[i : i + each]) for i in range(0, len(entries), each)]
     compressions = list(zip(ratios, rings, read_windows, strict=True))
-    return triton_plan_compressed.plan_compressed(*step, *outputs, found, compressions, over_read, *sizes)
+    outputs = (starts, request, pages, slots, lens, writes)
+    return triton_plan_compressed.plan_compressed(StepInputs(*arguments[:num]), *outputs, found, compressions, *rest)
 
 
 def _launched(prepare: Callable[..., Prepared]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
-from attn_backends.kernels.triton_plan import number, slots_at
+from attn_backends.kernels.triton_step import copy_mask, number, slots_at
 from spec_metadata import BlockTable, Step, StepKind
 from spec_metadata.query import packed_starts
 
@@ -103,19 +103,6 @@ def _copy_slots(
 
 
 @triton.jit
-def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
-    """What the nodes of a request see; a padded one's see themselves. into: of all requests."""
-    into += tl.program_id(0) * width * width
-    for start in range(0, width * width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        row, column = place // width, place % width
-        is_given = place < tl.where(real, width * width, 0)
-        sees = tl.load(given + row * row_stride + column * column_stride, mask=is_given, other=0) != 0
-        seen = tl.where(is_given, sees, row == column)
-        tl.store(into + place, seen.to(tl.uint8), mask=place < width * width)
-
-
-@triton.jit
 def _copy_pages(row, stride, num_given, into, end, reserved_page, BLOCK: tl.constexpr):
     """The first pages of a request up to an end; reserved where its row is shorter, as a padded one's is."""
     part, num_parts = tl.program_id(1), tl.num_programs(1)
@@ -197,8 +184,8 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
     num_writes = static.num_writes // static.bs if starts is None else static.num_writes
-    launch = Launch(_copy_inputs, static.device, (static.bs, num_parts(static.bs, max(num_columns, num_writes)), 1))
-    mask = None if static.tree_mask is None else as_bytes(static.tree_mask)
+    launch = Launch(_copy_inputs, static.device, (static.bs, _num_parts(static.bs, max(num_columns, num_writes)), 1))
+    mask = None if static.tree_mask is None else _as_bytes(static.tree_mask)
     into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
     slots_of_rows = None if isinstance(static.paging, BlockTable) else static.paging.table
     outputs = (slots_of_rows, *into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns)
@@ -221,7 +208,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
             lens, real, loc, paging = _read_of(source, static)
             nodes = source.tree_mask
             if direct is None:
-                masks = (None if nodes is None else as_bytes(nodes), None)
+                masks = (None if nodes is None else _as_bytes(nodes), None)
                 launch.compile(variant, lens, real, loc, paging, *masks, *fixed)
                 direct = launch.bind(variant, bound)
             elif nodes is None:
@@ -234,7 +221,7 @@ def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
     return bind
 
 
-def num_parts(bs: int, num_columns: int) -> int:
+def _num_parts(bs: int, num_columns: int) -> int:
     """Programs that share what a request has so many entries of."""
     return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // bs))
 
@@ -281,6 +268,6 @@ def _strides_of(step: Step) -> tuple[int, ...]:
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """A tensor that Triton can address: of truth values their bytes."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

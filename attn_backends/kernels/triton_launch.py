@@ -39,7 +39,7 @@ Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 def opaque(numbers: Numbers) -> Numbers:
     """A named tuple of numbers below 30 bits, encoded so that none is 1 or a multiple of 16, on which Triton
-    specialises; kernels decode each with `triton_plan.number`.
+    specialises; kernels decode each with `triton_step.number`.
     """
     make: Callable[..., Numbers] = type(numbers)
     return make(*(2 * each + 3 for each in numbers))

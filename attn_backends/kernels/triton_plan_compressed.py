@@ -17,15 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
-from attn_backends.kernels.triton_plan import (
+from attn_backends.kernels.triton_step import (
+    arguments_of,
     first_row,
     given_slots,
+    is_aligned,
     number,
     page_ids,
     page_row,
+    real_requests,
     step_sizes,
-    types,
+    store_step,
     visible_keys,
 )
 
@@ -95,18 +99,49 @@ class WindowSizes(NamedTuple):
 
 
 @triton.jit
-def _plan_window(into, position, row, rows, step, window, BLOCK: tl.constexpr):
+def _plan_request(
+    starts,
+    request_of_rows,
+    into,
+    begin,
+    count,
+    last,
+    row,
+    rows,
+    is_real,
+    step,
+    bound,
+    request,
+    part,
+    num_parts,
+    BLOCK: tl.constexpr,
+):
+    """A request's first row, the request of its rows, and its pages. last: keys that its last forward sees."""
+    num_pages = tl.minimum(tl.cdiv(last, number(step.page_size)), number(step.max_pages))
+    if part == 0:
+        tl.store(starts + request, begin)
+    for start in range(part * BLOCK, count, num_parts * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(request_of_rows + begin + place, request, mask=place < count)
+    for start in range(part * BLOCK, num_pages, num_parts * BLOCK):
+        page = start + tl.arange(0, BLOCK)
+        ids = page_ids(row, rows, is_real, step, bound, page, page < num_pages)
+        tl.store(into + page, ids, mask=page < num_pages)
+
+
+@triton.jit
+def _plan_window(into, position, row, rows, is_real, step, bound, window, BLOCK: tl.constexpr):
     """Slots of a row's last tokens, itself first."""
     page_size = number(step.page_size)
     for start in range(0, window, BLOCK):
         back = start + tl.arange(0, BLOCK)
         token, live = position - back, (back < window) & (position >= back)
-        page = page_ids(row, rows, step, token // page_size, live)
+        page = page_ids(row, rows, is_real, step, bound, token // page_size, live)
         tl.store(into + back, tl.where(live, page * page_size + token % page_size, -1), mask=back < window)
 
 
 @triton.jit
-def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, step, BLOCK: tl.constexpr):
+def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, is_real, step, bound, BLOCK: tl.constexpr):
     """What a row sees of one ratio's entries, and where its state goes."""
     ratio, ring, page_size = number(sizes.ratio), number(sizes.ring), number(step.page_size)
     num_visible, at = (position + 1) // ratio, forward * number(sizes.row_stride) + into
@@ -121,13 +156,15 @@ def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, ste
     place = forwards + into.to(tl.int64) * number(sizes.slots_row_stride)
     for start in range(0, last, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        page = page_ids(row, rows, step, entry // per_page, entry < num_visible)
+        page = page_ids(row, rows, is_real, step, bound, entry // per_page, entry < num_visible)
         slots = tl.where(entry < num_visible, page * per_page + entry % per_page, -1)
         tl.store(entries.slots + place + entry, slots, mask=entry < last)
 
 
 @triton.jit
-def _store_made(entries, sizes, forward, entry, write, first, start, begin, row, rows, step, BLOCK: tl.constexpr):
+def _store_made(
+    entries, sizes, forward, entry, write, first, start, begin, row, rows, is_real, step, bound, BLOCK: tl.constexpr
+):
     """One of the entries that a forward makes, and what it is made of; padding where first is below 0.
 
     start: position of the request's first row, and begin its number.
@@ -142,7 +179,7 @@ def _store_made(entries, sizes, forward, entry, write, first, start, begin, row,
         live, token = back < read_window, tl.where(first >= 0, first + back - (read_window - ratio), -1)
         is_state = (token >= 0) & (token < start)
         inputs = tl.where(token >= start, begin + token - start, -1)
-        page = page_ids(row, rows, step, token // number(step.page_size), live & is_state)
+        page = page_ids(row, rows, is_real, step, bound, token // number(step.page_size), live & is_state)
         reads = tl.where(is_state, page * ring + token % ring, -1)
         tl.store(entries.input_rows + place + back, inputs, mask=live)
         tl.store(entries.state_reads + place + back, reads, mask=live)
@@ -154,12 +191,13 @@ def _plan_made(
     sizes,
     forward,
     seq_lens,
-    num_real,
     given_starts,
     out_cache_loc,
     row,
     rows,
+    real,
     step,
+    bound,
     part,
     num_parts,
     BLOCK: tl.constexpr,
@@ -169,13 +207,13 @@ def _plan_made(
     before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for first_other in range(0, number(step.bs), BLOCK):
         other = first_other + tl.arange(0, BLOCK)
-        keys = visible_keys(seq_lens, num_real, given_starts, step, other, forward)
+        keys = visible_keys(seq_lens, real, given_starts, step, bound, other, forward)
         others = first_row(given_starts, step, other + 1) - first_row(given_starts, step, other)
         closing = keys // ratio - (keys - others) // ratio
         total += closing
         before += tl.where(other < request, closing, 0)
     begin = first_row(given_starts, step, request)
-    end = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
+    end = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
     start = end - (first_row(given_starts, step, request + 1) - begin)
     first_entry, num_entries = tl.sum(before, axis=0), end // ratio - start // ratio
     for index in range(part, num_entries, num_parts):
@@ -183,14 +221,14 @@ def _plan_made(
         closer = begin + token + ratio - 1 - start
         place = closer * number(step.num_steps) + forward
         live = index < num_entries
-        write = given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, place, live) // ratio
+        write = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live) // ratio
         at = (first_entry + index, write, token, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, step, BLOCK)
+        _store_made(entries, sizes, forward, *at, row, rows, request < real, step, bound, BLOCK)
     nothing = tl.full((), -1, dtype=tl.int32)
     program, num_programs = request * num_parts + part, tl.num_programs(0) * num_parts
     for entry in range(tl.sum(total, axis=0) + program, number(sizes.num_made), num_programs):
         at = (entry, nothing, nothing, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, step, BLOCK)
+        _store_made(entries, sizes, forward, *at, row, rows, request < real, step, bound, BLOCK)
 
 
 @unspecialized
@@ -201,6 +239,9 @@ def _plan_compressed(
     out_cache_loc,
     table,
     rows,
+    tree_mask,
+    captured,
+    bound,
     starts,
     request_of_rows,
     page_table,
@@ -222,47 +263,38 @@ def _plan_compressed(
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
     begin = first_row(given_starts, step, request)
     count = first_row(given_starts, step, request + 1) - begin
-    row = page_row(table, rows, step, request)
+    real = real_requests(seq_lens, num_real, rows, step, bound, BLOCK)
+    row, is_real = page_row(table, rows, real, step, bound, request), request < real
     if (forward == 0) & (role == 0):
-        keys = visible_keys(seq_lens, num_real, given_starts, step, request, num_forwards - 1)
-        num_pages = tl.minimum(tl.cdiv(keys, number(step.page_size)), number(step.max_pages))
-        if part == 0:
-            tl.store(starts + request, begin)
-        for start in range(part * BLOCK, count, num_parts * BLOCK):
-            place = start + tl.arange(0, BLOCK)
-            tl.store(request_of_rows + begin + place, request, mask=place < count)
-        for start in range(part * BLOCK, num_pages, num_parts * BLOCK):
-            page = start + tl.arange(0, BLOCK)
-            ids = page_ids(row, rows, step, page, page < num_pages)
-            into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
-            tl.store(into + page, ids, mask=page < num_pages)
+        if captured is not None:
+            given = (seq_lens, out_cache_loc, row, rows, tree_mask, real, step, bound, request)
+            store_step(captured, *given, part, num_parts, BLOCK)
+        last = visible_keys(seq_lens, real, given_starts, step, bound, request, num_forwards - 1)
+        into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
+        of_request = (begin, count, last, row, rows, is_real, step, bound, request, part, num_parts)
+        _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
-        end = visible_keys(seq_lens, num_real, given_starts, step, request, forward)
+        end = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
         window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
         for index in range(part, count, num_parts):
             into, position = begin + index, end - count + index
             place, live = into * number(step.num_steps) + forward, index < count
-            slot = given_slots(out_cache_loc, seq_lens, row, rows, step, request, begin, place, live)
+            slot = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live)
             tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
             tl.store(window_lens + forward * number(shared.lens_stride) + into, tl.minimum(position + 1, window))
             slots = window_slots + windows + into.to(tl.int64) * number(shared.window_stride)
-            _plan_window(slots, position, row, rows, step, window, BLOCK)
+            _plan_window(slots, position, row, rows, is_real, step, bound, window, BLOCK)
             for i in tl.static_range(NUM_RATIOS):
-                at = (forward, into, position, end, slot, row, rows, step)
+                at = (forward, into, position, end, slot, row, rows, is_real, step, bound)
                 _plan_row(entries[i], sizes[i], *at, BLOCK)
     for i in tl.static_range(NUM_RATIOS):
         if (forward < num_forwards) & (role == i + 1):
-            given = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, step)
-            _plan_made(entries[i], sizes[i], forward, *given, part, num_parts, BLOCK)
+            source = (seq_lens, given_starts, out_cache_loc, row, rows, real, step, bound)
+            _plan_made(entries[i], sizes[i], forward, *source, part, num_parts, BLOCK)
 
 
 def plan_compressed(
-    seq_lens: Tensor,
-    num_real: Tensor | None,
-    query_starts: Tensor | None,
-    out_cache_loc: Tensor | None,
-    table: Tensor,
-    rows: Tensor | None,
+    inputs: StepInputs,
     starts: Tensor,
     request_of_rows: Tensor,
     page_table: Tensor,
@@ -278,18 +310,19 @@ def plan_compressed(
     """The launch; arguments as of the operator (`plan_operators`), `counts` those behind `width`. compressions: ratio,
     ring, read window of each.
     """
-    bs, num_forwards, max_pages = seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
-    inputs = (seq_lens, num_real, query_starts, out_cache_loc, table, rows)
+    bs, num_forwards, max_pages = inputs.seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
     outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
-    step = step_sizes(*inputs, width, *counts, num_forwards, max_pages)
+    step = step_sizes(inputs, width, *counts, num_forwards, max_pages)
     windows = (window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
     strides = (window_lens.stride(0), page_table.stride(0), write_slots.stride(0))
     sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
-    aligned = tuple(tensor.data_ptr() % 16 == 0 for each in entries for tensor in each)
+    given, variant = arguments_of(inputs)
+    aligned = tuple(is_aligned(tensor) for each in entries for tensor in each)
     most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))
-    launch = _launch(seq_lens.device, (bs + 1, min(width, most) * (len(entries) + 1), max(num_forwards, 1)))
-    given = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
-    return Prepared(launch, (*types(*inputs), aligned), (*inputs, *outputs, *given, len(entries), _BLOCK))
+    grid = (bs + 1, min(width, most) * (len(entries) + 1), max(num_forwards, 1))
+    rest = (step, opaque(WindowSizes(*windows, *strides)), tuple(entries), sizes)
+    arguments = (*given, *outputs, *rest, len(entries), _BLOCK)
+    return Prepared(_launch(starts.device, grid), (*variant, aligned), arguments)
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.errors import CaptureError
 from attn_backends.kernels.device_memory import room_for
-from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.memory.static_memory import SharedTable, StaticMemory
 from spec_metadata import (
     Arena,
     Bucket,
@@ -24,10 +24,12 @@ from spec_metadata import (
     StepKind,
     TokenBucket,
 )
-from spec_metadata.buffers import allocation_size
+from spec_metadata.buffers import Layout, allocation_size
 
 _CAPTURED = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
 SHARED = "shared"
+MOST_LAYOUTS = 1024
+"""Layouts of fresh buffers that a backend keeps; with one more it begins anew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +38,12 @@ class PhaseMemory:
 
     Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
     tables. largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers.
-    planned: what was captured in it and planned last.
+    planned: what was captured in it and planned last. tables: those of arenas that it shares.
     """
 
     arenas: tuple[Arena, ...]
     largest: Extent
+    tables: tuple[SharedTable, ...] = field(default=(), repr=False)
     workspaces: dict[Hashable, Arena] = field(default_factory=dict)
     planned: object = None
 
@@ -73,6 +76,8 @@ class BackendMemory:
     checking: bool
     _phases: dict[Hashable, PhaseMemory] = field(default_factory=dict, init=False)
     _scratch: dict[str, Arena] = field(default_factory=dict, init=False)
+    _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False)
+    _fresh: Arena | None = field(default=None, init=False)
 
     def extent(self, bucket: Bucket | TokenBucket) -> Extent:
         """The sizes of a captured step."""
@@ -106,26 +111,38 @@ class BackendMemory:
         eager one.
         """
         if phase is None:
-            own = Arena(kernel.workspaces, extent, self.device)
+            own = self.fresh(kernel.name, kernel.workspaces, extent)
         else:
             key = kernel.name, shape
             if key not in phase.workspaces:
                 made = Arena(kernel.workspaces, phase.largest, self.device, checking=self.checking)
                 phase.workspaces[key] = made
-            own = phase.workspaces[key]
+            own = phase.workspaces[key].view(extent)
         if kernel.name not in self._scratch:
             self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
-        return Buffers({**own.view(extent), **self._scratch[kernel.name].view(extent)}, extent)
+        return Buffers({**own, **self._scratch[kernel.name].view(extent)}, extent)
+
+    def fresh(self, owner: str, specs: Iterable[BufferSpec], extent: Extent) -> Buffers:
+        """Fresh buffers, which `check` looks at until others are made. owner: the backend that declared them, and
+        always declares the same.
+        """
+        if self.checking:
+            self._fresh = Arena(specs, extent, self.device, checking=True)
+            return self._fresh.view(extent)
+        key = owner, extent
+        if key not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = Layout(specs, extent)
+        return self._layouts[key].fresh(self.device)
 
     def check(self) -> None:
-        """In checking mode: raise if anybody wrote next to a static buffer."""
-        for phase in self._phases.values():
-            self.check_guards([*phase.arenas, *phase.workspaces.values()])
-
-    def check_guards(self, arenas: Iterable[Arena]) -> None:
-        """In checking mode: raise if anybody wrote next to a buffer of these."""
-        broken = [name for arena in arenas for name in arena.check_guards()] if self.checking else []
-        if broken:
+        """In checking mode: raise if anybody wrote next to a static buffer, or next to the fresh ones made last."""
+        if not self.checking:
+            return
+        arenas = [each for phase in self._phases.values() for each in (*phase.arenas, *phase.workspaces.values())]
+        arenas += [] if self._fresh is None else [self._fresh]
+        if broken := [name for arena in arenas for name in arena.check_guards()]:
             raise CaptureError(f"{self.owner}: guard words next to {broken} were overwritten")
 
     def _allocate(self, largest: Bucket | TokenBucket, paging: Paging, shares: bool) -> PhaseMemory:
@@ -141,7 +158,8 @@ class BackendMemory:
         sizes = {spec.name: spec.num_bytes(extent) for spec in (*own, *missing)}
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):
             arena = Arena(own, extent, self.device, checking=self.checking)
-            return PhaseMemory((arena, *(self.tables.table(spec, *place) for spec in shared)), extent)
+            tables = tuple(self.tables.table(spec, *place) for spec in shared)
+            return PhaseMemory((arena, *(table.arena for table in tables)), extent, tables)
 
     def _too_large(self, bucket: Bucket | TokenBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
         listed = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))

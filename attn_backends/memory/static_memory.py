@@ -9,11 +9,20 @@ of 1 takes the memory of one table.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from spec_metadata import Arena, BufferSpec, Extent, Paging
+
+
+@dataclass(slots=True, eq=False)
+class SharedTable:
+    """planned: the phases that were planned in it, the last one last, and which bucket of each."""
+
+    arena: Arena
+    planned: dict[object, object] = field(default_factory=dict)
 
 
 class StaticMemory:
@@ -22,25 +31,25 @@ class StaticMemory:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Hashable, Arena] = {}
+        self._tables: dict[Hashable, SharedTable] = {}
         self._read_in_place: list[Tensor] = []  # kept, so that no other engine table comes to lie at its address
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(table.num_bytes for table in self._tables.values())
+        return sum(table.arena.num_bytes for table in self._tables.values())
 
     def holds(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> bool:
         """Whether a table was asked for before."""
         return _key(spec, extent, paging, device) in self._tables
 
-    def table(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> Arena:
+    def table(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable:
         """The buffer of a declaration for the phases that read the table of `paging` in place. extent: the largest of
         the phase.
         """
         key = _key(spec, extent, paging, device)
         if key not in self._tables:
-            self._tables[key] = Arena((spec,), extent, device)
+            self._tables[key] = SharedTable(Arena((spec,), extent, device))
             self._read_in_place.append(paging.table)
         return self._tables[key]
 

@@ -10,39 +10,30 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
-from spec_metadata.admission import longest_promised, most_committed
+from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
+from spec_metadata.admission import check_values, longest_promised, most_committed
 
 CopyInputs = Callable[[Step], None]
 """Fills the static inputs of captured metadata from a step of one layout."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bound:
-    """An engine's buffers, which captured metadata is planned from. read: writes the static step from them, on the
-    device. check: refuses values that it brought within bounds; reads the device back.
-    """
-
-    read: Callable[[], None]
-    check: Callable[[], None]
-
-
 @dataclass(slots=True, eq=False)
 class Captured:
-    """phase: memory that the buckets of its phase share. captured_on: the engine's table. bind_inputs: a step -> what
-    fills the static inputs, padded, from steps of its layout. bound: an engine's buffers that are read instead, else
-    None.
+    """static: the step of static inputs. phase: memory that the buckets of its phase share. captured_on: the engine's
+    table. bind_inputs: a step -> what fills the static inputs, padded, from steps of its layout. bound: an engine's
+    buffers that are read instead, else None.
 
     Validation and input binding are cached per layout, and redone only if the layout changes or a longer context
     appears.
     """
 
     bucket: Bucket | TokenBucket
+    static: Step
     capacity: Capacity
     phase: PhaseMemory
     captured_on: Tensor
     bind_inputs: Callable[[Step], CopyInputs]
-    bound: Bound | None = None
+    bound: BoundStep | None = None
     copy_inputs: CopyInputs = field(init=False, repr=False)
     _layout: Hashable = field(default=None, init=False)
     _table: Hashable = field(default=None, init=False)
@@ -65,29 +56,24 @@ class Captured:
             self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)
 
-    def reading(self, plan: Callable[[], None]) -> Callable[[], None]:
-        """What plans it, after an engine's buffers were read if it is bound to those."""
-        bound = self.bound
-        if bound is None:
-            return plan
-
-        def read_and_plan() -> None:
-            bound.read()
-            plan()
-
-        return read_and_plan
-
     def begin(self) -> None:
-        """Before it is planned again: what a replay copied must be there still; an engine's buffers are elsewhere."""
+        """Before it is planned again: what a replay copied must be there still; an engine's buffers are elsewhere. A
+        graph that is recorded around it does so too.
+        """
+        repeat_at_replays(self.begin)
         if self.bound is None:
             self.check_phase()
         else:
             self.take_phase()
+        for table in self.phase.tables:
+            table.planned.pop(self.phase, None)
+            table.planned[self.phase] = self
 
     def check_bound(self) -> None:
         """Refuse values of an engine's buffers that were brought within bounds; reads the device back."""
         if self.bound is not None:
             self.bound.check()
+            check_values(self.bound.static, self.capacity)
 
     def take_phase(self) -> None:
         """Have its phase hold its step, and that of no other bucket. A graph that is recorded around it does so too."""
@@ -95,8 +81,10 @@ class Captured:
         self.phase.planned = self
 
     def check_phase(self) -> None:
-        """Refuse to be used after another bucket of its phase. A graph that is recorded around it refuses so too."""
-        repeat_at_replays(self.check_phase)
+        """Refuse to be used after another bucket of its phase. A graph that is recorded around it refuses so too, and
+        to attend to the pages of other requests.
+        """
+        repeat_at_replays(self._check_replay)
         other = self.phase.planned
         if other is not self:
             assert isinstance(other, Captured), "a phase is planned from its first capture"
@@ -104,6 +92,27 @@ class Captured:
                 f"metadata of ({self.bucket}) was overwritten by a replay or capture of ({other.bucket}), which is of "
                 "the same phase: replay it again"
             )
+
+    def _check_replay(self) -> None:
+        """Before a recorded graph runs. Reads rows, which a CUDA graph's host does not."""
+        self.check_phase()
+        for table in self.phase.tables:
+            planned = list(table.planned.values())
+            for other in planned[planned.index(self) + 1 :] if self in planned else ():
+                assert isinstance(other, Captured), "what is planned in a table was captured"
+                if not _same_requests(self.static, other.static):
+                    raise CaptureError(
+                        f"the table of ({self.bucket}) was overwritten by a replay of ({other.bucket}), which is of "
+                        "other requests: run the graphs of one batch before the next is planned"
+                    )
+
+
+def _same_requests(one: Step, other: Step) -> bool:
+    """Whether real requests that stand at the same place are the same; of tables that are copied nobody knows."""
+    if not (isinstance(one.paging, RequestTable) and isinstance(other.paging, RequestTable)):
+        return True
+    real = min(int(one.num_real), int(other.num_real))
+    return one.paging.rows[:real].tolist() == other.paging.rows[:real].tolist()
 
 
 def _table_of(paging: Paging, captured_on: Tensor) -> Hashable:

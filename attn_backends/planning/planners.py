@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from attn_backends.errors import BackendUnavailableError
-from attn_backends.planning.captured import Bound, CopyInputs
+from attn_backends.planning.captured import CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
 from attn_backends.selection import providers
-from spec_metadata import BoundInputs, Buffers, Capacity, Paging, Step, copy_step, write_slots
-from spec_metadata.admission import check_values
-from spec_metadata.bound_inputs import check_bound_values, read_bound
+from spec_metadata import BoundStep, Buffers, Step, copy_step, write_slots
 
 PLANNERS = ("auto", "torch", "fused")
 
@@ -58,28 +55,16 @@ def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
     return lambda like: lambda step: copy_step(static, step)
 
 
-def bind_bound(planner: Planner, static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> Bound:
-    """What writes a static step from an engine's buffers, recordable; in one launch too where the planner is fused."""
-    place = static, inputs, paging, capacity
-    check = partial(_check_bound, *place)
-    if planner.is_fused and static.device.type == "cuda":
-        from attn_backends.kernels import triton_bound
-
-        return Bound(triton_bound.bind_bound(*place), check)
-    return Bound(partial(read_bound, *place), check)
-
-
-def bind_torch(write: Callable[[Step, Buffers], None], step: Step, buffers: Buffers) -> Callable[[], None]:
-    """What writes the write slots and a backend's plan by their definitions."""
+def bind_torch(
+    write: Callable[[Step, Buffers], None], step: Step, buffers: Buffers, bound: BoundStep | None
+) -> Callable[[], None]:
+    """What writes the write slots and a backend's plan by their definitions. bound: reads the step first, if any."""
 
     def plan() -> None:
+        if bound is not None:
+            bound.read()
         for forward in range(step.num_forwards):
             buffers[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
         write(step, buffers)
 
     return plan
-
-
-def _check_bound(static: Step, inputs: BoundInputs, paging: Paging, capacity: Capacity) -> None:
-    check_bound_values(static, inputs, paging, capacity)
-    check_values(static, capacity)

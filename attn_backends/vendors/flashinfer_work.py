@@ -9,9 +9,9 @@ lengths on the device. FlashInfer's own scheduler needs them on the host; it pla
 
 What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `run` and `plan`. The wrapper
 takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6). In its graph mode it
-saves copies of that workspace and the metadata at every plan. A plan of the module takes 0.13 to 0.29 ms of an H200's
-host, a sixth of that (`docs/results/flashinfer_h200.json`), and gives the same bits. `get_batch_mla_module` hands out a
-proxy of it, whose own `plan` copies the whole list once more on the host, from one page-locked buffer into another.
+saves copies of that workspace and the metadata at every plan, which takes six times as long as a plan of the module
+alone. `get_batch_mla_module` hands out a proxy of it, whose own `plan` copies the whole list once more on the host,
+from one page-locked buffer into another.
 """
 
 from __future__ import annotations

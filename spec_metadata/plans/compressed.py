@@ -17,8 +17,9 @@ layers page ids of their own can free the pages after the window, and their ring
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -130,7 +131,8 @@ class CompressedPlan:
 NUM_SLOTS = Dim("num_pages * page_size", lambda e: e.num_pages * e.page_size)
 
 
-def buffer_specs(window: int, compressions: Sequence[Compression]) -> tuple[BufferSpec, ...]:
+@cache
+def buffer_specs(window: int, compressions: tuple[Compression, ...]) -> tuple[BufferSpec, ...]:
     """The declared buffers. window: tokens that a row sees, itself included."""
     keys = Dim(str(window), lambda e: window)
     shape = (NUM_FORWARDS, NUM_TOKENS)

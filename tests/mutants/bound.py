@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from attn_backends import backend as base
-from attn_backends.planning import planners
-from spec_metadata import bound_inputs
+from spec_metadata import BoundStep, bound_inputs
 from tests.mutants.mutant import mutant
 
 
 @mutant("vLLM's seq_lens, which count the step's rows", "graph.bound_inputs", backend="trtllm_mla")
 def bound_lengths_are_committed_whatever_they_count(patch: pytest.MonkeyPatch) -> None:
     """Lengths that include the step's rows are taken for committed ones."""
-    read = planners.read_bound
+    read = BoundStep.read
 
-    def reading(static: Any, inputs: Any, *rest: Any) -> None:
+    def reading(bound: BoundStep) -> None:
+        static, inputs = bound.static, bound.inputs
         lens = inputs.seq_lens + (inputs.seq_lens > 0) * (static.width if inputs.lens_include_rows else 0)
-        read(static, replace(inputs, seq_lens=lens), *rest)
+        read(replace(bound, inputs=replace(inputs, seq_lens=lens)))
 
-    patch.setattr(planners, "read_bound", reading)
+    patch.setattr(BoundStep, "read", reading)
 
 
 @mutant("vLLM's slot mapping, -1 after the real rows", "graph.bound_inputs", backend="flashinfer_mla")
@@ -34,11 +32,12 @@ def bound_slots_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
 @mutant("SGLang #21987: planned from the capture's values", "graph.bound_inputs", graph=True)
 def buffers_are_read_at_capture_alone(patch: pytest.MonkeyPatch) -> None:
     """A replay plans from what the engine's buffers held at the capture."""
-    bind = planners.bind_bound
+    known: set[BoundStep] = set()
+    read = BoundStep.read
 
-    def bound_once(*place: Any) -> Any:
-        bound = bind(*place)
-        bound.read()
-        return replace(bound, read=lambda: None)
+    def read_once(bound: BoundStep) -> None:
+        if bound not in known:
+            known.add(bound)
+            read(bound)
 
-    patch.setattr(base, "bind_bound", bound_once)
+    patch.setattr(BoundStep, "read", read_once)

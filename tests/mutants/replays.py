@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends import backend as base
 from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
@@ -32,6 +31,7 @@ from spec_metadata import (
     UniformQuery,
     static_inputs,
 )
+from spec_metadata.buffers import Layout
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import DensePart, visible_pages
 from tests.mutants.mutant import mutant
@@ -108,7 +108,7 @@ def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
 
     def rebind(self: AttentionBackend, meta: Metadata) -> None:
         fresh = Buffers({name: tensor.clone() for name, tensor in meta.buffers.items()}, meta.buffers.extent)
-        planners.bind_torch(self.write, meta.step, fresh)()
+        planners.bind_torch(self.write, meta.step, fresh, None)()
         object.__setattr__(meta, "plans", self.plans(meta.step, fresh))
         object.__setattr__(meta, "buffers", fresh)
 
@@ -356,16 +356,17 @@ def lengths_only_grow(patch: pytest.MonkeyPatch) -> None:
 def steps_share_buffers(patch: pytest.MonkeyPatch) -> None:
     """Buffers of one name lie in the same memory, whichever step and backend they belong to."""
     kept: dict[str, Tensor] = {}
+    fresh = Layout.fresh
 
-    def shared(*args: Any, **options: Any) -> Arena:
-        arena = Arena(*args, **options)
-        for name, buffer in arena._full.items():
+    def shared(layout: Layout, device: torch.device) -> Buffers:
+        buffers = dict(fresh(layout, device))
+        for name, buffer in buffers.items():
             old = kept.setdefault(name, buffer).flatten()
             if old.numel() >= buffer.numel():
-                arena._full[name] = old[: buffer.numel()].copy_(buffer.flatten()).view(buffer.shape)
-        return arena
+                buffers[name] = old[: buffer.numel()].copy_(buffer.flatten()).view(buffer.shape)
+        return Buffers(buffers, layout.extent)
 
-    patch.setattr(base, "Arena", shared)
+    patch.setattr(Layout, "fresh", shared)
 
 
 @mutant("a planner that changes the caller's layout in place", "plan.leaves_the_step_alone")

@@ -1,0 +1,277 @@
+"""How planners read a step: from its own tensors, or from the buffers of an engine that it is bound to.
+
+Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
+requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
+step (`store_step`): every program looks up itself what it needs, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attn_backends.kernels.plan_operators import BoundSizes, StepInputs
+from attn_backends.kernels.triton_launch import opaque
+
+
+class StepSizes(NamedTuple):
+    """Strides and sizes of a step. num_columns: of its table. first, advance: keys that the last row of a uniform step
+    sees beside the committed ones in forward 0, and more in each further. known_real: real requests where the host
+    knows how many.
+    """
+
+    seq_stride: int
+    starts_stride: int
+    loc_stride: int
+    table_stride: int
+    column_stride: int
+    rows_stride: int
+    num_columns: int
+    bs: int
+    width: int
+    num_steps: int
+    first: int
+    advance: int
+    page_size: int
+    reserved_page: int
+    known_real: int
+    num_forwards: int
+    max_pages: int
+
+
+class CapturedStep(NamedTuple):
+    """Tensors of a captured step. paging: its rows, or its pages. tree_mask: of bytes; any tensor where it has none."""
+
+    seq_lens: Tensor
+    num_real: Tensor
+    out_cache_loc: Tensor
+    paging: Tensor
+    tree_mask: Tensor
+
+
+@triton.jit
+def number(hidden):
+    """A number that was made `opaque`."""
+    return (hidden - 3) >> 1
+
+
+@triton.jit
+def first_row(given_starts, step, request):
+    """First query row of requests, and from `bs` on the end. given_starts: of a packed query, else None."""
+    place = tl.minimum(request, number(step.bs))
+    if given_starts is None:
+        return place * number(step.width)
+    else:
+        return tl.load(given_starts + place * number(step.starts_stride))
+
+
+@triton.jit
+def real_requests(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
+    """How many are real. num_real: None where the host knows, or, if bound, what fills the others tells."""
+    if num_real is not None:
+        given = tl.load(num_real)
+        if bound is not None:
+            given = tl.minimum(tl.maximum(given, 0), number(step.bs))
+        return given.to(tl.int32)
+    elif bound is None:
+        return number(step.known_real)
+    else:
+        found = tl.zeros((BLOCK,), dtype=tl.int32)
+        for start in range(0, number(step.bs), BLOCK):
+            request = start + tl.arange(0, BLOCK)
+            live = request < number(step.bs)
+            if rows is not None:
+                row = tl.load(rows + request * number(step.rows_stride), mask=live, other=0)
+                is_real = row != number(bound.reserved_row)
+            else:
+                is_real = tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0) > 0
+            found += (is_real & live).to(tl.int32)
+        return tl.sum(found, axis=0)
+
+
+@triton.jit
+def committed_tokens(seq_lens, real, step, bound, request):
+    """Committed tokens of requests; 0 from `bs` on, and of a bound step from `real` on."""
+    given = tl.load(seq_lens + request * number(step.seq_stride), mask=request < number(step.bs), other=0)
+    if bound is None:
+        return given.to(tl.int32)
+    else:
+        within = tl.maximum(given.to(tl.int64) - number(bound.included), 0)
+        return tl.where(request < real, tl.minimum(within, number(bound.most)), 0).to(tl.int32)
+
+
+@triton.jit
+def visible_keys(seq_lens, real, given_starts, step, bound, request, forward):
+    """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
+    committed = committed_tokens(seq_lens, real, step, bound, request)
+    if given_starts is None:
+        added = number(step.first) + forward * number(step.advance)
+        keys = tl.where(request < real, committed + added, number(step.width))
+    else:
+        keys = committed + first_row(given_starts, step, request + 1) - first_row(given_starts, step, request)
+    return tl.where(request < number(step.bs), keys, 0)
+
+
+@triton.jit
+def row_number(rows, real, step, bound, request):
+    """The row of a request in a table of slots."""
+    row = tl.load(rows + request * number(step.rows_stride), mask=request < number(step.bs), other=0).to(tl.int64)
+    if bound is None:
+        return row
+    else:
+        inside = (request < real) & (row >= 0) & (row < number(bound.num_rows))
+        return tl.where(inside, row, number(bound.reserved_row))
+
+
+@triton.jit
+def page_row(table, rows, real, step, bound, request):
+    """Where the row of a request's table begins. rows: of a table of slots, None of one of pages."""
+    if rows is None:
+        row = tl.where(request < number(step.bs), request, 0).to(tl.int64)
+    else:
+        row = row_number(rows, real, step, bound, request)
+    return table + row * number(step.table_stride)
+
+
+@triton.jit
+def page_ids(row, rows, is_real, step, bound, page, mask):
+    """The pages of a row, read from a page table, or of slots if there are `rows`. Of a bound page table those of no
+    real request, and those outside the pool, are the reserved one.
+    """
+    stride, page_size = number(step.column_stride), number(step.page_size)
+    if rows is not None:
+        first_slot = tl.load(row + (page * page_size).to(tl.int64) * stride, mask=mask, other=0)
+        return (first_slot // page_size).to(tl.int32)
+    elif bound is None:
+        return tl.load(row + page * stride, mask=mask, other=0).to(tl.int32)
+    else:
+        live = mask & is_real & (page < number(step.num_columns))
+        ids = tl.load(row + page.to(tl.int64) * stride, mask=live, other=-1)
+        inside = (ids >= 0) & (ids < number(bound.num_pages))
+        return tl.where(inside, ids.to(tl.int32), number(step.reserved_page))
+
+
+@triton.jit
+def slots_at(row, position, live, column_stride, num_columns, page_size, reserved_page, OF_PAGES: tl.constexpr):
+    """The slots of positions in a row of a table, of pages or of slots; outside of it one of the reserved page."""
+    if OF_PAGES:
+        column = position // page_size
+        inside = live & (position >= 0) & (column < num_columns)
+        page = tl.load(row + column.to(tl.int64) * column_stride, mask=inside, other=0).to(tl.int64)
+        found = page * page_size + position % page_size
+    else:
+        inside = live & (position >= 0) & (position < num_columns)
+        found = tl.load(row + position.to(tl.int64) * column_stride, mask=inside, other=0).to(tl.int64)
+    return tl.where(inside, found, reserved_page.to(tl.int64) * page_size)
+
+
+@triton.jit
+def given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live):
+    """Write slots of a request, at their places in out_cache_loc; where it was left out those behind what is committed,
+    as `spec_metadata.next_slots` has them. Those of padding of a bound step, or outside the pool, walk round the
+    reserved page. begin: first row of the request. row, rows: as of `page_ids`.
+    """
+    page_size, reserved_page = number(step.page_size), number(step.reserved_page)
+    if out_cache_loc is None:
+        committed = committed_tokens(seq_lens, real, step, bound, request)
+        position = committed + place - begin * number(step.num_steps)
+        if (bound is not None) & (rows is None):
+            page = page_ids(row, rows, request < real, step, bound, position // page_size, live)
+            slots = page.to(tl.int64) * page_size + position % page_size
+        else:
+            sizes = (number(step.column_stride), number(step.num_columns), page_size)
+            slots = slots_at(row, position, live, *sizes, reserved_page, rows is None)
+    else:
+        at = out_cache_loc + place.to(tl.int64) * number(step.loc_stride)
+        slots = tl.load(at, mask=live, other=0).to(tl.int64)
+    if bound is None:
+        return slots
+    else:
+        inside = (request < real) & (slots >= 0) & (slots < number(bound.num_pages).to(tl.int64) * page_size)
+        behind = (place - real * number(step.width) * number(step.num_steps)) % page_size
+        behind = tl.where(behind < 0, behind + page_size, behind)
+        return tl.where(inside, slots, reserved_page.to(tl.int64) * page_size + behind)
+
+
+@triton.jit
+def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
+    """What the nodes of a request see; a padded one's see themselves. into: of all requests."""
+    into += tl.program_id(0) * width * width
+    for start in range(0, width * width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        row, column = place // width, place % width
+        is_given = place < tl.where(real, width * width, 0)
+        sees = tl.load(given + row * row_stride + column * column_stride, mask=is_given, other=0) != 0
+        seen = tl.where(is_given, sees, row == column)
+        tl.store(into + place, seen.to(tl.uint8), mask=place < width * width)
+
+
+@triton.jit
+def store_step(
+    captured,
+    seq_lens,
+    out_cache_loc,
+    row,
+    rows,
+    tree_mask,
+    real,
+    step,
+    bound,
+    request,
+    part,
+    num_parts,
+    BLOCK: tl.constexpr,
+):
+    """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request."""
+    committed, is_real = committed_tokens(seq_lens, real, step, bound, request), request < real
+    is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)
+    if (part == 0) & is_request:
+        if request == 0:
+            tl.store(captured.num_real, real)
+        tl.store(captured.seq_lens + request, committed)
+        if rows is not None:
+            tl.store(captured.paging + request, row_number(rows, real, step, bound, request))
+        if tree_mask is not None:
+            node = tree_mask + request.to(tl.int64) * number(bound.mask_stride)
+            strides = (number(bound.mask_row_stride), number(bound.mask_column_stride))
+            copy_mask(node, *strides, captured.tree_mask, is_real, number(step.width), BLOCK)
+    begin = request * number(step.width)
+    for start in range(part * BLOCK, tl.where(is_request, num_writes, 0), num_parts * BLOCK):
+        write, live = request * num_writes + start + tl.arange(0, BLOCK), start + tl.arange(0, BLOCK) < num_writes
+        slots = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, write, live)
+        tl.store(captured.out_cache_loc + write, slots, mask=live)
+    if rows is None:
+        end = tl.minimum(tl.cdiv(committed + num_writes, number(step.page_size)), number(bound.num_columns))
+        into = captured.paging + request.to(tl.int64) * number(bound.paging_stride)
+        for start in range(part * BLOCK, tl.where(is_request, end, 0), num_parts * BLOCK):
+            page = start + tl.arange(0, BLOCK)
+            live = page < end
+            tl.store(into + page, page_ids(row, rows, is_real, step, bound, page, live), mask=live)
+
+
+def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:
+    """The sizes of a step as kernels take them. counts: those behind `bs`."""
+    given, table = (inputs.query_starts, inputs.out_cache_loc, inputs.rows), inputs.table
+    starts_stride, loc_stride, rows_stride = (0 if each is None else each.stride(0) for each in given)
+    strides = (inputs.seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
+    return opaque(StepSizes(*strides, table.shape[1], inputs.seq_lens.shape[0], *counts))
+
+
+def arguments_of(inputs: StepInputs) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
+    """The first arguments of a planner, and what compilation depends on of them."""
+    tensors, captured, bound = inputs[:7], None, None
+    if inputs.captured:
+        first, *_ = inputs.captured
+        captured = CapturedStep(*(*inputs.captured, first)[: len(CapturedStep._fields)])
+        bound = opaque(BoundSizes(*inputs.bound))
+    types = (None if each is None else each.dtype for each in tensors)
+    return (*tensors, captured, bound), (*types, *map(is_aligned, inputs.captured))
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """The properties of a pointer in a tuple, besides its type, for which Triton compiles."""
+    return tensor.data_ptr() % 16 == 0
