@@ -218,7 +218,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        r"but (\S+) to (\S+) of the vendors'",
+        r"reach (\S+) to (\S+) of the vendors'",
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed"),
     ),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
