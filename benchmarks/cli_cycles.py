@@ -183,7 +183,7 @@ def _metadata_table(rows: Sequence[MetadataRow]) -> Table:
 
 
 def _memory_table(rows: Sequence[MemoryRow]) -> Table:
-    title = "static buffers at the whole capacity; the phases lie over each other"
+    title = "static buffers at the whole capacity; tables that phases share are counted once"
     table = _table(title, ("backend", "table", "phase", "buffer"), "page topk bytes SGLang's")
     for row in rows:
         style = "bold" if row.buffer == memory.TOTAL else ""
