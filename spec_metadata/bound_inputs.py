@@ -157,7 +157,6 @@ def _write_slots(static: Step, inputs: BoundInputs, geometry: CacheGeometry) -> 
     if given is None:
         given = next_slots(static.query, static.num_steps, static.seq_lens, static.paging)
     write = torch.arange(static.num_writes, device=static.device)
-    behind = write - static.num_real * (static.num_writes // static.bs)  # the first write of padding
-    inside = (behind < 0) & (given >= 0) & (given < geometry.num_slots)
-    padding = geometry.reserved_slot + behind.remainder(geometry.page_size)
-    return torch.where(inside, given.long(), padding)
+    is_real = write < static.num_real * (static.num_writes // static.bs)
+    inside = is_real & (given >= 0) & (given < geometry.num_slots)
+    return torch.where(inside, given.long(), geometry.reserved_slot + write % geometry.page_size)

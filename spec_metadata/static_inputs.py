@@ -182,7 +182,7 @@ def _fill(static: Step, step: Step | None) -> None:
         else:
             table[:bs].copy_(given)
     static.seq_lens[bs:].zero_()
-    slots[num_writes:].copy_(geometry.reserved_slots(static.num_writes - num_writes, static.device))
+    slots[num_writes:].copy_(geometry.reserved_slots(static.num_writes, static.device)[num_writes:])
     is_table = isinstance(static.paging, BlockTable)
     table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
     if isinstance(static.query, BoundedQuery):

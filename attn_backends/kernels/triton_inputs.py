@@ -98,7 +98,7 @@ def _copy_slots(
             position, reserved_page = committed + write - begin, number(sizes.reserved_page)
             columns = (column_stride, num_columns, page_size, reserved_page)
             slots = slots_at(row, position, is_given, *columns, HAS_COLUMNS)
-        padding = number(sizes.reserved_page).to(tl.int64) * page_size + (write - num_given) % page_size
+        padding = number(sizes.reserved_page).to(tl.int64) * page_size + write % page_size
         tl.store(into + write, tl.where(is_given, slots, padding), mask=write < end)
 
 

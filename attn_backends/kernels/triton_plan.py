@@ -22,12 +22,13 @@ from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_step import (
     arguments_of,
+    committed_tokens,
     first_row,
     given_slots,
+    is_real,
     number,
     page_ids,
     page_row,
-    real_requests,
     step_sizes,
     store_step,
     visible_keys,
@@ -49,16 +50,15 @@ class PageSizes(NamedTuple):
 
 @triton.jit
 def _write_slots(
-    out_cache_loc, seq_lens, row, rows, real, step, bound, write_slots, stride, begin, count, BLOCK: tl.constexpr
+    out_cache_loc, committed, row, rows, real, step, bound, write_slots, stride, begin, count, BLOCK: tl.constexpr
 ):
     """The write slots of a request's rows in all forwards: out_cache_loc is (row, step), write_slots (forward, row)."""
-    request = tl.program_id(0)
     num_slots = count * number(step.num_forwards)
     for start in range(0, num_slots, BLOCK):
         place = start + tl.arange(0, BLOCK)
         forward, into = place // tl.maximum(count, 1), begin + place % tl.maximum(count, 1)
         given, live = into * number(step.num_steps) + forward, place < num_slots
-        slots = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, given, live)
+        slots = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, given, live)
         tl.store(write_slots + forward * stride + into, slots, mask=live)
 
 
@@ -88,8 +88,9 @@ def _plan_pages(
     """
     request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     is_request, num_lens = request < number(step.bs), number(sizes.num_lens)
-    real = real_requests(seq_lens, num_real, rows, step, bound, BLOCK)
-    last = visible_keys(seq_lens, real, given_starts, step, bound, request, num_lens - 1)
+    real = is_real(seq_lens, num_real, rows, step, bound, request)
+    committed = committed_tokens(seq_lens, real, step, bound, request)
+    last = visible_keys(committed, real, given_starts, step, request, num_lens - 1)
     live = tl.cdiv(last, number(step.page_size))
     begin = first_row(given_starts, step, request)
     into = pages + request.to(tl.int64) * number(sizes.pages_stride)
@@ -100,20 +101,20 @@ def _plan_pages(
         if starts is not None:
             tl.store(starts + request, begin)
         for forward in range(0, num_lens):
-            keys = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
+            keys = visible_keys(committed, real, given_starts, step, request, forward)
             tl.store(lens + forward * number(sizes.lens_stride) + request, keys, mask=is_request)
     row = page_row(table, rows, real, step, bound, request)
     if part == num_parts - 1:
         count = first_row(given_starts, step, request + 1) - begin
-        source = (out_cache_loc, seq_lens, row, rows, real, step, bound)
+        source = (out_cache_loc, committed, row, rows, real, step, bound)
         _write_slots(*source, write_slots, number(sizes.writes_stride), begin, count, BLOCK)
     if captured is not None:
-        given = (seq_lens, out_cache_loc, row, rows, tree_mask, real, step, bound, request)
+        given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
         store_step(captured, *given, part, num_parts, BLOCK)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
         known = page < tl.minimum(end, number(step.max_pages))
-        ids = page_ids(row, rows, request < real, step, bound, page, known)
+        ids = page_ids(row, rows, real, step, bound, page, known)
         tl.store(into + page, ids, mask=page < end)
 
 

@@ -21,13 +21,14 @@ from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_step import (
     arguments_of,
+    committed_tokens,
     first_row,
     given_slots,
     is_aligned,
+    is_real,
     number,
     page_ids,
     page_row,
-    real_requests,
     step_sizes,
     store_step,
     visible_keys,
@@ -108,7 +109,7 @@ def _plan_request(
     last,
     row,
     rows,
-    is_real,
+    real,
     step,
     bound,
     request,
@@ -125,23 +126,23 @@ def _plan_request(
         tl.store(request_of_rows + begin + place, request, mask=place < count)
     for start in range(part * BLOCK, num_pages, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
-        ids = page_ids(row, rows, is_real, step, bound, page, page < num_pages)
+        ids = page_ids(row, rows, real, step, bound, page, page < num_pages)
         tl.store(into + page, ids, mask=page < num_pages)
 
 
 @triton.jit
-def _plan_window(into, position, row, rows, is_real, step, bound, window, BLOCK: tl.constexpr):
+def _plan_window(into, position, row, rows, real, step, bound, window, BLOCK: tl.constexpr):
     """Slots of a row's last tokens, itself first."""
     page_size = number(step.page_size)
     for start in range(0, window, BLOCK):
         back = start + tl.arange(0, BLOCK)
         token, live = position - back, (back < window) & (position >= back)
-        page = page_ids(row, rows, is_real, step, bound, token // page_size, live)
+        page = page_ids(row, rows, real, step, bound, token // page_size, live)
         tl.store(into + back, tl.where(live, page * page_size + token % page_size, -1), mask=back < window)
 
 
 @triton.jit
-def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, is_real, step, bound, BLOCK: tl.constexpr):
+def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, real, step, bound, BLOCK: tl.constexpr):
     """What a row sees of one ratio's entries, and where its state goes."""
     ratio, ring, page_size = number(sizes.ratio), number(sizes.ring), number(step.page_size)
     num_visible, at = (position + 1) // ratio, forward * number(sizes.row_stride) + into
@@ -156,14 +157,14 @@ def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, is_
     place = forwards + into.to(tl.int64) * number(sizes.slots_row_stride)
     for start in range(0, last, BLOCK):
         entry = start + tl.arange(0, BLOCK)
-        page = page_ids(row, rows, is_real, step, bound, entry // per_page, entry < num_visible)
+        page = page_ids(row, rows, real, step, bound, entry // per_page, entry < num_visible)
         slots = tl.where(entry < num_visible, page * per_page + entry % per_page, -1)
         tl.store(entries.slots + place + entry, slots, mask=entry < last)
 
 
 @triton.jit
 def _store_made(
-    entries, sizes, forward, entry, write, first, start, begin, row, rows, is_real, step, bound, BLOCK: tl.constexpr
+    entries, sizes, forward, entry, write, first, start, begin, row, rows, real, step, bound, BLOCK: tl.constexpr
 ):
     """One of the entries that a forward makes, and what it is made of; padding where first is below 0.
 
@@ -179,7 +180,7 @@ def _store_made(
         live, token = back < read_window, tl.where(first >= 0, first + back - (read_window - ratio), -1)
         is_state = (token >= 0) & (token < start)
         inputs = tl.where(token >= start, begin + token - start, -1)
-        page = page_ids(row, rows, is_real, step, bound, token // number(step.page_size), live & is_state)
+        page = page_ids(row, rows, real, step, bound, token // number(step.page_size), live & is_state)
         reads = tl.where(is_state, page * ring + token % ring, -1)
         tl.store(entries.input_rows + place + back, inputs, mask=live)
         tl.store(entries.state_reads + place + back, reads, mask=live)
@@ -191,10 +192,12 @@ def _plan_made(
     sizes,
     forward,
     seq_lens,
+    num_real,
     given_starts,
     out_cache_loc,
     row,
     rows,
+    committed,
     real,
     step,
     bound,
@@ -207,13 +210,15 @@ def _plan_made(
     before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for first_other in range(0, number(step.bs), BLOCK):
         other = first_other + tl.arange(0, BLOCK)
-        keys = visible_keys(seq_lens, real, given_starts, step, bound, other, forward)
+        others_real = is_real(seq_lens, num_real, rows, step, bound, other)
+        others_committed = committed_tokens(seq_lens, others_real, step, bound, other)
+        keys = visible_keys(others_committed, others_real, given_starts, step, other, forward)
         others = first_row(given_starts, step, other + 1) - first_row(given_starts, step, other)
         closing = keys // ratio - (keys - others) // ratio
         total += closing
         before += tl.where(other < request, closing, 0)
     begin = first_row(given_starts, step, request)
-    end = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
+    end = visible_keys(committed, real, given_starts, step, request, forward)
     start = end - (first_row(given_starts, step, request + 1) - begin)
     first_entry, num_entries = tl.sum(before, axis=0), end // ratio - start // ratio
     for index in range(part, num_entries, num_parts):
@@ -221,14 +226,14 @@ def _plan_made(
         closer = begin + token + ratio - 1 - start
         place = closer * number(step.num_steps) + forward
         live = index < num_entries
-        write = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live) // ratio
+        write = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live) // ratio
         at = (first_entry + index, write, token, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, request < real, step, bound, BLOCK)
+        _store_made(entries, sizes, forward, *at, row, rows, real, step, bound, BLOCK)
     nothing = tl.full((), -1, dtype=tl.int32)
     program, num_programs = request * num_parts + part, tl.num_programs(0) * num_parts
     for entry in range(tl.sum(total, axis=0) + program, number(sizes.num_made), num_programs):
         at = (entry, nothing, nothing, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, request < real, step, bound, BLOCK)
+        _store_made(entries, sizes, forward, *at, row, rows, real, step, bound, BLOCK)
 
 
 @unspecialized
@@ -263,33 +268,34 @@ def _plan_compressed(
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
     begin = first_row(given_starts, step, request)
     count = first_row(given_starts, step, request + 1) - begin
-    real = real_requests(seq_lens, num_real, rows, step, bound, BLOCK)
-    row, is_real = page_row(table, rows, real, step, bound, request), request < real
+    real = is_real(seq_lens, num_real, rows, step, bound, request)
+    committed = committed_tokens(seq_lens, real, step, bound, request)
+    row = page_row(table, rows, real, step, bound, request)
     if (forward == 0) & (role == 0):
         if captured is not None:
-            given = (seq_lens, out_cache_loc, row, rows, tree_mask, real, step, bound, request)
+            given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
             store_step(captured, *given, part, num_parts, BLOCK)
-        last = visible_keys(seq_lens, real, given_starts, step, bound, request, num_forwards - 1)
+        last = visible_keys(committed, real, given_starts, step, request, num_forwards - 1)
         into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
-        of_request = (begin, count, last, row, rows, is_real, step, bound, request, part, num_parts)
+        of_request = (begin, count, last, row, rows, real, step, bound, request, part, num_parts)
         _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
-        end = visible_keys(seq_lens, real, given_starts, step, bound, request, forward)
+        end = visible_keys(committed, real, given_starts, step, request, forward)
         window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
         for index in range(part, count, num_parts):
             into, position = begin + index, end - count + index
             place, live = into * number(step.num_steps) + forward, index < count
-            slot = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live)
+            slot = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live)
             tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
             tl.store(window_lens + forward * number(shared.lens_stride) + into, tl.minimum(position + 1, window))
             slots = window_slots + windows + into.to(tl.int64) * number(shared.window_stride)
-            _plan_window(slots, position, row, rows, is_real, step, bound, window, BLOCK)
+            _plan_window(slots, position, row, rows, real, step, bound, window, BLOCK)
             for i in tl.static_range(NUM_RATIOS):
-                at = (forward, into, position, end, slot, row, rows, is_real, step, bound)
+                at = (forward, into, position, end, slot, row, rows, real, step, bound)
                 _plan_row(entries[i], sizes[i], *at, BLOCK)
     for i in tl.static_range(NUM_RATIOS):
         if (forward < num_forwards) & (role == i + 1):
-            source = (seq_lens, given_starts, out_cache_loc, row, rows, real, step, bound)
+            source = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, committed, real, step, bound)
             _plan_made(entries[i], sizes[i], forward, *source, part, num_parts, BLOCK)
 
 

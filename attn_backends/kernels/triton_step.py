@@ -70,47 +70,37 @@ def first_row(given_starts, step, request):
 
 
 @triton.jit
-def real_requests(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
-    """How many are real. num_real: None where the host knows, or, if bound, what fills the others tells."""
+def is_real(seq_lens, num_real, rows, step, bound, request):
+    """Whether requests are real. num_real: None where the host knows how many, or, if bound, padding tells."""
+    live = request < number(step.bs)
     if num_real is not None:
-        given = tl.load(num_real)
-        if bound is not None:
-            given = tl.minimum(tl.maximum(given, 0), number(step.bs))
-        return given.to(tl.int32)
+        return live & (request < tl.load(num_real))
     elif bound is None:
-        return number(step.known_real)
+        return live & (request < number(step.known_real))
+    elif rows is not None:
+        row = tl.load(rows + request * number(step.rows_stride), mask=live, other=0)
+        return live & (row != number(bound.reserved_row))
     else:
-        found = tl.zeros((BLOCK,), dtype=tl.int32)
-        for start in range(0, number(step.bs), BLOCK):
-            request = start + tl.arange(0, BLOCK)
-            live = request < number(step.bs)
-            if rows is not None:
-                row = tl.load(rows + request * number(step.rows_stride), mask=live, other=0)
-                is_real = row != number(bound.reserved_row)
-            else:
-                is_real = tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0) > 0
-            found += (is_real & live).to(tl.int32)
-        return tl.sum(found, axis=0)
+        return live & (tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0) > 0)
 
 
 @triton.jit
 def committed_tokens(seq_lens, real, step, bound, request):
-    """Committed tokens of requests; 0 from `bs` on, and of a bound step from `real` on."""
+    """Committed tokens of requests; 0 from `bs` on, and of a bound step where they are not real."""
     given = tl.load(seq_lens + request * number(step.seq_stride), mask=request < number(step.bs), other=0)
     if bound is None:
         return given.to(tl.int32)
     else:
         within = tl.maximum(given.to(tl.int64) - number(bound.included), 0)
-        return tl.where(request < real, tl.minimum(within, number(bound.most)), 0).to(tl.int32)
+        return tl.where(real, tl.minimum(within, number(bound.most)), 0).to(tl.int32)
 
 
 @triton.jit
-def visible_keys(seq_lens, real, given_starts, step, bound, request, forward):
+def visible_keys(committed, real, given_starts, step, request, forward):
     """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
-    committed = committed_tokens(seq_lens, real, step, bound, request)
     if given_starts is None:
         added = number(step.first) + forward * number(step.advance)
-        keys = tl.where(request < real, committed + added, number(step.width))
+        keys = tl.where(real, committed + added, number(step.width))
     else:
         keys = committed + first_row(given_starts, step, request + 1) - first_row(given_starts, step, request)
     return tl.where(request < number(step.bs), keys, 0)
@@ -123,7 +113,7 @@ def row_number(rows, real, step, bound, request):
     if bound is None:
         return row
     else:
-        inside = (request < real) & (row >= 0) & (row < number(bound.num_rows))
+        inside = real & (row >= 0) & (row < number(bound.num_rows))
         return tl.where(inside, row, number(bound.reserved_row))
 
 
@@ -138,7 +128,7 @@ def page_row(table, rows, real, step, bound, request):
 
 
 @triton.jit
-def page_ids(row, rows, is_real, step, bound, page, mask):
+def page_ids(row, rows, real, step, bound, page, mask):
     """The pages of a row, read from a page table, or of slots if there are `rows`. Of a bound page table those of no
     real request, and those outside the pool, are the reserved one.
     """
@@ -149,7 +139,7 @@ def page_ids(row, rows, is_real, step, bound, page, mask):
     elif bound is None:
         return tl.load(row + page * stride, mask=mask, other=0).to(tl.int32)
     else:
-        live = mask & is_real & (page < number(step.num_columns))
+        live = mask & real & (page < number(step.num_columns))
         ids = tl.load(row + page.to(tl.int64) * stride, mask=live, other=-1)
         inside = (ids >= 0) & (ids < number(bound.num_pages))
         return tl.where(inside, ids.to(tl.int32), number(step.reserved_page))
@@ -170,17 +160,16 @@ def slots_at(row, position, live, column_stride, num_columns, page_size, reserve
 
 
 @triton.jit
-def given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, place, live):
+def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live):
     """Write slots of a request, at their places in out_cache_loc; where it was left out those behind what is committed,
     as `spec_metadata.next_slots` has them. Those of padding of a bound step, or outside the pool, walk round the
     reserved page. begin: first row of the request. row, rows: as of `page_ids`.
     """
     page_size, reserved_page = number(step.page_size), number(step.reserved_page)
     if out_cache_loc is None:
-        committed = committed_tokens(seq_lens, real, step, bound, request)
         position = committed + place - begin * number(step.num_steps)
         if (bound is not None) & (rows is None):
-            page = page_ids(row, rows, request < real, step, bound, position // page_size, live)
+            page = page_ids(row, rows, real, step, bound, position // page_size, live)
             slots = page.to(tl.int64) * page_size + position % page_size
         else:
             sizes = (number(step.column_stride), number(step.num_columns), page_size)
@@ -191,10 +180,8 @@ def given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, 
     if bound is None:
         return slots
     else:
-        inside = (request < real) & (slots >= 0) & (slots < number(bound.num_pages).to(tl.int64) * page_size)
-        behind = (place - real * number(step.width) * number(step.num_steps)) % page_size
-        behind = tl.where(behind < 0, behind + page_size, behind)
-        return tl.where(inside, slots, reserved_page.to(tl.int64) * page_size + behind)
+        inside = real & (slots >= 0) & (slots < number(bound.num_pages).to(tl.int64) * page_size)
+        return tl.where(inside, slots, reserved_page.to(tl.int64) * page_size + place % page_size)
 
 
 @triton.jit
@@ -211,13 +198,25 @@ def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.con
 
 
 @triton.jit
+def _count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
+    """How many requests are real."""
+    found = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, number(step.bs), BLOCK):
+        request = start + tl.arange(0, BLOCK)
+        found += is_real(seq_lens, num_real, rows, step, bound, request).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
 def store_step(
     captured,
     seq_lens,
+    num_real,
     out_cache_loc,
     row,
     rows,
     tree_mask,
+    committed,
     real,
     step,
     bound,
@@ -226,23 +225,25 @@ def store_step(
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request."""
-    committed, is_real = committed_tokens(seq_lens, real, step, bound, request), request < real
+    """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request;
+    after the last one is how many are real.
+    """
     is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)
-    if (part == 0) & is_request:
-        if request == 0:
-            tl.store(captured.num_real, real)
-        tl.store(captured.seq_lens + request, committed)
-        if rows is not None:
-            tl.store(captured.paging + request, row_number(rows, real, step, bound, request))
-        if tree_mask is not None:
-            node = tree_mask + request.to(tl.int64) * number(bound.mask_stride)
-            strides = (number(bound.mask_row_stride), number(bound.mask_column_stride))
-            copy_mask(node, *strides, captured.tree_mask, is_real, number(step.width), BLOCK)
+    if part == 0:
+        if is_request:
+            tl.store(captured.seq_lens + request, committed)
+            if rows is not None:
+                tl.store(captured.paging + request, row_number(rows, real, step, bound, request))
+            if tree_mask is not None:
+                node = tree_mask + request.to(tl.int64) * number(bound.mask_stride)
+                strides = (number(bound.mask_row_stride), number(bound.mask_column_stride))
+                copy_mask(node, *strides, captured.tree_mask, real, number(step.width), BLOCK)
+        else:
+            tl.store(captured.num_real, _count_real(seq_lens, num_real, rows, step, bound, BLOCK))
     begin = request * number(step.width)
     for start in range(part * BLOCK, tl.where(is_request, num_writes, 0), num_parts * BLOCK):
         write, live = request * num_writes + start + tl.arange(0, BLOCK), start + tl.arange(0, BLOCK) < num_writes
-        slots = given_slots(out_cache_loc, seq_lens, row, rows, real, step, bound, request, begin, write, live)
+        slots = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, write, live)
         tl.store(captured.out_cache_loc + write, slots, mask=live)
     if rows is None:
         end = tl.minimum(tl.cdiv(committed + num_writes, number(step.page_size)), number(bound.num_columns))
@@ -250,7 +251,7 @@ def store_step(
         for start in range(part * BLOCK, tl.where(is_request, end, 0), num_parts * BLOCK):
             page = start + tl.arange(0, BLOCK)
             live = page < end
-            tl.store(into + page, page_ids(row, rows, is_real, step, bound, page, live), mask=live)
+            tl.store(into + page, page_ids(row, rows, real, step, bound, page, live), mask=live)
 
 
 def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:

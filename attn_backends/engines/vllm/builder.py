@@ -20,7 +20,7 @@ from attn_backends.engines.vllm.api import (
     get_layers_from_vllm_config,
 )
 from attn_backends.engines.vllm.plans import Plan, Plans
-from attn_backends.engines.vllm.refusals import config_reasons, kernel_reasons, refuse
+from attn_backends.engines.vllm.refusals import asked_kernel, config_reasons, kernel_reasons, refuse
 from attn_backends.selection.choose import Workload
 from spec_metadata import Capacity
 
@@ -82,7 +82,7 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         """Made at the first batch, when the cache is there to say how many pages it has."""
         library = self.layers[0].impl.library
         geometry = adapter.geometry(self.layers[0].kv_cache.shape[0], self.capacity.page_size)
-        backend = library(self.capacity, geometry, self.device, workload=self.workload)
+        backend = library(self.capacity, geometry, self.device, kernel=asked_kernel(), workload=self.workload)
         kernels = {str(kind): choice.kernel.name for kind, choice in backend.choices.items()}
         logger.info("%s attends in %s and on: %s, %s", library.name, self.layer_names[0], kernels, self.capacity)
         return Plans(backend, self.capacity.num_draft_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -15,6 +16,13 @@ KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.TARGET_VERIFY)
 """The steps that vLLM's batches become: a draft's forwards are decode steps, and its extend is a verify."""
 
 ANY_PAGE_SIZE = 64
+KERNEL = "ATTN_BACKENDS_KERNEL"
+"""The environment variable that names a kernel of the backends, for every step that it can run; else "auto"."""
+
+
+def asked_kernel() -> str:
+    """The kernel that is asked for."""
+    return os.environ.get(KERNEL, "auto")
 
 
 def page_size_of(config: Any) -> int:
@@ -44,7 +52,7 @@ def kernel_reasons(backend: type[AttentionBackend], device: torch.device, worklo
     vLLM gives no exact lengths on the host, so a kernel that plans on the host is none.
     """
     try:
-        choices = choose_kernels(backend.name, backend.kernels, "auto", device, workload)
+        choices = choose_kernels(backend.name, backend.kernels, asked_kernel(), device, workload)
     except BackendUnavailableError as error:
         return list(error.reasons)
     reasons: list[str] = []

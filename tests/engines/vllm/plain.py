@@ -34,7 +34,7 @@ def exact_attention(
     """[num_rows, num_heads, value size] float64; rows of no request are zeros. q: [num_rows, num_heads, head size].
     k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most.
     """
-    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
     starts = common.query_start_loc.tolist()
     for request, length in enumerate(common.seq_lens.tolist()):
         rows = slice(starts[request], starts[request + 1])
@@ -45,7 +45,8 @@ def exact_attention(
         keys, values = (pages[blocks].flatten(0, 1)[:length].double() for pages in (k, v))
         keys, values = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * scale
-        behind = torch.arange(length - num, length).unsqueeze(1) - torch.arange(length)
+        places = torch.arange(length, device=q.device)
+        behind = places[length - num :].unsqueeze(1) - places
         hidden = (behind < 0) | (behind >= (window or length))
         out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
     return out
@@ -108,7 +109,7 @@ class MLAImpl(MLAAttentionImpl[Metadata]):
 
 
 class Plain(AttentionBackend):
-    supported_dtypes: ClassVar = [torch.float32]
+    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16]
 
     @classmethod
     def get_name(cls) -> str:

@@ -26,6 +26,7 @@ def test_a_name_is_known_where_plug_ins_are_not_loaded_yet() -> None:
     assert done.stdout.splitlines()[-1].split() == list(NAMES)
 
 
+@pytest.mark.full
 def test_two_ranks_decode_as_one(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has half of the heads; vLLM's own all-reduce joins them, by gloo."""
     from vllm import SamplingParams

@@ -11,6 +11,7 @@ import pytest
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.engines.vllm import NAMES, register
 from attn_backends.engines.vllm.api import version_reason
+from attn_backends.engines.vllm.refusals import KERNEL
 from tests.engines.vllm.engine import EngineFailed, Row, run
 
 GQA, MLA = Row("gqa", "ATTN_BACKENDS_FA3"), Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", block_size=32)
@@ -53,6 +54,12 @@ def test_a_kernel_that_plans_on_the_host_is_refused(models: Path, monkeypatch: p
     monkeypatch.setattr(FlashInferMLABackend, "kernels", (replace(kernel, capabilities=on_host),))
     with pytest.raises(EngineFailed, match="kernel torch plans lengths on the host"):
         run(replace(MLA, backend="ATTN_BACKENDS_FLASHINFER_MLA"), models, [[1, 2, 3]], 1)
+
+
+def test_a_kernel_that_is_asked_for_is_the_one_or_none(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNEL, "triton")
+    with pytest.raises(EngineFailed, match="triton: "):
+        run(GQA, models, [[1, 2, 3]], 1)
 
 
 def test_another_version_is_refused_with_both_numbers() -> None:

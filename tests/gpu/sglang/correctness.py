@@ -1,0 +1,105 @@
+"""Greedy tokens of every case beside plain decoding's on the same backend, and who attended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from tests.gpu.sglang.cases import SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
+from tests.gpu.sglang.server import EngineFailedError, Server
+
+AT_ONCE = 20
+LIMIT = 240.0
+FEW = 8
+
+
+def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
+    """What an engine gave: all prompts, twice; a few tokens of a few, for the launches; and these one by one."""
+    greedy = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths()]
+    asked: dict[str, Any] = {"input_ids": prompts(), "sampling_params": greedy}
+    if not case.topk:
+        asked |= {"return_logprob": True, "top_logprobs_num": 2}
+    few = {"input_ids": prompts()[:FEW], "sampling_params": greedy[0] | {"max_new_tokens": 32}}
+    with Server(str(case), case.options(models), case.environment, folder, LIMIT) as server:
+        try:
+            start = server.wait()
+            server.ask(**few)
+            server.ask(flush=True)
+            answers = [one for _ in range(2) for one in server.ask(**asked)["answers"]]
+            server.ask(flush=True)
+            together = server.ask(**few)["answers"]
+            server.ask(flush=True)
+            alone = [server.ask(**few | {"input_ids": [prompt]})["answers"][0] for prompt in prompts()[:FEW]]
+            _, counted, profiled = server.watched()
+        except EngineFailedError as error:
+            return {"failed": str(error)}
+    return {
+        "start": start,
+        "answers": answers,
+        "seen": counted,
+        "launches": profiled["launches"],
+        "alone": alone,
+        "together": together,
+    }
+
+
+def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
+    """One a case, as soon as it and its plain decoding are done. chosen: a part of the names of cases."""
+    cases = [case for case in (*SPECULATIVE, *SGLANG) if chosen in str(case)]
+    order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
+    done: dict[Case, dict[str, Any]] = {}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        runs = {pool.submit(run, case, models, folder): case for case in order}
+        for finished in as_completed(runs):
+            now = runs[finished]
+            done[now] = finished.result()
+            for case in order:
+                beside = _beside(case)
+                if now in (case, beside) and {case, beside or case} <= done.keys():
+                    yield row(case, done[case], None if beside is None else done[beside])
+
+
+def _beside(case: Case) -> Case | None:
+    """What its tokens are compared with."""
+    return case.plain if case.backend.startswith("attn_") else None
+
+
+def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
+    """What is to be said of a case. plain: the same backend's run without a draft, None for one of SGLang's."""
+    told: dict[str, Any] = {"case": str(case), **asdict(case)}
+    if "failed" in run:
+        return told | {"ok": False, "failed": run["failed"]}
+    wrong = case.wrong_counts(run["seen"])
+    is_ours = case.backend.startswith("attn_")
+    told |= {
+        "start_s": run["start"],
+        "graphs": run["seen"]["batches"],
+        "attended": sum(run["seen"]["attended"].values()),
+        "wrong_counts": wrong if is_ours else len(wrong),
+        "cached": sum(one["cached"] > 0 for one in run["answers"]),
+        "launches": run["launches"],
+    }
+    ok = (not wrong) if is_ours else bool(wrong)
+    if is_ours:
+        ok = ok and run["launches"].get("plans replay", [0, 1])[1] == 0 and run["launches"]["plans eager"][1] > 0
+    if case.topk:
+        told |= {
+            "acceptance": _acceptance(run["answers"]),
+            "acceptance_together": _acceptance(run["together"]),
+            "acceptance_alone": _acceptance(run["alone"]),
+        }
+    if plain is not None and case.topk:
+        if "failed" in plain:
+            return told | {"ok": False, "failed": f"plain decoding: {plain['failed']}"}
+        different = differences([one["ids"] for one in run["answers"]], plain["answers"])
+        told |= {"requests": len(run["answers"]), "differ": different}
+        ok = ok and all(each["gap"] <= TIE for each in different)
+    return told | {"ok": ok}
+
+
+def _acceptance(answers: list[dict[str, Any]]) -> float:
+    return round(mean(one["accepted"] for one in answers), 4)

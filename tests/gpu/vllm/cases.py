@@ -1,0 +1,169 @@
+"""What engines are built with for correctness, and what is wrong about what they gave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+TIE = 0.25
+"""Two best scores of bfloat16 models that are no further apart may come in either order: a step of bfloat16 between
+16 and 32 is 0.125. In float32 none may.
+"""
+NUM_DRAFTED, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_PROMPTS = 3, 384, 16, 64
+_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+MODES: dict[str, dict[str, Any]] = {
+    "eager": {"enforce_eager": True, "async_scheduling": False},
+    "full": {"compilation_config": _GRAPHS, "async_scheduling": False},
+    "pieces": {
+        "compilation_config": _GRAPHS | {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"},
+        "async_scheduling": False,
+    },
+    "async": {"compilation_config": _GRAPHS, "async_scheduling": True},
+}
+"""Graphs of vLLM's; pieces are torch.compile's, and full graphs run beside them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """backend: as `--attention-backend` is given. kernel: of our backends, "" for one of vLLM's. drafts: False for
+    plain decoding. cache: vLLM's name of the type.
+    """
+
+    model: str
+    backend: str
+    kernel: str = ""
+    mode: str = "eager"
+    dtype: str = "bfloat16"
+    cache: str = "auto"
+    drafts: bool = True
+
+    def __str__(self) -> str:
+        words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.kernel, self.mode]
+        words += ["float32"] * (self.dtype == "float32") + [self.cache] * (self.cache != "auto")
+        return "-".join(filter(None, [*words, "" if self.drafts else "plain"]))
+
+    @property
+    def is_ours(self) -> bool:
+        return self.backend.startswith("ATTN_BACKENDS_")
+
+    @property
+    def plain(self) -> Case:
+        """What its tokens are held to: plain decoding on vLLM's Triton, or of MLA on attention in float64, since none
+        of vLLM's backends takes the small heads of the trained model; of 8-bit caches on the same backend.
+        """
+        same = replace(self, mode="eager", drafts=False, model=self.model.replace("mla-3", "mla-1"))
+        if self.cache != "auto":
+            return same
+        return replace(same, backend=PLAIN_MLA if self.model.startswith("mla") else "TRITON_ATTN", kernel="")
+
+    @property
+    def forwards(self) -> int:
+        """Of each draft layer in a step: one module runs for every token, of several each for its own."""
+        return 1 if self.model == "mla-3" else NUM_DRAFTED
+
+    def options(self, models: Path) -> dict[str, Any]:
+        """Of vllm.LLM."""
+        is_mla = self.model.startswith("mla")
+        options = MODES[self.mode] | {
+            "model": str(models / self.model),
+            "attention_backend": self.backend,
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.cache,
+            "block_size": 64 if is_mla else 16,
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": 256,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 1 << 28,
+        }
+        if self.drafts:
+            method, draft = "mtp" if is_mla else "eagle3", str(models / f"{self.model}-draft")
+            options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+        return options
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its process."""
+        return {"ATTN_BACKENDS_COUNT": "1"} | ({"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {})
+
+    def wrong_counts(self, seen: dict[str, Any]) -> list[str]:
+        """Layers of target and draft in which our backend did not attend once a forward of the engine, by kernels other
+        than the case's, or without graphs that were to be replayed.
+        """
+        draft = seen["draft_layers"]
+        drafted = seen["steps"] * self.forwards - seen["without_drafts"] * (self.forwards - 1)
+        wanted = {name: drafted if name in draft else seen["steps"] for name in seen["layers"]}
+        found = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in seen["attended"].items()}
+        every = sorted({*wanted, *found})
+        wrong = [
+            f"{name}: {found.get(name, 0)} of {wanted.get(name)}"
+            for name in every
+            if not found.get(name) or found[name] != wanted.get(name)
+        ]
+        verified = {kinds.get("target_verify", {}).get("kernel") for kinds in seen["attended"].values()}
+        wrong += [] if verified == {self.kernel} else [f"verified by {verified}"]
+        return wrong + ([] if bool(seen["replays"]) == (self.mode != "eager") else [f"{seen['replays']} replays"])
+
+
+PLAIN_MLA = "TESTS_PLAIN_MLA"
+FA3, FA3_MLA = "ATTN_BACKENDS_FA3", "ATTN_BACKENDS_FA3_MLA"
+TRTLLM, FLASHINFER = "ATTN_BACKENDS_TRTLLM_MLA", "ATTN_BACKENDS_FLASHINFER_MLA"
+IN_EVERY_MODE = [
+    ("gqa", FA3, "vllm_flash_attn"),
+    ("gqa", FA3, "triton"),
+    ("mla-1", TRTLLM, "flashmla"),
+    ("mla-1", TRTLLM, "triton"),
+    ("mla-1", FA3_MLA, "vllm_flash_attn"),
+    ("mla-1", FLASHINFER, "triton"),
+]
+SPECULATIVE = [
+    *(Case(model, backend, kernel, mode) for (model, backend, kernel), mode in product(IN_EVERY_MODE, MODES)),
+    Case("mla-1", TRTLLM, "gluon", "async"),
+    Case("mla-1", FLASHINFER, "gluon", "full"),
+    Case("mla-3", TRTLLM, "flashmla", "full"),
+    Case("mla-3", FLASHINFER, "triton", "async"),
+    Case("gqa", FA3, "triton", "full", dtype="float32"),
+    Case("mla-1", TRTLLM, "triton", "full", dtype="float32"),
+    Case("gqa", FA3, "triton", "full", cache="fp8"),
+    Case("mla-1", TRTLLM, "triton", "full", cache="fp8"),
+]
+OTHERS = [Case("gqa", "TRITON_ATTN", mode="full"), Case("gqa", "FLASH_ATTN", mode="full"), Case("mla-1", PLAIN_MLA)]
+"""None of ours: their counts are to be wrong. What they accept, and where they differ, stands beside ours."""
+FLASHINFER_KERNELS = [Case("mla-1", FLASHINFER, kernel, "full") for kernel in ("flashinfer_fa3", "flashinfer_fa2")]
+"""FlashInfer compiles them on the machine, for minutes: run when asked for by name."""
+
+
+def prompts() -> list[list[int]]:
+    """64 of bytes, of 3 to 380 tokens: what the models were trained on is Python. Every fourth begins like the one
+    before it, and every 16th leaves no room for what it is asked.
+    """
+    files = sorted((ROOT / "spec_metadata").rglob("*.py"))
+    text = "".join(path.read_text() for path in files).encode("ascii", "ignore")
+    found: list[list[int]] = []
+    for i in range(NUM_PROMPTS):
+        length = 360 if i % 16 == 5 else 3 + (i * 37) % 198
+        start = text.index(b"\n", i * (len(text) // NUM_PROMPTS - 16)) + 1
+        prefix = found[-1][:100] if i % 4 == 3 else []
+        found.append([*prefix, *text[start : start + length]][:380])
+    return found
+
+
+def lengths() -> list[int]:
+    """Tokens that each is to generate."""
+    return [24 + (i * 29) % 73 for i in range(NUM_PROMPTS)]
+
+
+def differences(found: list[list[int]], plain: dict[str, Any]) -> list[tuple[int, int, float]]:
+    """Of each request that differs from plain decoding: its number, the first token that does, and how far the two best
+    scores were apart there.
+    """
+    different = []
+    for i, (ids, wanted, gaps) in enumerate(zip(found, plain["ids"], plain["gaps"], strict=True)):
+        assert len(ids) == len(wanted), "a text that is longer than it was asked for, or shorter"
+        if ids != wanted:
+            first = next(at for at, pair in enumerate(zip(ids, wanted, strict=True)) if pair[0] != pair[1])
+            different.append((i, first, gaps[first]))
+    return different

@@ -1,0 +1,225 @@
+"""One engine: options on the command line, requests as lines of JSON on the standard input, answers likewise."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn_backends.engines.vllm import attended, forget_attended
+
+
+class Engine:
+    """vLLM's engine in this process, and what is counted of it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.replays, self.steps, self.without_drafts, self.building = 0, 0, 0, Stopwatch()
+        self._count_replays()
+        self.llm: Any = LLM(**options)
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.is_async = getattr(core, "batch_queue", None) is not None
+        runner = core.model_executor.driver_worker.worker.model_runner
+        self.layers = sorted(runner.vllm_config.compilation_config.static_forward_context)
+        self.draft_layers: list[str] = []
+        if runner.speculator is not None:
+            self.draft_layers = sorted(runner.speculator.draft_attn_layer_names)
+            self._count_steps(runner.speculator)
+        self._time_builders()
+
+    def _count_replays(self) -> None:
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = graphs.replay
+
+        def counted(graph: Any) -> None:
+            self.replays += 1
+            replay(graph)
+
+        graphs.replay = counted
+
+    def _count_steps(self, speculator: Any) -> None:
+        propose = speculator.propose
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            self.without_drafts += kwargs.get("num_speculative_tokens") == 0
+            return propose(*args, **kwargs)
+
+        speculator.propose = counted
+
+    def _time_builders(self) -> None:
+        """The host's time in builders of metadata, whosever they are."""
+        from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+        classes = [AttentionMetadataBuilder]
+        for made in classes:
+            classes += made.__subclasses__()
+            for name in ("build", "build_for_drafting", "update_draft_decode_metadata"):
+                if name in vars(made):
+                    setattr(made, name, self.building.timed(vars(made)[name]))
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Of one request, by its name."""
+        return getattr(self, request.pop("do"))(**request)
+
+    def generate(self, prompts: list[list[int]], lengths: list[int], gaps: bool) -> dict[str, Any]:
+        """Greedy texts, and what was counted meanwhile. gaps: between the two best scores of each token, too."""
+        self.forget()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [_greedy(length, gaps) for length in lengths],
+            use_tqdm=False,
+        )
+        texts = [output.outputs[0] for output in outputs]
+        return {
+            "ids": [list(text.token_ids) for text in texts],
+            "gaps": [[_gap(scores) for scores in text.logprobs] for text in texts] if gaps else [],
+            "cached": sum(bool(output.num_cached_tokens) for output in outputs),
+        } | self.counted()
+
+    def forget(self) -> None:
+        """Count from zero."""
+        torch.cuda.synchronize()
+        forget_attended()
+        self.replays = self.steps = self.without_drafts = 0
+        self.before = self.acceptance()
+
+    def counted(self) -> dict[str, Any]:
+        """Since `forget`. without_drafts: steps whose drafts no request has a use for: vLLM runs no draft loop in them.
+        accepted: of each position.
+        """
+        torch.cuda.synchronize()
+        accepted = [now - then for now, then in zip(self.acceptance(), self.before, strict=True)]
+        return {
+            "steps": self.steps,
+            "without_drafts": self.without_drafts,
+            "replays": self.replays,
+            "attended": attended(),
+            "layers": self.layers,
+            "draft_layers": self.draft_layers,
+            "accepted": accepted,
+            "is_async": self.is_async,
+        }
+
+    def acceptance(self) -> list[int]:
+        """Drafted tokens that were accepted, by position."""
+        found = {metric.name: metric for metric in self.llm.get_metrics()}
+        metric = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+        return list(metric.values) if metric else []
+
+    def decode(self, prompts: list[list[int]], steps: int, profiled: int) -> dict[str, Any]:
+        """Tokens a second of steps in which every request decodes, after 8 that are not timed. profiled: steps after
+        those whose launches are named, none for 0.
+        """
+        engine = self.llm.llm_engine
+        names = [f"{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
+        room = 4 * (steps + profiled + 24)
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, {"prompt_token_ids": prompt}, _greedy(room, False))
+        done: dict[str, int] = {}
+
+        def step() -> None:
+            done.update({output.request_id: len(output.outputs[0].token_ids) for output in engine.step()})
+
+        while len(done) < len(prompts):
+            step()
+        for _ in range(8):
+            step()
+        torch.cuda.synchronize()
+        self.building.reset()
+        before, start = sum(done.values()), time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        found: dict[str, Any] = {
+            "seconds": seconds,
+            "tokens": sum(done.values()) - before,
+            "steps": steps,
+            "metadata_us": self.building.seconds / steps * 1e6,
+            "builds": self.building.calls / steps,
+        }
+        if profiled:
+            found["launches"] = launches(step, profiled)
+        engine.abort_request(names)
+        while engine.has_unfinished_requests():
+            engine.step()
+        return found
+
+
+class Stopwatch:
+    """Seconds and calls of functions, of which one may call another."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds, self.calls = 0.0, 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.depth += 1
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.depth -= 1
+                if not self.depth:
+                    self.seconds += time.perf_counter() - start
+                    self.calls += 1
+
+        return call
+
+
+def launches(step: Callable[[], None], steps: int) -> list[tuple[str, float, float]]:
+    """Name, µs a step and launches a step of what the device ran, longest first, and of all together."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    times: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for event in profiled.events() or []:
+        if event.device_time_total:
+            times[event.name[:90]] += event.device_time_total
+            calls[event.name[:90]] += 1
+    all_of_them = ("all", times.total() / steps, calls.total() / steps)
+    return [all_of_them, *((name, time / steps, calls[name] / steps) for name, time in times.most_common(40))]
+
+
+def _greedy(num_tokens: int, gaps: bool) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=2 if gaps else None
+    )
+
+
+def _gap(scores: dict[int, Any]) -> float:
+    second, first = sorted(score.logprob for score in scores.values())[-2:]
+    return round(first - second, 4)
+
+
+def main() -> None:
+    """Until the input ends. vLLM writes where errors go."""
+    start = time.perf_counter()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    engine = Engine(json.loads(sys.argv[1]))
+    print(json.dumps({"seconds": round(time.perf_counter() - start, 1)}), file=answers)
+    for line in sys.stdin:
+        print(json.dumps(engine.answer(json.loads(line))), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Tokens a second and the host's time for metadata, of engines on our backends beside ones on vLLM's, in turn on a GPU.
+
+All engines are up at once, and one at a time is asked: A, B, C, A, B, C, ... Models have no weights, so what is
+accepted is drawn by vLLM, at the same rates for all. Every prompt was served before, so its prefix comes out of the
+cache, and what is timed are steps in which every request decodes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.gpu.vllm.models import DEEPSEEK_LAYERS, LLAMA_LAYERS
+from tests.gpu.vllm.server import EngineFailedError, Server
+
+PREFIX, STEPS, PROFILED = 768, 40, 6
+BATCHES = (1, 32, 128)
+REPEATS = 5
+ACCEPTED = [0.8, 0.6, 0.4]
+LIMIT = 320.0
+LAYERS = {"llama": LLAMA_LAYERS, "deepseek": DEEPSEEK_LAYERS}
+
+
+@dataclass(frozen=True)
+class Side:
+    """An engine. kernel: of our backends, "" for one of vLLM's. family: of kernels; ours are held to vLLM's of it."""
+
+    model: str
+    backend: str
+    kernel: str
+    family: str
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.kernel]))
+
+    def options(self, models: Path) -> dict[str, Any]:
+        """Of vllm.LLM."""
+        room = PREFIX + 4 * (STEPS + PROFILED + 32)
+        bytes_a_token = {"llama": 4096, "deepseek": 1152}[self.model] * (LAYERS[self.model] + 1)
+        return {
+            "model": str(models / self.model),
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "attention_backend": self.backend,
+            "block_size": 64,
+            "max_model_len": 2048,
+            "max_num_seqs": max(BATCHES),
+            "max_num_batched_tokens": 4096,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": (max(BATCHES) + 2) * (room + 64) * bytes_a_token,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": sorted({size for batch in BATCHES for size in (batch, 4 * batch)}),
+            },
+            "async_scheduling": True,
+            "speculative_config": {
+                "method": "eagle3" if self.model == "llama" else "mtp",
+                "model": str(models / f"{self.model}-draft"),
+                "num_speculative_tokens": 3,
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rates": ACCEPTED,
+            },
+        }
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of its process; nothing is counted."""
+        return {"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {}
+
+
+SIDES = [
+    Side("llama", "ATTN_BACKENDS_FA3", "vllm_flash_attn", "fa3"),
+    Side("llama", "FLASH_ATTN", "", "fa3"),
+    Side("llama", "TRITON_ATTN", "", "triton"),
+    Side("llama", "ATTN_BACKENDS_FA3", "triton", "triton"),
+    Side("deepseek", "ATTN_BACKENDS_TRTLLM_MLA", "flashmla", "flashmla"),
+    Side("deepseek", "FLASHMLA", "", "flashmla"),
+    Side("deepseek", "FLASH_ATTN_MLA", "", "fa3"),
+    Side("deepseek", "ATTN_BACKENDS_FA3_MLA", "vllm_flash_attn", "fa3"),
+    Side("deepseek", "TRITON_MLA", "", "triton"),
+    Side("deepseek", "ATTN_BACKENDS_TRTLLM_MLA", "triton", "triton"),
+]
+NOT_RUN = {
+    "llama-flashinfer": "FlashInfer's kernels of prefill and decode are compiled on the machine, for minutes",
+    "deepseek-flashinfer_mla": "vLLM's is for Blackwell; ours on FlashInfer's kernels is compiled for minutes",
+    "deepseek-cutlass_mla": "for Blackwell",
+}
+
+
+def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
+    """One a side and batch. chosen: a pattern that is in the names of sides."""
+    sides = [side for side in SIDES if re.search(chosen, str(side))]
+    with ExitStack() as stack:
+        servers = {
+            side: stack.enter_context(Server(str(side), side.options(models), side.environment, folder, LIMIT))
+            for side in sides
+        }
+        up = []
+        for side, server in servers.items():
+            try:
+                server.wait()
+                up.append(side)
+            except EngineFailedError as error:
+                yield {"side": str(side), "ok": False, "not_run": str(error)}
+        wait_for_idle_gpu()
+        for model in LAYERS:
+            together = {side: servers[side] for side in up if side.model == model}
+            for batch in BATCHES:
+                yield from in_turn(together, batch)
+    yield from ({"side": name, "ok": True, "not_run": reason} for name, reason in NOT_RUN.items())
+
+
+def wait_for_idle_gpu() -> None:
+    """Until nothing ran on it for three seconds: what else is there would be timed."""
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
+    idle = 0
+    while idle < 3:
+        busy = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0] != "0"
+        idle = 0 if busy else idle + 1
+        time.sleep(1)
+
+
+def in_turn(servers: dict[Side, Server], batch: int) -> Iterator[dict[str, Any]]:
+    """A row a side: REPEATS times in turn, after one that fills its cache and warms up. One that fails is left out."""
+    prompts = [[(7 * i + 13 * j) % 30000 + 1 for j in range(PREFIX)] for i in range(batch)]
+    found: dict[Side, list[dict[str, Any]]] = {side: [] for side in servers}
+    for repeat in range(-1, REPEATS):
+        for side in list(found):
+            profiled = PROFILED if repeat == REPEATS - 1 else 0
+            try:
+                answer = servers[side].ask(
+                    "decode", prompts=prompts, steps=STEPS if repeat >= 0 else 8, profiled=profiled
+                )
+            except EngineFailedError as error:
+                del found[side], servers[side]
+                yield {"side": str(side), "batch": batch, "ok": False, "not_run": str(error)}
+                continue
+            if repeat >= 0:
+                found[side].append(answer)
+    yield from summarized(found, batch)
+
+
+def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[dict[str, Any]]:
+    """Medians and spreads; of ours, over the median of vLLM's on the same kernels, and over the best of vLLM's. Where
+    it is below 0.98 of the one or 0.95 of the other, with what the device ran.
+    """
+    rates = {side: [one["tokens"] / one["seconds"] for one in answers] for side, answers in found.items()}
+    medians = {side: median(each) for side, each in rates.items()}
+    theirs = {side: rate for side, rate in medians.items() if not side.kernel}
+    for side, answers in found.items():
+        told: dict[str, Any] = {
+            "side": str(side),
+            "batch": batch,
+            "layers": LAYERS[side.model],
+            "tokens_per_s": round(medians[side], 1),
+            "least": round(min(rates[side]), 1),
+            "most": round(max(rates[side]), 1),
+            "step_us": round(median(one["seconds"] / one["steps"] for one in answers) * 1e6, 1),
+            "tokens_per_step": round(median(one["tokens"] / one["steps"] for one in answers), 2),
+            "metadata_us": round(median(one["metadata_us"] for one in answers), 1),
+            "builds": answers[0]["builds"],
+        }
+        lower = True
+        if side.kernel and theirs:
+            same = [rate for other, rate in theirs.items() if other.family == side.family]
+            best = max(theirs, key=lambda other: theirs[other])
+            of_same = medians[side] / same[0] if same else None
+            told |= {
+                "of_same_kernel": of_same and round(of_same, 3),
+                "of_best": round(medians[side] / theirs[best], 3),
+                "best": str(best),
+            }
+            lower = told["of_best"] < 0.95 or (of_same is not None and of_same < 0.98)
+        names = [[name, round(time, 1), round(calls, 1)] for name, time, calls in answers[-1]["launches"]]
+        yield told | {"launches_us": names[: 24 if lower else 1], "ok": True}

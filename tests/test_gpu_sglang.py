@@ -1,0 +1,147 @@
+"""What the GPU's harness of SGLang's engine says about runs, without a GPU and without SGLang."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines.sglang.models import CHECKPOINTS
+from tests.engines.sglang.models import write_all as write_narrow
+from tests.engines.sglang.oracle import draft_of
+from tests.gpu.sglang import correctness
+from tests.gpu.sglang.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
+from tests.gpu.sglang.correctness import row
+from tests.gpu.sglang.models import widen_folder
+from tests.gpu.sglang.sampling import p_value
+from tests.gpu.sglang.server import write_entry_points
+from tests.gpu.sglang.throughput import SIDES, summarized
+
+CHAIN = Case("gqa", FA3, "triton", 1)
+LAUNCHES = {"all": [1, 100], "plans eager": [2, 6], "plans replay": [9, 0]}
+
+
+def seen(missing: str = "") -> dict[str, Any]:
+    """Two cycles and a prefill, in which every layer attended but one."""
+    attended = {f"fa3.triton/{kind}/{layer}": 2 for kind in ("prefill", "target_verify") for layer in range(5)}
+    attended["fa3.triton/prefill/0"] = 4  # the draft's layer, too
+    attended |= {"fa3.triton/draft_decode/0": 4, "fa3.triton/draft_extend/0": 2}
+    attended = {name: count for name, count in attended.items() if not missing or missing not in name}
+    target = {"target EXTEND": 2, "target TARGET_VERIFY": 2}
+    forwards = target | {"draft EXTEND": 2, "draft draft_decode": 4, "draft draft_extend": 2}
+    return {"attended": attended, "forwards": forwards, "batches": {"target": [2, 1, 4]}}
+
+
+def run(**changed: Any) -> dict[str, Any]:
+    one = {"ids": [1, 2, 3], "cached": 0, "accepted": 2.0, "gaps": [0.5, 0.06, 0.5]}
+    whole = {"start": 1.0, "answers": [one], "seen": seen(), "launches": LAUNCHES}
+    return whole | {"alone": [one], "together": [one]} | changed
+
+
+def test_a_run_in_which_all_is_right() -> None:
+    told = row(CHAIN, run(), run())
+    assert told["ok"]
+    assert (told["differ"], told["wrong_counts"], told["acceptance"]) == ([], [], 2.0)
+
+
+@pytest.mark.parametrize("missing", ["prefill/0", "target_verify/3", "draft_decode", "draft_extend"])
+def test_a_layer_that_did_not_attend_is_told(missing: str) -> None:
+    told = row(CHAIN, run(seen=seen(missing)), run())
+    assert not told["ok"]
+    assert [found for found in told["wrong_counts"] if missing in found]
+
+
+def test_an_engine_on_sglangs_own_backend_has_wrong_counts() -> None:
+    own = Case("gqa", "triton", "", 1)
+    nothing = seen() | {"attended": {}}
+    assert row(own, run(seen=nothing), None)["ok"]
+    assert len(CHAIN.wrong_counts(nothing)) == len({*seen()["attended"]})
+
+
+def test_a_launch_of_metadata_on_replay_is_told() -> None:
+    assert not row(CHAIN, run(launches=LAUNCHES | {"plans replay": [9, 1]}), run())["ok"]
+    assert not row(CHAIN, run(launches=LAUNCHES | {"plans eager": [2, 0]}), run())["ok"], "nothing was profiled"
+
+
+@pytest.mark.parametrize(("ids", "gap", "ok"), [([1, 7, 9], 0.06, True), ([1, 2, 9], 0.5, False)])
+def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], gap: float, ok: bool) -> None:
+    told = row(CHAIN, run(answers=[run()["answers"][0] | {"ids": ids}]), run())
+    assert told["ok"] is ok
+    assert [each["gap"] for each in told["differ"]] == [gap]
+
+
+def test_differences_are_each_requests_first() -> None:
+    plain = [{"ids": [1, 2, 3], "gaps": [0.1, 0.2, 0.3]}, {"ids": [4, 5, 6], "gaps": [0.4, 0.5, 0.6]}]
+    assert differences([[1, 2, 3], [4, 0, 0]], plain) == [{"request": 1, "at": 1, "gap": 0.5}]
+
+
+def test_an_engine_that_failed_is_a_row() -> None:
+    assert row(CHAIN, {"failed": "out of memory"}, run())["failed"] == "out of memory"
+    assert row(CHAIN, run(), {"failed": "out of memory"})["failed"] == "plain decoding: out of memory"
+
+
+def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
+    names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
+    ours = [case for case in SPECULATIVE if case.model == "gqa"]
+    assert sorted(names) == sorted({*map(str, ours), *(str(case.plain) for case in ours), "gqa-triton-chain-page1"})
+
+
+def test_prompts_share_prefixes_and_end_at_other_lengths() -> None:
+    found = prompts()
+    assert len(found) == len(lengths()) == 64
+    assert min(map(len, found)) < 8
+    assert max(map(len, found)) > 512
+    assert all(found[i][: min(150, len(found[i - 1]))] == found[i - 1][:150] for i in range(3, 64, 4))
+    assert max(map(len, found)) + max(lengths()) < 2048
+
+
+def test_draws_of_one_distribution_and_of_another() -> None:
+    draws = torch.Generator().manual_seed(1)
+    weights = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
+    one, other = (torch.multinomial(weights, 20_000, True, generator=draws).tolist() for _ in range(2))
+    shifted = torch.multinomial(weights + torch.tensor([0.06, 0, 0, 0, 0]), 20_000, True, generator=draws).tolist()
+    assert p_value(one, other) > 1e-3 > p_value(shifted, other)
+
+
+def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
+    ours, same, best = SIDES[0], SIDES[1], SIDES[2]
+    times = {ours: [98.0, 99.0, 97.0], same: [100.0, 90.0, 110.0], best: [200.0, 200.0, 200.0]}
+    first, *others = summarized(times, 32)
+    assert (first["tokens_per_s"], first["least"], first["most"]) == (98.0, 97.0, 99.0)
+    assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
+    assert all("of_best" not in told for told in others)
+
+
+def test_entry_points_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import distributions
+
+    write_entry_points(tmp_path)
+    found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
+    assert found["attn_backends"] == "attn_backends.engines.sglang:register"
+    assert found["probe"] == "tests.gpu.sglang.probe:install"
+
+
+def test_a_widened_target_gives_the_same_logits(tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINTS / "mla" / "target", tmp_path / "wide")
+    widen_folder(tmp_path / "wide")
+    ids = torch.tensor([[0, *b"def main(argv):\n    parser = "]])
+    narrow, wide = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        for folder in (CHECKPOINTS / "mla" / "target", tmp_path / "wide")
+    )
+    assert torch.allclose(narrow, wide, atol=0.1, rtol=0.01), (narrow - wide).abs().max()
+
+
+def test_a_widened_draft_drafts_the_same(tmp_path: Path) -> None:
+    write_narrow(tmp_path)
+    text = [0, *b"for i in range("]
+    narrow = draft_of(tmp_path / "mla_target", tmp_path / "mla_nextn").drafted(text, 4, 3, 16)
+    for name in ("mla_target", "mla_nextn"):
+        widen_folder(tmp_path / name)
+    draft_of.cache_clear()
+    assert draft_of(tmp_path / "mla_target", tmp_path / "mla_nextn").drafted(text, 4, 3, 16) == narrow

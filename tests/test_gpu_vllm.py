@@ -1,0 +1,139 @@
+"""What the GPU's harness of vLLM's engine says about runs, without a GPU and without vLLM."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.vllm import correctness
+from tests.gpu.vllm.cases import (
+    FA3,
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    OTHERS,
+    SPECULATIVE,
+    Case,
+    differences,
+    lengths,
+    prompts,
+)
+from tests.gpu.vllm.correctness import row
+from tests.gpu.vllm.server import write_entry_points
+from tests.gpu.vllm.slim import MACHINE_CODE, MAGIC, entries
+from tests.gpu.vllm.throughput import SIDES, summarized
+
+CASE = Case("gqa", FA3, "triton", "full")
+
+
+def attended(target: int = 5, draft: int = 13, kernel: str = "triton") -> dict[str, Any]:
+    """Five steps of two layers and a draft layer, of which one has no draft loop."""
+    prefill = {"backend": "fa3", "kernel": kernel, "forwards": 1}
+    verified = {name: prefill | {"forwards": num - 1} for name, num in (("0", 4 + 1), ("1", target), ("2", draft))}
+    return {name: {"prefill": prefill, "target_verify": kind} for name, kind in verified.items()}
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    counts = {"steps": 5, "without_drafts": 1, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
+    told = {"ids": [[1, 2, 3]], "gaps": [[0.5, 0.06, 0.5]], "cached": 0, "accepted": [3, 2, 1], "is_async": False}
+    return counts | told | {"attended": attended()} | changed
+
+
+def run(**changed: Any) -> dict[str, Any]:
+    return {"start": 1.0, "first": answer(**changed), "again": answer(**changed)}
+
+
+def test_a_run_in_which_all_is_right() -> None:
+    told = row(CASE, run(), run())
+    assert (told["ok"], told["differ"], told["wrong_counts"]) == (True, [], [])
+    assert told["kernels"] == {"prefill": "triton", "target_verify": "triton"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"attended": attended(target=4)}, "1: 4 of 5"),
+        ({"attended": attended(draft=15)}, "2: 15 of 13"),
+        ({"attended": attended(kernel="torch")}, "verified by {'torch'}"),
+        ({"replays": 0}, "0 replays"),
+    ],
+    ids=["a layer was left out", "a draft loop that was not to run", "another kernel", "no graph ran"],
+)
+def test_counts_that_are_not_the_engines_are_told(changed: dict[str, Any], words: str) -> None:
+    told = row(CASE, run(**changed), run())
+    assert not told["ok"]
+    assert told["wrong_counts"] == [words, words]
+
+
+def test_an_engine_on_another_backend_has_wrong_counts() -> None:
+    nothing = run(attended={})
+    assert not row(CASE, nothing, run())["ok"]
+    assert row(OTHERS[0], nothing, run())["ok"]
+    assert not row(OTHERS[0], run(), run())["ok"], "ours attended in its place"
+
+
+@pytest.mark.parametrize(("ids", "ok"), [([1, 7, 9], True), ([1, 2, 9], False)])
+def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], ok: bool) -> None:
+    assert row(CASE, run(ids=[ids]), run())["ok"] is ok
+    assert not row(replace(CASE, dtype="float32"), run(ids=[ids]), run())["ok"], "not in float32"
+
+
+def test_differences_are_each_requests_first() -> None:
+    plain = {"ids": [[1, 2, 3], [4, 5, 6]], "gaps": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]}
+    assert differences([[1, 2, 3], [4, 0, 0]], plain) == [(1, 1, 0.5)]
+
+
+def test_an_engine_that_failed_is_a_row() -> None:
+    assert row(CASE, {"failed": "out of memory"}, run())["failed"] == "out of memory"
+    assert not row(CASE, run(), {"failed": "out of memory"})["ok"]
+
+
+def test_every_case_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run())
+    told = {each["case"]: each for each in correctness.rows(Path(), Path(), "")}
+    assert set(told) > {*map(str, SPECULATIVE), *map(str, OTHERS)}
+    assert [name for name, each in told.items() if "not_run" in each] == [
+        "mla-1-flashinfer_mla-flashinfer_fa3-full",
+        "mla-1-flashinfer_mla-flashinfer_fa2-full",
+    ]
+
+
+def test_prompts_share_prefixes_and_reach_the_ends() -> None:
+    found = prompts()
+    assert len(found) == len(lengths()) == 4 * MAX_NUM_SEQS
+    assert min(map(len, found)) == 3
+    assert all(found[i][: min(100, len(found[i - 1]))] == found[i - 1][:100] for i in range(3, 64, 4))
+    assert max(len(prompt) + length for prompt, length in zip(found, lengths(), strict=True)) > MAX_MODEL_LEN
+    assert max(map(len, found)) < MAX_MODEL_LEN
+
+
+def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
+    ours, same, best = SIDES[:3]
+    more = {"seconds": 1.0, "steps": 10, "metadata_us": 40.0, "builds": 1.0, "launches": [("all", 2.0, 3.0)] * 9}
+    rates = {ours: [98, 99, 97], same: [100, 90, 110], best: [200, 200, 200]}
+    first, *others = summarized({side: [more | {"tokens": n} for n in each] for side, each in rates.items()}, 32)
+    assert (first["tokens_per_s"], first["least"], first["most"]) == (98, 97, 99)
+    assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
+    assert len(first["launches_us"]) == 9, "a lower case comes with its profile"
+    assert all("of_best" not in told for told in others)
+
+
+def test_entry_points_are_found_on_the_path(tmp_path: Path) -> None:
+    write_entry_points(tmp_path)
+    found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
+    assert found["attn_backends"] == "attn_backends.engines.vllm:register"
+    assert found["tests_plain"] == "tests.engines.vllm.plain:register"
+
+
+def test_the_pieces_of_a_fat_binary_are_found() -> None:
+    pieces = [(1, 90, b"p" * 8), (MACHINE_CODE, 80, b"8" * 16), (MACHINE_CODE, 90, b"9" * 24)]
+    body = b"".join(
+        struct.pack("<HHIQ", kind, 0, 64, len(code)).ljust(28, b"\0") + struct.pack("<I", arch).ljust(36, b"\0") + code
+        for kind, arch, code in pieces
+    )
+    data = b"\0" * 8 + struct.pack("<IHHQ", MAGIC, 1, 16, len(body)) + body
+    assert [(kind, arch, data[place]) for kind, arch, place in entries(data, 0, len(data))] == pieces
