@@ -18,7 +18,7 @@ SGLANG = tests/engines/sglang
 SGLANG_INSTALLED = .venv-sglang/installed
 SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang fuzz gpu-results
+.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang fuzz docs gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -63,6 +63,9 @@ test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph
 test-sglang: $(SGLANG_INSTALLED)  ## SGLang's engine on our backends, without a GPU
 	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG)
 
+docs: .venv-docs/installed  ## the site in build/site; a link, an anchor or a name that does not exist fails it
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
 
@@ -80,4 +83,9 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG)/requirements.txt $(SGLANG)/sglang.
 	$(PYTHON) -m venv --clear .venv-sglang
 	.venv-sglang/bin/python -m pip install --quiet --requirement $(SGLANG)/requirements.txt
 	.venv-sglang/bin/python -m pip install --quiet --no-deps --requirement $(SGLANG)/sglang.txt --editable .
+	@touch $@
+
+.venv-docs/installed: requirements-docs.txt
+	$(PYTHON) -m venv --clear .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
 	@touch $@

@@ -80,11 +80,11 @@ class AttentionBackend(ABC, Generic[Plan]):
     what they drafted by slot, in a chain too.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
-    name to run every kind that it has, the others as "auto"; or a name for each kind, and then there are no others.
-    workload: what "auto" shall suit beside the geometry. planner: "torch", the definition; "fused", one launch a phase;
-    or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a worker
-    (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the device
-    (docs/adapters.md lists them); reads it back, so it is for tests and debugging.
+    name for every kind that it has, the others as "auto"; or a name for each kind to support. workload: layers and
+    dtypes that "auto" must support (default: the geometry only). planner: "torch", the definition; "fused", one launch
+    a phase; or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a
+    worker (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the
+    device (docs/adapters.md lists them); reads it back, so it is for tests and debugging.
     """
 
     name: ClassVar[str]
@@ -261,7 +261,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
         num_keys = step.width * step.num_steps
         if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
-            reasons.append(f"a draft tree of {num_keys} tokens a request (on a GPU at most {MAX_TREE_KEYS})")
+            reasons.append(f"a draft tree of {num_keys} tokens per request (on a GPU at most {MAX_TREE_KEYS})")
         if step.max_real > self.capacity.max_bs:
             reasons.append(f"{step.max_real} requests (the capacity says max_bs={self.capacity.max_bs})")
         if step.paging.geometry != self.geometry:
@@ -277,7 +277,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         return [f"kernel {kernel.name} {reason}" for reason in reasons]
 
     def static_bytes(self, paging: Paging) -> dict[str, dict[str, int]]:
-        """Bytes of the static buffers of each uniform phase that can be captured, by its kind and name; those of
+        """Bytes of the static buffers of each uniform phase that can be captured, by its kind and name. Those of
         "shared" are there once for all phases that read one table in place, else once a phase. paging: a table of the
         engine's form.
         """

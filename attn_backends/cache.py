@@ -1,4 +1,4 @@
-"""Views of the paged KV cache: shape, strides and format of memory that somebody else may own.
+"""Views of the paged KV cache: shape, strides and format of memory that an engine may own.
 
 A slot is page * page_size + offset. Views may have any strides; reading and writing goes through (page, offset) pairs.
 """
@@ -57,7 +57,7 @@ CacheInputs = KeyValues | Latents
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PagedKV:
-    """One layer's cache of keys and values. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
+    """One layer's KV cache. k: [num_pages, page_size, num_kv_heads, head_dim]; v: likewise, with a
     last size of its own. Raises `UnsupportedStepError` for views that don't agree.
     """
 
@@ -77,7 +77,7 @@ class PagedKV:
         if (k.dtype, k.device) != (v.dtype, v.device):
             reasons.append(f"k is {k.dtype} on {k.device} and v {v.dtype} on {v.device}")
         if reasons:
-            raise UnsupportedStepError("cache of keys and values", reasons)
+            raise UnsupportedStepError("KV cache", reasons)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +102,7 @@ class PagedKV:
     def store(self, inputs: CacheInputs, slots: Tensor, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
         """Write one row of inputs, divided by the scales, to each slot. slots: [num_tokens] int64."""
         if not isinstance(inputs, KeyValues):
-            raise UnsupportedStepError("cache of keys and values", [f"it can't store {type(inputs).__name__}"])
+            raise UnsupportedStepError("KV cache", [f"it can't store {type(inputs).__name__}"])
         for name, given, page in (("k", inputs.k, self.k), ("v", inputs.v, self.v)):
             _check_rows(name, given, (slots.shape[0], *page.shape[2:]))
         store_kv(self.k, self.v, inputs.k, inputs.v, slots, k_scale, v_scale)
@@ -224,7 +224,7 @@ def allocate_caches(
 def allocate_kv(
     geometry: CacheGeometry, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> PagedKV:
-    """A zeroed cache of keys and values for one layer. Raises `MemoryLimitError` where it does not fit."""
+    """A zeroed KV cache for one layer. Raises `MemoryLimitError` where it does not fit."""
     shape = (geometry.num_pages, geometry.page_size, num_kv_heads, head_dim)
 
     def make(place: torch.device) -> list[PagedKV]:

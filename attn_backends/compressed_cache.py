@@ -1,7 +1,8 @@
 """The cache of a compressed layer: pools of rows, entries, index keys and states, as they are or in 8-bit pages.
 
-Pools are addressed by position (`spec_metadata.plans.compressed`): a token's row by its slot; the entry of a block of
-`ratio` tokens by its last token's slot // ratio, in the same page; and a state by the row of a ring in each page.
+Pools are addressed by position (`spec_metadata.plans.compressed`): a token's row by its slot. The entry of a block of
+`ratio` tokens is at its last token's slot // ratio, in the same page. A state is addressed by the row of a ring in each
+page.
 """
 
 from __future__ import annotations

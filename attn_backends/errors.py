@@ -12,7 +12,7 @@ class AttnBackendsError(Exception):
 class UnsupportedStepError(AttnBackendsError):
     """A backend was given a step, layer or cache outside its declared capabilities; nothing was run or written.
 
-    reasons: each thing that is unsupported, in words. nearest: what would work instead, if anything.
+    reasons: a sentence for each unsupported thing. nearest: what would work instead, if anything.
     """
 
     def __init__(self, what: str, reasons: Sequence[str], nearest: str = "") -> None:

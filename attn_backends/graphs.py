@@ -1,7 +1,7 @@
-"""Graphs behind one interface: `CudaGraph` on a GPU, `RecordedGraph` anywhere.
+"""Graphs with one interface: `CudaGraph` on a GPU, `RecordedGraph` anywhere.
 
 A recorded graph is a model of a CUDA graph that needs no GPU. It records the operator calls of a region with their
-tensors' addresses and Python values frozen, refuses host reads as CUDA capture does, and replays the calls into the
+tensors' addresses and Python values frozen, and refuses host reads as CUDA capture does. It replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
 a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on memory
 that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool, or streams.
@@ -37,8 +37,8 @@ def is_capturing() -> bool:
 
 
 def repeat_at_replays(call: Callable[[], None]) -> None:
-    """Have the graph that is being recorded, if one is, make a call of the host's before each of its replays: such as
-    asking whether the memory that it reads still holds what it needs, which no CUDA graph asks.
+    """Make the graph that is being recorded, if any, call a host function before each of its replays. An example is a
+    check that its memory still holds its step, which a CUDA graph does not check.
     """
     graph = _recording.get()
     if graph is not None and graph.host_calls[-1:] != [call]:
@@ -77,7 +77,7 @@ class Graph(Protocol):
 
     def recording(self, sharing: Self | None = None) -> AbstractContextManager[None]:
         """What runs inside becomes the graph, as in `capture`, after a warm-up and without gradients. sharing: another
-        graph, of whose memory this one may take what nobody refers to any more. The two never run at once.
+        graph, whose unreferenced memory this one may reuse. The two never run at once.
         """
 
     def replay(self) -> None:
@@ -192,7 +192,7 @@ class RecordedGraph:
 
 
 class PiecewiseGraph(Generic[Given]):
-    """A region captured in pieces, between which calls run eagerly, on what each replay is given.
+    """A region captured piecewise, between which calls run eagerly, on what each replay is given.
 
     make_graph: a graph for each piece.
     """

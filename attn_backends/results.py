@@ -244,7 +244,7 @@ def without_paths(words: Sequence[str]) -> str:
 
 
 def without_folders(text: str) -> str:
-    """Somebody's message, with the names of files but not of the machine's folders."""
+    """A message with the names of files, without the machine's folders."""
     return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
 
 

@@ -1,7 +1,7 @@
-"""Runs a phase of a worker eagerly or through captured graphs, and hands out results that nobody else owns.
+"""Runs a phase of a worker eagerly or through captured graphs, and returns results that the caller owns.
 
 A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs; its graphs hold it
-whole. A `PackedPhase`, such as a prefill, is captured whole too, or in pieces between its attention calls. Every tensor
+whole. A `PackedPhase`, such as a prefill, is captured whole too, or piecewise between its attention calls. Every tensor
 field of both is classified: one entry a request, one a query row, or independent of the batch. From the class the
 runner sizes static inputs, pads them, and trims results; a field without a class is refused when the runner is built
 (rule R5).
@@ -64,7 +64,7 @@ class AnyPhase(Generic[Given, Inputs, Outputs]):
 Phase = AnyPhase[Metadata, Inputs, Outputs]
 """Over uniform rows: from a step's metadata, because a draft loop plans several forwards."""
 PackedPhase = AnyPhase[Forward, Inputs, Outputs]
-"""Over packed rows, such as a prefill: one forward, which may be captured in pieces. All that it takes of a step beside
+"""Over packed rows, such as a prefill: one forward, which may be captured piecewise. All that it takes of a step beside
 attention is in its inputs, which hold as many requests as a bucket does.
 """
 
@@ -240,7 +240,7 @@ def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:
 
 class PiecewiseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of packed rows. Graphs hold the pieces between its attention calls, which run eagerly, on metadata
-    of the step as it is: any backend and kernel will do.
+    of the unpadded step, with any backend and kernel.
 
     buckets: numbers of tokens to capture.
     """

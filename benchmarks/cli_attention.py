@@ -213,7 +213,7 @@ def _show(measured: Measured, asked: Set) -> None:
         copy, product = measured.ceilings.copy_tb_per_s, measured.ceilings.matmul_tflop_per_s
         console.print(f"this device copies {copy:.2f} TB/s and multiplies {product:.0f} TFLOP/s")
     for reached in measured.reached:
-        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "no aim"}[reached.met]
+        verdict = {True: "[green]met[/]", False: "[red]missed[/]", None: "no target"}[reached.met]
         what = f"{reached.target}: {reached.backend}/{reached.kernel}, {reached.case}"
         console.print(f"{verdict}: {escape(what)}: {reached.value}")
     show_missing(console, measured.missing)

@@ -91,7 +91,7 @@ def _show(console: Console, measured: Measured, reached: Iterable[Reached]) -> N
         loop = measured.own["calibration"]
         times = " .. ".join(str(loop[name]) for name in ("least_us", "median_us", "most_us"))
         console.print(f"this host takes {times} us for {loop['additions']} additions in Python")
-    colours = {"met": "green", "missed": "red", "no aim": "dim"}
+    colours = {"met": "green", "missed": "red", "no target": "dim"}
     for worst, num_met, num in by_target(reached):
         share = "" if worst.met is None else f", {num_met} of {num}"
         what = f"{worst.target}: {worst.backend}/{worst.kernel}{share}; at worst {worst.value} ({worst.case})"
@@ -179,7 +179,7 @@ def _metadata_table(rows: Sequence[MetadataRow]) -> Table:
 
 
 def _memory_table(rows: Sequence[MemoryRow]) -> Table:
-    title = "static buffers at the whole capacity; the phases lie over each other"
+    title = "static buffers at the whole capacity; tables that phases share are counted once"
     table = _table(title, ("backend", "table", "phase", "buffer"), "page topk bytes SGLang's")
     for row in rows:
         style = "bold" if row.buffer == memory.TOTAL else ""

@@ -22,7 +22,7 @@ DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
 
 @contextmanager
 def recorded(recording: Recording, what: str) -> Iterator[Callable[[Any], None]]:
-    """What takes each row of a benchmark as it comes: writes it, and says so on a line of progress."""
+    """What takes each row of a benchmark as it comes: writes it, and reports it on a line of progress."""
     with progress(what, "rows") as bar:
         num_rows = count(1)
 

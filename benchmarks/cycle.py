@@ -3,7 +3,7 @@ beside the same graphs with all planning taken out.
 
 A cycle runs eagerly; through one graph a phase, planned before the graph or in it; or through one graph that holds all
 of it, the making of steps too. Every cycle starts at the same committed lengths, so metadata that was planned once
-stays right: the peer's backends copy and plan at their first step and never again, each phase in memory of its own.
+stays right. The peer's backends copy and plan at their first step and never again, each phase in memory of its own.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SteadyWorker(EagleWorker):
         self.rows = setting.full_rows(self.slots)
 
     def run(self) -> None:
-        """A cycle; nobody reads its tokens."""
+        """A cycle, whose tokens are not read."""
         self._lens.fill_(self.committed[0])
         self.cycle(self.rows, self.committed)
 
@@ -240,9 +240,9 @@ def _makers(setting: Setting) -> Mapping[str, Callable[[], Run]]:
 
 
 def take_cycles(runs: Sequence[Run], rounds: int, clock: Clock) -> list[float]:
-    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` behind one that is not timed. All take
-    turns, of which who takes long has fewer. Between turns the device is waited for, so that nobody's launches hide
-    behind another's work.
+    """Median time of a cycle of each in microseconds, back to back: of `CYCLES` after one that is not timed. All take
+    turns, of which who takes long has fewer. Between turns the device is waited for, so that no mode's launches are
+    hidden by another's work.
     """
     own = [rounds_of((1 + CYCLES) * _turn(run, clock), rounds, TURNS_US) for run in runs]
     turns: list[list[float]] = [[] for _ in runs]

@@ -42,7 +42,7 @@ def page(results: Sequence[Results]) -> str:
     cycles = [row for row in rows if row["bench"] == "metadata" and row["phase"] == CYCLE]
     blocks = [
         "# What a cycle costs around attention",
-        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; how, is said in "
+        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
         "[benchmarks.md](benchmarks.md). Of our kernel (`triton`) all metadata is of our making; a vendor's kernel "
         "adds its scheduler and its copies, which `vendor` shows alone. `sglang` are SGLang's classes in the same run"
         f"{_versions(results)}. A cycle: three drafted tokens, a verify of four, a draft extend.",

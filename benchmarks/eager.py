@@ -1,7 +1,7 @@
 """`benchmarks eager`: how long the host is kept by the layers of an eager step, and by its metadata.
 
-A loop of layers, each a store and a forward, on one metadata and without a wait, beside the same loop of a raw scatter
-and the vendor's raw call; for our own kernels, beside the functions that launch them.
+A loop of layers, each a store and a forward, on one metadata and without a wait, compared with the same loop of a raw
+scatter and the vendor's raw call. Our own kernels are compared with the functions that launch them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A phase is prepared for a captured step: raw inputs are copied and planned again, by the torch planner or the fused one
 before the replay, or by a node of the replayed graph. Beside them stand the vendor's own planning call and, where it is
-installed, SGLang. Every call gets a new step behind that of the phase before it, as a worker makes one each cycle, and
+installed, SGLang. Every call gets a new step after that of the phase before it, as a worker makes one each cycle, and
 lengths change with every cycle; making the step itself is the worker's.
 """
 
@@ -215,7 +215,7 @@ def _sglangs(backend: type[AttentionBackend], batch: Batch) -> list[Way]:
 
 
 def _host_times(sizes: Sequence[_Size], bench: Bench) -> list[float]:
-    """Of each way at each size, and behind those of a size of the calibration loop."""
+    """Of each way at each size, and after those of a size of the calibration loop."""
     contenders = [work for size in sizes for work in (*(way.work for way in size.ways), calibration())]
     once = take_host_turns(contenders, [1] * len(contenders), bench.clock)
     return take_host_turns(contenders, [rounds_of(CALLS * us, bench.rounds, TURNS_US) for us in once], bench.clock)

@@ -25,15 +25,15 @@ _DECODES = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 32768), (32, 3276
 _PREFILLS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (1, 32768), (8, 32768))
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
 _SIZES = ("backend", "kernel", "heads", "width")
-_READ = """Times are medians of replays of CUDA graphs, of kernels in turn. Columns are requests x context; width is the
+_READ = """Times are medians of replays of CUDA graphs; kernels take turns. Columns are requests x context; width is the
 query rows of a request. Cells are times the peer's time: below 1 our kernel is the faster. Least and most are over all
 sizes that were measured, not only those shown.
 
-Roof is the largest share, at any size, of what the device's copy bandwidth and matrix products, measured in the same
-run, allow at the most; what mostly reads can beat a copy, which writes as much. A line without cells had no vendor's
-kernel beside it, or is a second one of a vendor.
+Roof is the largest share, at any size, of what the device's copy bandwidth and matrix products allow, measured in the
+same run. A kernel that mostly reads can beat a copy, which writes as much as it reads. A line without cells had no
+vendor's kernel to compare with, or is a second one of a vendor.
 
-Where our kernels stop, and why, is said at the head of each: [decode and
+The docstring of each kernel says what limits it: [decode and
 verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_backends/kernels/gluon_mla.py),
 [prefill](../attn_backends/kernels/triton_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
 [trees](../attn_backends/kernels/triton_tree.py).
@@ -78,7 +78,7 @@ def results_of(folder: Path, shown: Sequence[str]) -> list[Path]:
 
 
 def summed_up(folder: Path, beside: Path) -> str:
-    """The page of a folder of results. beside: the folder of the page, which its links start from."""
+    """The page of a folder of results. `beside` is the folder of the page, which its links start from."""
     paths = results_of(folder, SHOWN)
     links = {path.stem: Path(os.path.relpath(path, beside)) for path in paths}
     return page({path.stem: read(path) for path in paths}, links)
@@ -114,7 +114,7 @@ def page(results: Mapping[str, Results], links: Mapping[str, Path]) -> str:
     devices = sorted({result.head.device for result in results.values()})
     blocks = [
         "# Kernels beside each other",
-        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; how, is said in "
+        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
         "[benchmarks.md](benchmarks.md).",
         _READ,
         "## Targets",

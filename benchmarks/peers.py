@@ -1,8 +1,8 @@
 """The raw vendor calls that kernels are measured against, on arguments made by hand.
 
 Written from the vendors' documentation and sharing nothing with the backends: no plan, no launch, no buffer. Each call
-makes the promise of a longest request that the backend's graph makes (the context and room for drafted tokens), plans
-what the vendor lets one plan ahead outside of the graph, as the backends do, and returns the log-sum-exp too, which the
+assumes the longest request that the backend's graph allows (the context and room for drafted tokens). It plans what the
+vendor lets one plan ahead outside of the graph, as the backends do, and returns the log-sum-exp too, which the
 backends' contract asks for. Where a choice changes the speed and not the result, it is the faster one.
 """
 

@@ -50,7 +50,7 @@ class MetadataRow:
 
     phase: draft, verify or draft_extend, or the whole cycle of the three. mode: torch and fused plan before a replay,
     in_graph as a part of it; vendor is what the kernel's vendor plans, by its own call; sglang is what SGLang does.
-    context: committed tokens of each request. host_us: until the host goes on. gpu_us: of all that runs on the device.
+    context: committed tokens of each request. host_us: until the call returns. gpu_us: of all that runs on the device.
     launches: kernels on the device, those of graphs too. copies: between host and device, or on the device. syncs: how
     often the host waits for the device. to_host: copies into the host's memory.
     """
@@ -117,7 +117,7 @@ class CycleRow:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What has no row, and why. case: in words; empty where the whole kernel is missing. failed: neither not here,
+    """What has no row, and why. case: a description; empty where the whole kernel is missing. failed: neither not here,
     refused nor too large.
     """
 

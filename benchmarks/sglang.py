@@ -1,9 +1,9 @@
 """SGLang's own metadata of the same steps, as its graph runners prepare it before a replay; used where it is installed.
 
-Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of the test kit in
-its wheel, over our request table and without a cache, on batches that carry what these classes read, lengths and rows
-in int64 as in its engine. What its graph holds of the work, as the kit runs it, is counted on the device and not timed
-on the host. FlashInfer's draft extend has no graph there, and so runs eagerly; the lengths that FlashInfer reads on the
+Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of its wheel's test
+kit, over our request table and without a cache, on batches that carry what these classes read. Lengths and rows are
+int64, as in its engine. What its graph holds of the work, as the kit runs it, is counted on the device and not timed on
+the host. FlashInfer's draft extend has no graph there, and so runs eagerly; the lengths that FlashInfer reads on the
 host are there already, which an engine has to fetch.
 """
 

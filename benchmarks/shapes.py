@@ -146,7 +146,7 @@ def fill_pool(
     format: CacheFormat, batch_size: int, context: int, device: torch.device, widths: Sequence[int] = WIDTHS
 ) -> Pool:
     """A pool of random tokens, the same for the same arguments on the same device. widths: of the steps; a prefill's
-    keys are read for so many rows that one cache will do.
+    keys are read for so many rows that one cache is enough.
     """
     is_prefill = max(widths) > MAX_VERIFIED
     num_drafted, cold_bytes = (2, 0) if is_prefill else (max(2, *widths), COLD_BYTES)

@@ -26,7 +26,7 @@ def speculative(max_bs: int, max_context: int, page_size: int, topk: int, num_st
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """Full requests in shuffled pages, and no cache behind them. table: [max_bs + 1, max_kv_len] int32, slots; its
+    """Full requests in shuffled pages, and no cache after them. table: [max_bs + 1, max_kv_len] int32, slots; its
     first row is that of padding.
     """
 

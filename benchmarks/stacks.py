@@ -176,7 +176,7 @@ class StackTarget(_Stack, TargetModel):
 
 
 class StackDraft(_Stack, DraftModel):
-    """One layer of a stack as its draft, behind a projection of embeddings and hidden states."""
+    """One layer of a stack as its draft, after a projection of embeddings and hidden states."""
 
     def __init__(self, shape: StackShape, target: StackTarget) -> None:
         super().__init__(replace(shape, num_layers=1), target.max_positions, target.embedding, target.head)

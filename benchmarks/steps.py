@@ -3,9 +3,9 @@
     python -m benchmarks.steps --json FILE
 
 On a GPU where there is one, else on the CPU. `us` is of one call after a wait, as `benchmarks metadata` times the rest
-of a cycle, `hot_us` of one in a row of many, the least; the loop of the calibration is timed along in both ways. Exits
-with 1 if an operator was called, as every launch and allocation is one, or if a step without exact lengths on the host,
-of which each is looked at, took longer than `MAX_STEP_US`.
+of a cycle. `hot_us` is the least of many calls without a wait. The loop of the calibration is timed along in both ways.
+Exits with 1 if an operator was called, as every launch and allocation is one, or if a step took longer than
+`MAX_STEP_US`. Steps with exact lengths on the host are exempt, because each length is checked.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ class Reached:
 
     @property
     def verdict(self) -> str:
-        """In words."""
-        return {True: "met", False: "missed", None: "no aim"}[self.met]
+        """ "met", "missed" or "no target"."""
+        return {True: "met", False: "missed", None: "no target"}[self.met]
 
 
 class Beside(NamedTuple):

@@ -1,6 +1,6 @@
 """Side by side: contenders take turns in one process, and the device's own clock times each turn.
 
-Clocks, power and other tenants of a machine drift; taking turns lets the drift meet all contenders alike, and the
+Clocks, power and other users of a machine drift. Taking turns spreads the drift over all contenders alike, and the
 median forgets the turns that something disturbed.
 """
 

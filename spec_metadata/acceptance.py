@@ -67,7 +67,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Accepta
 
 
 def compaction_moves(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor]:
-    """Slots (sources, destinations), each [bs * max_accepted] int64, that bring accepted KV behind the committed.
+    """Slots (sources, destinations), each [bs * max_accepted] int64, that bring accepted KV after the committed.
 
     step: the verify. An accepted node moves from where out_cache_loc put it to the table's slot of the position at
     which it is committed, so that row of the table must hold slots of the request's own there. Past the path the root's

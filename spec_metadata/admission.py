@@ -75,8 +75,8 @@ def is_on(step: Step, device: torch.device) -> bool:
 
 
 def most_committed(step: Step, capacity: Capacity) -> int:
-    """Committed tokens of a request up to which `check_table_room` takes a uniform step like one that it took: any that
-    the capacity and the table hold, and of a table that is narrower than the capacity those of that step.
+    """Committed tokens of a request up to which `check_table_room` accepts a uniform step like one that it accepted.
+    These are all that the capacity and the table hold; if the table is narrower than the capacity, those of that step.
     """
     if step.paging.row_tokens >= capacity.max_tokens:
         return min(capacity.max_kv_len, step.paging.row_tokens) - step.num_added_at_least
@@ -118,7 +118,7 @@ def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
     if kind is StepKind.PREFILL:
         raise InvalidStepError(f"a prefill step has packed rows; take Capacity.prefill_bucket, not ({bucket})")
     if kind is StepKind.DECODE and bucket.width != 1:
-        raise InvalidStepError(f"a decode step has 1 query row a request, got ({bucket})")
+        raise InvalidStepError(f"a decode step has 1 query row per request, got ({bucket})")
     if kind is StepKind.DRAFT_DECODE:
         num_steps = bucket.num_steps
     num_added = bucket.width * num_steps

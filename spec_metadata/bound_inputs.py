@@ -2,7 +2,7 @@
 
 An engine that captures its model keeps lengths, slots and rows of a table in static buffers of the bucket's size, and
 pads them by a convention of its own. `BoundInputs` says what they mean, and `BoundStep.read` writes the captured step
-from them, on the device alone: it counts the real requests, pads the others (rule R6) and brings every value within the
+from them, on the device only. It counts the real requests, pads the others (rule R6) and brings every value within the
 capacity and the pool. A graph that holds it costs the host nothing beside its own launch.
 """
 

@@ -63,10 +63,10 @@ class BufferSpec:
 
     shape: sizes, outermost first. doc: what an element is. pad: value of elements that no request owns; also the
     contents after allocation. low, high: the valid range of a device value, `high` exclusive and an expression (None:
-    unchecked). over_read: elements past the live end of a row that a kernel may read, so that padding must stand there;
-    what lies behind is unspecified in a format's own buffers (its `specified` says which elements are not). shared:
-    whether it is the same for all phases of the same requests, whatever their lengths, as far as each has written it:
-    planners then write nothing behind what rows see, where another phase may see more.
+    unchecked). over_read: number of elements past the live end of a row that a kernel may read; the planner pads them.
+    Elements after those are unspecified in a format's own buffers, but for those that its `specified` names. shared:
+    whether all phases of the same requests hold the same values, whatever their lengths. Planners then write nothing
+    after what rows see, where another phase may see more.
     """
 
     name: str
@@ -213,7 +213,7 @@ class Arena:
     """One allocation of declared buffers at the largest extent; buckets are prefix views of it.
 
     checking: surround every buffer with guard words, which `check_guards` compares. memory: [num_bytes] uint8 to lie
-    in, `allocation_size` of them at the least (None: its own).
+    in, `allocation_size` of them at least (None: its own).
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class Arena:
         return Buffers(views, extent)
 
     def check_guards(self) -> list[str]:
-        """Names of the buffers next to which somebody wrote (reads the device: checking mode only)."""
+        """Names of the buffers whose guard words were overwritten (reads the device: checking mode only)."""
         broken, guard = [], self._layout.guard
         for name, storage in self._layout.guarded(self._memory).items():
             word = _guard_word(storage.dtype)
@@ -269,7 +269,7 @@ def allocate(specs: Iterable[BufferSpec], extent: Extent, device: torch.device) 
 
 
 def out_of_range(specs: Iterable[BufferSpec], buffers: Buffers) -> list[str]:
-    """Buffers with a value outside their declared range, in words (reads the device: checking mode only)."""
+    """Descriptions of buffers with a value outside their declared range (reads the device: checking mode only)."""
     problems = []
     for spec in specs:
         if spec.high is None or buffers[spec.name].numel() == 0:

@@ -37,7 +37,7 @@ class Capacity:
     max_bs: requests in one step. max_context: tokens that a request may commit. page_size: tokens in a page.
     topk: branches of a draft level. num_steps: drafted depth. num_draft_tokens: nodes of the draft tree, the root
     (the last sampled token) included. num_rerun: committed positions that a draft extend runs again before the accepted
-    ones, num_steps - 1 for one MTP module a step (`docs/mtp.md`). num_extended: rows of a draft extend behind those,
+    ones, num_steps - 1 for one MTP module per step (`docs/mtp.md`). num_extended: rows of a draft extend after those,
     at least the longest accepted path, which None stands for; an engine that extends by every verified node, as SGLang
     does, says num_draft_tokens. block_size: query rows of a draft block, num_draft_tokens for None: the root and a mask
     token for each drafted one, as DFlash has it; DSpark's has no row for the root.
@@ -193,7 +193,7 @@ class TokenBucket:
         return min(self.num_tokens, capacity.max_kv_len)
 
     def padded_bs(self, capacity: Capacity) -> int:
-        """Requests of a graph of the whole step: the real ones, and behind them those that padded rows belong to. One
+        """Requests of a graph of the whole step: the real ones, and after them those that padded rows belong to. One
         does for that, unless there can be more such rows than a table row holds.
         """
         return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))

@@ -39,13 +39,13 @@ class Step:
     and allocates nothing on the device.
 
     seq_lens: [bs] int32 or int64, committed tokens of each request before the step. paging: where its tokens live.
-    out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode
-    [bs * topk * num_steps] in (batch, topk, step) order; values are not read outside of checking mode, so -1 is no way
-    to write nothing (`CacheGeometry.reserved_slot` is). None: those right after the committed tokens, which whoever
-    plans the step finds in its table. num_real: leading rows that are real requests, the rest is padding; an integer of
-    the host, or [1] int32 where the device alone knows. num_steps: drafted depth of a draft-decode step, which plans
-    num_steps - 1 forwards; else 1. tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself
-    included); None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
+    out_cache_loc: write slots, int32 or int64, any stride; [num_tokens] in row order, for draft decode [bs * topk *
+    num_steps] in (batch, topk, step) order. Values are not read outside of checking mode, so -1 is no way to write
+    nothing (`CacheGeometry.reserved_slot` is). None: those right after the committed tokens, which whoever plans the
+    step finds in its table. num_real: leading rows that are real requests, the rest is padding; an integer of the host,
+    or [1] int32 where the device alone knows. num_steps: drafted depth of a draft-decode step, which plans num_steps -
+    1 forwards; else 1. tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included);
+    None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
     """
 
     kind: StepKind
@@ -119,7 +119,7 @@ class Step:
 
     @property
     def num_added_at_least(self) -> int:
-        """Tokens that every request writes, at the least."""
+        """Tokens that every request writes, at least."""
         return min_added(self.query, self.num_steps)
 
     @property
@@ -199,7 +199,7 @@ class Step:
     def decode(
         cls, seq_lens: Tensor, paging: Paging, out_cache_loc: Tensor | None = None, **host: Unpack[HostBounds]
     ) -> Self:
-        """One new token a request."""
+        """One new token per request."""
         return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, host)
 
     @classmethod

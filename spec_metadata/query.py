@@ -81,7 +81,7 @@ def packed_starts(query: AnyQuery) -> Tensor | None:
 
 
 def min_added(query: AnyQuery, num_steps: int) -> int:
-    """Tokens that every request of a layout writes, at the least."""
+    """Tokens that every request of a layout writes, at least."""
     if isinstance(query, UniformQuery):
         return query.width * num_steps
     return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else 0

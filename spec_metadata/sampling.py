@@ -1,15 +1,16 @@
 """The target's choice at every row: greedy or sampled, request by request, as fixed-shape device code without state.
 
-A choice is the winner of an exponential race (the Gumbel-max trick): argmax of log p + g with g = -log(-log u), whose
+A choice is the winner of an exponential race (the Gumbel-max trick): argmax of log p + g with g = -log(-log u). The
 noise u is a pure function of (the request's seed, the row's position, the token). So a choice depends on neither batch
 nor bucket, eager and replayed steps agree, replays advance because positions do, and a speculative worker makes the
 very choices that plain decoding with the same seed makes.
 
-Why the target's distribution is preserved by walking its choices through a draft tree (`spec_metadata.accept`): drafts
-are deterministic, so accepting child k with p(c_k) / (1 - sum of p(c_j), j < k), and drawing from the renormalised
-residual if no child is accepted, has the law of drawing t ~ p once, going to the child that holds t if one does, and
-emitting t otherwise. Two nodes of one depth share a position and therefore their noise. At most one of them is on the
-accepted path, and which one depends on noise of earlier positions only, so on the path noise is fresh at every node.
+Following these choices through a draft tree (`spec_metadata.accept`) preserves the target's distribution, because
+drafts are deterministic. Speculative sampling accepts child k with p(c_k) / (1 - sum of p(c_j), j < k), and draws from
+the renormalised residual if no child is accepted. That has the same distribution as drawing t ~ p once, going to the
+child that holds t if one does, and emitting t otherwise. Two nodes of one depth share a position and therefore their
+noise. At most one of them is on the accepted path, and which one depends on noise of earlier positions only, so on the
+path noise is fresh at every node.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Sampling:
 
     temperature: logits are divided by it; 0 is greedy. top_k: the most likely tokens that may be chosen; 0 is all.
     top_p: of those, renormalised, the fewest most likely that hold this much probability. seed: any int64; requests of
-    one seed share their noise, so texts that shall be independent need seeds of their own. Raises `InvalidStepError`
-    for values out of range.
+    one seed share their noise, so independent texts need different seeds. Raises `InvalidStepError` for values out of
+    range.
     """
 
     temperature: float = 0.0

@@ -5,8 +5,8 @@ rows they have as many rows as the others; behind packed rows they have none, bu
 left over belong to.
 
 A graph reads a step from static buffers. `static_step` builds a step over them with safe contents (all rows padding),
-`copy_step` fills it from a real step before a replay, and `pad_step` makes the same padded layout from fresh tensors,
-for an eager step that must equal a replay bit for bit.
+`copy_step` fills it from a real step before a replay. `pad_step` makes the same padded layout from fresh tensors, for
+an eager step that must equal a replay bit for bit.
 """
 
 from __future__ import annotations

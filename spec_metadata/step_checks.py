@@ -166,7 +166,7 @@ def exact_lens(
 def check_place(
     query: AnyQuery, num_steps: int, paging: Paging, exact: tuple[int, ...] | None, max_committed: int | None
 ) -> None:
-    """Refuse to look up slots behind the committed tokens that a row has no place for, as far as the host knows.
+    """Refuse to look up slots after the committed tokens that a row has no place for, as far as the host knows.
 
     Of a bound it is known that a request may have so many tokens, and not which.
     """

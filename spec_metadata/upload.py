@@ -16,7 +16,7 @@ def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device; to a GPU through pinned memory, so that the host does not wait for what runs there.
 
-    Nobody need keep the pinned memory: torch's allocator gives it to nobody else until the copy has run.
+    The caller need not keep the pinned memory: torch's allocator does not reuse it until the copy has run.
     """
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)

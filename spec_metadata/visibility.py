@@ -75,7 +75,7 @@ class BlockRows:
     device: torch.device
 
     def behind_end(self) -> Tensor:
-        """[bs * width] int32: how far behind the last key of the block each row stands: 1 - width to 0."""
+        """[bs * width] int32: each row's position relative to the last key of the block: 1 - width to 0."""
         return torch.arange(1 - self.width, 1, dtype=torch.int32, device=self.device).repeat(self.bs)
 
 
@@ -112,7 +112,7 @@ def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
 
 
 def _num_added(step: Step, forward: int | None) -> int:
-    """Keys of the dense part behind the committed ones that the last row of each uniform request sees."""
+    """Keys of the dense part after the committed ones that the last row of each uniform request sees."""
     if step.is_tree:
         return 0
     if step.kind is StepKind.DRAFT_DECODE:
@@ -223,8 +223,8 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
 class KeptRows:
     """Leading query rows of each request of a uniform step, packed.
 
-    rows: [num_rows] int64, their numbers among the step's; 0 behind the last one. slots: [num_rows] int64, where they
-    are written; the reserved page behind the last one.
+    rows: [num_rows] int64, their numbers among the step's; 0 after the last one. slots: [num_rows] int64, where they
+    are written; the reserved page after the last one.
     """
 
     rows: Tensor

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "examples/*/README.md", "training/README.md")
+    for pattern in ("*.md", "docs/*.md", "docs/api/*.md", "examples/*/README.md", "*/README.md")
     for path in ROOT.glob(pattern)
 )
 LANGUAGES = ("python", "sh", "toml", "text")  # text is no code: output, or a layout

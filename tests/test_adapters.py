@@ -374,7 +374,7 @@ def test_situations_that_a_batch_is_not_are_refused() -> None:
         with pytest.raises(UnsupportedStepError, match=r"one width, the requests have \[4, 4, 6, 2\] query rows"):
             name_it()
     running, _ = mixed.split(2)
-    with pytest.raises(UnsupportedStepError, match="1 query row a request, these requests have 4"):
+    with pytest.raises(UnsupportedStepError, match="1 query row per request, these requests have 4"):
         running.decode()
 
 

@@ -218,7 +218,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        r"but (\S+) to (\S+) of the vendors'",
+        r"reach (\S+) to (\S+) of the vendors'",
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed"),
     ),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
@@ -227,7 +227,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
-    (MEASURED, r"lists of work take the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
+    (MEASURED, r"work lists take the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
     (MEASURED, r"attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
     (MEASURED, r"A cycle's kernels take the device (\S+) to (\S+) us", lambda: plan_graphs("kernel_us")),
     (MEASURED, r"in (\S+) to (\S+) nodes", lambda: plan_graphs("nodes")),

@@ -337,9 +337,9 @@ def test_more_draft_tokens_than_the_ring_allows() -> None:
     engine, step, _ = ready(1)
     lens, paging = step.seq_lens, step.paging
     for wide, reason in (
-        (Step.target_verify(5, lens, paging), "5 query rows a request .the 10 state rows of ratio 4 allow 4"),
-        (Step.draft_extend(UniformQuery(6), lens, paging), "6 query rows a request"),
-        (Step.draft_extend(PackedQuery.of((1, 5)), lens, paging), "5 query rows a request"),
+        (Step.target_verify(5, lens, paging), "5 query rows per request .the 10 state rows of ratio 4 allow 4"),
+        (Step.draft_extend(UniformQuery(6), lens, paging), "6 query rows per request"),
+        (Step.draft_extend(PackedQuery.of((1, 5)), lens, paging), "5 query rows per request"),
         (Step.draft_decode(1, 5, lens, paging), "4 draft forwards .the 10 state rows of ratio 4 allow 3"),
     ):
         with pytest.raises(UnsupportedStepError, match=reason):

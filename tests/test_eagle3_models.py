@@ -240,17 +240,17 @@ def of_layers(*layers: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (of_layers(0, 2, 4), r"behind the layers \[0, 2, 4\] of a target with 4; it needs 3 different ones"),
+        (of_layers(0, 2, 4), r"after the layers \[0, 2, 4\] of a target with 4; it needs 3 different ones"),
         (of_layers(0, 1, 1.5), r"eagle_aux_hidden_state_layer_ids=\[0, 1, 1\.5\]; it must be a list of layers"),
         (of_layers("a", 1, 2), r"eagle_aux_hidden_state_layer_ids=\['a', 1, 2\]; it must be a list of layers"),
         ({"eagle_config": [1, 2, 3]}, r"eagle_config in .* is \[1, 2, 3\]; it must be a table"),
-        (of_layers(-1, 2, 3), r"behind the layers \[-1, 2, 3\]"),
+        (of_layers(-1, 2, 3), r"after the layers \[-1, 2, 3\]"),
         (of_layers(0, 3), r"fc\.weight is \[32, 96\], not \[32, 64\]"),
-        (of_layers(0, 0, 3), r"behind the layers \[0, 0, 3\]"),
-        (of_layers(3, 2, 0), r"behind the layers \[3, 2, 0\].*from low to high"),
+        (of_layers(0, 0, 3), r"after the layers \[0, 0, 3\]"),
+        (of_layers(3, 2, 0), r"after the layers \[3, 2, 0\].*from low to high"),
         (
             {"eagle_config": {}},
-            r"behind the layers \[1, 1, 0\] of a target with 4.*fewer than 7 layers need them named",
+            r"after the layers \[1, 1, 0\] of a target with 4.*fewer than 7 layers need them named",
         ),
         (
             {"eagle_config": {"use_aux_hidden_state": False}},
@@ -260,7 +260,7 @@ def of_layers(*layers: object) -> dict[str, Any]:
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
             r"before the layers \[1, 2, 3\] and, in eagle_config, behind \[0, 2, 3\]; these are not the same",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4], "eagle_config": {}}, r"behind the layers \[-1, 0, 3\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4], "eagle_config": {}}, r"after the layers \[-1, 0, 3\]"),
         ({"num_hidden_layers": 2}, r"missing: layers\.1\.input_layernorm\.weight, "),
         ({"hidden_size": 64}, "does not fit the target: .* hidden size 64; .* hidden size 32"),
         ({"vocab_size": 65}, "does not fit the target: .* vocabulary 65, .* vocabulary 64"),

@@ -97,7 +97,7 @@ def test_a_cache_of_another_format_is_refused_by_name(world: World) -> None:
 def test_a_tree_of_more_tokens_than_a_gpus_kernel_reads(kind: StepKind) -> None:
     """Refused with the step, before a token is stored."""
     small, large = (World(Setup(FA3Backend, CacheFormat.KV, 16, topk)) for topk in (2, 200))
-    for world, reasons in ((small, []), (large, ["a draft tree of 600 tokens a request (on a GPU at most 512)"])):
+    for world, reasons in ((small, []), (large, ["a draft tree of 600 tokens per request (on a GPU at most 512)"])):
         step = Scene(world, Batch(kind, (5, 3))).step()
         assert not world.backend.unsupported_reasons(step)
         world.backend.device = torch.device("cuda")

@@ -167,7 +167,7 @@ def test_an_empty_batch(tree_join):
 if "triton" in BOTH:
 
     def test_more_keys_than_the_kernel_takes_are_refused():
-        with pytest.raises(ValueError, match="513 drafted tokens a request, the kernel at most 512"):
+        with pytest.raises(ValueError, match="513 drafted tokens per request, the kernel at most 512"):
             interpreted("triton_tree", "_tree_join").tree_join(*tree_arguments(Sizes(1, 1, 513, 1, 1, 16, 16)))
 
 

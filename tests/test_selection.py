@@ -86,7 +86,11 @@ def test_auto_passes_over_a_kernel_that_the_models_layers_do_not_suit(changes, w
     ("changes", "capacity", "reason"),
     [
         ({}, Capacity(2, 28, 16, topk=2, num_steps=2, num_draft_tokens=4), "a draft tree"),
-        ({"max_width": 3}, Capacity(2, 28, 16, num_steps=3, num_draft_tokens=4), "4 query rows a request (at most 3)"),
+        (
+            {"max_width": 3},
+            Capacity(2, 28, 16, num_steps=3, num_draft_tokens=4),
+            "4 query rows per request (at most 3)",
+        ),
     ],
 )
 def test_auto_passes_over_a_kernel_that_the_capacitys_steps_do_not_suit(changes, capacity, reason):

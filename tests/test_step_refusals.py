@@ -158,7 +158,7 @@ BUCKETS: dict[str, Bucket | TokenBucket] = {
     r"at least 1 request and 1 query row, got \(decode bs=0 width=1\)": Bucket(StepKind.DECODE, 0, 1),
     r"at least 1 request and 1 query row, got \(target_verify bs=2 width=0\)": Bucket(StepKind.TARGET_VERIFY, 2, 0),
     r"at least 1 request and 1 query row, got \(prefill bs=2 num_tokens=0\)": TokenBucket(StepKind.PREFILL, 2, 0),
-    r"a decode step has 1 query row a request, got \(decode bs=2 width=2\)": Bucket(StepKind.DECODE, 2, 2),
+    r"a decode step has 1 query row per request, got \(decode bs=2 width=2\)": Bucket(StepKind.DECODE, 2, 2),
     "adds 5000 tokens to a request; the capacity holds": Bucket(StepKind.TARGET_VERIFY, 2, 5000),
     "adds 400 tokens to a request; the capacity holds": Bucket(StepKind.DRAFT_DECODE, 2, 2, 200, tree=True),
     "a prefill step has packed rows": Bucket(StepKind.PREFILL, 2, 4),

@@ -170,7 +170,7 @@ UNFIT = {
 def test_what_does_not_fit_is_refused(form, position, wrong):
     given = arguments(GROUPED, form, True)
     given[position] = wrong(given[position])
-    with pytest.raises(ValueError, match=r"do not fit together; needed are q \[num_tokens, num_heads, dim\]"):
+    with pytest.raises(ValueError, match=r"do not fit together. Needed are q \[num_tokens, num_heads, dim\]"):
         paged_attention(*given)
 
 

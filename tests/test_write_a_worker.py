@@ -16,9 +16,9 @@ def test_its_blocks_run_one_after_the_other():
     exec(compile(source, PAGE, "exec", dont_inherit=True), {"__name__": "guide"})
 
 
-def test_the_contract_of_the_readme_leads_to_it():
-    contract = (ROOT / "README.md").read_text().split("## The contract")[1].split("\n## ")[0]
-    assert f"docs/{PAGE}" in contract
+def test_the_example_of_the_readme_leads_to_it():
+    example = (ROOT / "README.md").read_text().split("## Example")[1].split("\n## ")[0]
+    assert f"docs/{PAGE}" in example
 
 
 def test_its_links_lead_somewhere():

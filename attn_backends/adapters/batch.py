@@ -64,7 +64,7 @@ class BlockTableBatch:
         return Step.prefill(query, self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
 
     def decode(self) -> Step:
-        """One new token a request."""
+        """One new token per request."""
         self._check_width("decode", 1)
         return Step.decode(self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed)
 
@@ -126,7 +126,7 @@ class BlockTableBatch:
         if self._width(situation) != width:
             raise UnsupportedStepError(
                 f"a {situation} step",
-                [f"it has {width} query row a request, these requests have {self.query_lens[0]}"],
+                [f"it has {width} query row per request, these requests have {self.query_lens[0]}"],
                 "target_verify() or draft_extend() if they are drafted tokens, prefill() if they are a prompt",
             )
 

@@ -230,7 +230,9 @@ class ForwardBatches:
         if front != 0:
             reasons.append(f"a draft extend that starts {front} tokens before the committed length (num_front_tokens)")
         if reasons:
-            raise UnsupportedStepError("SGLang's ForwardBatch", reasons, "extend by one width behind the committed")
+            raise UnsupportedStepError(
+                "SGLang's ForwardBatch", reasons, "extend by one width after the committed tokens"
+            )
         return Step.draft_extend(
             UniformQuery(width),
             _prefix_lens(batch)[:bs],

@@ -235,8 +235,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     def check_prefix(self, num_tokens: int) -> None:
         """Refuse to start a request on this many tokens of another one's cache if states would be missing there.
 
-        States of the tokens before are found in the pages that hold them, so whole pages can be shared and no others:
-        the ring of a page that is shared in part holds the states of the other request's later tokens.
+        States of the tokens before are found in the pages that hold them, so only whole pages can be shared. The ring
+        of a page that is shared in part holds the states of the other request's later tokens.
         """
         page_size = self.geometry.page_size
         if num_tokens % page_size:
@@ -340,7 +340,7 @@ def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:
     if isinstance(step.query, BoundedQuery):
         return []  # a graph's: what it is replayed on has lengths, and is asked then
     if step.kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
-        most, asked, unit = compressed.max_rows(window, ring, page_size), step.width, "query rows a request"
+        most, asked, unit = compressed.max_rows(window, ring, page_size), step.width, "query rows per request"
     elif step.kind is StepKind.DRAFT_DECODE:
         most, asked, unit = compressed.max_draft_forwards(window, ring, page_size), step.num_forwards, "draft forwards"
     else:

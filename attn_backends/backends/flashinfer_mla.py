@@ -3,7 +3,7 @@
     out[t] = softmax(scale * q[t] @ latent[visible(t)].T) @ latent[visible(t), :rank]
 
 q [num_tokens, num_heads, rank + rope] is absorbed; the cache holds latents [num_pages, page_size, rank + rope]. Every
-step kind, prefill too, is one such batch. FlashInfer's list of work is of one length a request, so draft forwards share
+step kind, prefill too, is one such batch. FlashInfer's work list is of one length a request, so draft forwards share
 that of the committed tokens, planned once, and what they drafted is read by slot.
 """
 

@@ -87,7 +87,7 @@ def run_command(program: str, command: Command, words: Sequence[str]) -> int:
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """The exit code of what runs, as `main` has it; what ends it early is told in one line."""
+    """The exit code of what runs, as `main` has it; an error that ends it is reported in one line."""
     try:
         try:
             return run()

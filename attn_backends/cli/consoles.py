@@ -79,7 +79,7 @@ class Bar:
 
 @contextmanager
 def progress(what: str, unit: str, total: int | None = None) -> Iterator[Bar]:
-    """A bar on standard error, if that is a terminal. total: of units, None if nobody knows."""
+    """A bar on standard error, if that is a terminal. total: of units, None if unknown."""
     console = error_console()
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
     counted = (BarColumn(), MofNCompleteColumn(), TextColumn(unit)) if total is not None else ()

@@ -1,4 +1,4 @@
-"""`list` and `info`: what backends there are, what of them runs on this machine, and why not where it doesn't."""
+"""`list` and `info`: the backends, which of their kernels run on this machine, and why others do not."""
 
 from __future__ import annotations
 

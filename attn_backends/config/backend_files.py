@@ -15,8 +15,8 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ExpectedFailureOptions(Options):
-    """What a backend is known to fail in the conformance suite: a check's id, a case's name or pattern, why, and where
-    that is told.
+    """What a backend is known to fail in the conformance suite: a check's id, a case's name or pattern, why, and a
+    link.
     """
 
     check: str

@@ -1,7 +1,7 @@
 """The catalogue of checks: plain functions with an id, what they are about, and the cases that they run on.
 
-A check is called with a subject and a case. It returns what it measured, or raises `CheckFailure`. Nobody can override
-one: what a backend is known to fail is data (`expected_failures`).
+A check is called with a subject and a case. It returns what it measured, or raises `CheckFailure`. A backend cannot
+override one; known failures are data (`expected_failures`).
 """
 
 from __future__ import annotations

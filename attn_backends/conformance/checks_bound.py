@@ -1,4 +1,4 @@
-"""Graphs that are planned from an engine's own buffers, which nobody copies (`BoundInputs`)."""
+"""Graphs that are planned from an engine's own buffers, without a copy (`BoundInputs`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANYTHING = 2**30  # in padding, where an engine says how many requests are real
 
 class BoundGraph(Captured):
     """A graph whose metadata reads an engine's buffers. By the case's seed the engine counts its real requests and
-    leaves anything behind them, or fills padding by a convention and leaves slots to be found in the table.
+    leaves anything after them, or fills padding by a convention and leaves slots to be found in the table.
     """
 
     def capture(self, bucket: Bucket | TokenBucket) -> Metadata:

@@ -267,7 +267,7 @@ def owns_its_inputs(subject: Subject, case: Case) -> Measured:
 
 @check("graph.guards", any_graph(growing))
 def guards(subject: Subject, case: Case) -> Measured:
-    """In checking mode, nobody writes next to a declared buffer, or a value outside its declared range."""
+    """In checking mode, nothing is written next to a declared buffer, and no value outside its declared range."""
     world = world_of(replace(setup_of(subject, case), checking=True))
     captured = Captured(world, case)
     captured.run(scene_of(world, batch_of(case), case.seed + 1), case)

@@ -109,7 +109,7 @@ def _decodes(subject: Subject) -> list[Case]:
 @check("cache.reads_alone", _decodes)
 def reads_alone(subject: Subject, case: Case) -> Measured:
     """A decode whose own token is in the cache already, as the last committed one is, attends without a store and
-    changes no byte, in every forward that shares its metadata; a store by that is refused.
+    changes no byte, in every forward that shares its metadata. A store by that is refused.
     """
     world = world_of(setup_of(subject, case))
     if case.path == "eager":

@@ -246,8 +246,8 @@ _STALE = "captured metadata that the replay of another graph has overwritten"
 
 @check("graph.stale_everywhere", one_page_size(joined(graph(growing), packed_graph(growing))))
 def stale_everywhere(subject: Subject, case: Case) -> Measured:
-    """What was captured and is overwritten by now is refused by `refresh`, and one forward of it by `store` and
-    `forward`, not by `at` alone.
+    """Captured metadata that was overwritten is refused by `refresh`; one forward of it by `store` and `forward`, and
+    not only by `at`.
     """
     world = world_of(setup_of(subject, case))
     large, scene = Captured(world, case), scene_of(world, batch_of(case), case.seed + 1)

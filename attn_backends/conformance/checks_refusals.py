@@ -165,7 +165,7 @@ def draft_block(subject: Subject, case: Case) -> Measured:
     ),
 )
 def width(subject: Subject, case: Case) -> Measured:
-    """More query rows a request than declared."""
+    """More query rows per request than declared."""
     return _refused_step(subject, case)
 
 

@@ -104,5 +104,5 @@ def draft_extend(subject: Subject, case: Case) -> Measured:
 
 @check("scale.prefill", large(StepKind.PREFILL, packed=True))
 def prefill(subject: Subject, case: Case) -> Measured:
-    """Prompts of more than two pages, among others that go on behind a prefix of more than three."""
+    """Prompts of more than two pages, among others that continue a prefix of more than three."""
     return _measure(subject, case)

@@ -26,7 +26,7 @@ def _on_a_gpu(subject: Subject) -> list[Case]:
 
 @check("streams.planned_beside_a_graph", _on_a_gpu)
 def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
-    """A phase is planned on a second stream while another one's graph runs; its own graph runs behind an event of that.
+    """A phase is planned on a second stream while another one's graph runs; its own graph runs after an event of that.
 
     The graph that runs has been delayed, and the planning for longer: whoever does not wait for the event attends by
     what was planned before.

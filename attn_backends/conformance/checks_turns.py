@@ -93,8 +93,8 @@ def _added(case: Case) -> tuple[int, ...]:
 
 
 def first_of(case: Case, path: str) -> Case:
-    """The step of the kind that comes before a case's: as many requests, of as many keys each as far as it goes, so
-    that what is kept by lengths alone is taken for this one's.
+    """The step of the kind that comes before a case's: as many requests, with as many keys each where possible. So
+    state that is keyed by lengths alone is confused with this one's.
     """
     kind, bs = StepKind(case.after), len(case.lens)
     least = 0 if kind is StepKind.PREFILL else 1
@@ -153,7 +153,7 @@ def kinds_in_turn(subject: Subject, case: Case) -> Measured:
 @check("graph.kinds_in_turn", _pairs("graph"))
 def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
     """A graph of one kind gives the same bits after a capture and a replay of any other kind (an eager step, where that
-    can't be captured) on the same backend, which is right ever after.
+    can't be captured) on the same backend.
     """
     alone = run_case_through_graph(subject, replace(case, after=""))
     world = world_of(setup_of(subject, case))

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote: what was allocated, planned into or used by another launch may hold anything."""
+"""Uninitialised memory: an allocation, a plan or a workspace may hold any value."""
 
 from __future__ import annotations
 

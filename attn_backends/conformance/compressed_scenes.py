@@ -152,7 +152,7 @@ class CompressedScene(Scene):
         return {name: pool if pool.dtype is torch.uint8 else pool.flatten(0, 1) for name, pool in pools.items()}
 
     def place_of(self, pool: str, row: int) -> str:
-        """Where a row of `compared` lies and whose it is, in words."""
+        """A description of a row of `compared`: its place and its owner."""
         per_page = self.world.places[pool].shape[0]
         if self.world.places[pool].dtype is None:
             return f"page {row} must not hold this"

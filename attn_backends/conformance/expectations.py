@@ -16,7 +16,7 @@ from attn_backends.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpectedFailure:
-    """One known failure. check: its id. case: a case's name, or a pattern. reason, link: why, and where it is told."""
+    """One known failure. check: its id. case: a case's name, or a pattern. reason: why. link: of a report."""
 
     check: str
     case: str
@@ -59,7 +59,7 @@ def unmet(subject: Subject, expected: Iterable[ExpectedFailure], cases: Collecti
     """A row for every expected failure that no case of a run can show.
 
     cases: what is run. One that names no case of the subject's has failed; one whose cases are not among these was not
-    looked for, and its row says so.
+    looked for, and its row records that.
     """
     ran = {(case.check, case.name) for case in cases}
     rows = []

@@ -1,4 +1,4 @@
-"""What a person reads of failures: the most basic group of checks first, and of each all that it takes to go on."""
+"""How failures are printed: the most basic group of checks first, and of each all that is needed to debug it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _first_of_each(by_check: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
 
 
 def explained(row: Row, again: str, picture: str = "") -> str:
-    """What a person needs in order to go on: what was checked, on what, what came of it, and how to see it again.
-    again, picture: commands (`conformance.commands`).
+    """What is needed to debug a failure: the check, the case, the difference, and the command that repeats it. again,
+    picture: commands (`conformance.commands`).
     """
     lines = [f"{row.status}: {row.check} on {row.backend} ({row.kernel})", row.reason]
     lines.append(f"check: {CATALOGUE[row.check].about}")

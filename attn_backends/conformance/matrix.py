@@ -29,7 +29,7 @@ COMMAND = "python -m attn_backends.conformance.matrix"
 PAGE, RESULTS = Path("docs/matrix.md"), Path("docs/results")
 SHOWN = ("conformance", "demo", "bench")  # how the names of files begin
 _COLUMNS = (
-    "kernel", "steps", "pages", "head sizes", "query heads", "rows a request", "packed", "trees", "LSE", "graphs",
+    "kernel", "steps", "pages", "head sizes", "query heads", "rows per request", "packed", "trees", "LSE", "graphs",
     "packed graphs", "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
 )  # fmt: skip
 # A column that only these rows have; title; what it means; columns.
@@ -37,7 +37,7 @@ _NUMBERS = (
     (
         "tokens_per_cycle",
         "Speculative decoding",
-        "Held against plain decoding: the same tokens, or consistent with them where rows of low precision round.",
+        "Compared with plain decoding: the same tokens, or consistent with them where rows of low precision round.",
         (
             "backend",
             "kernel",

@@ -53,10 +53,10 @@ def budget(exact: Tensor, rounded: Tensor, dtype: torch.dtype) -> float:
     in that precision, plus one rounding step of the largest number.
 
     rounded: what the reference gives. For float64 it is the reference in float32, with its error scaled to float64, and
-    the budget is eight times as large: there the oracle is no more exact than what is held against it, matrix products
-    round differently on another processor, and no mistake is that small. For float32 it is four times as large: a
-    processor sums the products of a head in some sixteen lanes, a kernel on a GPU one after the other, and the error of
-    a sum grows like the root of what it adds up.
+    the budget is eight times as large. There the oracle is no more exact than what is compared with it, matrix products
+    round differently on another processor, and no mistake is that small. For float32 it is four times as large. A
+    processor sums the products of a head in some sixteen lanes, a kernel on a GPU one after the other. The error of a
+    sum grows like the root of what it adds up.
     """
     if exact.numel() == 0:
         return 0.0

@@ -36,9 +36,9 @@ class Row:
     """One executed or listed case, or several that came to the same (`summary`).
 
     case: None where nothing was run, or where there are several. cases: how many. reason: why it is not a plain pass.
-    max_err, budget: the largest error and what it was held to, where the check compares numbers; of several cases, of
-    the one closest to its budget. ms: wall time of all. excused: not run, and no failure even where everything
-    must run: a kernel for another architecture, or a second source of one that ran.
+    max_err, budget: the largest error and its limit, where the check compares numbers; of several cases, of the one
+    closest to its budget. ms: wall time of all. excused: not run, and no failure even where everything must run: a
+    kernel for another architecture, or a second source of one that ran.
     """
 
     backend: str

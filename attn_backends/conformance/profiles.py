@@ -24,8 +24,8 @@ EXTRAS = ("window", "sinks")
 
 @dataclass(frozen=True)
 class Profile:
-    """A part of the suite. about: in words. holds: whether a case belongs to it. kinds: of which each must have passed
-    a case.
+    """A part of the suite. about: a description. holds: whether a case belongs to it. kinds: step kinds that must each
+    have passed a case.
     """
 
     name: str
@@ -139,6 +139,6 @@ def _passes(profile: Profile, rows: Sequence[Row]) -> bool:
 
 
 def told(names: Sequence[str]) -> str:
-    """What a kernel passes, in words."""
+    """A sentence that names what a kernel passes."""
     *most, last = names or ("no profile",)
     return f"passes {' and '.join(filter(None, [', '.join(most), last]))} of contract {CONTRACT}"

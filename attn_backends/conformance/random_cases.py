@@ -1,7 +1,7 @@
 """Random cases: cases of the suite on other lengths, in worlds of other sizes, with other pages, tables and contents.
 
-A case is drawn from a seed, its group and what the suite has for the kernel, and says all of itself: what it shows is
-shown again by the case alone (`--case`), whatever the suite has by then.
+A case is drawn from a seed, its group and the suite's cases for the kernel, and is complete in itself: `--case` repeats
+it alone, even if the suite has changed since.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A report as one HTML file: a matrix of checks and kernels, and every case behind its cell."""
+"""A report as one HTML file: a matrix of checks and kernels, and every case, folded under its cell."""
 
 from __future__ import annotations
 

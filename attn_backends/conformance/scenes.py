@@ -1,7 +1,7 @@
 """Batches placed in a hostile paged cache by the suite's own code, and what every row of them must see and write.
 
 A `Scene` is one batch in a `World`. It keeps each request's tokens by name, an int for a token position and a tuple for
-a drafted tree node, with their vectors and slots; it shares no code with the plans that it is used to test.
+a drafted tree node, with their vectors and slots. It shares no code with the plans that it is used to test.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class Scene:
         """Make `expected` what a right memory is, where it may differ in rounding."""
 
     def place_of(self, part: str, row: int) -> str:
-        """Where a row of a part of `compared` lies, and whose it is, in words."""
+        """A description of a row of a part of `compared`: its place and its owner."""
         page, offset = divmod(row, self.world.geometry.page_size)
         return f"slot {row} (page {page}, offset {offset}) must not hold this: {self.owner(row)}"
 
@@ -283,7 +283,7 @@ class Scene:
         return [self.requests[row.request].slots[row.token] for row in self.rows[forward]]
 
     def owner(self, slot: int) -> str:
-        """Whose a slot is, in words."""
+        """A description of a slot's owner."""
         for index, request in enumerate(self.requests):
             for name, owned in request.slots.items():
                 if owned == slot:

@@ -43,7 +43,7 @@ class Selection:
             )
 
     def cases(self, subject: Subject) -> list[Case]:
-        """The cases of a subject, those of the suite and the random ones behind them."""
+        """The cases of a subject, those of the suite and the random ones after them."""
         holds = PROFILES[self.profile].holds if self.profile else _any
         known = selected_cases(subject, self.select, QUICK_CASES if self.quick else None, holds)
         if not self.effort:

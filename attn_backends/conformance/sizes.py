@@ -49,7 +49,7 @@ class Size:
         return max(2, -(-(committed + self.room(topk)) // page_size))
 
     def cache_pages(self, page_size: int, topk: int) -> int:
-        """Pages of the cache: those of all requests, a reserved one and some that nobody owns."""
+        """Pages of the cache: those of all requests, a reserved one and some that no request owns."""
         most = self.row_pages(page_size, topk) + self.spare_pages
         least = min(most, 2 + self.room(topk) * max(self.num_steps, 1) // page_size)
         num_full = min(self.full or self.max_bs, self.max_bs)

@@ -138,7 +138,7 @@ def _contract_reason(backend: type[AttentionBackend]) -> str:
 
 
 def check_constructor(subject: Subject, cases: Sequence[Case]) -> None:
-    """Refuse a backend that can't even be made; a foreign one is made in its own process, where its cases say so."""
+    """Refuse a backend that can't even be made; a foreign one is made in its own process, where its cases report it."""
     here = cases[:1] if not issubclass(subject.backend, ForeignBackend) else ()
     try:
         for case in here:

@@ -230,7 +230,7 @@ def layer_of(
     size: str = "",
 ) -> tuple[AttentionLayer, tuple[int, int]]:
     """A layer, and [kv_heads, dim] of its cache entries. sizes: of a query-key and a value head, heads: numbers of
-    query heads to choose from, if not any will do. The scale keeps scores as far apart whatever the sizes.
+    query heads to choose from; None allows any. The scale keeps scores as far apart whatever the sizes.
     """
     known = size_of(size)
     if format is CacheFormat.KV:

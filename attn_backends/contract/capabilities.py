@@ -37,7 +37,7 @@ class Capabilities:
     of their lengths its launch takes bounds alone from the host, and requests may have no row.
     needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
     request does not see (it multiplies them by zero, so they must be finite). rounded_lse: its log-sum-exp counts
-    softmax weights that were rounded to the query's type. window, sinks, kv_scales: what of a layer's extras it
+    softmax weights that were rounded to the query's type. window, sinks, kv_scales: which parts of a layer's extras it
     implements; tree_window: a window over a draft tree too, whose rows differ in the first key of the prefix that they
     see. Sinks over a tree are counted where its parts are joined; the log-sum-exp is of keys alone everywhere.
     """
@@ -91,7 +91,7 @@ class Capabilities:
         """Why so many query rows of a request, of a tree or not, are not supported; empty if they are."""
         reasons = []
         if self.max_width is not None and width > self.max_width:
-            reasons.append(f"{width} query rows a request (at most {self.max_width})")
+            reasons.append(f"{width} query rows per request (at most {self.max_width})")
         if is_tree and not self.tree:
             reasons.append("a draft tree (it needs a non-causal kernel that returns a log-sum-exp)")
         return reasons

@@ -1,8 +1,8 @@
 """A kernel of a backend: how it is launched, what it can do, and what its vendor plans before the launch.
 
 Some vendors turn a plan into a schedule first: which block of threads reads which keys. A schedule depends on the shape
-of the layers, so it is made when a layer of a shape first attends under a metadata, and renewed with it ever after: on
-the device by `refresh`, and on the host by `plan_host` where the vendor plans there (rule R9).
+of the layers. It is made when a layer of a shape first attends under a metadata, and then renewed with it. That is done
+on the device by `refresh`, and on the host by `plan_host` where the vendor plans there (rule R9).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Plan = TypeVar("Plan")
 
 
 class LayerShape(NamedTuple):
-    """What of a layer a vendor's schedule depends on. dtype, cache_dtype: of queries and of the cache's entries.
-    window: of a sliding-window layer. variant: what else of a backend's own layers a schedule depends on.
+    """The properties of a layer that a vendor's schedule depends on. dtype, cache_dtype: of queries and of the cache's
+    entries. window: of a sliding-window layer. variant: what else of a backend's own layers a schedule depends on.
     """
 
     num_heads: int

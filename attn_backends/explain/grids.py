@@ -43,7 +43,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """A request in a forward. title: in words; request -1 is padding."""
+    """A request in a forward. title: a sentence; request -1 is padding."""
 
     title: str
     columns: tuple[Column, ...]

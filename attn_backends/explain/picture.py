@@ -24,7 +24,7 @@ Faults = tuple[list[str], list[str]]  # of seeing and of writing, in words
 @dataclass(frozen=True)
 class RowPicture:
     """A row of a forward. number: in the batch. law: what it must do; None for a padded row. seen, writes: what its
-    kernel got, as in `ForwardReading`. seeing, writing: what is wrong with either, in words.
+    kernel got, as in `ForwardReading`. seeing, writing: a description of what is wrong with either.
     """
 
     number: int
@@ -45,9 +45,9 @@ class RowPicture:
 class Picture:
     """A step as a backend's kernel got it.
 
-    backend, kernel, planner, path: what made and read it. step: in words. geometry: of the cache. requests: the real
-    ones. forwards: rows of each; none if a buffer holds what no kernel may read. buffers: the declared ones and the
-    tree's. problems: values outside of what buffers declare.
+    backend, kernel, planner, path: what made and read it. step: a description. geometry: of the cache. requests: the
+    real ones. forwards: rows of each; none if a buffer holds what no kernel may read. buffers: the declared ones and
+    the tree's. problems: values outside of what buffers declare.
     """
 
     backend: str
@@ -73,7 +73,7 @@ class Picture:
 
     @property
     def verdict(self) -> str:
-        """What came of it, in words."""
+        """A sentence with the result."""
         if self.problems:
             return "; ".join(self.problems)
         if not self.wrong_rows:

@@ -3,7 +3,7 @@
 Triton parses every argument of every launch, and with forty of them that takes about as long as the launch. Here they
 stand in memory as the kernel reads them, which the driver copies whole, and a launch writes the few that move. The
 driver says where the parameters of a kernel lie (`cuFuncGetParamInfo`, CUDA 12.4). They must be those of its signature,
-and behind them at most two pointers to scratch memory, which Triton 3.6 adds and a kernel that needs none never reads;
+and after them at most two pointers to scratch memory, which Triton 3.6 adds and a kernel that needs none never reads;
 else Triton launches it. Triton's launch hooks see nothing of such a launch; CUPTI, and so torch's profiler, does.
 """
 

@@ -31,12 +31,12 @@ def on_its_device(launch: Callable[Concatenate[Tensor, Rest], Result]) -> Callab
 
 
 def is_watched() -> bool:
-    """Whether somebody is to see operators: a compiler that traces, or a dispatch mode such as a recording."""
+    """Whether operators are being watched: a compiler that traces, or a dispatch mode such as a recording."""
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 
 
 def undispatched(operator: Callable[..., Result], on_cuda: Callable[..., Result]) -> Callable[..., Result]:
-    """An operator, called without torch's dispatcher where nobody else is to see it: on CUDA tensors as they are.
+    """An operator, called without torch's dispatcher, on CUDA tensors as they are, unless operators are being watched.
 
     on_cuda: what the dispatcher would call.
     """

@@ -2,8 +2,8 @@
 
 A program takes 64 query rows of a request (query rows times heads) and a part of its keys, two blocks of 64 at a time,
 as FlashMLA does (its "seesaw" schedule). One warp group multiplies the queries with the even block, the other with the
-odd one, and each adds up its half of the outputs, 64 x 256, over both blocks. So each hands its weights over through
-shared memory, while it has them in registers for its own product; as the running peak goes from one to the other and
+odd one, and each adds up its half of the outputs, 64 x 256, over both blocks. So each passes its weights on through
+shared memory, while it has them in registers for its own product. As the running peak goes from one to the other and
 back, one group computes weights while the other multiplies. A third one gathers latents (`cp.async`), entry by entry,
 so that pages may be of any size: half a block at a time, as soon as the group that read it last is through. What lies
 past a request's keys is not read and counts as zeros. Weights stand where the rotated elements of their block were.
@@ -29,7 +29,7 @@ docs/results/h200/kernels_gluon.json has all rows, the others were timed apart a
     128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
 
 So it reaches 0.84 to 0.89 of FlashMLA's speed where tensor cores are the limit, up to 620 TFLOP/s. A profile (ncu, 128
-x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can; 0.07 of the
+x 4096, width 1) has them at work in 0.60 of all cycles, memory at 0.49 and L2 at 0.67 of what they can. For 0.07 of the
 time a multiprocessor has no program, at the end. No unit is full: the groups wait for one another and for latents.
 Counted, not measured: shared memory is busy for about as many cycles as the tensor cores, because products of 64 x 64
 take both operands from there and latents come in beside them. FlashMLA has a ninth of the queries in registers instead,

@@ -70,14 +70,14 @@ def paged_attention(
     dimension; into how many parts a request's keys may be divided follows from its size, none at all is enough for one.
 
     window: of the keys that a row sees it attends to the last so many; blocks before are skipped. drafted: [num_tokens]
-    int32, keys that each row sees elsewhere, behind these, which its window counts too, or below zero how many of these
-    are after the row's own, max_query - 1 at most; only where not causal and all requests have max_query rows. sinks:
-    [num_heads] float32, the logit of a key without value, which takes its share of the softmax once.
+    int32, keys that each row sees elsewhere, after these, which its window counts too. Below zero it is how many of
+    these are after the row's own, max_query - 1 at most; only where not causal and all requests have max_query rows.
+    sinks: [num_heads] float32, the logit of a key without value, which takes its share of the softmax once.
 
     Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32, or
-    float64 for float64 queries, of the keys alone, sinks or not: parts can be joined by it, and their sink added then.
-    A row that sees nothing gets 0 and -inf. Keys past kv_lens, and those before every row's window, are not read: their
-    memory may hold NaN. Raises ValueError where shapes or types do not fit together.
+    float64 for float64 queries, of the keys only, with and without sinks. Parts can be joined by it, and their sink
+    added then. A row that sees nothing gets 0 and -inf. Keys past kv_lens, and those before every row's window, are not
+    read: their memory may hold NaN. Raises ValueError where shapes or types do not fit together.
     """
     return _call(
         q,
@@ -263,7 +263,7 @@ def _check(
         given = {"q": q, "k_pages": k_pages, "v_pages": v_pages, **lists, "partial_out": partial_out}
         raise ValueError(
             f"paged_attention: {', '.join(f'{name} {list(t.shape)} {t.dtype}' for name, t in given.items())} for "
-            f"{max_query} rows a request do not fit together; needed are q [num_tokens, num_heads, dim], pages "
+            f"{max_query} rows per request do not fit together. Needed are q [num_tokens, num_heads, dim], pages "
             "[num_pages, page_size, num_kv_heads, dim or v_dim] of one dtype, dense int32 lists, each indptr [bs + 1], "
             "page_ids [num] with a page_indptr or [bs, max_pages] without, and float32 scratch [num]"
         )

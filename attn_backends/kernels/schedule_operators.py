@@ -37,14 +37,14 @@ def share_out(
     """Share blocks of 64 keys of n requests out to parts of the GPU, in FlashMLA's format.
 
     lens: [n] int32, keys of each request. parts: [num_parts, 8] int32, written: first and last request of a part (both
-    inclusive), first block of the first and end block of the last, number of the first piece in its request, whether
-    the first and the last request are split, 0 (FlashMLA's `DecodingSchedMeta`). splits: [n + 1] int32, written: first
-    piece of each request among all, and the end. marks: [n, 2] int32, scratch. more_lens: [n] int32, keys of a second
-    list, which begin at a whole block; at most `most` of them are read, and `read_lens` [n] int32 is written with how
-    many.
+    inclusive), first block of the first and end block of the last, number of the first piece in its request. Then
+    whether the first and the last request are split, 0. The format is FlashMLA's `DecodingSchedMeta`. splits: [n + 1]
+    int32, written: first piece of each request among all, and the end. marks: [n, 2] int32, scratch. more_lens: [n]
+    int32, keys of a second list, which begin at a whole block; at most `most` of them are read, and `read_lens` [n]
+    int32 is written with how many.
 
     Requests lie on an axis of costs, a unit for each block, and every part gets an even share of the axis, so that a
-    block's part follows from its place alone. They lie one behind the other, an overhead between two. Where the longest
+    block's part follows from its place alone. They lie one after the other, an overhead between two. Where the longest
     allows it they lie evenly, so that parts begin with requests, which then have no more pieces than they need.
     FlashMLA fills one part after the other instead, by the same costs; its shares are as even.
     """

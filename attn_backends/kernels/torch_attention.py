@@ -1,11 +1,11 @@
 """Torch kernels, one per metadata format; each reads that format's tensors and nothing else.
 
-They are the definition that other kernels are held to, and what runs where no GPU is. Shapes depend on host bounds
-only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries, under autocast too.
-Keys that no row sees are never multiplied: unowned memory may hold NaN, and so may what lies before every window.
+They are the definition that other kernels are compared with, and run where there is no GPU. Shapes depend on host
+bounds only, so they can be recorded into a graph. Arithmetic is float32, or float64 for float64 queries, under autocast
+too. Keys that no row sees are never multiplied: unowned memory may hold NaN, and so may what lies before every window.
 
 k_scale, v_scale: what entries of the cache, which may be 8-bit floats, are multiplied by to give keys and values.
-window: of what a row sees it attends to the last so many keys. drafted: [num_tokens], what it sees besides, behind the
+window: of what a row sees it attends to the last so many keys. drafted: [num_tokens], what it sees besides, after the
 keys here, which its window counts too (None: nothing), or below zero how many of the keys here come after its own.
 sinks: [num_heads], the logit of a key without value: it takes its share of the softmax, and the log-sum-exp does not
 count it.

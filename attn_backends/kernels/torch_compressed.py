@@ -1,7 +1,7 @@
 """Torch kernels over windows and compressed entries (`spec_metadata.plans.compressed`): pool, select, attend.
 
-They are the definition that other kernels are held to. Arithmetic is float32, or float64 for float64 inputs. What a row
-does not see is replaced before it is multiplied: memory that nobody wrote may hold NaN.
+They are the definition that other kernels are compared with. Arithmetic is float32, or float64 for float64 inputs. What
+a row does not see is replaced before it is multiplied: uninitialised memory may hold NaN.
 
 A pool is its pages and `num_rows`, rows of a page: [num_pages, num_rows, dim] of rows as they are, or [num_pages,
 page_bytes(num_rows)] uint8 of rows in the 8-bit page format (`attn_backends.kernels.fp8_pages`). A slot is

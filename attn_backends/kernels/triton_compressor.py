@@ -7,10 +7,10 @@ row's state may take the place of one that an entry of the same forward is made 
 
 Arithmetic is float32.
 
-128 rows of a decode on an H200: 2.1 us for rows in 8-bit pages, 2.4 for states of 1024 channels, and 7.6 and 5.7 us
-for the 32 entries of ratio 4 that close in them, of 512 and 128 elements; the entry of ratio 128 that closes reads 512
-KiB, through 32 programs: 8.4 us (docs/results/h200/compressed.json). Each moves less than 2 MB, half a microsecond of a
-copy. It stops at its launches: one of about two microseconds, two for an entry.
+128 rows of a decode on an H200: 2.1 us for rows in 8-bit pages, 2.4 for states of 1024 channels. It takes 7.6 and 5.7
+us for the 32 entries of ratio 4 that close in them, of 512 and 128 elements. The entry of ratio 128 that closes reads
+512 KiB, through 32 programs: 8.4 us (docs/results/h200/compressed.json). Each moves less than 2 MB, half a microsecond
+of a copy. It stops at its launches: one of about two microseconds, two for an entry.
 """
 
 from __future__ import annotations

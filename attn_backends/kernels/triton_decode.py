@@ -1,18 +1,18 @@
-"""Attention over paged keys in Triton for few query rows a request: decode, drafts, verifies, draft extends.
+"""Attention over paged keys in Triton for few query rows per request: decode, drafts, verifies, draft extends.
 
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
-them) and a part of the request's keys; where requests are too few to fill the GPU, several programs divide the keys and
-a second launch merges their outputs by the log-sum-exp. Nothing is read on the host: the number of parts follows from
+them) and a part of the request's keys. Where requests are too few to fill the GPU, several programs divide the keys and
+a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. The number of parts follows from
 the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once. In a
-sliding window the parts begin at the block of the request's first window, and a tile of rows at that of its own; sinks
+sliding window the parts begin at the block of the request's first window, and a tile of rows at that of its own. Sinks
 are counted by the merge, or by the one part.
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
-On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs); at least what the 4.3 TB/s of a
-copy and the 785 TFLOP/s of a product of matrices, measured in the same run, would take; beside the best of the vendors'
-kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json, summed up in docs/kernels.md):
+On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.3
+TB/s of a copy and the 785 TFLOP/s of a matrix product, measured in the same run. The last column is the best of the
+vendors' kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json, summed up in docs/kernels.md):
 
     MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 141 us    153 to 160 us  (FlashInfer 152)
     the same, width 4                      622 MB, 73 GFLOP      at least 145 us    310 to 315 us  (FlashInfer 155)
@@ -22,19 +22,19 @@ kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json, summed 
 
 A kernel that mostly reads is faster than a copy. So this one keeps up with memory where 16 rows share an MLA head or 64
 a head of 128, and stops at three places. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch
-makes fewer programs than the GPU could hold: keys are divided for two programs a multiprocessor, and two tiles of 16
+makes fewer programs than the GPU could hold. Keys are divided for two programs a multiprocessor, and two tiles of 16
 rows may have too few loads on their way. MLA of 16 heads at 256 x 131072 reads 3.3 to 4.0 TB/s instead of 4.3 and takes
-1.1 to 1.3 times as long as the vendors, 32 heads over 8 over caches of 17 GB and more up to 1.2 times; why is not
-known.
+1.1 to 1.3 times as long as the vendors. 32 heads over 8, over caches of 17 GB and more, take up to 1.2 times as long.
+The cause is not known.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. For a product whose result goes into
-another one it lays all warps along the rows, of which there are but enough for one of the two warp groups: both compute
-the same 64 x 64 scores, by instructions of 32 keys, whose operands take the shared memory longer than the matrix units
-need to multiply them. And it loads the next block after the products of this one, to wait for it at once. Other tiles
-are slower for 128 heads (timed apart, not committed): 32 keys in three stages take 683 us, 128 keys in one 984, 32 rows
-709, 16 warps 1184. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is
-there.
+another one it lays all warps along the rows, of which there are only enough for one of the two warp groups. Both
+compute the same 64 x 64 scores, by instructions of 32 keys, whose operands take the shared memory longer than the
+matrix units need to multiply them. And it loads the next block after the products of this one, to wait for it at once.
+Other tiles are slower for 128 heads (timed apart, not committed): 32 keys in three stages take 683 us, 128 keys in one
+984, 32 rows 709, 16 warps 1184. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the
+Triton that is there.
 """
 
 from __future__ import annotations

@@ -2,14 +2,15 @@
 
 Two launches for a chunk of query rows. The first writes the scores of all visible entries, a program for a block of
 entries and a few rows of a request, which share the entries' keys. The second, a program for a row, finds the score of
-rank `topk` bit by bit, by counting the scores of at least so much, and then writes the slots of what lies above it, and
-of what equals it as many as are missing, in the order of entries. So of equal scores the lower entry wins, and the
-result does not depend on the run.
+rank `topk` bit by bit, by counting the scores that are at least as large. Then it writes, in the order of entries, the
+slots of the larger scores and as many of the equal ones as are missing. So of equal scores the lower entry wins, and
+the result does not depend on the run.
 
 32 requests of one row over 8192 entries, 64 heads of 128 in bfloat16, are 67 MB of keys, 16 us of an H200's copy
-bandwidth, and 4.3 GFLOP. Both launches take 56 us, with four rows a request 78 (docs/results/h200/compressed.json); of
-these the scores are 33 and 56 (timed apart, not committed). It stops at the cut, which counts a row's scores 32 times
-in one program: rows of more than a block read them again for each bit, and 32768 entries take 256 us (timed apart).
+bandwidth, and 4.3 GFLOP. Both launches take 56 us, with four rows per request 78 (docs/results/h200/compressed.json).
+Of these the scores are 33 and 56 (timed separately, not committed). It stops at the cut, which counts a row's scores 32
+times in one program: rows of more than a block read them again for each bit, and 32768 entries take 256 us (timed
+apart).
 
 Scores are float32, of products in the queries' type where the keys have it, else in float32 without TF32. A chunk has
 as many rows as SCRATCH_BYTES of scores hold, and at least one of each request.

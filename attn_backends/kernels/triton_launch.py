@@ -6,8 +6,8 @@ of the same types, so that what was compiled first is launched directly ever aft
 arguments again and again, but for a few, is bound to them once (`cuda_launch`). A `DirectLaunch` does so
 with a kernel that uses all that it can, and that every layer of a step launches, on tensors of its own.
 
-Of what stands in a tuple Triton uses all, whatever it is told. So numbers are `opaque` there, and the alignment of
-pointers belongs to the variant of a `Launch`.
+Triton specialises on every element of a tuple, even if it is declared otherwise. So numbers are `opaque` there, and the
+alignment of pointers belongs to the variant of a `Launch`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
 def opaque(numbers: Numbers) -> Numbers:
-    """A named tuple of numbers of less than 30 bits as others, of which none is 1 or a multiple of 16; kernels read
-    `triton_step.number` of each.
+    """A named tuple of numbers below 30 bits, encoded so that none is 1 or a multiple of 16, on which Triton
+    specialises; kernels decode each with `triton_step.number`.
     """
     make: Callable[..., Numbers] = type(numbers)
     return make(*(2 * each + 3 for each in numbers))

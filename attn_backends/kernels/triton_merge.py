@@ -128,7 +128,7 @@ def _call(
     causal: bool,
     window: int | None,
 ) -> Call:
-    """num_rows: of all requests at the most, real ones, and query heads."""
+    """num_rows: of all requests at most, real ones, and query heads."""
     most, num_tokens, num_heads = num_rows
     block_splits = triton.next_power_of_2(num_splits)
     merged_at_once = min(block_splits, _MAX_PARTS)

@@ -82,7 +82,7 @@ def _plan_pages(
     sizes,
     BLOCK: tl.constexpr,
 ):
-    """All metadata of a request, or behind the last one the ends.
+    """All metadata of a request, or after the last one the ends.
 
     starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row of them a request.
     """

@@ -2,7 +2,7 @@
 
 A program takes a request in a forward, or shares it with a few others: some go row by row, some entry by entry, since
 either waits for memory again and again. Entries that close in a forward lie one after the other, request after request,
-so every program for them adds up the lengths of all requests itself; what is left of those lists is padded by all of
+so every program for them adds up the lengths of all requests itself. What is left of those lists is padded by all of
 them together.
 """
 
@@ -205,7 +205,7 @@ def _plan_made(
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """One ratio's entries that a request closes in a forward, behind those of the requests before it, and padding."""
+    """One ratio's entries that a request closes in a forward, after those of the requests before it, and padding."""
     request, ratio = tl.program_id(0), number(sizes.ratio)
     before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
     for first_other in range(0, number(step.bs), BLOCK):
@@ -260,7 +260,7 @@ def _plan_compressed(
     NUM_RATIOS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All metadata of a request in a forward, or behind the last request the end. entries, sizes: of each ratio.
+    """All metadata of a request in a forward, or after the last request the end. entries, sizes: of each ratio.
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """

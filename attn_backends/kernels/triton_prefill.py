@@ -1,9 +1,9 @@
 """Attention of packed queries over paged keys as one Triton launch: prefill, in whole or in chunks.
 
-A program takes one KV head and a block of query rows of one request: tokens times the query heads that share the KV
-head, so that MLA's 16 heads fill a block with 4 tokens. It passes over the keys that its rows see with a running
-softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole, then those at the causal edge; of a
-sliding window the blocks at its lower edge come before these, and blocks before it are skipped. MLA's
+A program takes one KV head and a block of query rows of one request. The block's rows are tokens times the query heads
+that share the KV head, so that MLA's 16 heads fill a block with 4 tokens. It passes over the keys that its rows see
+with a running softmax (FlashAttention-2, Dao 2023), first the blocks that every row sees whole, then those at the
+causal edge. Of a sliding window the blocks at its lower edge come before these, and blocks before it are skipped. MLA's
 latents are read once, for scores and for values. Requests are found in cu_seqlens, so the grid is as large as the
 packed rows and the batch, whatever their lengths; the blocks with most keys start first.
 
@@ -230,7 +230,7 @@ def _paged_attention(
     DOT: tl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, stride of a table of pages, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
+    None, stride of a page table, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
     """
     bs, width, table_stride, group = shape
     block = tl.num_programs(0) - 1 - tl.program_id(0)

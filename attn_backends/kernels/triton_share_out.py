@@ -70,7 +70,7 @@ def _search(marks, n, bound, STEPS: tl.constexpr):
 
 @triton.jit
 def _store_part(parts, part, begin, end, used, n, begin_block, end_block, piece, is_begin_split, is_end_split):
-    """Write the words of all parts; an unused one begins behind the last request."""
+    """Write the words of all parts; an unused one begins after the last request."""
     row = parts + part * 8
     tl.store(row, tl.where(used, begin, n), mask=part >= 0)
     tl.store(row + 1, tl.where(used, end, n - 1), mask=part >= 0)

@@ -3,7 +3,7 @@
 A program takes one query row, a block of its heads and a share of its keys: the window's blocks of keys first, then the
 entries'. A key is read once and used twice, for scores and as value, in chunks of channels, for a block of whole keys
 would not fit into registers beside the sums. Where rows and heads give too few programs for the GPU, a row's blocks are
-divided into splits, by host bounds, and a second launch merges them in their order; a split without blocks has no
+divided into splits, by host bounds, and a second launch merges them in their order. A split without blocks has no
 weight. So what a row gets depends on the number of rows in the step, and not on the run.
 
 Products are done in the queries' type where the pools are of it or of 8 bits under bfloat16, else in float32 without
@@ -15,8 +15,8 @@ GFLOP for 64 heads, 52 MB and 2.7 GFLOP for 16. An H200 copies 4.3 TB/s and mult
 where FlashMLA takes 62 and computes 64 (docs/results/h200/kernels_dsv4.json, summed up in docs/kernels.md).
 
 With four rows and more of 32 requests it stops at 140 to 178 TFLOP/s for 64 heads, 0.65 to 0.77 of FlashMLA's speed,
-and at 0.8 to 1.1 TB/s for 16. Each block of keys is converted from bytes before its products, by the same warps, and no
-next block is on its way, for 128 keys of 512 elements and 64 heads' queries fill the shared memory.
+and at 0.8 to 1.1 TB/s for 16. Each block of keys is converted from bytes before its products, by the same warps. The
+next block is not prefetched, because 128 keys of 512 elements and 64 heads' queries fill the shared memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _row_of_slots(source, token):
 
 @triton.jit
 def _slots(first, num, start, BLOCK_KEYS: tl.constexpr):
-    """A block of slots, -1 behind the last and before the first."""
+    """A block of slots, -1 after the last and before the first."""
     key = start + tl.arange(0, BLOCK_KEYS)
     return tl.load(first + key, mask=(key >= 0) & (key < num), other=-1)
 

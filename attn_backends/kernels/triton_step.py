@@ -1,7 +1,7 @@
 """How planners read a step: from its own tensors, or from the buffers of an engine that it is bound to.
 
-Of a bound step every value is brought within the capacity and the pool as it is read, and what lies behind the real
-requests is padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
+Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
+requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
 step (`store_step`): every program looks up itself what it needs, so that none waits for another.
 """
 
@@ -129,8 +129,8 @@ def page_row(table, rows, real, step, bound, request):
 
 @triton.jit
 def page_ids(row, rows, real, step, bound, page, mask):
-    """The pages of a row, read from a table of pages, or of slots if there are `rows`. Of a bound table of pages those
-    of no real request, and those outside the pool, are the reserved one.
+    """The pages of a row, read from a page table, or of slots if there are `rows`. Of a bound page table those of no
+    real request, and those outside the pool, are the reserved one.
     """
     stride, page_size = number(step.column_stride), number(step.page_size)
     if rows is not None:
@@ -226,7 +226,7 @@ def store_step(
     BLOCK: tl.constexpr,
 ):
     """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request;
-    behind the last one is how many are real.
+    after the last one is how many are real.
     """
     is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)
     if part == 0:
@@ -274,5 +274,5 @@ def arguments_of(inputs: StepInputs) -> tuple[tuple[Any, ...], tuple[Hashable, .
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """What Triton compiles for of a pointer that stands in a tuple, its type beside."""
+    """The properties of a pointer in a tuple, besides its type, for which Triton compiles."""
     return tensor.data_ptr() % 16 == 0

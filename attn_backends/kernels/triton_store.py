@@ -1,4 +1,4 @@
-"""Storing rows to the slots of a paged cache: one Triton launch a layer, keys and values together.
+"""Storing rows to the slots of a paged cache: one Triton launch per layer, keys and values together.
 
 A program takes one token and a block of its entry's elements.
 """

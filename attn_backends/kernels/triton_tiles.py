@@ -90,7 +90,7 @@ def is_one_latent(k_pages: Tensor, v_pages: Tensor) -> bool:
 
 
 def sizes_of(dim: int, v_dim: int, latent: bool) -> dict[str, int]:
-    """Elements of keys and values, of latents those behind the values too, and the powers of two that hold them."""
+    """Elements of keys and values, of latents those after the values too, and the powers of two that hold them."""
     main = v_dim if latent else dim
     sizes = {"DIM": main, "REST": dim - main, "V_DIM": v_dim}
     blocks = {f"BLOCK_{name}": max(16, triton.next_power_of_2(size)) for name, size in sizes.items()}

@@ -1,18 +1,18 @@
 """The tree part of attention as one Triton launch: drafted tokens read by slot, joined to the prefix.
 
-A program takes one request, one KV head and a block of query rows: the rows of the request times the query heads that
-share the KV head, so that 16 tree nodes of 16 MLA heads are 256 rows over the same few keys. All keys are one block, so
-the softmax weights are final before the first value is read, and neither head size is held whole: queries and keys pass
-in chunks through the scores, values and the prefix in chunks to the output.
+A program takes one request, one KV head and a block of query rows. These are the rows of the request times the query
+heads that share the KV head, so that 16 tree nodes of 16 MLA heads are 256 rows over the same few keys. All keys are
+one block, so the softmax weights are final before the first value is read, and neither head size is held whole. Queries
+and keys pass in chunks through the scores, values and the prefix in chunks to the output.
 
 Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
-For 16 nodes of 32 requests it reads queries and the prefix's outputs, and writes outputs: 27 MB for 16 heads of MLA,
-211 for 128, 15 for 32 heads of 128 over 8, drafted keys and values included. At 4.3 TB/s, an H200's copy, that is 6, 49
-and 4 us; with our kernels a tree costs 13, 80 and 7 us more than the chain of as many nodes, at 4096 keys of prefix
-(docs/results/h200/trees.json). At 32 and 128 requests that is 1.02 to 1.14 times the chain on every kernel, at 32768
-keys at most 1.04. One request of 4096 keys takes 1.12 to 1.63 times, on FlashMLA most: it stops at being a launch of
-its own, which weighs there.
+For 16 nodes of 32 requests it reads queries and the prefix's outputs, and writes outputs. These are 27 MB for 16 heads
+of MLA, 211 for 128, 15 for 32 heads of 128 over 8, drafted keys and values included. At 4.3 TB/s, an H200's copy, that
+is 6, 49 and 4 us. With our kernels a tree costs 13, 80 and 7 us more than the chain of as many nodes, at 4096 keys of
+prefix (docs/results/h200/trees.json). At 32 and 128 requests that is 1.02 to 1.14 times the chain on every kernel, at
+32768 keys at most 1.04. One request of 4096 keys takes 1.12 to 1.63 times, on FlashMLA most: it stops at being a launch
+of its own, which weighs there.
 """
 
 from __future__ import annotations
@@ -146,7 +146,9 @@ def tree_join(
     page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     group = num_heads // num_kv_heads
     if num_keys > MAX_TREE_KEYS:
-        raise ValueError(f"the tree part reads {num_keys} drafted tokens a request, the kernel at most {MAX_TREE_KEYS}")
+        raise ValueError(
+            f"the tree part reads {num_keys} drafted tokens per request, the kernel at most {MAX_TREE_KEYS}"
+        )
     out, lse = q.new_empty(num_rows, num_heads, v_dim), q.new_empty(num_rows, num_heads, dtype=torch.float32)
     shape, scales = (width, group, num_keys, page_size), (scale * k_scale, v_scale)
     tensors = (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse, dense(sinks), out, lse)

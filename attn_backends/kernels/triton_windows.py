@@ -1,7 +1,7 @@
 """Sliding windows and attention sinks, as the Triton kernels of dense attention have them in common.
 
 window, drafted, sinks: None for none, and then nothing is compiled for it. Of what a row sees, it attends to the last
-`window` keys. drafted: what each row sees behind the keys that a kernel reads, which its window counts too; below zero,
+`window` keys. drafted: what each row sees after the keys that a kernel reads, which its window counts too; below zero,
 how many of these keys come after the row's own (`paged_operators`). sinks: a logit of each head, whose weight joins the
 sum of a row's weights once, and not its log-sum-exp.
 """

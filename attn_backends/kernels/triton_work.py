@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work as one Triton launch of one program: `work_operators.list_work`.
+"""FlashInfer's work lists as one Triton launch of one program: `work_operators.list_work`.
 
 Four passes over tiles, a block of them at a time: their keys, the length of a chunk, what is left beside chunks, and
 the lists. Every word is written once, so that no thread waits for another's.
@@ -164,7 +164,7 @@ def _list_tiles(
     KEYS: tl.constexpr,
     COST: tl.constexpr,
 ):
-    """Write the items of a block of tiles, and where clusters begin that begin with these or behind them."""
+    """Write the items of a block of tiles, and where clusters begin that begin with these or after them."""
     qo_indptr, kv_indptr, kv_len, _, _, _, heads = batch
     chunk, distance, pitch, num_chunks = cut
     chunks_before, line_before, items_before, partials_before = before

@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work for paged MLA, written on the device: an operator of `torch.library`.
+"""FlashInfer's work lists for paged MLA, written on the device: an operator of `torch.library`.
 
     list_work    which cluster of thread blocks attends which rows to which keys, and which block merges what they found
 
@@ -45,7 +45,7 @@ class WorkLists(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor, num_clusters: int, cluster_size: int) -> WorkLists:
-        """The lists in words [NUM_WORDS] int32, for so many clusters of thread blocks."""
+        """The lists in `words` [NUM_WORDS] int32, for so many clusters of thread blocks."""
         num_items = len(ITEM_FIELDS) * MAX_WORK
         items, work_indptr, merges = words.tensor_split((num_items, num_items + MAX_WORK))
         return cls(
@@ -76,12 +76,12 @@ def list_work(
     num_tokens: the most query rows of all requests, known on the host. causal: bottom-right.
 
     The rows of a request, all heads counted, make tiles of `lists.tile_rows`. The keys that a tile sees are cut into
-    chunks of equal length, of which each whole one is the only item of a cluster. What is left of tiles goes to the
-    clusters after these: either laid out one behind the other and cut at equal distances, or, where they are so much
-    alike that no cluster does more than one with a whole chunk, the same number of them to each. The length is the
-    least at which that fits; where keys are few it is two or three blocks, as FlashInfer has it. No cluster does more
-    than a chunk and an `OVERHEAD`; none of a tile's rows is in more than one merge; there are at most two partial
-    results for each cluster.
+    chunks of equal length. Each whole chunk is the only item of a cluster. What is left of tiles goes to the clusters
+    after these. Either they are laid out one after the other and cut at equal distances, or, where they are so equal
+    that no cluster does more than a whole chunk, each cluster gets the same number. The length is the least at which
+    that fits; where keys are few it is two or three blocks, as FlashInfer has it. No cluster does more than a chunk and
+    an `OVERHEAD`; none of a tile's rows is in more than one merge; there are at most two partial results for each
+    cluster.
     """
     assert num_slots(num_tokens, num_heads, kv_len.shape[0], lists.tile_rows) <= max_tiles(), "the caller refuses more"
     torch.ops.attn_backends.list_work(qo_indptr, kv_indptr, kv_len, *lists, num_tokens, num_heads, causal)
@@ -256,7 +256,7 @@ def _put_merges(
 
 
 def _put(lists: Tensor, at: Tensor, live: Tensor, columns: Tensor) -> None:
-    """Write live columns of lists, in fixed shapes: the others go to a column behind the end."""
+    """Write live columns of lists, in fixed shapes: the others go to a column after the end."""
     longer = torch.nn.functional.pad(lists, (0, 1))
     longer[:, torch.where(live, at, lists.shape[1])] = columns
     lists.copy_(longer[:, :-1])

@@ -42,9 +42,9 @@ MOST_LAYOUTS = 1024
 class PhaseMemory:
     """The buffers of one captured phase: uniform steps of a kind and width, or packed rows of a number.
 
-    Its buckets are prefix views, of which one at a time holds a step. arenas: of the phase's own, and shared tables.
-    largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers. planned:
-    what was captured in it and planned last. tables: those of arenas that it shares.
+    Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
+    tables. largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers.
+    planned: what was captured in it and planned last. tables: those of arenas that it shares.
     """
 
     arenas: tuple[Arena, ...]
@@ -129,8 +129,8 @@ class BackendMemory:
         return Buffers({**own, **self._scratch[kernel.name].view(extent)}, extent)
 
     def fresh(self, owner: str, specs: Iterable[BufferSpec], extent: Extent) -> Buffers:
-        """Fresh buffers, which `check` looks at until others are made. owner: whose they are, which always declares the
-        same.
+        """Fresh buffers, which `check` looks at until others are made. owner: the backend that declared them, and
+        always declares the same.
         """
         if self.checking:
             self._fresh = Arena(specs, extent, self.device, checking=True)

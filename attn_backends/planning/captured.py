@@ -23,8 +23,8 @@ class Captured:
     table. bind_inputs: a step -> what fills the static inputs, padded, from steps of its layout. bound: an engine's
     buffers that are read instead, else None.
 
-    What was taken once is taken again, unless it is longer: a step is asked about, and its inputs are bound, when its
-    layout is another than the last one's.
+    Validation and input binding are cached per layout, and redone only if the layout changes or a longer context
+    appears.
     """
 
     bucket: Bucket | TokenBucket

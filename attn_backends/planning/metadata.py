@@ -119,7 +119,7 @@ class Metadata(Generic[Plan]):
     def keeping(self, num_kept: Tensor, num_rows: int | None = None) -> ForwardMetadata[Plan]:
         """The metadata to store the first rows of each request by, without attention: of a draft's context the tokens
         that were accepted. `store` takes their keys and values packed, those of the step's rows `kept` in this order,
-        of which the ones behind the last go to the reserved page.
+        of which the ones after the last go to the reserved page.
 
         num_kept: [bs] int32 or int64, on the device; of padded requests anything. num_rows: bound on the sum of real
         ones, all rows of the step for None. Device only and recordable; counts beyond the step's width are clamped and
@@ -184,7 +184,7 @@ def _check_owner(backend: Owner, owner: Owner, kind: StepKind) -> None:
 
 
 def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
-    """Refuse what is not the metadata of one forward, was planned by another backend, or is stale by now."""
+    """Refuse what is not the metadata of one forward, was planned by another backend, or is stale."""
     if not isinstance(meta, ForwardMetadata):
         raise UnsupportedStepError(
             backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
@@ -201,8 +201,8 @@ def check_ranges(meta: Metadata[Any], specs: Iterable[BufferSpec]) -> None:
 
 
 def own_drafted(step: Step, write_slots: Tensor) -> Step:
-    """An eager step whose drafted tokens nobody else writes: forwards read them by slot, when a worker may have filled
-    its own buffers for the next step already. write_slots: [num_forwards, num_tokens] int64, the metadata's.
+    """An eager step with its own copy of the drafted tokens: forwards read them by slot, when a worker may have
+    overwritten its buffers for the next step. write_slots: [num_forwards, num_tokens] int64, the metadata's.
     """
     if step.kind is StepKind.DRAFT_DECODE:
         given = step.out_cache_loc is not None

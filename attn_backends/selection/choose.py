@@ -44,7 +44,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of a step kind. passed_over: why each better one was not taken, in words."""
+    """The kernel of a step kind. passed_over: the reason why each better one was rejected."""
 
     kernel: Kernel
     passed_over: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ def choose_kernels(
 
 
 def missing_reason(kind: StepKind, kernels: Sequence[Kernel]) -> str:
-    """Why a backend of these kernels has none for a step kind: nobody asked for it, or there is none, and then what
+    """Why a backend of these kernels has none for a step kind: it was not requested, or there is none, and then what
     works instead of a draft block.
     """
     able = [kernel.name for kernel in kernels if kind in kernel.capabilities]

@@ -200,7 +200,7 @@ def _problem(kernel: str, call: VendorCall) -> str:
 
 
 def installation(kernel: str) -> str:
-    """Whether a vendor kernel's package is installed, in words: its version, or how to get it."""
+    """The version of a vendor kernel's package, or how to install it."""
     vendor = VENDOR_KERNELS[kernel]
     found = version_of(vendor.distribution)
     if is_installed(vendor.module):

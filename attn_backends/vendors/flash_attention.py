@@ -9,16 +9,16 @@ and k of 64 elements, and the latent as `q_v` and v of 512. The log-sum-exp come
 and -inf where a row sees no key.
 
 The scheduler metadata says how many splits each request's keys get and in which order tiles run. Where a package lets
-us make it (`get_scheduler_metadata`), it is made once per forward and shape of layers into a declared buffer, which
-saves each layer 1 µs on an H200; else the kernel prepares it before every launch, on the device too. Both are right
+us make it (`get_scheduler_metadata`), it is made once per forward and shape of layers into a declared buffer. That
+saves each layer 1 µs on an H200. Else the kernel prepares it before every launch, on the device too. Both are right
 under capture: the host sees only promises, the width of the step and the extent of the page table. From these it takes
 the largest number of splits, by the same heuristic for the metadata and the launch (num_splits=0), and the device
 shares splits out by the true lengths. So a graph can hold packed rows, too: max_seqlen_q is then a bound, and a request
-without rows has no tile (vLLM captures mixed batches of it in the same way). Through CUDA graphs
-of vLLM's build on an H200 all 10 packed draft extends of the conformance suite pass (conformance_fa3.json).
+without rows has no tile (vLLM captures mixed batches of it in the same way). Through CUDA graphs of vLLM's build on an
+H200 all 10 packed draft extends of the conformance suite pass (conformance_fa3.json).
 
-Where a page is a whole number of its tiles of keys and a request has more rows than one tile (MLA at pages of 64), it
-reads to the end of the last visible page. What it has and we do not declare:
+If a page is a whole number of its tiles of keys and a request has more rows than one tile (MLA, pages of 64), it reads
+to the end of the last visible page. What it has and we do not declare:
 - 8-bit caches, which it takes only under queries of the same type; rounding the caller's queries to three bits made
   outputs three times as wrong as the budget of a bfloat16 one (H200, vLLM 0.33).
 - Sinks, which SGLang's and vLLM's builds take, in bfloat16: its log-sum-exp then counts the sink, ours does not, and to

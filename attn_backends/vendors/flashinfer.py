@@ -2,7 +2,7 @@
 
     q [num_tokens, num_heads, 576], latents [num_pages, page_size, 576]  ->  out [num_tokens, num_heads, 512], lse
 
-What they read of a plan is a list of work (`flashinfer_work`). Where the installed version's format is known the list
+What they read of a plan is a work list (`flashinfer_work`). Where the installed version's format is known the list
 is written on the device, so that no step needs lengths on the host; else FlashInfer plans there from exact lengths.
 What FlashInfer's own wrapper checks beside is declared in `mla_capabilities`, or refused here.
 

@@ -1,4 +1,4 @@
-"""FlashInfer's lists of work for paged MLA: planned by us on the device, or by FlashInfer itself on the host.
+"""FlashInfer's work lists for paged MLA: planned by us on the device, or by FlashInfer itself on the host.
 
 A list says which cluster of thread blocks attends which rows to which keys. A run reads it from an integer workspace,
 with the page ids and nothing else of the metadata. Its grid and the places inside the workspaces follow from the number
@@ -8,10 +8,10 @@ Where the installed version's format is known we write the lists, in one launch 
 lengths on the device. FlashInfer's own scheduler needs them on the host; it plans for versions of unknown format.
 
 What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `run` and `plan`. The wrapper
-takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6), and in its graph mode
-copies that workspace and the metadata aside at every plan, to be able to go back, six times a plan of the module alone.
-`get_batch_mla_module` hands out a proxy of it, whose own `plan` copies the whole list once more on the host, from one
-page-locked buffer into another.
+takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6). In its graph mode it
+saves copies of that workspace and the metadata at every plan, which takes six times as long as a plan of the module
+alone. `get_batch_mla_module` hands out a proxy of it, whose own `plan` copies the whole list once more on the host,
+from one page-locked buffer into another.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FLOAT_WORKSPACE = BufferSpec(
 
 
 class MLASchedule(Schedule):
-    """The list of work for one plan and shape of layers.
+    """The work list for one plan and shape of layers.
 
     backend: "fa2" or "fa3", whose module is compiled when it is first used (20 s; FlashInfer keeps it on disk).
     """
@@ -137,14 +137,14 @@ class MLASchedule(Schedule):
 
 
 class VendorMLASchedule(MLASchedule):
-    """FlashInfer's own list of work: what a version of unknown format gets."""
+    """FlashInfer's own work list: what a version of unknown format gets."""
 
     def _prepare(self) -> Any:
         """Nothing: FlashInfer lays the workspace out."""
         return None
 
     def plan_host(self, lens: HostLens) -> None:
-        """Plan from exact lengths and copy the list of work to the device, on the current stream, without waiting.
+        """Plan from exact lengths and copy the work list to the device, on the current stream, without waiting.
 
         The host may be ahead of the stream: PyTorch does not give out the page-locked memory again before it was read.
         """
@@ -172,7 +172,7 @@ class VendorMLASchedule(MLASchedule):
 
 
 def cluster_size(num_tokens: int, num_heads: int, num_requests: int) -> int:
-    """Thread blocks of a cluster, of which each attends 64 rows of a tile: 2 where a request has more in the mean.
+    """Thread blocks of a cluster, each for 64 rows of a tile: 2 where a request has more in the mean.
 
     A token whose heads are more rows than a tile has is never alone in it, as FlashInfer's kernels end the keys of a
     tile at its last whole token.
@@ -221,10 +221,10 @@ def _room_reasons(num_tokens: int, num_heads: int, tiles: int, num_blocks: int) 
 
 
 def work_reasons(lens: HostLens, num_heads: int) -> list[str]:
-    """Why FlashInfer's list of work is too short for a batch; empty if it is not.
+    """Why FlashInfer's work list is too short for a batch; empty if it is not.
 
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
-    divided: the parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.
+    divided. The parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.
     """
     num_tokens, bs = sum(lens.query_lens), len(lens.query_lens)
     tile = BLOCK_ROWS * (2 if num_tokens * num_heads // bs > BLOCK_ROWS else 1)

@@ -11,7 +11,7 @@ FlashMLA launches its kernel as a programmatic dependent (`cudaLaunchAttributePr
 does not wait for the grid before it (`cudaGridDependencySynchronize`; csrc/sm90/decode/dense/splitkv_mla.cuh). It may
 begin before all of that grid's writes can be seen, such as keys that were stored right before. With 15 processes on
 one H200, 2 of some 5,000 outputs were wrong, and right when launched again. So another launch goes between: it begins
-behind the store, writes nothing that FlashMLA reads, and is all that FlashMLA's may overlap with.
+after the store, writes nothing that FlashMLA reads, and is all that FlashMLA's may overlap with.
 
 The log-sum-exp comes as [bs, num_heads, width], natural. Of a row without keys it is +inf where ours is -inf; that row
 exists only in a tree over nothing committed, so one more launch, in steps over trees alone, turns it round.
@@ -71,8 +71,8 @@ _MARKS = BufferSpec("marks", torch.int32, (NUM_FORWARDS, BS, Dim("2", lambda e: 
 class PartSchedule(Schedule):
     """The share-out for one forward and shape.
 
-    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step. fence: [1] int32 that
-    nobody reads.
+    parts: [num_parts, 8] int32 and splits: [bs + 1] int32, at the same place in every step. fence: [1] int32 that is
+    never read.
     """
 
     def __init__(self, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:

@@ -96,8 +96,8 @@ class RowSchedule(Schedule):
 class VendorRowSchedule(RowSchedule):
     """FlashMLA's own share-out: the definition of a valid one, and what a version of unknown format gets.
 
-    Only a launch can plan for windows and entries. But FlashMLA shares groups of 64 keys out by one scheduler whatever
-    the kernel, so the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
+    Only a launch can plan for windows and entries. But FlashMLA distributes groups of 64 keys by one scheduler for all
+    kernels. So the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
     whole groups of either pool. `tests/gpu/sparse.py` holds the two to each other.
     """
 

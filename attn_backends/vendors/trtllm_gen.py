@@ -4,7 +4,7 @@
 
 Written against the call as FlashInfer 0.7.2 documents it and tested on its arguments alone: no such GPU was at hand.
 Rows of one request are causal there and can't be otherwise, so over a tree, and in a draft block, every row becomes a
-request of width one: its table row and length are repeated, once per forward, into declared buffers. Nothing is said of
+request of width one. Its table row and length are repeated, once per forward, into declared buffers. Nothing is said of
 a request without keys; there a length of one stands in, and the log-sum-exp, natural by the vendor's own switch, is set
 to -inf.
 """

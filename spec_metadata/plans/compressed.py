@@ -9,10 +9,10 @@ All stores are addressed by position: what a rejected token left behind is invis
 its position again, and that one rewrites it first. So rolling back is nothing but the committed length.
 
 A ring for each page is found through a request-to-token table as well as a block table, and a shared prefix of whole
-pages brings its states along. It costs more than a ring for each request would: with 4 draft tokens and float32, each
+pages brings its states along. It costs more than a ring for each request would. With 4 draft tokens and float32, each
 page of 256 tokens has 100 KiB of states at ratio 4, its indexer's included, and 520 KiB at ratio 128, beside 146 KiB of
-8-bit rows. Only those of the last pages are ever read again by the request that wrote them, so an engine that gives
-layers page ids of their own can free the pages behind the window, and their rings with them.
+8-bit rows. Only those of the last pages are ever read again by the request that wrote them. So an engine that gives
+layers page ids of their own can free the pages after the window, and their rings with them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def min_ring(read_window: int, num_draft_tokens: int, num_draft_forwards: int = 
     L + N - 1 - ring < L + 2 - W, so ring >= W + N - 2.
 
     A draft with compressed layers runs F forwards, which write L to L + F - 1, and then its draft extend starts at L
-    again: nothing was committed between, so it may read back to L + 1 - W, and ring >= W + F - 1.
+    again. Nothing was committed between, so it may read back to L + 1 - W, and ring >= W + F - 1.
     """
     return read_window + max(num_draft_tokens - 2, num_draft_forwards - 1)
 

@@ -6,7 +6,7 @@ the largest length, kv_indptr[i] == i * max_pages: none moves when another grows
 them.
 (FlashInfer's Python wrapper asks for compact lists; it is not what launches here.)
 
-All forwards of a draft have one plan, of the committed tokens, and so one list of work; drafted ones are read by slot.
+All forwards of a draft have one plan, of the committed tokens, and so one work list; drafted ones are read by slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ragged queries over a page table: the format of FlashAttention-3 (`flash_attn_with_kvcache`).
 
 Query rows of all requests are packed and delimited by cu_seqlens_q; keys are read through page_table up to seqused_k.
-The table is shared by the forwards of a step: it holds the pages of what the last one sees, and a length says how much
-of it an earlier one sees.
+The table is shared by the forwards of a step: it holds the pages of what the last one sees, and an earlier forward
+reads less of it because its length is shorter.
 """
 
 from __future__ import annotations

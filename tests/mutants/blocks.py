@@ -105,7 +105,7 @@ def keeping(patch: pytest.MonkeyPatch, change: Callable[..., KeptRows]) -> None:
 
 @mutant("our own: the context of a block draft, stored as a draft extend's rows are", "cache.keeps_first_rows")
 def rejected_rows_are_stored(patch: pytest.MonkeyPatch) -> None:
-    """The rows behind the accepted ones go to their slots, too."""
+    """The rows after the accepted ones go to their slots, too."""
     keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, torch.full_like(num, step.width), most))
 
 

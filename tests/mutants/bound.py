@@ -23,7 +23,7 @@ def bound_lengths_are_committed_whatever_they_count(patch: pytest.MonkeyPatch) -
     patch.setattr(BoundStep, "read", reading)
 
 
-@mutant("vLLM's slot mapping, -1 behind the real rows", "graph.bound_inputs", backend="flashinfer_mla")
+@mutant("vLLM's slot mapping, -1 after the real rows", "graph.bound_inputs", backend="flashinfer_mla")
 def bound_slots_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
     """Slots of padding are those that the engine left there, as far as the pool has them."""
     patch.setattr(bound_inputs, "_write_slots", lambda static, inputs, geometry: inputs.out_cache_loc.clamp(min=64))

@@ -72,7 +72,7 @@ def own_block_not_visible(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("visibility rounded up", "compressed.edges", "poison.unowned_nan", backend="dsv4")
 def open_block_visible(patch: pytest.MonkeyPatch) -> None:
-    """An indexer chooses among the entry of the open block too, which nobody has written."""
+    """An indexer chooses among the entry of the open block too, which was never written."""
     change_entries(patch, lambda plan, rows, ratio: plan.num_visible.copy_((rows.position + ratio) // ratio))
 
 
@@ -230,7 +230,7 @@ def selection_of_the_layer_before(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("entries addressed as if pages were neighbours", "laws.relabelled_pages", "math.decode", backend="dsv4")
 def entries_of_neighbouring_pages(patch: pytest.MonkeyPatch) -> None:
-    """The entries of a request are sought behind its first one."""
+    """The entries of a request are sought after its first one."""
 
     def in_a_row(plan: EntryPlan, rows: Any, ratio: int) -> None:
         if plan.slots is not None:

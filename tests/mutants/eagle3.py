@@ -41,7 +41,7 @@ def offsets_taken_for_ids(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Eagle3Model, "target_ids", lambda self, ids: self._draft.d2t[ids])
 
 
-@mutant("EAGLE-1's habit: the state behind the final norm", "eagle3.chain")
+@mutant("EAGLE-1's habit: the state after the final norm", "eagle3.chain")
 def last_state_for_all_three(patch: pytest.MonkeyPatch) -> None:
     """All three states are the target's last one."""
     change_features(patch, lambda target, hidden, features: hidden.repeat(1, 3))
@@ -49,7 +49,7 @@ def last_state_for_all_three(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("SGLang's layers are counted behind, vLLM's before: one off in either", "eagle3.chain")
 def states_one_layer_early(patch: pytest.MonkeyPatch) -> None:
-    """The states are taken before the layers, not behind them."""
+    """The states are taken before the layers, not after them."""
     tapped = TargetModel.tapped
     patch.setattr(TargetModel, "tapped", lambda self, layers: tapped(self, [max(layer - 1, 0) for layer in layers]))
 
@@ -62,7 +62,7 @@ def states_from_high_to_low(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("EAGLE-1 feeds back what its head reads, EAGLE-3 the state before the norm", "eagle3.chain")
 def drafted_rows_take_normed_states(patch: pytest.MonkeyPatch) -> None:
-    """A drafted row takes its parent's state behind the final norm."""
+    """A drafted row takes its parent's state after the final norm."""
     forward = Eagle3Model.forward
     patch.setattr(Eagle3Model, "forward", lambda self, *given: self._draft.norm(forward(self, *given)))
     patch.setattr(Eagle3Model, "logits", lambda self, hidden: self.head(hidden))
@@ -112,7 +112,7 @@ def states_lost_by_replay(patch: pytest.MonkeyPatch) -> None:
     "SGLang #23613: under piecewise graphs a prefill lost a field, and EAGLE-3 drafted on", "eagle3.graphs", graph=True
 )
 def states_lost_by_captured_prefill(patch: pytest.MonkeyPatch) -> None:
-    """What a prefill in pieces returns has zeros in place of the target's states."""
+    """What a piecewise prefill returns has zeros in place of the target's states."""
     own = PiecewiseRunner._own
 
     def without(self, outputs, step):

@@ -82,7 +82,7 @@ NUM_TILES = BufferSpec("num_tiles", torch.int32, (NUM_FORWARDS, Dim("1", lambda 
 
 
 class Tiles(Schedule):
-    """tiles: [bs * max_pages] int32, what lies behind the first num_tiles [1] is nobody's."""
+    """tiles: [bs * max_pages] int32, what lies after the first num_tiles [1] belongs to no request."""
 
     def __init__(self, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         self.plan, self.tiles, self.num_tiles = plan, buffers[TILES.name], buffers[NUM_TILES.name]

@@ -18,7 +18,7 @@ from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
 from attn_backends_reference.eagle.slots import SlotAllocator
 from tests.mutants.mutant import mutant
 
-SGLANG = "SGLang: a prefill in pieces lost `mm_input_embeds`, and EAGLE-3 drafted from placeholder ids"
+SGLANG = "SGLang: a piecewise prefill lost `mm_input_embeds`, and EAGLE-3 drafted from placeholder ids"
 
 
 @mutant(SGLANG, "multimodal.graphs", graph=True)
@@ -90,7 +90,7 @@ def modules_take_the_embedding_of_the_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MultimodalModulesPrefillInputs, "multimodal", lambda self, k: taken(self, 0))
 
 
-@mutant("a window behind a prompt runs its placeholders as tokens", "multimodal.modules")
+@mutant("a window after a prompt runs its placeholders as tokens", "multimodal.modules")
 def embeddings_not_kept_for_windows(patch: pytest.MonkeyPatch) -> None:
     """The last positions of a prompt run again without their embeddings."""
     patch.setattr(KeptEmbeddings, "keep", lambda self, chunks: None)

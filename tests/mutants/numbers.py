@@ -83,7 +83,7 @@ def tails_of_prompts_copied(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FA3Backend, "write", whole_rows)
 
 
-@mutant("memory that nobody wrote: what was allocated as zeros is taken for zeros", "poison.stale_buffers", graph=True)
+@mutant("uninitialised memory: what was allocated as zeros is taken for zeros", "poison.stale_buffers", graph=True)
 def first_start_left_as_allocated(patch: pytest.MonkeyPatch) -> None:
     """The plan writes where queries end, and leaves the 0 that the first of them starts at to the allocation."""
     write = ragged.write_ragged

@@ -28,7 +28,7 @@ def starts_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("padding that has no request of its own", "graph.shrinking", "prefill.full", graph=True)
 def last_request_has_the_padded_rows(patch: pytest.MonkeyPatch) -> None:
-    """Rows behind the real ones are counted to the last real request."""
+    """Rows after the real ones are counted to the last real request."""
     fill = static_inputs._fill_starts
 
     def counted(query, given):
@@ -41,7 +41,7 @@ def last_request_has_the_padded_rows(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("a tail that no replay resets", "graph.shrinking", "graph.padded", "graph.sequence", "prefill.full", graph=True)
 def padded_rows_write_where_others_wrote(patch: pytest.MonkeyPatch) -> None:
-    """Padded rows write to the slots of rows that an earlier replay had there, which are somebody's pages."""
+    """Padded rows write to the slots of rows that an earlier replay had there, which belong to requests."""
     fill, before = static_inputs._fill, {}
 
     def kept(static, step):

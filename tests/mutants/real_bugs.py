@@ -59,9 +59,9 @@ INTRODUCTION = """\
 Written by `python -m tests.mutants.matrix` from `tests/mutants/real_bugs.json`; not edited by hand.
 
 {total} reports of 2024 to 2026 about speculative decoding and attention in SGLang, vLLM, TensorRT-LLM, FlashInfer and
-others. They were found by search, not drawn at random, when the suite was there: it caught 18 of them. {inside} are of
-what an attention backend promises: **{caught} of these are caught now**; the others are not ({missed}). {noted} of the
-caught are modelled in a situation beside their own, which is said.
+others. They were found by search after the suite was written, not drawn at random; it caught 18 of them then. {inside}
+concern promises of an attention backend: **{caught} of these are caught now**; the others are not ({missed}). {noted}
+of the caught ones are modelled in a similar situation, which their row names.
 
 A report is caught if a model of its cause, put into a correct backend, makes a check fail. All models, and what kills
 them, are in the [kill matrix](kill-matrix.md).

@@ -104,7 +104,7 @@ def longest_length_frozen(patch: pytest.MonkeyPatch) -> None:
     graph=True,
 )
 def replay_rebinds_tensors(patch: pytest.MonkeyPatch) -> None:
-    """A replay plans into fresh tensors; the graph goes on reading the old ones."""
+    """A replay plans into fresh tensors; the graph still reads the old ones."""
 
     def rebind(self: AttentionBackend, meta: Metadata) -> None:
         fresh = Buffers({name: tensor.clone() for name, tensor in meta.buffers.items()}, meta.buffers.extent)
@@ -228,7 +228,7 @@ def planning_not_waited_for(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(checks_streams, "wait_for", lambda planning: None)
 
 
-@mutant("a table of all phases, padded behind one's own pages", "graph.planned_ahead", graph=True)
+@mutant("a table of all phases, padded after one's own pages", "graph.planned_ahead", graph=True)
 def shared_table_padded(patch: pytest.MonkeyPatch) -> None:
     """A planner pads the rest of a row, which a longer phase of the same request sees."""
 
@@ -240,7 +240,7 @@ def shared_table_padded(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("metadata that another replay has overwritten, used all the same", "graph.stale_is_refused", graph=True)
 def stale_metadata_taken(patch: pytest.MonkeyPatch) -> None:
-    """Nobody asks which bucket of a phase was planned last."""
+    """It is not checked which bucket of a phase was planned last."""
     patch.setattr(Captured, "check_phase", lambda self: None)
 
 
@@ -255,7 +255,7 @@ def recorded_refresh_forgotten(patch: pytest.MonkeyPatch) -> None:
     "SGLang #26019 and #26056: a fresh tensor where a copy in place was needed", "graph.owns_its_inputs", graph=True
 )
 def tree_mask_aliased(patch: pytest.MonkeyPatch) -> None:
-    """A replay lets the tree mask be the caller's tensor; a CUDA graph goes on reading what it was captured on."""
+    """A replay lets the tree mask be the caller's tensor; a CUDA graph still reads the one of its capture."""
     copy_step = planners.copy_step
 
     def aliased(static: Step, step: Step) -> None:

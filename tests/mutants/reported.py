@@ -38,7 +38,7 @@ def instead_of_attention(patch: pytest.MonkeyPatch, attend: Callable[..., tuple[
 
 @mutant("vllm-ascend #15329", "math.target_verify", "laws.chain_verify_is_repeated_decode")
 def verify_weighs_keys_alike(patch: pytest.MonkeyPatch) -> None:
-    """Steps of more than one row a request take scores of zero: all keys weigh the same."""
+    """Steps of more than one row per request take scores of zero: all keys weigh the same."""
 
     def flat(over_pages: Attend, q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return over_pages(q * (q.shape[1] == 1), *arguments)
@@ -54,7 +54,7 @@ def verify_planned_for_one_row(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("SGLang #32269, #36038", "math.target_verify", "laws.chain_verify_is_repeated_decode")
 def verify_without_causal_mask(patch: pytest.MonkeyPatch) -> None:
-    """Every row of a verify sees the drafted tokens behind it."""
+    """Every row of a verify sees the drafted tokens after it."""
 
     def plans(self: FA3Backend, step: Step, buffers: Buffers) -> Any:
         causal = step.kind is not VERIFY
@@ -90,7 +90,7 @@ def slots_of_another_block_size(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("flashinfer #2511", "math.decode", "graph.shrinking", backend="trtllm_mla", graph=True)
 def block_table_of_the_capture(patch: pytest.MonkeyPatch) -> None:
-    """The block table is made by the vendor's plan, for the capture and the batch behind it, and not by a replay."""
+    """The block table is made by the vendor's plan, for the capture and the batch after it, and not by a replay."""
     write, seen = block_table.write_block_table, dict[int, list[Tensor]]()
 
     def written(step: Step, buffers: Buffers) -> None:
@@ -119,7 +119,7 @@ def plans_of_two_wrappers_deferred(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("vLLM #48167", "math.draft_block", "math.draft_extend", "graph.shrinking", backend=HOSTED, graph=True)
 def wrapper_captured_without_graph_mode(patch: pytest.MonkeyPatch) -> None:
-    """Every plan on the host allocates the lengths anew, and a graph goes on reading those of its capture."""
+    """Every plan on the host allocates the lengths anew, and a graph still reads those of its capture."""
 
     def fresh(self: hosted.OnHost, lens: HostLens) -> None:
         self.lens = torch.tensor(lens.kv_lens, dtype=torch.int32, device=self.lens.device)
@@ -140,7 +140,7 @@ def length_read_in_the_forward(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("vllm-ascend #5046", "math.decode", "graph.sequence", backend=HOSTED, graph=True)
 def host_lengths_of_the_batch_before(patch: pytest.MonkeyPatch) -> None:
-    """The host's lengths lag a step behind the block table: a replay plans those of the batch before."""
+    """The host's lengths are those of the previous step, unlike the block table: a replay plans the old ones."""
     plan = hosted.OnHost.plan_host
 
     def late(self: hosted.OnHost, lens: HostLens) -> None:
@@ -188,7 +188,7 @@ def draft_forced_to_the_target_s_cache_type(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("vLLM #40831", "math.cache_types")
 def verify_reads_stored_bytes(patch: pytest.MonkeyPatch) -> None:
-    """Steps of more than one row a request read an 8-bit cache without its scales."""
+    """Steps of more than one row per request read an 8-bit cache without its scales."""
 
     def unscaled(over_pages: Attend, q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         *given, extras = arguments

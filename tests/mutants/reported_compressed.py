@@ -53,7 +53,7 @@ def states_of_the_first_request_alone(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("vLLM #57432", "math.decode", "math.target_verify", backend="dsv4")
 def padded_keys_counted(patch: pytest.MonkeyPatch) -> None:
-    """A list's padded width is taken for its length: what it holds behind its keys weighs as scores of zero."""
+    """A list's padded width is taken for its length: what it holds after its keys weighs as scores of zero."""
     attend = torch_compressed.sparse_attention
 
     def counted(q: Tensor, keys: Tensor, visible: Tensor, scale: float, sinks: Any) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from tests.mutants.mutant import mutant
 
 @mutant("the speculative sampling rule, acceptance left out", "sampling.law")
 def always_accepting(patch: pytest.MonkeyPatch) -> None:
-    """A node with children goes on to the first, whatever the target chose."""
+    """A node with children continues with the first, whatever the target chose."""
 
     def first_child(tree: DraftTree, chosen: Tensor, max_accepted: int) -> Acceptance:
         nodes = torch.arange(tree.parents.shape[1])

@@ -252,7 +252,7 @@ def requests_past_capacity_dropped(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("buckets padded to the largest: a batch that shrinks keeps its graph", "serving.buckets", graph=True)
 def batch_never_shrinks(patch: pytest.MonkeyPatch) -> None:
-    """A phase goes on in the largest bucket that it has been in."""
+    """A phase stays in the largest bucket that it has used."""
     run, reached = PhaseRunner.run, cache(lambda runner: [0])
 
     def stay(self, step, inputs):

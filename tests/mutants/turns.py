@@ -53,7 +53,7 @@ def captured_prefill_leaves_its_flag(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FA3Backend, "write", short)
 
 
-@mutant("vLLM #45227: ROCm AITER MLA, metadata of one row a request where a verify has four", *TURNS)
+@mutant("vLLM #45227: ROCm AITER MLA, metadata of one row per request where a verify has four", *TURNS)
 def width_of_the_first_step_kept(patch: pytest.MonkeyPatch) -> None:
     """Lengths count the query rows of the narrowest kind of step that the backend has planned."""
     write = FA3Backend.write

@@ -1,4 +1,4 @@
-"""Mutants that read memory which nobody wrote: of an allocation, of a plan, of a vendor's workspace."""
+"""Mutants that read uninitialised memory: of an allocation, of a plan, of a vendor's workspace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks_past_the_schedule_run(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Tiles, "runs", lambda self: torch.ones_like(self.tiles, dtype=torch.bool))
 
 
-@mutant("memory that nobody wrote: a kernel adds to its output", "poison.unwritten")
+@mutant("uninitialised memory: a kernel adds to its output", "poison.unwritten")
 def output_begins_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
     """Outputs are added to what their memory holds, which is zeros where nothing else lay there before."""
     attend = torch_attention.attend
@@ -37,7 +37,7 @@ def output_begins_with_what_is_there(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch_attention, "attend", added)
 
 
-@mutant("memory that nobody wrote: a part without keys", "poison.unwritten", graph=True)
+@mutant("uninitialised memory: a part without keys", "poison.unwritten", graph=True)
 def parts_without_keys_multiplied_by_zero(patch: pytest.MonkeyPatch) -> None:
     """Keys are attended to in two parts; the second has none and writes nothing, and is joined with a weight of 0."""
     attend = torch_attention.attend

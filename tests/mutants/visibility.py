@@ -103,7 +103,7 @@ def draft_sees_one_key_less(patch: pytest.MonkeyPatch) -> None:
     "poison.unowned_finite",
 )
 def verify_sees_one_key_more(patch: pytest.MonkeyPatch) -> None:
-    """Verify rows see one key too many: the last row reads what nobody has written."""
+    """Verify rows see one key too many: the last row reads an uninitialised slot."""
     verifies = StepKind.TARGET_VERIFY
     change_lengths(patch, lambda step, _, lens: lens + 1 if step.kind is verifies else lens)
 

@@ -37,7 +37,7 @@ def results_not_owned(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("rejected draft KV stays where the accepted belongs", "worker.lossless")
 def accepted_path_not_moved(patch: pytest.MonkeyPatch) -> None:
-    """After a tree verify the first nodes stay behind the committed tokens, accepted or not."""
+    """After a tree verify the first nodes stay after the committed tokens, accepted or not."""
 
     def stay(acceptance: Acceptance, step: Step) -> tuple[Tensor, Tensor]:
         bs, depth = acceptance.path.shape

@@ -1,4 +1,4 @@
-"""Backends of other projects, with metadata interfaces of their own, behind the suite.
+"""Backends of other projects, with their own metadata interfaces, under the suite.
 
 A name is `project:backend`. Nothing of a project is imported before a case of it runs.
 """

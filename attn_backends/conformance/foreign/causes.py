@@ -1,8 +1,8 @@
-"""Why a foreign backend failed a case: its metadata and its writes, held against what the scene says of every row.
+"""Why a foreign backend failed a case: its metadata and its writes, compared with the scene's rows.
 
 The case's batch is run once more. What the metadata says that a row reads, and where its token was found afterwards,
-are compared with the scene's own lists; the first difference of each sort is told in words: rows that see other
-keys, lists that begin elsewhere, and tokens that were written elsewhere.
+are compared with the scene's own lists. The first difference of each sort is described: rows that see other keys, lists
+that begin elsewhere, and tokens that were written elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHIFTED = "its list begins at entry"
 
 
 def causes(subject: Subject, case: Case) -> list[str]:
-    """What is wrong with the metadata and the writes of a case's batch, in words; empty if nothing is found."""
+    """Descriptions of what is wrong with the metadata and the writes of a case's batch; empty if nothing is found."""
     ran = run_case(subject, case)
     plans: Sequence[ForeignPlan] = ran.meta.plans
     if not ran.scene.rows or not ran.scene.rows[0]:

@@ -1,4 +1,4 @@
-"""A driver: what puts a backend that has a metadata interface of its own behind the suite.
+"""A driver: it runs the suite on a backend that has its own metadata interface.
 
 To the suite a driver is an `AttentionBackend`. It declares no buffers and plans nothing itself: it builds the other
 project's batch object from a `Step`, makes the calls that the other project's runner makes, and has that project's pool
@@ -69,7 +69,7 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def handed_slots(self, forward: int) -> Handed:
-        """The slots that the pool was told to write in a forward."""
+        """The slots that the pool has to write in a forward."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,7 +137,7 @@ OURS = Exempt(("worker.*", "refusals.*", "api.keeps_no_state"), "they are about 
 
 
 class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
-    """A backend of another project behind the contract. project: its name. exempt: what is not run on it."""
+    """A backend of another project, adapted to the contract. project: its name. exempt: what is not run on it."""
 
     project: ClassVar[str]
     exempt: ClassVar[tuple[Exempt, ...]] = (DECLARED, OURS)

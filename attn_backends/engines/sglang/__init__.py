@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make the backends known to SGLang; what keeps them from running is told when one of them is asked for."""
+    """Register the backends with SGLang; an obstacle is raised when SGLang requests one of them."""
     from attn_backends.engines.sglang.plugin import register_all
 
     register_all()

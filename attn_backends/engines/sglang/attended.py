@@ -13,7 +13,7 @@ from attn_backends.planning.metadata import ForwardMetadata
 
 
 class Attended:
-    """What attends. SGLang pads batches for data parallelism behind the real rows: these are neither stored nor
+    """What attends. SGLang pads batches for data parallelism after the real rows: these are neither stored nor
     attended, and their outputs are zero.
     """
 

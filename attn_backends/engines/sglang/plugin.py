@@ -1,5 +1,5 @@
-"""Registers the backends with SGLang. SGLang logs what a plug-in raises and goes on without it, so a name is registered
-first, and what is wrong is raised when a server asks for that name.
+"""Registers the backends with SGLang. SGLang logs an exception of a plug-in and continues without it. So a name is
+registered first, and the error is raised when a server requests that name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The classes behind the registered names: what each tells vLLM that it can do."""
+"""The classes after the registered names: what each tells vLLM that it can do."""
 
 from __future__ import annotations
 

@@ -139,8 +139,8 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
 class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
     """MLA on vLLM's pages of latents; vLLM stores them itself, by its own slots.
 
-    is_sparse with supports_dense_mha_prefill off is how vLLM is told to look for no kernel of prompts, and to absorb
-    the queries of every row.
+    is_sparse with supports_dense_mha_prefill off makes vLLM look for no kernel of prompts, and absorb the queries of
+    every row.
     """
 
     is_sparse: ClassVar[bool] = True

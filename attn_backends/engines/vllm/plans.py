@@ -1,6 +1,6 @@
 """From vLLM's batches to metadata: what a group of layers attends with, planned when the first of them does.
 
-vLLM pads a batch to the size of a captured graph and says so by the sizes alone, and drops what its builder made where
+vLLM pads a batch to the size of a captured graph, which only the sizes show, and discards its builder's metadata where
 the graph runs. So nothing is planned while it is built. A captured plan reads vLLM's own buffers in place
 (`BoundInputs`): the graph that records its first layer records the planning with it, and costs the host nothing.
 """

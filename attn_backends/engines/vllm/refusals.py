@@ -1,4 +1,4 @@
-"""What is refused before an engine runs, in words that vLLM shows beside its own reasons."""
+"""What is refused before an engine runs: reasons that vLLM prints together with its own."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def layer_reasons(
     kv_sharing_target_layer_name: str | None,
     others: dict[str, Any],
 ) -> list[str]:
-    """What of a layer is not served. others: arguments of vLLM's that only some of its backends know."""
+    """The properties of a layer that are not supported. others: arguments of vLLM's that only some of its backends
+    know.
+    """
     reasons = []
     if attn_type != "decoder":
         reasons.append(f"{attn_type} attention")

@@ -1,4 +1,4 @@
-"""`demo`: speculative decoding held against plain decoding, on every vendor's backend, eagerly and through graphs."""
+"""`demo`: speculative decoding compared with plain decoding, on every vendor's backend, eagerly and through graphs."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Engine:
 
     @cached_property
     def plain(self) -> PlainWorker:
-        """The worker that decodes one token a step."""
+        """The worker that decodes one token per step."""
         return PlainWorker(self.target, self.backends, self.config.capacity, self.geometry, self._options)
 
     @property

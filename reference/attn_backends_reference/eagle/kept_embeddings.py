@@ -1,6 +1,6 @@
 """Embeddings that MTP's windows take again: those of the last positions of prompts.
 
-A window runs the last `num_rerun` positions before the committed length again (`docs/mtp.md`), and behind a prompt
+A window runs the last `num_rerun` positions before the committed length again (`docs/mtp.md`), and after a prompt
 these are the prompt's own, whose tokens may be placeholders. A drafted or accepted token never is one.
 """
 
@@ -57,8 +57,8 @@ KINDS: dict[type, Any] = {WindowInputs: MultimodalWindowInputs, Window: Multimod
 
 
 class KeptEmbeddings:
-    """Tables with an entry for each row of the request table: embeddings [max_bs + 1, R, H], and positions
-    [max_bs + 1, R] int64, whose they are. Position p lies at p % R; an entry counts for its own position alone.
+    """Tables with an entry for each row of the request table: embeddings [max_bs + 1, R, H], and positions [max_bs + 1,
+    R] int64, the tokens that they belong to. Position p lies at p % R; an entry counts for its own position alone.
     """
 
     def __init__(self, form: EmbeddingForm, capacity: Capacity) -> None:

@@ -1,6 +1,6 @@
 """The reference worker of multi-layer MTP: one module a drafted step, in place of EAGLE's one draft for all of them.
 
-DeepSeek-V3's multi-token prediction (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2): the row of
+DeepSeek-V3's multi-token prediction (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2). The row of
 module k at position p takes the output of module k - 1 there (of the target for k = 0) and token p + k + 1, and
 predicts token p + k + 2. Each has KV of its own, in the slots of the target. A cycle drafts in its draft extend: there
 are no draft forwards. The last positions of the modules were fed drafted tokens and are run again; `docs/mtp.md`

@@ -1,9 +1,9 @@
 """The draft extend of multi-layer MTP as regions of device work: every module over one window of positions.
 
-The window of a request starts at s = max(L - R, 0), where L is its committed length before the verify and R is
-`num_rerun`, and has W = R + A rows, enough for every token accepted since. Token i of a window stands at position
-s + 1 + i, so row j of module k takes token j + k. The root, the last known token, has index `root`. The row of that
-number scores a draft, which is written behind the root and the drafts so far: there the next module's row takes it.
+The window of a request starts at s = max(L - R, 0). L is its committed length before the verify and R is `num_rerun`.
+The window has W = R + A rows, enough for every token accepted since. Token i of a window stands at position s + 1 + i,
+so row j of module k takes token j + k. The root, the last known token, has index `root`. The row of that number scores
+a draft, which is written after the root and the drafts so far: there the next module's row takes it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which rows a step has. positions, request, offset: [num_tokens] int64, of each row its position, its request and
-    its number in that. first, last: [bs] int64, the first and the last row of each request.
+    """The rows of each request of a step. positions, request, offset: [num_tokens] int64, of each row its position, its
+    request and its number in that. first, last: [bs] int64, the first and the last row of each request.
     """
 
     positions: PerToken
@@ -100,7 +100,7 @@ def draft_over(
 ) -> tuple[Tensor, Tensor]:
     """Run modules over the rows of a step, each on what the one before made of them; returns tokens and hidden then.
 
-    forward: what their attention is made of. tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root behind
+    forward: what their attention is made of. tokens: [bs, n] int64 and root: [bs] int64 as in `Window`; a root after
     the rows of its request scores nothing that is read. hidden: [num_tokens, H]. first: number of the first module.
     multimodal: what takes the place of the embeddings of module k's tokens.
     """
@@ -114,7 +114,7 @@ def draft_over(
 
 
 def chain(tokens: Tensor, root: Tensor, num_steps: int) -> Tensor:
-    """[bs, num_steps + 1] int64: the root and the drafts behind it."""
+    """[bs, num_steps + 1] int64: the root and the drafts after it."""
     nodes = torch.arange(num_steps + 1, device=root.device)
     return tokens.gather(1, root.unsqueeze(1) + nodes)
 

@@ -24,7 +24,7 @@ from spec_metadata.upload import to_device
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
 Span = tuple[PromptEmbeddings | None, int, int]
-"""Positions [start, end) of a prompt and its embeddings, if it has any. They may reach behind the prompt."""
+"""Positions [start, end) of a prompt and its embeddings, if it has any. They may reach beyond the prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class MultimodalDraftPrefillInputs(DraftPrefillInputs):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultimodalModulesPrefillInputs(ModulesPrefillInputs):
-    """With the fields of `MultimodalRows` for the token after each row's, and for those behind that of the last row,
+    """With the fields of `MultimodalRows` for the token after each row's, and for those after that of the last row,
     which later modules take: embeddings_behind [bs, K - 1, H], is_behind [bs, K - 1] bool.
     """
 
@@ -83,7 +83,7 @@ KINDS: dict[type, tuple[Any, int]] = {
     DraftPrefillInputs: (MultimodalDraftPrefillInputs, 1),
     ModulesPrefillInputs: (MultimodalModulesPrefillInputs, 1),
 }
-"""Of the inputs of each phase, those with embeddings, and how far behind its position a row's token stands."""
+"""Of the inputs of each phase, those with embeddings, and how far after its position a row's token stands."""
 
 
 @dataclass(frozen=True, slots=True)

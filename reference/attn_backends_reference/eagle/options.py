@@ -34,13 +34,13 @@ class WorkerOptions:
     """How a worker runs.
 
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
-    request that one prefill forward takes. eos_tokens: any of them ends a request. seed: of the order in which
-    pages are given out. host_lag: 0, or 1 to launch a cycle before the tokens of the one before are read. cache_dtype:
-    of the caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or
-    each has its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs
-    between its attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that
-    come with them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as
-    its first node.
+    request that one prefill forward takes. eos_tokens: any of them ends a request. seed: of the order in which pages
+    are given out. host_lag: 0, or 1 to launch cycles before the previous cycle's tokens are read. cache_dtype: of the
+    caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or each has
+    its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs between its
+    attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that come with
+    them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first
+    node.
     """
 
     buckets: tuple[int, ...] = ()

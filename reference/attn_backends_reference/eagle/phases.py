@@ -169,7 +169,7 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
 
 def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[VerifyInputs, Accepted]:
     """One target forward over the tree, its choice at every node, acceptance of the path that the choices take, and the
-    accepted KV moved behind the committed.
+    accepted KV moved after the committed.
     """
     num_nodes, max_accepted = capacity.num_draft_tokens, capacity.max_accepted
 

@@ -1,7 +1,7 @@
 """Prefill as regions of device work over packed rows: the target's, EAGLE's draft, and the modules of multi-layer MTP.
 
-Beside attention, a region takes all of its step from its inputs, so it can be captured in pieces at a number of tokens
-and run for any step of fewer. Padded rows are behind the real ones, and nothing real is made of them.
+Beside attention, a region takes all of its step from its inputs, so it can be captured piecewise at a number of tokens
+and run for any step of fewer. Padded rows are after the real ones, and nothing real is made of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DraftPrefillInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulesPrefillInputs(Rows):
-    """tokens: [bs, N + 2K] int64 of at most N rows a request, and root: [bs] int64, as in `Window`. hidden:
+    """tokens: [bs, N + 2K] int64 of at most N rows per request, and root: [bs] int64, as in `Window`. hidden:
     [num_tokens, H], the target's.
     """
 
@@ -85,7 +85,7 @@ class ModulesPrefillInputs(Rows):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chains:
-    """tokens: [bs, K + 1] int64, the root and the drafts behind it."""
+    """tokens: [bs, K + 1] int64, the root and the drafts after it."""
 
     tokens: PerRequest
 

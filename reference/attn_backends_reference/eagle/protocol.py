@@ -72,5 +72,5 @@ class Worker(Protocol):
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One decode step or cycle, which emits at least one token of each request.
 
-        max_committed: of each, tokens that may be committed by now; without lag, those that are.
+        max_committed: of each, an upper bound on its committed tokens; exact without lag.
         """

@@ -1,8 +1,8 @@
-"""Speculative decoding held against plain greedy decoding, as one row of a report.
+"""Speculative decoding compared with plain greedy decoding, as one row of a report.
 
 In float32 the two must give the same tokens. In lower precision forwards over one row and over several round
-differently, so a run must be consistent instead: the target's verify scores are those of its decode within a budget,
-every token is the best of its verify row within that budget, and where the texts part, the two best tokens were too
+differently, so a run must be consistent instead. The target's verify scores are those of its decode within a budget,
+and every token is the best of its verify row within that budget. Where the texts diverge, the two best tokens were too
 close to tell apart. What is exact is the target in float32 on the host, on torch kernels that are not under test.
 """
 
@@ -29,7 +29,7 @@ EXACT_DTYPES = ("float32", "float64")
 EXACT_BACKENDS = {CacheFormat.KV: "fa3", CacheFormat.LATENT: "fa3", CompressedFormat.COMPRESSED: "dsv4"}
 
 Scores = Callable[[Sequence[int], Sequence[int]], Tensor]
-"""From a prompt and tokens behind it to the scores of tokens[1:], [len(tokens) - 1, vocab]."""
+"""From a prompt and tokens after it to the scores of tokens[1:], [len(tokens) - 1, vocab]."""
 
 
 @dataclass(frozen=True, slots=True)

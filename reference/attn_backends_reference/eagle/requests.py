@@ -46,7 +46,7 @@ class RequestOptions:
     """What a request asks for beside its prompt.
 
     max_new_tokens: the context may end it earlier. sampling: greedy by default. stop: strings that end the request; the
-    text ends before them, the tokens with the one that completes the string. ignore_eos: go on after the model's
+    text ends before them, the tokens with the one that completes the string. ignore_eos: continue after the model's
     end-of-text tokens. draft: the shape of drafting that it must get, None for the worker's own.
     """
 
@@ -77,8 +77,8 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: an end-of-text token, a stop string, its length, somebody who cancelled it, or a step that
-    raised and can't be run again.
+    """Why a request ended: an end-of-text token, a stop string, its length, a cancellation, or a step that raised and
+    can't be run again.
     """
 
     EOS = "eos"
@@ -114,7 +114,7 @@ class Request:
     """A request in a server's hands.
 
     number: of its submission. limit: tokens that it may emit, from max_new_tokens and the context. growing: its text,
-    None if nobody decodes. embeddings: of the prompt's placeholders, None without, and once the prompt is through or
+    None without a tokenizer. embeddings: of the prompt's placeholders, None without, and once the prompt is through or
     the request ended. output: tokens emitted so far. finish: None until its end is known.
 
     Of the server: prefix_keys: what the prompt's pages are known by. row: in the request-to-token table, -1 without

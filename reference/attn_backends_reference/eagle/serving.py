@@ -137,7 +137,7 @@ class Server:
         """Serve until idle; yields (request, its new tokens), at least one token each, as the host reads them.
 
         Requests may be submitted and cancelled meanwhile; nothing more of a cancelled one is yielded. The next stream
-        goes on where one was left.
+        continues where one was left.
         """
         while self._unstreamed or not self.is_idle:
             while self._unstreamed:
@@ -150,9 +150,9 @@ class Server:
     def round(self) -> list[Emitted]:
         """One scheduling round: admit, launch one cycle and one step of prefill, read what is due.
 
-        Raises `RequestError` while another server's requests run on the worker, and nothing was changed then. If a
-        step raises, as one does that is out of memory, the next round tries it again, and reads what ran before it;
-        but where a step can't be repeated (`Worker.repeats_steps`), its requests have ended (`FinishReason.FAILED`).
+        Raises `RequestError` while another server's requests run on the worker, and nothing was changed then. If a step
+        raises, as one does that is out of memory, the next round tries it again, and reads what ran before it. Where a
+        step can't be repeated (`Worker.repeats_steps`), its requests have ended (`FinishReason.FAILED`).
         """
         if not self._running and self.worker.slots.in_use:
             raise RequestError(

@@ -1,7 +1,7 @@
 """The reference worker's slot allocator: pages for requests, and the request-to-token table that steps read.
 
 Requests whose prompts begin alike share the pages of the common beginning. A page is shared once all of it is
-committed, and is read only from then on: every request writes behind its own prompt, in pages of its own.
+committed, and is read only from then on: every request writes after its own prompt, in pages of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlotAllocator:
     """Gives pages to table rows and takes them back.
 
     Row `geometry.reserved_row` and page `geometry.reserved_page` belong to padding and are never given. Unowned entries
-    of the table point into the reserved page. A draft's entry at a position depends on `lookahead` tokens behind it, so
+    of the table point into the reserved page. A draft's entry at a position depends on `lookahead` tokens after it, so
     a page is shared where these are the same, too. seed: order in which pages are given, shuffled so that no kernel can
     rely on neighbouring pages.
     """
@@ -59,12 +59,12 @@ class SlotAllocator:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that belong to nobody."""
+        """Pages that belong to no request."""
         return len(self._free_pages)
 
     @property
     def in_use(self) -> bool:
-        """Whether some row or page is given to somebody."""
+        """Whether some row or page is in use."""
         return bool(self._pages) or self.num_free_pages < self.geometry.num_pages - 1
 
     def pages(self, row: int) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class SlotAllocator:
         return len(self._pages[row]) * self.geometry.page_size
 
     def num_shared_tokens(self, keys: Sequence[bytes]) -> int:
-        """Tokens of a prompt's beginning that somebody has committed in pages which can be shared."""
+        """Tokens of a prompt's beginning that another request has committed in pages which can be shared."""
         return len(self._shared_pages(keys)) * self.geometry.page_size
 
     def num_common_tokens(self, keys: Sequence[bytes], other: Sequence[bytes]) -> int:

@@ -2,7 +2,7 @@
 for many requests at once.
 
 They show how a worker drives the backends, and the library's own tests run on them; a serving engine brings its own. A
-step is launched without reading the device: lengths, draft states and how requests sample stay there, in tables with an
+step is launched without reading the device. Lengths, draft states and how requests sample stay there, in tables with an
 entry for each row of the request-to-token table, and the host reads what was emitted when it likes. Target and draft
 keep KV in the same slots, each in its cache.
 """
@@ -312,7 +312,7 @@ class EagleWorker(SpeculativeWorker):
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
-        """Run the draft over chunks: behind a prompt, it takes `first`."""
+        """Run the draft over chunks: after a prompt, it takes `first`."""
         step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
         tokens = to_device([token for chunk in chunks for token in chunk.following], torch.int64, self.device)
         ends_prompt = to_device([chunk.ends_prompt for chunk in chunks], torch.bool, self.device)

@@ -54,7 +54,7 @@ class ForwardAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PiecewiseAttention:
-    """The attention of a forward that is captured in pieces, each replay with the metadata of its own step.
+    """The attention of a forward that is captured piecewise, each replay with the metadata of its own step.
 
     A replay's rows may be fewer than the captured ones: the others are padding, which neither stores nor attends. Their
     outputs are zeros.

@@ -25,7 +25,7 @@ INERT = {
     "expert_dtype",  # DeepSeek-V4's, which its tensors tell
     "head_dim",  # which Qwen's layers read, though some of their classes do not declare it
     "max_window_layers",  # of files made from a Qwen's; without use_sliding_window it says nothing
-    "num_nextn_predict_layers",  # MTP modules behind the layers, which `load_mtp` reads
+    "num_nextn_predict_layers",  # MTP modules after the layers, which `load_mtp` reads
     "quantization_config",  # `models.quantization`
     "rope_scaling",  # the older names of rope_parameters
     "rope_theta",

@@ -162,7 +162,7 @@ class TargetModel(PagedModel):
 
     def tapped(self, layers: Sequence[int]) -> TargetModel:
         """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
-        one behind the final norm.
+        one after the final norm.
         """
         tapped = copy.copy(self)
         tapped.feature_layers = tuple(layers)
@@ -227,7 +227,7 @@ class DraftModel(PagedModel):
         self.feature_size = self.target_hidden_size = self.hidden_size
 
     def misfits(self, target: TargetModel) -> list[str]:
-        """Why it can't draft for a target, in words; empty if it can. One of a family of its own has its own cache."""
+        """The reasons why it can't draft for a target; empty if it can. A family of its own has its own cache."""
         own_cache = (self.cache_format, self.cache_format if self.has_own_cache else target.cache_format)
         of_models = {
             "cache format": own_cache,

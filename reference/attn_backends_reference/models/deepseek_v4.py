@@ -94,7 +94,7 @@ def _projections(compressor: Any, x: Tensor) -> Projections | None:
 
 class CompressedTarget(TargetModel):
     """A DeepSeek-V4 target. Its residual is `hc_mult` streams, which the head before the final norm joins; its features
-    behind a layer are the streams side by side, [T, hc_mult * hidden_size].
+    after a layer are the streams side by side, [T, hc_mult * hidden_size].
     """
 
     def __init__(self, family: Family, model: PreTrainedModel) -> None:

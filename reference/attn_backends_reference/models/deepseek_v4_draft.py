@@ -1,7 +1,7 @@
 """The MTP draft layer of a DeepSeek-V4 target, used for every drafted step as an EAGLE draft is.
 
-As in DeepSeek-V3's multi-token prediction (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2), row
-``p`` joins the normed embedding of token ``p + 1`` and the normed hidden state at ``p`` and runs one decoder layer,
+As in DeepSeek-V3's multi-token prediction (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2), row ``p``
+joins the normed embedding of token ``p + 1`` and the normed hidden state at ``p``. Then it runs one decoder layer,
 which sees a sliding window only. The hidden state is the target's after its final norm, one row of ``hidden_size``, so
 that a drafted row can take its parent row's output in its place.
 """

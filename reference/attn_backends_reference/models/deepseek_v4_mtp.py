@@ -1,8 +1,8 @@
 """The MTP module that DeepSeek publishes with V4 in the target's folder, used for every drafted step.
 
-Row ``p`` takes the embedding of token ``p + 1`` and the target's residual streams behind its last layer at ``p``,
-before they are joined for the final norm. Each stream begins as ``e_proj(enorm(embedding)) + h_proj(hnorm(stream))``;
-one layer runs, which sees a sliding window. Its streams are what drafted rows take of their parents; joined by an
+Row ``p`` takes the embedding of token ``p + 1`` and the target's residual streams after its last layer at ``p``, before
+they are joined for the final norm. Each stream begins as ``e_proj(enorm(embedding)) + h_proj(hnorm(stream))``; one
+layer runs, which sees a sliding window. Its streams are what drafted rows take of their parents. Joined by an
 ``hc_head`` of its own and normed, they are what the target's output head reads (SGLang 0.5.23,
 models/deepseek_v4_nextn.py; vLLM 0.33.0, models/deepseek_v4/nvidia/mtp.py, which takes zeros for row 0's embedding).
 

@@ -1,4 +1,4 @@
-"""The EAGLE draft head of a Llama or DeepSeek-V3 target: one decoder layer behind a projection.
+"""The EAGLE draft head of a Llama or DeepSeek-V3 target: one decoder layer after a projection.
 
 Row ``p`` takes the target's last hidden state at position ``p`` (after the final norm) and the
 embedding of token ``p + 1``, rotates at position ``p`` and predicts token ``p + 2``. A drafted row

@@ -2,7 +2,7 @@
 https://arxiv.org/abs/2401.15077 and https://arxiv.org/abs/2406.16858; read so by SGLang's and vLLM's
 ``llama_eagle.py``).
 
-Row ``p`` takes the embedding of token ``p + 1`` and the target's hidden state at ``p``, behind its final norm, or its
+Row ``p`` takes the embedding of token ``p + 1`` and the target's hidden state at ``p``, after its final norm, or its
 parent row's output. ``fc`` joins them for Llama's decoder layers, the first of which has no input norm; no norm follows
 the last, and the target's output head reads what it leaves. So it is another model than `draft.EagleDraft`.
 

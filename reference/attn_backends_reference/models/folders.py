@@ -50,8 +50,8 @@ def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTraine
 
 
 def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
-    """The checkpoint's architecture, one of `known`, and its configuration, which says nothing of a quantization:
-    transformers would take it for its own to do.
+    """The checkpoint's architecture, one of `known`, and its configuration, without its quantization, which
+    transformers would try to apply itself.
     """
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
@@ -227,7 +227,7 @@ def unpickled(path: Path) -> dict[str, Tensor]:
 
 
 def compare_shapes(given: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
-    """What is of another shape, in words."""
+    """Descriptions of tensors whose shape differs."""
     return [
         f"{name} is {list(given[name].shape)}, not {list(needed[name].shape)}"
         for name in given.keys() & needed.keys()

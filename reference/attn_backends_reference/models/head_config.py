@@ -26,7 +26,7 @@ class HeadConfig:
 
     layer: of its decoder layers, for transformers' modules. draft_vocab_size: tokens that it can propose; None if it
     does not say, so all of the target's. target_hidden_size: columns of a state of the target. taps: layers of the
-    target behind which it takes states, None for SafeAILab's choice; num_states of them. windows: of each layer, keys
+    target after which it takes states, None for SafeAILab's choice; num_states of them. windows: of each layer, keys
     that a row sees, None for all. fc_bias, qkv_bias: biases of `fc`, and of queries, keys and values alone; fc_bias is
     None if it does not say. fc_norm: a norm of each state before `fc`; norm_before_fc: one of all of them.
     norm_before_residual: the residual begins behind `hidden_norm`. norm_output: drafted rows take normed states. tied:
@@ -54,7 +54,7 @@ class HeadConfig:
         return self.draft_vocab_size or self.layer.vocab_size
 
     def feature_layers(self, where: object, num_layers: int) -> tuple[int, ...]:
-        """The layers of a target of `num_layers` behind which it takes states, low to high.
+        """The layers of a target of `num_layers` after which it takes states, low to high.
 
         The published target of n layers keeps its states before the layers 2, n // 2 and n - 3. Raises
         `CheckpointError` for layers that there are not.
@@ -63,7 +63,7 @@ class HeadConfig:
         rising = len(layers) == self.num_states and layers == sorted(set(layers))
         if not rising or not 0 <= layers[0] <= layers[-1] < num_layers:
             raise CheckpointError(
-                f"the draft in {where} takes the states behind the layers {layers} of a target with {num_layers}; it "
+                f"the draft in {where} takes the states after the layers {layers} of a target with {num_layers}; it "
                 f"needs {self.num_states} different ones, from low to high. Targets of fewer than 7 layers need them "
                 f"named: eagle_config.eagle_aux_hidden_state_layer_ids"
             )
@@ -197,7 +197,7 @@ def _windows(flat: Fields, num_layers: int, where: object) -> tuple[int | None, 
 
 
 def _taps(flat: Fields, eagle: Fields, where: object) -> tuple[int, ...] | None:
-    """The layers behind which states are taken, as `eagle_config` counts; beside it the layers before are named."""
+    """The layers after which states are taken, as `eagle_config` counts; beside it the layers before are named."""
     before, behind = (table.get("eagle_aux_hidden_state_layer_ids") or None for table in (flat, eagle))
     for layers in (before, behind):
         if layers is not None and not (isinstance(layers, list) and all(type(layer) is int for layer in layers)):

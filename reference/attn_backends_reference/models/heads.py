@@ -1,7 +1,7 @@
 """Loading the folders of published EAGLE and EAGLE-3 heads, which `head_config` lists by their configurations.
 
-Tensors come under several names: ``midlayer`` or ``layers.0``, with or without ``model.`` in front, and, of SGLang's
-reader, ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high`` for the norms before ``fc``, and ``hidden_norm`` for
+Tensors come under several names: ``midlayer`` or ``layers.0``, with or without the prefix ``model.``. SGLang's reader
+also has ``aux_norm_low``, ``aux_norm_mid`` and ``aux_norm_high`` for the norms before ``fc``, and ``hidden_norm`` for
 the input norm of a later layer. ``d2t`` is int64 (draft id i is the target's ``i + d2t[i]``) and ``t2d`` bool (which of
 the target's ids the draft has), which may be absent, as SGLang never reads it.
 """

@@ -79,9 +79,9 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     """The MTP modules in a folder, or of an embedded name (`EMBEDDED_DRAFTS`), the first drafted step's first.
 
     A folder of modules alone (architectures such as DeepseekV3ForCausalLMMTP), or a target's own folder which keeps
-    them behind its layers, as DeepSeek-V3's does, in 8-bit blocks or floats; `models.mtp` has the names of their
-    tensors and where they were published. The embedding and the output head are the target's; a module's embed_tokens
-    and shared_head.head may be absent, and if they are there and not the same, the folder is refused.
+    them after its layers, as DeepSeek-V3's does, in 8-bit blocks or floats. `models.mtp` has the names of their tensors
+    and where they were published. The embedding and the output head are the target's; a module's embed_tokens and
+    shared_head.head may be absent, and if they are there and not the same, the folder is refused.
 
     The modules get the target's dtype and device. Raises `CheckpointError` as `load_draft` does, and unless the folder
     holds as many modules as its num_nextn_predict_layers says.
@@ -105,8 +105,9 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
 def load_tokenizer(folder: str | Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a target's folder: transformers' if the folder holds its files, else bytes.
 
-    vocab_size: of the target. Raises `CheckpointError` if the files can't be read or need Python of their own, if the
-    tokenizer can produce ids that the target lacks, or if there are no files and the vocabulary is not that of bytes.
+    vocab_size: of the target. Raises `CheckpointError` if the files can't be read or need their own Python code, or if
+    the tokenizer has ids that the target lacks. It also does if there are no files and the vocabulary is not that of
+    bytes.
     """
     path = folders.find(folder, EMBEDDED_TARGETS)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -186,7 +187,7 @@ def _count_modules(path: Path, config: PreTrainedConfig, names: Collection[str])
     found = sorted({layer for name in names if (layer := _layer_of(name)) >= first})
     if found != expected:
         raise CheckpointError(
-            f"{path} should hold {count} MTP modules (num_nextn_predict_layers), the layers {expected} behind the "
+            f"{path} should hold {count} MTP modules (num_nextn_predict_layers), the layers {expected} after the "
             f"target's {first}; it has tensors of {found}"
         )
     if not expected:

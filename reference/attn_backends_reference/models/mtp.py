@@ -1,12 +1,12 @@
 """The multi-token prediction (MTP) modules of a Llama or DeepSeek-V3 target: one for each drafted step.
 
-Module ``k``, counted from 0, takes at row ``p`` the embedding of token ``p + k + 1`` and the hidden state of the module
-before (of the target for the first) at ``p``, each normed and in this order, rotates at ``p`` and predicts token
-``p + k + 2`` (DeepSeek-V3, DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 2.2). A hidden state is the one
-behind the final norm. The embedding and the output head are the target's.
+Module ``k``, counted from 0, takes at row ``p`` two inputs: the embedding of token ``p + k + 1`` and the previous
+module's hidden state at ``p`` (for the first the target's). Each is normed, and they are joined in this order. It
+rotates at ``p`` and predicts token ``p + k + 2`` (DeepSeek-V3, DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437,
+section 2.2). A hidden state is the one after the final norm. The embedding and the output head are the target's.
 
 A checkpoint keeps module ``k`` as ``model.layers.{num_hidden_layers + k}``: the tensors of a decoder layer, and
-``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm`` beside them; ``num_nextn_predict_layers`` counts the modules
+``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head.norm``. ``num_nextn_predict_layers`` counts the modules
 (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md; read so by SGLang's ``deepseek_nextn.py`` and
 vLLM's ``deepseek_mtp.py``).
 
@@ -63,7 +63,7 @@ class MtpModule(DraftHead):
 def module_config(config: PreTrainedConfig, index: int) -> PreTrainedConfig:
     """The configuration of the checkpoint's module `index`: that of a model which has this one layer.
 
-    The layers of a DeepSeek-V3 model from `first_k_dense_replace` on have experts; modules count on behind its layers.
+    The layers of a DeepSeek-V3 model from `first_k_dense_replace` on have experts; modules count on after its layers.
     """
     own = copy.deepcopy(config)
     own.num_hidden_layers = 1

@@ -1,16 +1,15 @@
 """Weights of fewer bits: what a configuration says of them, which tensors hold them, and their values.
 
 `Fp8Blocks`, as DeepSeek-V3 publishes weights: one ``[rows, columns]`` of float8_e4m3fn has a scale for each block of
-``weight_block_size``, in the tensor of the same name with ``_scale_inv`` behind it, ``[ceil(rows / m), ceil(columns /
-n)]``; value = stored * scale (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). Blocks at the
-ends may be cut off: the 576 rows of ``kv_a_proj_with_mqa`` are four and a half. DeepSeek-V4's have powers of two as
-scales (E8M0), which are called ``scale`` beside ``weight``; and its experts ``[rows, K]`` are int8 ``[rows, K / 2]``,
-bytes of two 4-bit floats as below, with ``scale`` ``[rows, K / 32]`` (inference/convert.py of
-deepseek-ai/DeepSeek-V4-Flash).
+``weight_block_size``, in the tensor of the same name with ``_scale_inv`` after it, ``[ceil(rows / m), ceil(columns /
+n)]``. The value is stored * scale (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md). Blocks at
+the ends may be cut off: the 576 rows of ``kv_a_proj_with_mqa`` are four and a half. DeepSeek-V4's have powers of two as
+scales (E8M0), which are called ``scale``. Its experts ``[rows, K]`` are int8 ``[rows, K / 2]``, bytes of two 4-bit
+floats as below, with ``scale`` ``[rows, K / 32]`` (inference/convert.py of deepseek-ai/DeepSeek-V4-Flash).
 
-`Mxfp4`, as gpt-oss publishes its experts: a weight ``[experts, K, N]`` is stored transposed, as ``NAME_blocks``
-``[experts, N, K / 32, 16]``, bytes of two 4-bit floats (E2M1) each, the lower half first, and ``NAME_scales``
-``[experts, N, K / 32]``, the power of two of each block (E8M0), both uint8 (OCP Microscaling Formats v1.0;
+`Mxfp4`, as gpt-oss publishes its experts. A weight ``[experts, K, N]`` is stored transposed, as ``NAME_blocks``
+``[experts, N, K / 32, 16]``, bytes of two 4-bit floats (E2M1) each, the lower half first. ``NAME_scales`` ``[experts,
+N, K / 32]``, the power of two of each block (E8M0), both uint8 (OCP Microscaling Formats v1.0;
 https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/weights.py).
 """
 

@@ -29,7 +29,7 @@ EMBEDDED_TARGETS = {name: f"{name}/target" for name in ("gqa", "mla", "v4")}
 
 @dataclass(frozen=True, slots=True)
 class TargetFolder:
-    """A folder whose target can be loaded. weights: those of the target, without MTP modules behind its layers."""
+    """A folder whose target can be loaded. weights: those of the target, without MTP modules after its layers."""
 
     path: Path
     family: Family
@@ -110,9 +110,9 @@ def load_target(folder: str | Path, dtype: torch.dtype, device: torch.device | s
 def open_target(folder: str | Path) -> TargetFolder:
     """The target in a folder, or an embedded one by name, with everything checked but what its weights are.
 
-    Raises `CheckpointError` that names the file, and the key or tensor: an architecture, rotary embedding, quantization
-    or key that is not served; shards that are missing, cut short or outside the folder; tensors that are missing, of
-    another shape, or none of the architecture's.
+    Raises `CheckpointError` that names the file, and the key or tensor. The reason is an architecture, rotary
+    embedding, quantization or key that is not supported; shards that are missing, cut short or outside the folder;
+    tensors that are missing, of another shape, or unknown.
     """
     families = {family.architecture: family for family in served_families()}
     path = folders.find(folder, EMBEDDED_TARGETS)
@@ -145,7 +145,7 @@ def _empty_model(path: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _mtp_prefixes(config: PreTrainedConfig, stored: weights.Weights) -> tuple[str, ...]:
-    """How the names of MTP modules begin that a target's folder keeps behind its layers."""
+    """How the names of MTP modules begin that a target's folder keeps after its layers."""
     first = config.num_hidden_layers
     behind = range(first, first + (getattr(config, "num_nextn_predict_layers", 0) or 0))
     prefixes = [f"model.layers.{layer}." for layer in behind]

@@ -1,1 +1,1 @@
-"""SGLang's backends behind the suite: its batch objects, its runner's calls, its pools."""
+"""SGLang's backends under the suite: its batch objects, its runner's calls, its pools."""

@@ -1,6 +1,6 @@
 """A right backend behind SGLang's interface: it reads the batch object and the pools, and plans nothing.
 
-It is what the driver is held to (`blame`). Dense attention over each request's whole row of `req_to_token`, masked by
+The driver is compared with it (`blame`). Dense attention over each request's whole row of `req_to_token`, masked by
 what a row must see; slow, and the same eagerly and in a graph.
 """
 

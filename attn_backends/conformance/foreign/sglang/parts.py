@@ -21,10 +21,10 @@ Rows = list[list[int]]
 class Parts:
     """One of SGLang's backends.
 
-    name: that a server is told. module: where it is, as of `api.attention_module`. backend, draft: names of its class
-    and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
-    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place, for launches over at
-    most so many keys.
+    name: of SGLang's option. module: where it is, as of `api.attention_module`. backend, draft: names of its class and
+    of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend, metadata,
+    batch) -> what the metadata lists. install: puts stand-ins of its kernels in place, for launches over at most so
+    many keys.
     """
 
     name: str

@@ -24,8 +24,8 @@ class OnCpu(TorchFunctionMode):
 
 
 def write_latents(kv_buffer: Tensor, loc: Tensor, nope: Tensor, rope: Tensor, *, reserved_skip_index: int = 0) -> None:
-    """As `set_mla_kv_buffer` writes: row i goes to entry i of the memory behind `loc`, whatever its stride; a row of
-    the slot that is skipped goes to the reserved page all the same, where nobody looks.
+    """As `set_mla_kv_buffer` writes: row i goes to entry i of the memory behind `loc`, whatever its stride. A row of
+    the skipped slot goes to the reserved page, which is not compared.
     """
     dense = loc.as_strided((loc.numel(),), (1,))
     rows = torch.cat((nope.flatten(1), rope.flatten(1)), dim=1)

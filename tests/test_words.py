@@ -1,0 +1,55 @@
+"""Documents, public docstrings, errors and help say things plainly: short sentences, the field's terms, no idioms."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.words import MOST_WORDS, of_docstrings, of_documents, of_messages, public, sentences, wrong
+
+
+@pytest.mark.parametrize("source", [of_documents, of_docstrings, of_messages], ids=lambda source: source.__name__)
+def test_every_sentence_is_plain(source):
+    found = list(source())
+    assert len(found) > 400
+    assert [(each.place, complaint, each.text) for each in found for complaint in wrong(each.text)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaints"),
+    [
+        ("The page table holds page ids. The padded rows come after the real ones.", 0),
+        ("word " * (MOST_WORDS + 1), 1),
+        ("The list of work is padded behind.", 2),
+        ("A row a request, in pieces.", 2),
+        ("What it took once it takes again, and says so.", 2),
+        ("Their entries are told whose they are now.", 2),
+        ("Layers that somebody is to run shall go on.", 3),
+        ("x [bs, width, num_tokens], " * 12, 0),
+    ],
+)
+def test_what_is_not_plain_is_seen(text, complaints):
+    assert len(wrong(text)) == complaints, wrong(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# Title\n\nOne. Two\nlines, 1.5 of them.", ["# Title", "One.", "Two lines, 1.5 of them."]),
+        ("```sh\nls. Ls.\n```\nAfter `a. B` [it](x.md#y).", ["After CODE it."]),
+        ("| One. Two | three |\n|---|---|\n", ["One.", "Two", "three", "---", "---"]),
+        (
+            "lens: of requests. widths, heads: of rows. vLLM pads.",
+            ["lens: of requests.", "widths, heads: of rows.", "vLLM pads."],
+        ),
+        ("- One\n- two\n\n::: attn_backends.Kernel\n", ["- One", "- two"]),
+    ],
+)
+def test_sentences_of_markdown(text, expected):
+    assert list(sentences(text)) == expected
+
+
+def test_public_docstrings_are_read_and_private_ones_are_not():
+    source = """class A:\n  def b(self):\n    def c(): 1\n  def _d(self): 1\nclass _E:\n  def f(self): 1"""
+    assert [getattr(node, "name", "") for node in public(ast.parse(source))] == ["", "A", "b", "c"]
