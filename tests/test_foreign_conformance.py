@@ -10,13 +10,14 @@ import pytest
 from attn_backends.conformance import Outcome, Subject, resolve_subjects, run_conformance, selected_cases
 from attn_backends.conformance.foreign import FOREIGN, foreign_backend
 from attn_backends.conformance.foreign.blame import run_foreign_case
+from attn_backends.conformance.foreign.causes import told_list
 from attn_backends.conformance.foreign.isolation import Isolated, running
 from attn_backends.conformance.foreign.sglang import backends
 from attn_backends.conformance.profiles import passed
 from attn_backends.errors import BackendUnavailableError
 from tests import foreign_backends as tiny
 
-CHECKS = ("math.*", "cache.writes_owned_slots", "graph.shrinking", "graph.sequence")
+CHECKS = ("math.*", "cache.*slots", "graph.s[eh]*", "graph.equals_eager", "graph.refresh_recorded", "poison.unwritten")
 
 
 def rows_of(backend, checks=CHECKS, most=None):
@@ -68,9 +69,7 @@ def test_a_graph_that_is_not_planned_again_is_seen():
 
 
 def test_offsets_of_other_lengths_are_told():
-    from attn_backends.conformance.foreign.causes import _told_list
-
-    told = _told_list([20, 21, 22], [12, 20, 21], [[10, 11, 12]], 2)
+    told = told_list([20, 21, 22], [12, 20, 21], [[10, 11, 12]], 2)
     assert told.startswith(
         "its list begins at entry 2 of the packed index list, in which its own tokens begin at entry 3"
     )

@@ -46,7 +46,7 @@ def _wrong_reads(scene: Scene, step: ForeignStep) -> Iterator[str]:
         for number, (expected, got) in enumerate(zip(wanted, read, strict=False)):
             if got != expected:
                 request = rows[number].request
-                told = _told_list(expected, got, wanted[:number], scene.requests[request].length)
+                told = told_list(expected, got, wanted[:number], scene.requests[request].length)
                 yield f"metadata of forward {forward}, row {number} (request {request}): {told}"
 
 
@@ -55,7 +55,7 @@ def _wanted(scene: Scene, forward: int) -> list[list[int]]:
     return [[scene.requests[row.request].slots[name] for name in row.visible] for row in scene.rows[forward]]
 
 
-def _told_list(expected: list[int], got: list[int], before: list[list[int]], committed: int) -> str:
+def told_list(expected: list[int], got: list[int], before: list[list[int]], committed: int) -> str:
     """How a list of slots is wrong. before: those of the rows before it. committed: tokens of its request."""
     missing = len(expected) - len(got)
     if NOWHERE in got:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
 from attn_backends.conformance.foreign.driver import (
-    DECLARED,
-    OURS,
     Exempt,
     ForeignBackend,
     ForeignStep,
@@ -109,7 +107,7 @@ class SGLangMLA(ForeignBackend):
 
     project = "SGLang"
     formats = frozenset({CacheFormat.LATENT})
-    exempt = (DECLARED, OURS, ONE_POOL)
+    exempt = (*ForeignBackend.exempt, ONE_POOL)
     parts: ClassVar[Parts]
     right: ClassVar[bool] = False
 

@@ -31,6 +31,7 @@ MARGIN = 4
 """A server's prompt and output end at context_len - 2 (`max_req_len - input_len - 1` new tokens at most, of a
 max_req_len of context_len - 1), so a step that adds to them has at most context_len - 4 in the cache.
 """
+WIDER = 256  # tokens that a backend may round a table up by
 ROOM = 4  # tokens that a row of SGLang's request table has past the context, beside the drafted ones
 
 
@@ -64,7 +65,8 @@ class Engine:
         self._captures: set[str] = set()
         self._static: dict[StepKind, dict[str, Tensor]] = {}
         if not has_kernels:
-            parts.install(self.api, capacity.max_kv_len)
+            stand_ins.Grid.max_kv_len = capacity.max_kv_len + WIDER
+            parts.install(self.api)
         if device.type == "cpu":
             for name in ("set_mla_kv_buffer_triton", "set_mla_kv_buffer_dcp_sharded_triton"):
                 setattr(self.api.memory_pool, name, stand_ins.write_latents)

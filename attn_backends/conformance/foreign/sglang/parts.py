@@ -21,10 +21,9 @@ Rows = list[list[int]]
 class Parts:
     """One of SGLang's backends.
 
-    name: of SGLang's option. module: where it is, as of `api.attention_module`. backend, draft: names of its class and
-    of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend, metadata,
-    batch) -> what the metadata lists. install: puts stand-ins of its kernels in place, for launches over at most so
-    many keys.
+    name: that a server is told. module: where it is, as of `api.attention_module`. backend, draft: names of its class
+    and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
+    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Parts:
     draft: str
     held: str
     read: Callable[[Any, Any, Any], Rows | None]
-    install: Callable[[Any, int], None]
+    install: Callable[[Any], None]
 
     def make(self, api: Any, role: str, runner: Any, num_steps: int) -> Any:
         """The backend of a role of `engine.SERVED_BY`, at topk 1."""
@@ -89,14 +88,13 @@ def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     return rows
 
 
-def _install_flashinfer(api: Any, max_kv_len: int) -> None:
-    stand_ins.MLAWrapper.max_kv_len = max_kv_len
+def _install_flashinfer(api: Any) -> None:
     for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
         setattr(api.attention_module("flashinfer_mla_backend"), name, stand_ins.MLAWrapper)
 
 
-def _install_trtllm(api: Any, max_kv_len: int) -> None:
-    _install_flashinfer(api, max_kv_len)
+def _install_trtllm(api: Any) -> None:
+    _install_flashinfer(api)
     module = api.attention_module("trtllm_mla_backend")
     module.flashinfer = SimpleNamespace(decode=stand_ins)
     module._jit_fixup_module = module.make_persistent_multi_ctas_kv_counter_buffer = stand_ins.nothing
@@ -115,7 +113,7 @@ def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
     return rows
 
 
-def _install_flash_attention(api: Any, max_kv_len: int) -> None:
+def _install_flash_attention(api: Any) -> None:
     names = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata")
     module: Any = ModuleType("sgl_kernel.flash_attn")
     vars(module).update(dict.fromkeys(names, stand_ins.nothing))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
@@ -58,10 +59,22 @@ class Module:
             work.copy_(each)
 
 
+class Grid:
+    """Keys that a launch goes over, set by whoever makes a backend. Tables are widened to as many, so that a sum over
+    keys rounds alike whatever a table's width: a replay's bits are compared with those of an eager step.
+    """
+
+    max_kv_len = 0
+
+    @classmethod
+    def widened(cls, table: Tensor, page_size: int) -> Tensor:
+        """[bs, max_pages] a table with columns behind it that no length reaches."""
+        missing = -(-cls.max_kv_len // page_size) - table.shape[1]
+        return table if missing <= 0 else pad(table, (0, missing))
+
+
 class MLAWrapper:
     """`flashinfer.mla.BatchMLAPagedAttentionWrapper` as of 0.7, with the attributes that SGLang uses."""
-
-    max_kv_len = 0  # of the launches' grids; set by whoever makes the backend
 
     def __init__(
         self,
@@ -128,7 +141,7 @@ class MLAWrapper:
             self._kv_indices_buf,
             kv_len,
             max_query=max(max_query, 1),
-            max_kv_len=self.max_kv_len,
+            max_kv_len=Grid.max_kv_len,
             causal=self._causal,
             scale=self._sm_scale,
         )
@@ -151,14 +164,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query: [bs, width, num_heads, dim]. kv_cache: [num_pages, 1, page_size, dim]. Returns [bs, width, num_heads, rank].
     """
     keys = kv_cache.transpose(1, 2)
+    table = Grid.widened(block_tables, keys.shape[1])
     out, _ = block_table_attention(
         query.flatten(0, 1),
         keys,
         keys[..., :kv_lora_rank],
-        block_tables,
+        table,
         seq_lens,
         width=query.shape[1],
-        max_kv_len=block_tables.shape[1] * keys.shape[1],
+        max_kv_len=table.shape[1] * keys.shape[1],
         causal=True,
         scale=bmm1_scale,
     )
@@ -188,7 +202,7 @@ def flash_attn_with_kvcache(
         torch.cat((v_cache, k_cache), dim=-1),
         v_cache,
         cu_seqlens_q,
-        page_table,
+        Grid.widened(page_table, k_cache.shape[1]),
         cache_seqlens,
         max_seqlen_q=max_seqlen_q,
         causal=causal,
