@@ -38,14 +38,16 @@ from attn_backends.planning.metadata import (
     WRITE_SLOTS,
     ForwardMetadata,
     Metadata,
+    all_rows,
     check_forward,
     check_frozen,
     check_metadata,
     check_ranges,
     own_drafted,
+    slots_to_write,
 )
 from attn_backends.planning.planners import bind_inputs, bind_torch, choose_planner
-from attn_backends.selection.choose import Workload, choose_kernels
+from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
     BoundInputs,
     Bucket,
@@ -229,14 +231,14 @@ class AttentionBackend(ABC, Generic[Plan]):
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""
         self._shape_of(cache, meta, layer, inputs.dtype)
-        cache.store(inputs, meta.write_slots, layer.k_scale, layer.v_scale)
+        cache.store(inputs, slots_to_write(self, meta), layer.k_scale, layer.v_scale)
 
     def forward(
         self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
     ) -> AttentionOutput:
         """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
         shape = self._shape_of(cache, meta, layer, q.dtype)
-        expected = (meta.write_slots.shape[0], layer.num_heads, layer.head_dim)
+        expected = (all_rows(self, meta), layer.num_heads, layer.head_dim)
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
@@ -255,8 +257,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         if step.kind is StepKind.IDLE:
             return []
         if step.kind not in self.choices:
-            able = [kernel.name for kernel in self.kernels if step.kind in kernel.capabilities]
-            return [f"no kernel for {step.kind} was asked for ({', '.join(able) or 'none'} has it)"]
+            return [missing_reason(step.kind, self.kernels)]
         reasons = self.kernel_of(step.kind).capabilities[step.kind].step_reasons(step)
         num_keys = step.width * step.num_steps
         if step.is_tree and self.device.type == "cuda" and num_keys > MAX_TREE_KEYS:
@@ -287,8 +288,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self._memory.check()
 
     def _admit(self, step: Step) -> None:
-        reasons = self.unsupported_reasons(step)
-        if reasons:
+        if reasons := self.unsupported_reasons(step):
             kernel = f" ({self.kernel_of(step.kind).name})" if step.kind in self.choices else ""
             raise UnsupportedStepError(f"{self.name}{kernel} can't take a {step.kind} step", reasons)
         check_table_room(step, self.capacity)

@@ -48,15 +48,15 @@ def _add_arguments(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--topk", type=int, metavar="N", help="of metadata and memory: branches of a draft level")
     bench.add_argument("--quick", action="store_true", help="few rounds and sizes")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    bench.add_argument("--plot", type=Path, metavar="FILE", help="draw them as PNG or SVG; of attention, --set kernels")
     add_threads(bench)
 
 
 COMMAND = Command(
-    "All but memory needs a GPU. Exit code 0: all was measured. 1: a comparison failed. 2: nothing can be measured, or "
-    "bad input.",
+    "What layers, their metadata and whole cycles cost. All but memory needs a GPU. A comparison that failed "
+    "makes the exit code 1, nothing to measure 2.",
     _add_arguments,
     _run,
+    "python -m benchmarks memory --backend fa3 --json rows.json",
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
-from benchmarks import attention, kernels, plot, shapes, trees
+from benchmarks import attention, kernels, shapes, trees
 from benchmarks.attention import contenders, measure_attention
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.cli_options import DENSE_BACKENDS, recorded, refuse_options, show_missing
@@ -29,7 +29,6 @@ from benchmarks.timing import CudaClock
 from benchmarks.trees import measure_trees
 
 QUICK_ROUNDS = 5
-DRAWN = ("kernels", "prefill")
 
 
 @dataclass(slots=True)
@@ -157,13 +156,6 @@ def run(args: argparse.Namespace) -> int:
     asked = SETS[args.set or "layer"]
     refuse_options(args, "page_size", "topk")
     results.check_output("--json", args.json)
-    results.check_output("--plot", args.plot)
-    if args.plot is not None and args.set not in DRAWN:
-        raise ConfigError(
-            f"--plot goes with --set {' or '.join(DRAWN)}, not with {args.set or 'layer'}: it draws kernels against "
-            "ceilings"
-        )
-    plot.check_plot(args.plot)
     batch_sizes, contexts = _sizes(args, asked)
     if not torch.cuda.is_available():
         raise BackendUnavailableError(
@@ -182,9 +174,6 @@ def run(args: argparse.Namespace) -> int:
         recording.finish(**_own(measured))
     finally:
         _show(measured, asked)
-    if args.plot is not None and measured.ceilings is not None:
-        rows = [row for row in measured.rows if isinstance(row, KernelRow)]
-        plot.draw(args.plot, rows, measured.ceilings, results.device_name("cuda"))
     if not measured.rows:
         return 2
     return 1 if any(absent.failed for absent in measured.missing) else 0

@@ -18,7 +18,7 @@ from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
-from benchmarks import cycle, memory, metadata, plot
+from benchmarks import cycle, memory, metadata
 from benchmarks.cli_options import DENSE_BACKENDS, recorded, refuse_options, show_missing
 from benchmarks.counts import count_on_cuda
 from benchmarks.host import LOOP, WallClock
@@ -57,13 +57,11 @@ class Measured:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the JSON; 1 if something failed, 2 if nothing can be measured here."""
     results.check_output("--json", args.json)
-    results.check_output("--plot", args.plot)
     refuse_options(args, *_UNUSED[args.what])
-    plot.check_plot(args.plot)
     device = "cpu" if args.what == "memory" else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailableError(f"benchmarks {args.what}", ["torch sees no CUDA device"], "It times a GPU.")
-    measure, tabulate, draw = _COMMANDS[args.what]
+    measure, tabulate = _COMMANDS[args.what]
     with (
         results.Recording(args.json, results.head(args.words, device)) as recording,
         recorded(recording, f"bench {args.what}") as on_row,
@@ -82,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
         console = output_console()
         console.print(tabulate(measured.rows))
         _show(console, measured, reached)
-    if args.plot is not None and draw is not None:
-        draw(args.plot, measured.rows, results.device_name(device))
     if not measured.rows:
         return 2
     return 1 if any(absent.failed for absent in measured.missing) else 0
@@ -212,9 +208,9 @@ def _table(title: str, names: Iterable[str], numbers: str) -> Table:
     return table
 
 
-_UNUSED = {"metadata": ("set",), "memory": ("set", "plot"), "cycle": ("set", "page_size", "topk")}
-_COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., Table], Callable[..., None] | None]] = {
-    "metadata": (_metadata, _metadata_table, plot.draw_metadata),
-    "memory": (_memory, _memory_table, None),
-    "cycle": (_cycle, _cycle_table, plot.draw_cycles),
+_UNUSED = {"metadata": ("set",), "memory": ("set",), "cycle": ("set", "page_size", "topk")}
+_COMMANDS: dict[str, tuple[Callable[..., None], Callable[..., Table]]] = {
+    "metadata": (_metadata, _metadata_table),
+    "memory": (_memory, _memory_table),
+    "cycle": (_cycle, _cycle_table),
 }

@@ -159,7 +159,7 @@ def rows(rounds: int, backends: Collection[str]) -> Iterator[EagerRow | Missing]
 def run(args: argparse.Namespace) -> int:
     """Measure, print rows as they come, write the JSON; 1 if something failed or misses its target."""
     results.check_output("--json", args.json)
-    refuse_options(args, "set", "batch_size", "context", "page_size", "topk", "plot")
+    refuse_options(args, "set", "batch_size", "context", "page_size", "topk")
     if not torch.cuda.is_available():
         raise BackendUnavailableError("benchmarks eager", ["torch sees no CUDA device"], "It times a GPU's host.")
     console, absent, is_bad = output_console(), list[Missing](), False

@@ -14,6 +14,7 @@ from typing import Any
 
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import Results, read
+from benchmarks import plot
 from benchmarks.shapes import MAX_VERIFIED
 
 COMMAND = "python -m benchmarks.page"
@@ -42,8 +43,8 @@ Row = Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page; 2 if a result is missing or can't be read."""
-    return write_page(COMMAND, __doc__, PAGE, lambda folder, page: summed_up(folder, page.parent), arguments)
+    """Write the page and its pictures; 2 if a result is missing or can't be read."""
+    return write_page(COMMAND, __doc__, PAGE, _with_pictures, arguments)
 
 
 def write_page(
@@ -80,12 +81,36 @@ def summed_up(folder: Path, beside: Path) -> str:
     """The page of a folder of results. beside: the folder of the page, which its links start from."""
     paths = results_of(folder, SHOWN)
     links = {path.stem: Path(os.path.relpath(path, beside)) for path in paths}
-    pictures = {path.stem for path in paths if path.with_suffix(".png").exists()}
-    return page({path.stem: read(path) for path in paths}, links, pictures)
+    return page({path.stem: read(path) for path in paths}, links)
 
 
-def page(results: Mapping[str, Results], links: Mapping[str, Path], pictures: Iterable[str]) -> str:
-    """The page. results: by the names of their parts. links: to their files. pictures: parts with one beside it."""
+def pictures(folder: Path) -> dict[Path, str]:
+    """The pictures of a folder of results, each with the file beside its rows where it belongs."""
+    found = {}
+    for path in results_of(folder, SHOWN):
+        result = read(path)
+        if spans := plot.spans(result.rows, without=COPY):
+            found[path.with_suffix(".svg")] = plot.to_svg(_question(path.stem, result), spans)
+    return found
+
+
+def _question(name: str, result: Results) -> str:
+    """What a picture answers."""
+    if name == "trees":
+        return f"A verify of a tree, times that of a chain of as many tokens, on {result.head.device}"
+    peers = sorted({row["peer"] for row in result.rows if row["peer"] != COPY})
+    return f"Our kernels, times the time of {' and '.join(peers)}, on {result.head.device}"
+
+
+def _with_pictures(folder: Path, written: Path) -> str:
+    """The page, after its pictures were written."""
+    for path, svg in pictures(folder).items():
+        path.write_text(svg, encoding="utf-8")
+    return summed_up(folder, written.parent)
+
+
+def page(results: Mapping[str, Results], links: Mapping[str, Path]) -> str:
+    """The page. results: by the names of their parts. links: to their files, beside which their pictures are."""
     devices = sorted({result.head.device for result in results.values()})
     blocks = [
         "# Kernels beside each other",
@@ -96,7 +121,7 @@ def page(results: Mapping[str, Results], links: Mapping[str, Path], pictures: It
         _table(("target", "backend", "kernel", "cases", "least", "most", ""), _targets(results.values())),
     ]
     for name, result in results.items():
-        blocks += _part(name, result, links[name], name in pictures)
+        blocks += _part(name, result, links[name])
     return "\n\n".join(blocks) + "\n"
 
 
@@ -110,17 +135,18 @@ def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
         yield *names, len(values), f"{min(values):.2f}", f"{max(values):.2f}", _VERDICTS[met]
 
 
-def _part(name: str, result: Results, link: Path, has_picture: bool) -> Iterator[str]:
+def _part(name: str, result: Results, link: Path) -> Iterator[str]:
     """What a file of results says."""
     yield f"## {name}"
     head, ceilings = result.head, result.own.get("ceilings")
-    said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()})"
-    said += f", [roofline]({link.with_suffix('.png').as_posix()})." if has_picture else "."
+    said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()})."
     said += "" if result.is_complete else " The run was cut short; these rows were done."
     if ceilings is not None:
         copy, product = ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"]
         said += f" A copy moves {copy:.2f} TB/s, a matrix product {product:.0f} TFLOP/s."
     yield said
+    if any(row["peer"] != COPY for row in result.rows):
+        yield f"![{_question(name, result)}]({link.with_suffix('.svg').as_posix()})"
     yield _compared(result.rows, ceilings)
     absent = [
         f"- {each['backend']}/{each['kernel']}: {each['reason']}"

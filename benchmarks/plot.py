@@ -1,114 +1,90 @@
-"""Results as pictures: kernels against the device's measured ceilings, metadata by batch size, cycles by mode."""
+"""Kernels beside the vendor's, as one picture that says at a glance which are faster and by how much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from math import log2
+from statistics import median
+from typing import Any, NamedTuple
 
-from attn_backends.errors import BackendUnavailableError, ConfigError
-from attn_backends.selection.packages import is_installed
-from benchmarks.ceilings import Ceilings
-from benchmarks.rows import CycleRow, KernelRow, MetadataRow
-from benchmarks.speculation import CYCLE
+FASTER, SLOWER, EVEN, INK, QUIET, GRID = "#0072b2", "#d55e00", "#6b7280", "#1a1a1a", "#5c6670", "#dfe5ea"
+LEFT, WIDTH, RIGHT, ROW, TOP = 286, 280, 108, 18, 62
+SAME = 0.05  # a median that is nearer to the vendor's is told as the same
+_TICKS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+_STYLE = f"text{{font:11px ui-sans-serif,system-ui,sans-serif;fill:{INK}}}.mid{{text-anchor:middle}}.q{{fill:{QUIET}}}"
 
-SUFFIXES = (".png", ".svg")
-_STYLES = ("-", "--", ":")  # by kernel
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse, before anything is measured, a picture that can't be drawn afterwards."""
-    if path is None:
-        return
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: a picture ends in {' or '.join(SUFFIXES)}")
-    if not is_installed("matplotlib"):
-        raise BackendUnavailableError(
-            "--plot", ["matplotlib is not installed"], "Get it by pip install 'attn-backends[bench]'."
-        )
+Row = Mapping[str, Any]
 
 
-def draw(path: Path, rows: Iterable[KernelRow], ceilings: Ceilings, device: str) -> None:
-    """Draw each row under the roofline (Williams, Waterman and Patterson, 2009): a panel for each number of heads, a
-    colour for each kernel; to the right more operations a byte, so by width.
+class Span(NamedTuple):
+    """A kernel of ours, or a tree's, over all sizes: times the peer's time. name: of the kernel and its problem."""
+
+    name: str
+    least: float
+    middle: float
+    most: float
+    num_sizes: int
+
+
+def spans(rows: Iterable[Row], without: str) -> list[Span]:
+    """A span for each kernel, number of heads, width and peer. without: a peer that says nothing."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["peer"] != without:
+            name = f"{row['backend']} {row['kernel']}: {row['heads']} heads, width {row['width']}"
+            groups.setdefault((name, row["peer"]), []).append(row["ratio"])
+    return [Span(name, min(own), median(own), max(own), len(own)) for (name, _), own in groups.items()]
+
+
+def to_svg(title: str, found: Sequence[Span]) -> str:
+    """The picture: of each span a bar from the least to the most, and a dot at the median, on a logarithmic axis.
+
+    Left of the line at 1 is faster. title: whose time is the unit.
     """
-    rows = [row for row in rows if row.tb_per_s > 0 and row.tflop_per_s > 0]
-    all_heads, kernels = sorted({row.heads for row in rows}), sorted({(row.backend, row.kernel) for row in rows})
-    copy, product = ceilings.copy_tb_per_s, ceilings.matmul_tflop_per_s
-    figure = import_module("matplotlib.figure").Figure(figsize=(10, 2.6 * len(all_heads) + 1), layout="constrained")
-    figure.suptitle(f"attention on {device}: copies {copy:.3g} TB/s, multiplies {product:.3g} TFLOP/s")
-    intensities = [row.tflop_per_s / row.tb_per_s for row in rows] or [1.0]
-    roof = sorted({min(intensities) / 2, product / copy, max(intensities) * 2})
-    panels = figure.subplots(len(all_heads) or 1, 1, squeeze=False, sharex=True)[:, 0]
-    for axes, heads in zip(panels, all_heads, strict=False):
-        axes.plot(roof, [min(x * copy, product) for x in roof], color="black", label="copy and matrix product")
-        for number, kernel in enumerate(kernels):
-            own = [row for row in rows if row.heads == heads and (row.backend, row.kernel) == kernel]
-            intensity = [row.tflop_per_s / row.tb_per_s for row in own]
-            reached = [row.tflop_per_s for row in own]
-            if own:
-                axes.scatter(intensity, reached, s=14, alpha=0.6, color=f"C{number}", label=" ".join(kernel))
-        axes.set(xscale="log", yscale="log", ylabel="TFLOP/s", title=f"{heads} query heads")
-        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))  # beside it, where no point lies
-    panels[-1].set_xlabel("operations a byte")
-    figure.savefig(path, dpi=90)
+    least, most = min([span.least for span in found] + [0.75]), max([span.most for span in found] + [1.5])
+    low, high = log2(least) - 0.1, log2(most) + 0.1
+
+    def x(ratio: float) -> float:
+        return LEFT + (log2(ratio) - low) / (high - low) * WIDTH
+
+    bottom = TOP + ROW * len(found)
+    parts = [_text(14, 20, title), _text(14, 36, "bar: least to most over all sizes; dot: median", "q")]
+    parts += [_text(x(1) - 8, 54, "◀ faster", "q", "end"), _text(x(1) + 8, 54, "slower ▶", "q")]
+    for tick in (tick for tick in _TICKS if least <= tick <= most):
+        dark = tick == 1
+        parts.append(_line(x(tick), TOP - 4, x(tick), bottom + 2, INK if dark else GRID, 1.5 if dark else 1))
+        parts.append(_text(x(tick), bottom + 15, f"{tick:g}", "mid q"))
+    for number, span in enumerate(found):
+        parts += _bar(span, TOP + ROW * number + ROW / 2, x)
+    width, height = LEFT + WIDTH + RIGHT, bottom + 26
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'role="img"><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
 
 
-def draw_metadata(path: Path, rows: Iterable[MetadataRow], device: str) -> None:
-    """Draw what the metadata of whole cycles costs by batch size, at the largest context: host time on the left, time
-    on the device on the right, a row of panels for each backend and page size, a colour for each mode,
-    dashes for the second kernel.
-    """
-    cycles = [row for row in rows if row.phase == CYCLE]
-    places = list(dict.fromkeys((row.backend, row.page_size) for row in cycles))
-    figure, panels = _panels(f"metadata of a cycle on {device}", len(places), 2)
-    for (backend, page_size), pair in zip(places, panels, strict=False):
-        own = [row for row in cycles if (row.backend, row.page_size) == (backend, page_size)]
-        own = [row for row in own if row.context == max(row.context for row in own)]
-        for axes, field, what in zip(pair, ("host_us", "gpu_us"), ("host", "device"), strict=True):
-            ways = list(dict.fromkeys((row.mode, row.kernel) for row in own))
-            kernels, modes = (list(dict.fromkeys(names)) for names in ([k for _, k in ways], [m for m, _ in ways]))
-            for mode, kernel in ways:
-                line = sorted((r.batch_size, getattr(r, field)) for r in own if (r.mode, r.kernel) == (mode, kernel))
-                style = {"color": f"C{modes.index(mode)}", "linestyle": _STYLES[kernels.index(kernel) % len(_STYLES)]}
-                xs, ys = [x for x, _ in line], [y for _, y in line]
-                axes.plot(xs, ys, marker="o", label=f"{mode} {kernel}".rstrip(), **style)
-            sizes = sorted({row.batch_size for row in own})
-            title = f"{backend}, page size {page_size}, context {own[0].context}: {what}"
-            axes.set(xscale="log", yscale="log", ylabel="us a cycle", title=title)
-            axes.set_xticks(sizes, map(str, sizes))
-            axes.set_xticks([], minor=True)
-            axes.set_xlabel("requests")
-        pair[1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=120)
+def _bar(span: Span, y: float, x: Any) -> list[str]:
+    is_same = abs(span.middle - 1) <= SAME
+    color = EVEN if is_same else FASTER if span.middle < 1 else SLOWER
+    return [
+        _text(14, y + 4, span.name),
+        _line(x(span.least), y, x(span.most), y, color, 4, 0.45),
+        f'<circle cx="{x(span.middle):.1f}" cy="{y:g}" r="5" fill="{color}"/>',
+        _text(LEFT + WIDTH + 12, y + 4, f"{span.middle:.2f}"),
+        _text(LEFT + WIDTH + 42, y + 4, f"{span.num_sizes} size{'s' * (span.num_sizes > 1)}", "q"),
+    ]
 
 
-def draw_cycles(path: Path, rows: Sequence[CycleRow], device: str) -> None:
-    """Draw times of whole cycles, a panel for each backend and model: for each size a bar of every mode, and under it
-    in black what its graphs take with planning taken out, of which it is so many times. The eager mode, many times as
-    long, is left out.
-    """
-    rows = [row for row in rows if row.mode != "eager"]
-    places = list(dict.fromkeys((row.backend, row.model) for row in rows))
-    figure, panels = _panels(f"cycles on {device}; black: without planning", len(places), 1)
-    for (backend, model), (axes,) in zip(places, panels, strict=False):
-        own = [row for row in rows if (row.backend, row.model) == (backend, model)]
-        names = [f"{row.mode}\n{row.batch_size} x {row.context}" for row in own]
-        bars = axes.bar(names, [row.us for row in own], color=[f"C{_number(row, own)}" for row in own])
-        axes.scatter(names, [row.peer_us for row in own], color="black", marker="_", s=400)
-        axes.bar_label(bars, [f"{row.ratio:.3f}" for row in own], label_type="center")
-        axes.set(ylabel="us a cycle", title=f"{backend}: {model}")
-    figure.savefig(path, dpi=120)
+def _text(x: float, y: float, words: str, style: str = "", anchor: str = "") -> str:
+    more = (f' class="{style}"' if style else "") + (f' text-anchor="{anchor}"' if anchor else "")
+    return f'<text x="{x:.1f}" y="{y:g}"{more}>{escape(words)}</text>'
 
 
-def _panels(title: str, num_rows: int, num_columns: int) -> tuple[Any, Any]:
-    size = (12, 4 * max(num_rows, 1) + 1)
-    figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    figure.suptitle(title)
-    return figure, figure.subplots(max(num_rows, 1), num_columns, squeeze=False)
-
-
-def _number(row: CycleRow, rows: Sequence[CycleRow]) -> int:
-    """Of a row's mode among those that are drawn."""
-    return list(dict.fromkeys(each.mode for each in rows)).index(row.mode)
+def _line(x1: float, y1: float, x2: float, y2: float, color: str, width: float, opacity: float = 1) -> str:
+    return (
+        f'<path d="M{x1:.1f} {y1:g}L{x2:.1f} {y2:g}" stroke="{color}" stroke-width="{width:g}" '
+        f'stroke-opacity="{opacity:g}" stroke-linecap="round"/>'
+    )

@@ -17,7 +17,7 @@ from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
-from spec_metadata.step_checks import check_paging
+from spec_metadata.step_checks import check_device, check_paging, check_tensor
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
@@ -259,6 +259,27 @@ def check_ancestors(step: Step, ancestors: Tensor) -> None:
                     f"branch {branch} of request {request} has ancestors {path}; they are branches in [0, {step.width})"
                     ", the last one the branch itself"
                 )
+
+
+def check_kept(step: Step, num_kept: Tensor) -> None:
+    """Refuse to keep the first rows of requests where these are no positions one after the other. Reads no values."""
+    if not isinstance(step.query, UniformQuery) or step.is_tree or step.kind is StepKind.DRAFT_DECODE:
+        rows = "branches or nodes of a draft" if isinstance(step.query, UniformQuery) else "packed rows"
+        raise InvalidStepError(
+            f"the first rows of a {step.kind} step with {rows} can't be kept; plan a draft_block or a draft_extend of "
+            "uniform width"
+        )
+    check_tensor("num_kept", num_kept, (step.bs,), (torch.int32, torch.int64))
+    check_device(step.seq_lens, num_kept=num_kept)
+
+
+def check_num_kept(step: Step, num_kept: Tensor, num_rows: int) -> None:
+    """Refuse counts of real requests that `kept_rows` would cut. Reads the device back: for checking mode."""
+    counts = num_kept[: int(step.num_real)].tolist()
+    if any(not 0 <= count <= step.width for count in counts) or sum(counts) > num_rows:
+        raise InvalidStepError(
+            f"num_kept is {counts}, together {sum(counts)}; a request has {step.width} rows, and {num_rows} are kept"
+        )
 
 
 def check_write_slots(

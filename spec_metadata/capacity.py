@@ -19,6 +19,7 @@ class StepKind(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     DRAFT_DECODE = "draft_decode"
+    DRAFT_BLOCK = "draft_block"
     TARGET_VERIFY = "target_verify"
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
@@ -38,7 +39,8 @@ class Capacity:
     (the last sampled token) included. num_rerun: committed positions that a draft extend runs again before the accepted
     ones, num_steps - 1 for one MTP module a step (`docs/mtp.md`). num_extended: rows of a draft extend behind those,
     at least the longest accepted path, which None stands for; an engine that extends by every verified node, as SGLang
-    does, says num_draft_tokens.
+    does, says num_draft_tokens. block_size: query rows of a draft block, num_draft_tokens for None: the root and a mask
+    token for each drafted one, as DFlash has it; DSpark's has no row for the root.
     """
 
     max_bs: int
@@ -49,14 +51,15 @@ class Capacity:
     num_draft_tokens: int = 2
     num_rerun: int = 0
     num_extended: int | None = None
+    block_size: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name == "num_extended" and self.num_extended is None:
+            if field.name in ("num_extended", "block_size") and getattr(self, field.name) is None:
                 continue
             if not isinstance(getattr(self, field.name), Integral):
                 raise InvalidStepError(f"{field.name} must be a whole number, got {getattr(self, field.name)!r}")
-        for name in ("max_bs", "max_context", "page_size", "topk", "num_steps"):
+        for name in ("max_bs", "max_context", "page_size", "topk", "num_steps", "block_width"):
             if getattr(self, name) < 1:
                 raise InvalidStepError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 2 <= self.num_draft_tokens <= self.max_tree_nodes:
@@ -88,12 +91,17 @@ class Capacity:
         return self.num_rerun + (self.max_accepted if self.num_extended is None else self.num_extended)
 
     @property
+    def block_width(self) -> int:
+        """Query rows of a draft block."""
+        return self.num_draft_tokens if self.block_size is None else self.block_size
+
+    @property
     def draft_room(self) -> int:
         """Tokens past the committed ones that a verify, the draft loop or a draft extend may write.
 
         A draft extend starts at position 0 where fewer than num_rerun tokens are committed, and one token always is.
         """
-        return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1)
+        return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1, self.block_width)
 
     @property
     def max_tokens(self) -> int:
@@ -115,6 +123,7 @@ class Capacity:
         widths = {
             StepKind.DECODE: 1,
             StepKind.DRAFT_DECODE: self.topk,
+            StepKind.DRAFT_BLOCK: self.block_width,
             StepKind.TARGET_VERIFY: self.num_draft_tokens,
             StepKind.DRAFT_EXTEND: self.extend_width,
         }

@@ -217,6 +217,21 @@ class Step:
         return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, host, num_steps)
 
     @classmethod
+    def draft_block(
+        cls,
+        block_size: int,
+        seq_lens: Tensor,
+        paging: Paging,
+        out_cache_loc: Tensor | None = None,
+        **host: Unpack[HostBounds],
+    ) -> Self:
+        """A block of drafted tokens in one forward (DFlash, DSpark, P-EAGLE): every row sees the committed tokens and
+        all rows of the block. The next block is written over it, so it commits nothing.
+        """
+        query = UniformQuery(block_size)
+        return cls._build(StepKind.DRAFT_BLOCK, query, seq_lens, paging, out_cache_loc, host)
+
+    @classmethod
     def target_verify(
         cls,
         num_draft_tokens: int,

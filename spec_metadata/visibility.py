@@ -66,13 +66,27 @@ class TreePart:
         return self.mask & (depth.unsqueeze(2) - of_keys.expand(len(depth), -1).unsqueeze(1) < window)
 
 
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """The rows of draft blocks of `bs` requests: row j of `width` sees the width - 1 - j that come after it, too."""
+
+    bs: int
+    width: int
+    device: torch.device
+
+    def behind_end(self) -> Tensor:
+        """[bs * width] int32: how far behind the last key of the block each row stands: 1 - width to 0."""
+        return torch.arange(1 - self.width, 1, dtype=torch.int32, device=self.device).repeat(self.bs)
+
+
 def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     """The dense part of forward `forward` of a step.
 
-    A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a tree every
-    row sees all committed tokens and no more. A padded row reads as many keys of the reserved page as it has query
-    rows, whatever the forward: it is never advanced. Forward None is what all forwards see alike, of a draft chain the
-    committed tokens, of which `chain_parts` are the rest.
+    A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a draft
+    block every row sees the committed tokens and the whole block, in a tree all committed tokens and no more. A padded
+    row reads as many keys of the reserved page as it has query rows, whatever the forward: it is never advanced.
+    Forward None is what all forwards see alike, of a draft chain the committed tokens, of which `chain_parts` are the
+    rest.
     """
     committed, causal = step.seq_lens.int(), is_causal(step)
     if not isinstance(step.query, UniformQuery):
@@ -107,27 +121,40 @@ def _num_added(step: Step, forward: int | None) -> int:
 
 
 def is_causal(step: Step) -> bool:
-    """Whether the rows of a request see ever more of its tokens in the dense part, and not all of it as in a tree."""
-    return isinstance(step.query, PackedQuery) or not step.is_tree
-
-
-def drafted(step: Step, forward: int) -> Tensor | int:
-    """What the rows of a forward see beside its dense part: as many tokens each, or the mask [bs, width, width] of a
-    verify's tree, which says it for each row.
+    """Whether the rows of a request see ever more of its tokens in the dense part, and not all of it as in a tree or a
+    draft block.
     """
+    return not (step.is_tree or step.kind is StepKind.DRAFT_BLOCK)
+
+
+Drafted = Tensor | BlockRows | int
+
+
+def drafted(step: Step, forward: int) -> Drafted:
+    """What the rows of a forward see beside its dense part: as many tokens each, or the mask [bs, width, width] of a
+    verify's tree, which says it for each row. Of a draft block the rows, which see nothing besides.
+    """
+    if step.kind is StepKind.DRAFT_BLOCK:
+        return BlockRows(step.bs, step.width, step.device)
     if not step.is_tree:
         return 0
     return forward + 1 if step.tree_mask is None else step.tree_mask
 
 
-def windowed(window: int | None, drafted: Tensor | int) -> tuple[int | None, Tensor | None]:
-    """What a sliding window leaves of the dense part: the last so many of its keys and of those that rows see besides,
-    which are [bs * width] int32, None for none.
+def windowed(window: int | None, drafted: Drafted) -> tuple[int | None, Tensor | None]:
+    """What a sliding window of W leaves of the dense part: the last so many of its keys and of those that rows see
+    besides, which are [bs * width] int32, None for none.
 
-    A row's window is measured by its depth: in a tree rows differ in it, and in their first key with it.
+    A row's window is measured by its depth: in a tree rows differ in it, and in their first key with it. In a draft
+    block behind L committed tokens row j, at position L + j, sees from max(0, L + j - W + 1) to the end of the block:
+    those besides are less than none.
     """
-    if window is None or isinstance(drafted, int):
-        return (None if window is None else max(window - int(drafted), 0)), None
+    if window is None:
+        return None, None
+    if isinstance(drafted, int):
+        return max(window - drafted, 0), None
+    if isinstance(drafted, BlockRows):
+        return window, drafted.behind_end()
     return window, drafted.sum(dim=2, dtype=torch.int32).flatten()
 
 
@@ -190,6 +217,34 @@ def write_slots(step: Step, forward: int = 0) -> Tensor:
         return step.flat_slots().long().contiguous()
     per_step = step.flat_slots().long().reshape(step.bs, step.width, step.num_steps)
     return per_step[:, :, forward].reshape(-1).contiguous()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """Leading query rows of each request of a uniform step, packed.
+
+    rows: [num_rows] int64, their numbers among the step's; 0 behind the last one. slots: [num_rows] int64, where they
+    are written; the reserved page behind the last one.
+    """
+
+    rows: Tensor
+    slots: Tensor
+
+
+def kept_rows(step: Step, slots: Tensor, num_kept: Tensor, num_rows: int) -> KeptRows:
+    """The first num_kept [bs] rows of each request, of a step whose rows are positions one after the other. Device
+    only, fixed shapes.
+
+    slots: [num_tokens] int64, the step's write slots, which are those of padding, too. num_kept: integers, clamped to
+    the step's width. num_rows: bound on their sum; later rows are left out.
+    """
+    kept = num_kept.long().clamp(0, step.width)
+    ends, row = kept.cumsum(0), torch.arange(num_rows, device=step.device)
+    request = torch.searchsorted(ends, row, right=True)
+    is_kept, request = request < step.bs, request.clamp(max=step.bs - 1)
+    rows = torch.where(is_kept, request * step.width + row - (ends - kept)[request], 0)
+    geometry = step.paging.geometry
+    return KeptRows(rows, torch.where(is_kept, slots[rows], geometry.reserved_slots(num_rows, step.device)))
 
 
 def token_positions(step: Step, forward: int = 0) -> Tensor:

@@ -24,8 +24,19 @@ from spec_metadata import (
 )
 
 RESERVED = 3
-KINDS = ["prefill", "decode", "draft chain", "draft tree", "verify chain", "verify tree", "extend", "packed extend"]
+KINDS = [
+    "prefill",
+    "decode",
+    "draft chain",
+    "draft tree",
+    "block",
+    "verify chain",
+    "verify tree",
+    "extend",
+    "packed extend",
+]
 PACKED_KINDS = ("prefill", "packed extend")
+COMPRESSED_KINDS = [kind for kind in KINDS if kind != "block" and "tree" not in kind]
 
 
 class Case:
@@ -112,6 +123,8 @@ class Case:
                 return Step.decode(lens, self.paging)
             case "draft chain" | "draft tree":
                 return Step.draft_decode(width, self.num_steps, lens, self.paging)
+            case "block":
+                return Step.draft_block(width, lens, self.paging)
             case "verify chain":
                 return Step.target_verify(width, lens, self.paging)
             case "verify tree":
@@ -129,13 +142,13 @@ class Case:
 
     @property
     def causal(self) -> bool:
-        return "tree" not in self.kind
+        return "tree" not in self.kind and self.kind != "block"
 
     def kv_lens(self, forward: int | None) -> list[int]:
         """Keys that the last row of each request sees in the dense part; padding sees its own width."""
         drafted = 0 if forward is None else forward + 1
         new = [drafted] * self.bs if self.kind == "draft chain" else self.widths
-        real = [length + (n if self.causal else 0) for length, n in zip(self.lens, new, strict=True)]
+        real = [length + (0 if "tree" in self.kind else n) for length, n in zip(self.lens, new, strict=True)]
         return real + [self.widths[0]] * self.pad
 
     def visible_pages(self, forward: int | None) -> list[list[int]]:

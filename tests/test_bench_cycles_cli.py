@@ -1,4 +1,4 @@
-"""The benchmarks `metadata`, `memory` and `cycle`: what they ask for, write, draw and refuse."""
+"""The benchmarks `metadata`, `memory` and `cycle`: what they ask for, write and refuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from benchmarks.cycle import AHEAD
 from benchmarks.host import LOOP
 from benchmarks.rows import CycleRow, MetadataRow, Missing
 from benchmarks.speculation import speculative
-from tests.matplotlib_stand_in import Figure, install_matplotlib
 
 METADATA = MetadataRow("metadata", "fa3", "triton", "cycle", "fused", 32, 4096, 64, 1, 21.5, 9.5, 6, 0, 0, 0)
 CYCLE = CycleRow("cycle", "fa3", "triton", "Llama-3-70B", 1, 4096, "graph", 510.0, f"graph, {AHEAD}", 500.0, 1.02)
@@ -129,12 +128,10 @@ def test_nothing_measured_is_an_error(fake_gpu):
         (["cycle"], "benchmarks cycle can't run here: torch sees no CUDA device"),
         (["cycle", "--topk", "2"], "benchmarks cycle has no --topk"),
         (["cycle", "--set", "trees", "--page-size", "4"], "benchmarks cycle has no --set or --page-size"),
-        (["memory", "--plot", "a.png"], "benchmarks memory has no --plot"),
         (["memory", "--batch-size", "1", "2"], "benchmarks memory takes one --batch-size and one --context"),
         (["memory", "--topk", "0"], "topk must be at least 1, got 0"),
         (["memory", "--json", "no/rows.json"], "there is no folder no"),
         (["attention", "--topk", "2"], "benchmarks attention has no --topk"),
-        (["metadata", "--plot", "a.jpg"], "a picture ends in .png or .svg"),
     ],
 )
 def test_the_commands_refuse_with_a_reason(arguments, message, capsys, monkeypatch):
@@ -146,39 +143,3 @@ def test_the_commands_refuse_with_a_reason(arguments, message, capsys, monkeypat
 def test_sizes_below_one_are_refused(fake_gpu, capsys):
     assert main(["cycle", "--batch-size", "0"]) == 2
     assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
-
-
-def test_the_picture_of_metadata_shows_cycles_by_batch_size(fake_gpu, tmp_path, monkeypatch):
-    install_matplotlib(monkeypatch)
-    others = [
-        replace(METADATA, phase="draft", host_us=1.0),
-        replace(METADATA, context=1024),
-        replace(METADATA, mode="sglang", kernel="", host_us=350.0),
-        replace(METADATA, batch_size=1, host_us=20.0, gpu_us=4.0),
-    ]
-    fake_gpu[0].extend([METADATA, *others])
-    path = tmp_path / "metadata.svg"
-    assert main(["metadata", "--backend", "fa3", "--page-size", "64", "--plot", str(path)]) == 0
-    assert path.read_text() == "picture"
-    title, ours, sglangs, host, on_device, *_ = Figure.drawn
-    assert title == "metadata of a cycle on NVIDIA H200"
-    assert ours == ("fused triton", [1, 32], [20.0, 21.5])
-    assert sglangs == ("sglang", [32], [350.0])
-    assert host == "fa3, page size 64, context 4096: host"
-    assert on_device == ("fused triton", [1, 32], [4.0, 9.5])
-
-
-def test_the_picture_of_cycles_shows_what_is_left_without_planning(fake_gpu, tmp_path, monkeypatch):
-    install_matplotlib(monkeypatch)
-    fake_gpu[0].extend(
-        [replace(CYCLE, mode="eager"), CYCLE, replace(CYCLE, mode="loop", us=400.0, peer_us=390.0, ratio=1.026)]
-    )
-    path = tmp_path / "cycle.png"
-    assert main(["cycle", "--backend", "fa3", "--plot", str(path)]) == 0
-    title, bars, marks, ratios, panel = Figure.drawn
-    assert title == "cycles on NVIDIA H200; black: without planning"
-    names = ["graph\n1 x 4096", "loop\n1 x 4096"]
-    assert bars == (names, [510.0, 400.0], ["C0", "C1"])
-    assert marks == (names, [500.0, 390.0])
-    assert ratios == ["1.020", "1.026"]
-    assert panel == "fa3: Llama-3-70B"

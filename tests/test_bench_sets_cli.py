@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from benchmarks import cli_attention as bench
-from benchmarks import plot
 from benchmarks.__main__ import main
 from benchmarks.ceilings import Ceilings
 from benchmarks.rows import KernelRow, Missing, Row
-from tests.matplotlib_stand_in import Figure, install_matplotlib
 
 
 @pytest.fixture
@@ -71,33 +69,11 @@ def test_the_command_measures_trees(fake_gpu, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--plot", "a.png"], "--plot goes with --set kernels or prefill, not with layer"),
-        (["--plot", "a.png", "--set", "trees"], "--plot goes with --set kernels or prefill, not with trees"),
-        (["--plot", "a.jpg", "--set", "kernels"], "--plot a.jpg: a picture ends in .png or .svg"),
-        (["--plot", "no/a.png", "--set", "kernels"], "there is no folder no"),
-        (["--plot", "a.png", "--set", "kernels"], "pip install 'attn-backends[bench]'"),
+        (["--json", "no/a.json", "--set", "kernels"], "there is no folder no"),
         (["--set", "kernels", "--context", "16"], "--context must be over 16"),
         (["--set", "trees", "--context", "16"], "--context must be over 16"),
     ],
 )
-def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr(plot, "is_installed", lambda name: False)
+def test_the_command_refuses_with_a_reason(fake_gpu, arguments, message, capsys):
     assert main(["attention", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_picture_shows_each_kernel_under_the_roofline(fake_gpu, tmp_path, monkeypatch):
-    install_matplotlib(monkeypatch)
-    slow = replace(ROW, batch_size=1, tb_per_s=2.0, tflop_per_s=10.0)
-    fake_gpu += [replace(ROW, tb_per_s=2.0), slow, replace(ROW, kernel="torch", heads=64), replace(ROW, tb_per_s=0.0)]
-    path = tmp_path / "kernels.svg"
-    assert main(["attention", "--set", "kernels", "--plot", str(path)]) == 0
-    assert path.read_text() == "picture"
-    roof = [2.5, 790.0 / 4.1, 44.0]
-    roof.sort()
-    title, line, triton, heads, _, torch_, more_heads = Figure.drawn
-    assert "NVIDIA H200: copies 4.1 TB/s, multiplies 790 TFLOP/s" in title
-    assert line == ("copy and matrix product", roof, pytest.approx([2.5 * 4.1, 44.0 * 4.1, 790.0]))
-    assert triton == ("fa3 triton", [22.0, 5.0], [44.0, 10.0])
-    assert (heads, more_heads) == ("32 query heads", "64 query heads")
-    assert torch_ == ("fa3 torch", [44.0 / 3.3], [44.0])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from attn_backends import results
-from benchmarks import page
+from benchmarks import page, plot
 from benchmarks.ceilings import Ceilings
 from benchmarks.rows import KernelRow, Row
 from benchmarks.targets import check_targets
@@ -110,11 +111,10 @@ def test_the_page_shows_a_tree_beside_its_chain_at_sizes_of_its_own(folder):
 
 
 def test_the_page_says_what_is_missing_and_links_rows_and_pictures(folder):
-    (folder / "kernels_trtllm_mla.png").write_text("picture")
     lines = written(folder)
     assert "- trtllm_mla/torch: too large (2 cases)" in lines
     assert any("A copy moves 10.00 TB/s, a matrix product 100 TFLOP/s." in line for line in lines)
-    assert any("(kernels_trtllm_mla.json), [roofline](kernels_trtllm_mla.png)." in line for line in lines)
+    assert "![Our kernels, times the time of flashmla, on NVIDIA H200](kernels_trtllm_mla.svg)" in lines
     assert any("[all rows](trees.json)." in line for line in lines)
 
 
@@ -132,6 +132,22 @@ def test_the_committed_page_is_what_the_committed_results_give():
     root = Path(page.__file__).parents[1]
     given = page.summed_up(root / page.FOLDER, (root / page.PAGE).parent)
     assert (root / page.PAGE).read_text() == given, f"run `{page.COMMAND}`"
+    for path, svg in page.pictures(root / page.FOLDER).items():
+        assert path.read_text() == svg, f"run `{page.COMMAND}`"
+
+
+def test_a_picture_says_which_kernels_are_faster_and_by_how_much():
+    rows = [{"backend": "fa3", "kernel": "triton", "heads": 16, "width": 1, "peer": peer, "ratio": ratio}
+            for peer, ratio in (("vendor", 0.5), ("vendor", 0.6), ("vendor", 2.0), ("copy", 9.0))]  # fmt: skip
+    found = plot.spans(rows, without="copy")
+    assert found == [plot.Span("fa3 triton: 16 heads, width 1", 0.5, 0.6, 2.0, 3)]
+    slower, even = (found[0]._replace(middle=middle) for middle in (1.4, 1.04))
+    svg = plot.to_svg("times the vendor's", [*found, slower, even])
+    root = ElementTree.fromstring(svg)
+    dots = [(float(dot.get("cx")), dot.get("fill")) for dot in root.iter() if dot.tag.endswith("circle")]
+    (one,) = (float(text.get("x")) for text in root.iter() if text.text == "1")
+    assert [color for _, color in dots] == [plot.FASTER, plot.SLOWER, plot.EVEN]
+    assert dots[0][0] < one < dots[2][0] < dots[1][0]
 
 
 def test_a_folder_without_results_is_refused(tmp_path, capsys):

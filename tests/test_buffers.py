@@ -61,7 +61,7 @@ def test_sizes_are_printable_expressions() -> None:
 def test_extent_of_a_bucket(kind: StepKind, bs: int) -> None:
     """Seed 002: every factor counts, and the context never stands alone."""
     extent = Extent.of_bucket(CAPACITY.bucket(kind, bs), CAPACITY)
-    width = {"decode": 1, "draft_decode": 2, "target_verify": 7, "draft_extend": 4}[kind]
+    width = {"decode": 1, "draft_decode": 2, "draft_block": 7, "target_verify": 7, "draft_extend": 4}[kind]
     drafts = kind is StepKind.DRAFT_DECODE
     assert (extent.bs, extent.width, extent.num_tokens) == (bs, width, bs * width)
     assert extent.num_forwards == (2 if drafts else 1)

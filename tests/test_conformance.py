@@ -29,6 +29,7 @@ from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionOutput
 from spec_metadata import StepKind
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
+from tests.mutants.narrow import NarrowBackend
 from tests.mutants.wide import WideBackend
 from tests.torch_kernels import torch_kernel
 
@@ -162,7 +163,7 @@ class Extras(FA3Backend):
     kernels = (extras_kernel(),)
 
 
-@pytest.mark.parametrize(("extra", "executed"), [("sinks", 29), ("kv_scales", 27)])
+@pytest.mark.parametrize(("extra", "executed"), [("sinks", 32), ("kv_scales", 29)])
 def test_declared_extras_of_a_layer_are_checked(extra, executed):
     """Over chains, trees and packed rows."""
     report = run_conformance(Extras, select=f"math.{extra}")
@@ -193,7 +194,8 @@ def test_a_declared_window_that_is_ignored():
 
 def test_every_check_has_cases_somewhere():
     subjects = [
-        resolve_subjects(each)[0][0] for each in (*list_backends(), Limited, Extras, WideBackend, HostedBackend)
+        resolve_subjects(each)[0][0]
+        for each in (*list_backends(), Limited, Extras, NarrowBackend, WideBackend, HostedBackend)
     ]
     subjects.append(Subject(get_backend("fa3"), "torch", "cuda"))  # only asked for its cases
     assert {case.check for subject in subjects for case in selected_cases(subject)} == set(CATALOGUE)

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +92,26 @@ def test_the_html_report_is_whole_and_names_every_outcome_and_reason(tmp_path):
         assert f"why &lt;{outcome}&gt; &amp; so on" in text
     assert text.count(CASE.name) == len(Outcome) + 2  # in the cell's table, and what failed and broke above it
     assert CASE.in_words() in text
+
+
+def test_the_html_report_says_what_checks_hold_and_what_runs_a_case_again(tmp_path):
+    head = {"date": "2026-01-02", "commit": "abc123", "command": "attn-backends conformance my_package:Mine"}
+    write_html(replace(REPORT, **head), tmp_path / "report.html", {"fa3": "my_package:Mine"})
+    text = unescape((tmp_path / "report.html").read_text())
+    assert all(value in text for value in head.values())
+    assert f"<td>{CATALOGUE['math.decode'].about}</td>" in text
+    options = f"my_package:Mine --device cpu --kernel torch --case '{CASE.to_json()}'"
+    assert text.count(f"attn-backends conformance {options}") == 2
+    assert text.count(f"attn-backends explain {options}") == 2
+    assert "--attn-backend my_package:Mine --attn-kernel torch --attn-device cpu -k CASE" in text
+
+
+def test_a_refusal_has_no_picture(tmp_path):
+    rows = (row(Outcome.FAIL, check="refusals.width"),)
+    write_html(replace(REPORT, rows=rows, device="NVIDIA H200"), tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "--device cuda" in text
+    assert "attn-backends explain" not in text
 
 
 def test_an_empty_report_is_a_page(tmp_path):

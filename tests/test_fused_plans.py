@@ -14,7 +14,7 @@ from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
 from tests.bound_batches import engine, statics
-from tests.plan_batches import KINDS, PACKED_KINDS, RESERVED, Case
+from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case
 from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage
 from tests.triton_interpreter import interpreted
 
@@ -51,8 +51,7 @@ def compressed_case(kind: str, rings: str, table: type, pad: int) -> Any:
 
 COMPRESSED = [
     compressed_case(kind, rings, table, pad)
-    for kind, rings, table, pad in product(KINDS, RINGS, (RequestTable, BlockTable), (0, 2))
-    if "tree" not in kind
+    for kind, rings, table, pad in product(COMPRESSED_KINDS, RINGS, (RequestTable, BlockTable), (0, 2))
 ]
 
 
@@ -233,7 +232,9 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
         kind, table = [*UNIFORM_KINDS[:3], "packed extend"][seed % 4], (RequestTable, BlockTable)[seed // 4 % 2]
         case = Case(kind, PAGE_SIZES[seed // 8 % 4], seed, form=table, sizes=(1, 2, 16))
         forms = [FORMS["ragged"], FORMS["csr"]]
-        forms += [FORMS["block_table"]] * (kind not in PACKED_KINDS) + [RINGS["small"][1].form] * ("tree" not in kind)
+        forms += [FORMS["block_table"]] * (kind not in PACKED_KINDS) + [RINGS["small"][1].form] * (
+            kind in COMPRESSED_KINDS
+        )
         for form in forms:
             form.bind(case.step, garbage(form.specs, case))()
             num_launches += 1
@@ -262,7 +263,7 @@ def test_slots_that_were_left_out_are_looked_up_by_the_launch(kind: str, table: 
             if name != "block_table" or kind not in PACKED_KINDS:
                 check_equal(form, case)
         check_inputs(case, 3)
-    if "tree" not in kind:
+    if kind in COMPRESSED_KINDS:
         page_size, rings = RINGS["small"]
         check_equal(rings.form, Case(kind, page_size, 1, form=table, has_slots=False))
 

@@ -60,11 +60,12 @@ MAKERS: dict[str, Callable[[Tensor, Paging], Step]] = {
     "decode": Step.decode,
     "draft chain": lambda lens, paging: Step.draft_decode(1, 3, lens, paging),
     "draft tree": lambda lens, paging: Step.draft_decode(2, 3, lens, paging),
+    "draft block": lambda lens, paging: Step.draft_block(4, lens, paging),
     "verify": lambda lens, paging: Step.target_verify(4, lens, paging),
     "extend": lambda lens, paging: Step.draft_extend(UniformQuery(3), lens, paging),
     "packed extend": lambda lens, paging: Step.draft_extend(PACKED, lens, paging),
 }
-NEW_TOKENS = {"decode": 1, "draft chain": 3, "draft tree": 6, "verify": 4, "extend": 3}
+NEW_TOKENS = {"decode": 1, "draft chain": 3, "draft tree": 6, "draft block": 4, "verify": 4, "extend": 3}
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -119,7 +120,7 @@ def test_positions_of_a_verify_over_a_tree_are_its_depths() -> None:
 @pytest.mark.parametrize("name", MAKERS)
 def test_positions_are_committed_length_plus_depth(name: str) -> None:
     step = MAKERS[name](SEQ_LENS, PAGING)
-    widths = {"decode": 1, "draft chain": 1, "draft tree": 2, "verify": 4, "extend": 3}
+    widths = {"decode": 1, "draft chain": 1, "draft tree": 2, "draft block": 4, "verify": 4, "extend": 3}
     counts = [widths[name]] * 3 if name in widths else [2, 5, 1]
     for i in range(step.num_forwards):
         drafts = step.kind is StepKind.DRAFT_DECODE
@@ -136,6 +137,7 @@ def test_what_rows_see(dtype: torch.dtype) -> None:
         "decode": ([8, 1, 13], True),
         "draft chain": ([8, 1, 13], True),
         "draft tree": (LENS, False),
+        "draft block": ([11, 4, 16], False),
         "verify": ([11, 4, 16], True),
         "extend": ([10, 3, 15], True),
         "packed extend": ([9, 5, 13], True),
@@ -251,7 +253,9 @@ BAD: dict[str, Callable[[], object]] = {
     r"in \[2, 9\].*topk=1 and num_steps=8; got 10": lambda: Capacity(1, 8, 4, 1, 8, 10),
     r"in \[2, 11\].*topk=2 and num_steps=3; got 12": lambda: Capacity(1, 8, 4, 2, 3, 12),
     r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),
-    "prefill step has no uniform width.*; decode, draft_decode, target_verify and draft_extend have one": lambda: (
+    "block_size must be a whole number, got 4.0": lambda: Capacity(1, 8, 4, block_size=4.0),  # type: ignore[arg-type]
+    "block_width must be at least 1, got 0": lambda: Capacity(1, 8, 4, block_size=0),
+    "prefill step has no uniform width.*; decode, .*draft_block, target_verify and draft_extend have one": lambda: (
         Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1)
     ),
     r"kind must be a StepKind, such as StepKind.DECODE; got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(

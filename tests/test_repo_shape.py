@@ -39,6 +39,7 @@ LAYERS = [
     ["attn_backends.adapters"],
     ["attn_backends.engines"],
     ["attn_backends.conformance"],
+    ["attn_backends.explain"],
     ["attn_backends.cli"],
     ["attn_backends_reference", "attn_backends_reference.models"],
     ["attn_backends_reference.config", "attn_backends_reference.run_options"],
@@ -117,7 +118,8 @@ def test_a_wrong_direction_is_seen(name, source):
 def test_an_engine_is_imported_in_one_place(path):
     """That place, `api.py`, looks at the version; a package registers names before, whatever the version."""
     engines = {each.split(".")[0] for each in imports(ast.parse(path.read_text()))} & {"sglang", "vllm"}
-    may = path.match("attn_backends/engines/*/api.py") or path.match("attn_backends/engines/*/__init__.py")
+    places = ("engines/*/api.py", "engines/*/__init__.py", "conformance/foreign/*/api.py")
+    may = any(path.match(f"attn_backends/{place}") for place in places)
     assert engines <= ({path.parent.name} if may else set())
 
 
@@ -157,7 +159,8 @@ def test_what_travels_is_small():
 
 def test_every_committed_picture_is_shown():
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-    assert [path.name for path in (ROOT / "docs").rglob("*.png") if path.name not in pages] == []
+    pictures = [path for form in ("*.png", "*.svg") for path in (ROOT / "docs").rglob(form)]
+    assert [path.name for path in pictures if path.name not in pages] == []
 
 
 def test_the_table_of_places_to_open_names_files_that_exist():

@@ -168,8 +168,6 @@ def test_every_part_of_the_gpu_results_is_understood(name, tmp_path):
     assert str(tmp_path / "of two words.json") in words
     if module == gpu_results.CLI:
         cli._parser().parse_args(words)
-    if "--plot" in words:
-        assert words[words.index("--plot") + 1] == str(tmp_path / "of two words.png")
 
 
 def test_gpu_results_go_on_where_they_were(parts, monkeypatch):

@@ -85,6 +85,20 @@ def test_rows_of_a_tree_have_windows_by_their_depth(decode, prefill, monkeypatch
         check(module, windowed(replace(GROUPED, lens=(70, 5, 37)), window - 1, False), (window, depths, None))
 
 
+@pytest.mark.parametrize("window", [1, 6, 21])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_rows_of_a_block_have_windows_by_their_position_and_see_its_end(
+    decode, prefill, monkeypatch, num_parts, window
+):
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    behind = torch.arange(-2, 1, dtype=torch.int32).repeat(3)
+    for module in (decode, prefill):
+        given = forget(
+            arguments(GROUPED, "page table", False), GROUPED, tuple(max(n - 2 - window, 0) for n in GROUPED.lens)
+        )
+        check(module, given, (window, behind, None))
+
+
 @pytest.mark.parametrize("window", [0, 16])
 def test_a_window_that_drafted_tokens_fill_leaves_no_key(decode, prefill, window):
     for module in (decode, prefill):

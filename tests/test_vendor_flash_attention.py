@@ -34,7 +34,7 @@ from tests.vendor_stand_ins import (
 
 KV, LATENT = CacheFormat.KV, CacheFormat.LATENT
 NAMES = [source.name for source in flash_attention.SOURCES]
-KINDS = [StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND]
+KINDS = [kind for kind in flash_attention.CAPABILITIES if kind is not StepKind.PREFILL]
 HOPPER, SGLANG = "flash_attn_interface", "sgl_kernel.flash_attn"
 VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 

@@ -122,8 +122,10 @@ def paged_attention(
     end = seqused_k.long()[request] - (rows_after if causal else 0)
     key = torch.arange(page_table.shape[1] * k_pages.shape[1])
     visible = key < end.unsqueeze(1)
+    own = seqused_k.long()[request] - 1 - rows_after
     if window[0] >= 0:
-        visible &= key >= (end - 1 - window[0]).unsqueeze(1)
+        visible &= key >= (own - window[0]).unsqueeze(1)
+        visible &= (key <= (own + window[1]).unsqueeze(1)) | (window[1] < 0)
     if reach is not None:
         visible &= key < reach[request].unsqueeze(1)
     group = q.shape[1] // k_pages.shape[2]

@@ -40,7 +40,7 @@ from attn_backends.kernels.plan_operators import bind_compressed
 from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
 from attn_backends.kernels.torch_compressed import Keys, attend_rows
 from attn_backends.layer import AttentionLayer, AttentionOutput
-from attn_backends.planning.metadata import ForwardMetadata, check_forward
+from attn_backends.planning.metadata import ForwardMetadata, all_rows, check_forward, slots_to_write
 from attn_backends.selection.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
 from spec_metadata import BoundedQuery, BoundStep, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
@@ -169,7 +169,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     ) -> None:
         """Write this forward's rows to their slots, then the entries that close, their index keys, and the states."""
         cache, layer, shape = self._checked(cache, meta, layer, inputs.dtype)
-        inputs = layer.checked_inputs(inputs, meta.write_slots.shape[0])
+        inputs = layer.checked_inputs(inputs, slots_to_write(self, meta).shape[0])
         if meta.write_slots.shape[0] == 0:
             return
         reserved = self.geometry.reserved_page
@@ -261,6 +261,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     ) -> tuple[CompressedCache, CompressedLayer, LayerShape]:
         """The cache and layer as what they are, and the layer's shape, or a refusal. dtype: as of `_shape_of`."""
         check_forward(self, meta)
+        all_rows(self, meta)
         what = f"{self.name} layer {layer.id}"
         if not isinstance(cache, CompressedCache):
             raise UnsupportedStepError(what, [f"a cache of {cache.format} (it takes {', '.join(self.formats)})"])

@@ -37,6 +37,7 @@ _TORCH = {
     StepKind.PREFILL: _PACKED,
     StepKind.DECODE: _UNIFORM,
     StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.DRAFT_BLOCK: _UNIFORM,
     StepKind.TARGET_VERIFY: _UNIFORM,
     StepKind.DRAFT_EXTEND: _PACKED,
 }

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from textwrap import indent
+from textwrap import fill, indent
 
 import torch
 
@@ -27,17 +27,20 @@ OWN = {
     "list": "attn_backends.cli.describe:LIST",
     "info": "attn_backends.cli.describe:INFO",
     "conformance": "attn_backends.cli.conformance:COMMAND",
+    "explain": "attn_backends.cli.explain:COMMAND",
 }
 HELP = {
     "list": "backends, their kernels, and what runs here",
     "info": "one backend: kernels, capabilities, declared buffers",
     "conformance": "whether backends are right: every check, eagerly and through graphs",
+    "explain": "a picture of a step's metadata: what each row sees and writes, as the kernel reads it",
     "inspect": "a model's folder: what would run it here, in how much memory, and what is refused",
     "generate": "continue prompts, by EAGLE if the configuration has a draft",
     "demo": "plain and speculative decoding compared, on every vendor's backend",
 }
 REFERENCE = "attn-backends-reference"
 INTERRUPTED, CLOSED = 130, 141  # as a shell has it for a process that SIGINT or SIGPIPE ended
+HELP_WIDTH = 100
 EXIT_CODES = (
     "Exit code 0: right. 1: a comparison failed. 2: it could not be run or written. 130: interrupted. 141: the reader "
     "of its output went away."
@@ -46,11 +49,14 @@ EXIT_CODES = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command. description: of its help. add_arguments: to its parser. run: its exit code."""
+    """A command. description: of its help. add_arguments: to its parser. run: its exit code. example: a line that can
+    be typed, with the name of the program.
+    """
 
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    example: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(program: str, command: Command, words: Sequence[str]) -> int:
     """Run a command with its arguments. program: what its help calls it."""
-    parser = argparse.ArgumentParser(prog=program, description=command.description, epilog=EXIT_CODES)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=fill(command.description, HELP_WIDTH),
+        epilog=f"example:\n  {command.example}\n\n{fill(EXIT_CODES, HELP_WIDTH)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     command.add_arguments(parser)
     args = parser.parse_args(words, argparse.Namespace(words=(*program.split(), *words)))
     _set_threads(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,13 +21,14 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
+    commands,
     known_failures,
     resolve_subjects,
-    run_case,
 )
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.runner import conformance_rows, judged, report_of
@@ -51,10 +51,10 @@ _COLORS = {
 
 def run(args: argparse.Namespace) -> int:
     """Run the suite, write each row as it comes, print what came of it; the report's exit code."""
-    _check_device(args.device)
+    check_device(args.device)
     check_output("--json", args.json)
     check_output("--report", args.report)
-    case = _read_case(args.case) if args.case else None
+    case = read_case(args.case) if args.case else None
     selection = Selection(args.select, args.quick, args.profile, args.effort, args.seed, args.contract)
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         recording.finish(**report.own)
         if args.report:
-            write_html(report, args.report)
+            write_html(report, args.report, {resolve(name).name: name for name in names})
     finally:
         code = report.exit_code(args.require_run)
         _print(report, code, args)
@@ -92,12 +92,14 @@ def _rows(
         return
     subjects, absent = resolve_subjects(name, args.kernel, args.device)
     for subject in subjects:
-        yield judged(run_case(subject, asked), expected)
+        with running(subject) as run:
+            yield judged(run(asked), expected)
         yield from unmet(subject, expected, [asked])
     yield from absent
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse what is no device to run on."""
     try:
         known = torch.device(device).type in ("cpu", "cuda")
     except RuntimeError:
@@ -106,8 +108,8 @@ def _check_device(device: str) -> None:
         raise ConfigError(f"--device {device!r} is not a device to run on; give cpu or cuda")
 
 
-def _read_case(given: str) -> Case:
-    """The case of a file, or of JSON itself."""
+def read_case(given: str) -> Case:
+    """The case of a file, or of JSON itself; `ConfigError` says what is wrong with it."""
     try:
         return Case.from_json(given if given.startswith("{") else Path(given).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -158,7 +160,8 @@ def _counts(rows: list[Row] | tuple[Row, ...]) -> str:
 def _print_failures(console: Console, groups: Sequence[FailedGroup], args: argparse.Namespace) -> None:
     """The failures of one kernel to look at first, how many more there are, and which groups failed besides."""
     for row in (row for group in groups[:1] for row in group.shown):
-        title, _, rest = explained(row, _again(row, args)).partition("\n")
+        again, picture = _commands(row, args)
+        title, _, rest = explained(row, again, picture).partition("\n")
         console.print(f"\n[{_COLORS[row.status]}]{escape(title)}[/]", soft_wrap=True)
         for line in rest.splitlines():
             console.print(f"  {escape(line)}", soft_wrap=True)
@@ -175,15 +178,25 @@ def _case_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="attn-backends-cases-"))
 
 
-def _again(row: Row, args: argparse.Namespace) -> str:
-    """The command that runs a row's case alone; the case is written to a file."""
-    if row.case is None:
-        return ""
+def _name_of(row: Row, args: argparse.Namespace) -> str:
+    """As the backend of a row was named."""
+    return next((name for name in args.backends or list_backends() if resolve(name).name == row.backend), row.backend)
+
+
+def _case_file(row: Row) -> str:
+    """A file that holds a row's case."""
+    assert row.case is not None, "the caller looks"
     path = _case_folder() / f"{row.check}-{row.case.name}.json"
     write_text(path, row.case.to_json() + "\n")
-    name = next((n for n in args.backends or list_backends() if resolve(n).name == row.backend), row.backend)
-    words = ["attn-backends", "conformance", name, "--device", args.device, "--kernel", row.kernel, "--case", str(path)]
-    return shlex.join(words)
+    return str(path)
+
+
+def _commands(row: Row, args: argparse.Namespace) -> tuple[str, str]:
+    """What runs a row's case alone, and what draws its metadata; the case is written to a file."""
+    if row.case is None:
+        return "", ""
+    where = row, _name_of(row, args), args.device, _case_file(row)
+    return commands.again(*where), commands.picture(*where)
 
 
 def _add_arguments(suite: argparse.ArgumentParser) -> None:
@@ -207,7 +220,9 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
 
 
 COMMAND = Command(
-    "Exit code 0: nothing failed. 1: a check failed. 2: a check broke, nothing ran, or bad input.",
+    "Whether backends are right: every check that their capabilities call for, eagerly and through graphs. A check "
+    "that failed makes the exit code 1; one that broke, or no check at all, makes it 2.",
     _add_arguments,
     run,
+    "attn-backends conformance fa3 --quick --json report.json --report report.html",
 )

@@ -186,5 +186,10 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-LIST = Command("Known backends.", _add_json, lambda args: show_list(as_json=args.json))
-INFO = Command("All that one backend declares.", _add_name, lambda args: show_info(args.name, as_json=args.json))
+LIST = Command("Known backends.", _add_json, lambda args: show_list(as_json=args.json), "attn-backends list --json")
+INFO = Command(
+    "All that one backend declares.",
+    _add_name,
+    lambda args: show_info(args.name, as_json=args.json),
+    "attn-backends info trtllm_mla",
+)

@@ -11,6 +11,7 @@ from attn_backends.conformance import (
     checks_edges,
     checks_graph,
     checks_hosts,
+    checks_kept,
     checks_laws,
     checks_layers,
     checks_math,
@@ -30,7 +31,8 @@ from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, 
 from attn_backends.conformance.expectations import ExpectedFailure, known_failures
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import PROFILES, Profile
-from attn_backends.conformance.runner import run_case, run_conformance
+from attn_backends.conformance.runner import run_conformance
+from attn_backends.conformance.running import run_case
 from attn_backends.conformance.selection import Selection, selected_cases
 from attn_backends.conformance.subjects import resolve_subjects
 
@@ -52,6 +54,7 @@ CHECK_MODULES = (
     checks_laws,
     checks_refusals,
     checks_hosts,
+    checks_kept,
     checks_api,
     checks_compressed,
     checks_edges,

@@ -81,6 +81,12 @@ def draft_decode(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
+@check("math.draft_block", _of_kind(StepKind.DRAFT_BLOCK))
+def draft_block(subject: Subject, case: Case) -> Measured:
+    """Every row of a draft block sees the committed tokens and all rows of the block, those after it too."""
+    return _measure(subject, case)
+
+
 @check("math.target_verify", _of_kind(StepKind.TARGET_VERIFY))
 def target_verify(subject: Subject, case: Case) -> Measured:
     """A row of a verify sees the committed tokens, its ancestors and itself."""

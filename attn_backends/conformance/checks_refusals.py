@@ -140,6 +140,21 @@ def tree(subject: Subject, case: Case) -> Measured:
 
 
 @check(
+    "refusals.draft_block",
+    _undeclared(
+        lambda subject, kind, declared: (
+            case
+            for case in _paths(_asks(subject, kind, feature="a draft block"))
+            if kind is StepKind.DRAFT_BLOCK and not declared.non_causal
+        )
+    ),
+)
+def draft_block(subject: Subject, case: Case) -> Measured:
+    """A draft block, where the kernel can't show a row those after it."""
+    return _refused_step(subject, case)
+
+
+@check(
     "refusals.width",
     _undeclared(
         lambda subject, kind, declared: (

@@ -81,6 +81,12 @@ def draft_decode(subject: Subject, case: Case) -> Measured:
     return _measure(subject, case)
 
 
+@check("scale.draft_block", large(StepKind.DRAFT_BLOCK, packed=False))
+def draft_block(subject: Subject, case: Case) -> Measured:
+    """A draft block of 6 rows of 9 and of 33 requests."""
+    return _measure(subject, case)
+
+
 @check("scale.target_verify", large(StepKind.TARGET_VERIFY, packed=False))
 def target_verify(subject: Subject, case: Case) -> Measured:
     """A verify of 9 and of 33 requests, chains of 6 and trees of 10 and 15 nodes."""

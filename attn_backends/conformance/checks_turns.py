@@ -27,6 +27,7 @@ from attn_backends.conformance.exercise import (
 from attn_backends.conformance.inputs import strided
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    CHAIN_KINDS,
     UNIFORM_KINDS,
     Cases,
     any_graph,
@@ -43,13 +44,7 @@ from attn_backends.conformance.worlds import World, capacity_of
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import InvalidStepError, StepKind
 
-KINDS = (
-    StepKind.PREFILL,
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
-)
+KINDS = (StepKind.PREFILL, *UNIFORM_KINDS)
 
 
 def _runs(subject: Subject, case: Case, kind: StepKind) -> bool:
@@ -57,7 +52,7 @@ def _runs(subject: Subject, case: Case, kind: StepKind) -> bool:
     declared = subject.capabilities.get(kind)
     if declared is None or (declared.page_sizes is not None and case.page_size not in declared.page_sizes):
         return False
-    return kind in (StepKind.PREFILL, StepKind.DECODE) or is_declared(subject, replace(case, kind=str(kind)))
+    return is_declared(subject, replace(case, kind=str(kind), topk=1 if kind in CHAIN_KINDS else case.topk))
 
 
 def _captures(subject: Subject, kind: StepKind) -> bool:

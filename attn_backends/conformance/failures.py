@@ -53,12 +53,16 @@ def _first_of_each(by_check: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
     return tuple(rows[turn] for turn in turns for rows in by_check if turn < len(rows))[:SHOWN]
 
 
-def explained(row: Row, again: str) -> str:
-    """What a person needs in order to go on: what was checked, on what, what came of it, and how to see it again."""
+def explained(row: Row, again: str, picture: str = "") -> str:
+    """What a person needs in order to go on: what was checked, on what, what came of it, and how to see it again.
+    again, picture: commands (`conformance.commands`).
+    """
     lines = [f"{row.status}: {row.check} on {row.backend} ({row.kernel})", row.reason]
     lines.append(f"check: {CATALOGUE[row.check].about}")
     if row.case is not None:
         lines += [f"case: {row.case.in_words()}", f"again: {again}"]
+    if picture:
+        lines.append(f"picture: {picture}")
     return "\n".join(lines)
 
 

@@ -15,9 +15,10 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, known_failures, unmet
 from attn_backends.conformance.failures import explained
+from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import told
-from attn_backends.conformance.runner import judged, report_of, run_case
+from attn_backends.conformance.runner import judged, report_of
 from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import Backend, resolve_subjects
 from attn_backends.errors import AttnBackendsError
@@ -152,7 +153,8 @@ def _run_and_conclude(item: Planned, require_run: bool) -> None:
 
 
 def _run(subject: Subject, case: Case, expected: Sequence[ExpectedFailure]) -> Row:
-    return judged(run_case(subject, case), expected)
+    with running(subject) as run:
+        return judged(run(case), expected)
 
 
 def _same(row: Row) -> Row:

@@ -118,11 +118,11 @@ def profile_of(name: str) -> Profile:
 
 def passed(rows: Iterable[Row], names: Iterable[str] = PROFILES) -> dict[str, list[str]]:
     """The profiles of those named that each `backend/kernel` of which a case ran passes. rows: of a run of all cases of
-    those.
+    those. Another project's backend (`project:name`) passes none, because some checks are not run on it.
     """
     by_kernel: dict[str, list[Row]] = {}
     for row in rows:
-        if row.case is not None:
+        if row.case is not None and ":" not in row.backend:
             by_kernel.setdefault(f"{row.backend}/{row.kernel}", []).append(row)
     asked = [PROFILES[name] for name in names]
     return {

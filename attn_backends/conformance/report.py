@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from attn_backends.conformance import commands
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, group_of
 from attn_backends.conformance.failures import has_failed
 from attn_backends.conformance.outcomes import Outcome, Report, Row
@@ -29,6 +30,7 @@ h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 
 table { border-collapse: collapse } th, td { border: 1px solid #ddd; padding: .25rem .6rem; text-align: left }
 th { background: #f5f5f5; font-weight: 600 } td { vertical-align: top } thead th { position: sticky; top: 0 }
 code, pre { font: 13px/1.45 ui-monospace, monospace } pre { margin: .3rem 0; white-space: pre-wrap }
+main { overflow-x: auto }
 a { text-decoration: none } details { margin: .3rem 0 } summary { cursor: pointer } .quiet { color: #757575 }
 .chip { border-radius: .6rem; color: #fff; display: inline-block; font-size: .85rem; margin: 1px; padding: 0 .55rem }
 """
@@ -40,13 +42,16 @@ addEventListener("hashchange", open); open();
 Cells = Mapping[tuple[str, str], Sequence[Row]]
 
 
-def write_html(report: Report, path: Path) -> None:
-    """Write the report to a file that needs no other."""
-    write_text(path, html_page(report))
+def write_html(report: Report, path: Path, names: Mapping[str, str] | None = None) -> None:
+    """Write the report to a file that needs no other. names: of backends as commands take them, where that is not the
+    name of the row, such as module:Class.
+    """
+    write_text(path, html_page(report, names))
 
 
-def html_page(report: Report) -> str:
-    """The report as HTML."""
+def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
+    """The report as HTML. names: as of `write_html`."""
+    names, device = names or {}, _option(report)
     cells = by_cell(report.rows)
     wrong = sorted(filter(has_failed, report.rows), key=lambda row: GROUPS.index(group_of(row.check)))
     listed = [row for row in report.rows if row.status in (Outcome.REFUSED, Outcome.XFAIL, Outcome.NOT_RUN)]
@@ -56,18 +61,22 @@ def html_page(report: Report) -> str:
         "<h1>Attention backend conformance</h1>",
         f"<p class=quiet>suite {escape(report.suite_version)} on {escape(report.device)}; {escape(versions)}; "
         f"{report.executed} checks executed</p>",
+        f"<p class=quiet>{escape(report.date)} at commit {escape(report.commit or 'unknown')}</p>",
+        f"<pre>{escape(report.command)}</pre>",
         f"<p>{'<br>'.join(totals) or 'Nothing was run.'}</p>",
         *(f"<p>{escape(kernel)} {told(names)}</p>" for kernel, names in report.profiles.items()),
-        *(["<h2>What is wrong</h2>", *map(_problem, wrong)] if wrong else []),
+        *(["<h2>What is wrong</h2>"] if wrong else []),
+        *(_problem(row, names.get(row.backend, row.backend), device) for row in wrong),
         "<h2>Checks and kernels</h2>",
         *_matrix(cells),
         *(["<h2>Refused, expected and not run</h2>", *_reasons(listed)] if listed else []),
         "<h2>Cases</h2>",
-        *(_cell_details(key, rows) for key, rows in cells.items()),
+        *(_cell_details(key, rows, names, device) for key, rows in cells.items()),
     ]
-    head = f"<meta charset=utf-8><title>Attention backend conformance</title><style>{_STYLE}</style>"
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'>"
+    head += f"<title>Attention backend conformance</title><style>{_STYLE}</style>"
     lines = "\n".join([*body, f"<script>{_OPEN_TARGET}</script>"])
-    return f"<!doctype html><html lang=en><head>{head}</head><body>\n{lines}\n</body></html>\n"
+    return f"<!doctype html><html lang=en><head>{head}</head><body><main>\n{lines}\n</main></body></html>\n"
 
 
 def by_cell(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
@@ -105,19 +114,33 @@ def _anchor(key: tuple[str, str]) -> str:
 def _matrix(cells: Cells) -> Iterable[str]:
     """Checks downward, kernels across."""
     columns = distinct(column for _, column in cells)
-    yield f"<table><thead><tr><th>check</th>{''.join(f'<th>{escape(column)}</th>' for column in columns)}</tr></thead>"
+    titles = ["check", "what it holds", *map(escape, columns)]
+    yield f"<table><thead><tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr></thead>"
     for check in distinct(check for check, _ in cells):
         keys = [(check, column) for column in columns]
         shown = [f'<a href="#{_anchor(key)}">{_chips(cells[key])}</a>' if key in cells else "" for key in keys]
-        yield f"<tr><td><code>{escape(check)}</code></td>{''.join(f'<td>{cell}</td>' for cell in shown)}</tr>"
+        about = escape(CATALOGUE[check].about) if check in CATALOGUE else ""
+        told = [f"<code>{escape(check)}</code>", about, *shown]
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in told)}</tr>"
     yield "</table>"
 
 
-def _problem(row: Row) -> str:
-    name, words = (f" {row.case.name}", row.case.in_words()) if row.case else ("", "")
+def _problem(row: Row, backend: str, device: str) -> str:
+    """A failure with what shows it again. backend: as commands take it."""
+    name, words, shown = "", "", ""
+    if row.case is not None:
+        name, words, where = f" {row.case.name}", row.case.in_words(), (row, backend, device, row.case.to_json())
+        told = ("run it again", commands.again(*where)), ("see its metadata", commands.picture(*where))
+        shown = "".join(f"<span class=quiet>{what}:</span><pre>{escape(line)}</pre>" for what, line in told if line)
     about = escape(CATALOGUE[row.check].about)
     title = f"{_chip(row.status)} <code>{escape(f'{row.backend}/{row.kernel} {row.check}{name}')}</code>"
-    return f"<p>{title}<br>{about}<br><span class=quiet>{escape(words)}</span></p><pre>{escape(row.reason)}</pre>"
+    reason = f"<pre>{escape(row.reason)}</pre>"
+    return f"<p>{title}<br>{about}<br><span class=quiet>{escape(words)}</span></p>{reason}{shown}"
+
+
+def _option(report: Report) -> str:
+    """The device of a report, as commands take it."""
+    return "cpu" if report.device.lower() == "cpu" else "cuda"
 
 
 def _reasons(rows: Sequence[Row]) -> Iterable[str]:
@@ -132,13 +155,18 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
     yield "</table>"
 
 
-def _cell_details(key: tuple[str, str], rows: Sequence[Row]) -> str:
+def _cell_details(key: tuple[str, str], rows: Sequence[Row], names: Mapping[str, str], device: str) -> str:
+    """The cases of a check on a kernel, and what runs one of them by its name."""
     check, kernel = key
+    name, kernel_name = names.get(rows[0].backend, rows[0].backend), rows[0].kernel
+    options = f"--attn-backend {name} --attn-kernel {kernel_name} --attn-device {device}"
+    again = f"pytest --pyargs attn_backends.conformance {options} -k CASE"
     lines = "".join(map(_case_line, rows))
     title = f"<code>{escape(check)}</code> on {escape(kernel)} {_chips(rows)}"
     columns = "<tr><th>outcome</th><th>case</th><th>path</th><th>largest error</th><th>budget</th><th>ms</th></tr>"
     table = f"<table>{columns}{lines}</table>"
-    return f'<details id="{_anchor(key)}"><summary>{title}</summary>{table}</details>'
+    hint = f"<p class=quiet>One of these cases alone: <code>{escape(again)}</code></p>" if rows[0].case else ""
+    return f'<details id="{_anchor(key)}"><summary>{title}</summary>{hint}{table}</details>'
 
 
 def _case_line(row: Row) -> str:

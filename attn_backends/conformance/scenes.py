@@ -126,7 +126,8 @@ class Scene:
             for j in range(width):
                 if not self.is_tree:
                     token = request.length + (forward if self.drafts else j)
-                    rows.append(Row(index, token, list(range(token + 1))))
+                    end = request.length + width if self.batch.kind is StepKind.DRAFT_BLOCK else token + 1
+                    rows.append(Row(index, token, list(range(end))))
                     continue
                 path = self.paths[index][forward][j]
                 drafted = [(k, i) for i, k in enumerate(path)] if self.drafts else [(node, 0) for node in path]
@@ -152,6 +153,8 @@ class Scene:
                 return Step.decode(lens, self.paging(), out_cache_loc, **host)
             case StepKind.DRAFT_DECODE:
                 return Step.draft_decode(self.width, self.num_steps, lens, self.paging(), out_cache_loc, **host)
+            case StepKind.DRAFT_BLOCK:
+                return Step.draft_block(self.width, lens, self.paging(), out_cache_loc, **host)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
                 return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, **host)
@@ -220,9 +223,9 @@ class Scene:
         return memory.clone()
 
     def _in_window(self, row: Row) -> list[Name]:
-        """What a row attends to, by name; the last of it in a sliding window."""
+        """What a row attends to, by name; in a sliding window the last of it up to the row's own, and all after it."""
         window = self.world.layer.window
-        return row.visible[-window:] if window else row.visible
+        return row.visible[max(row.visible.index(row.token) + 1 - window, 0) :] if window else row.visible
 
     def expected_memory(self, before: Tensor, forwards: int | None = None) -> Tensor:
         """The memory after the first forwards (default: all) have stored their rows, reserved page aside."""

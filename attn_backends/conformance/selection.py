@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, Subject, group_of
+from attn_backends.conformance.foreign.driver import exemptions
 from attn_backends.conformance.profiles import PROFILES, profile_of
 from attn_backends.conformance.random_cases import random_cases
 from attn_backends.contract import CONTRACT
@@ -62,12 +63,14 @@ def selected_cases(
     subject: Subject, select: str = "*", most: int | None = None, holds: Callable[[Case], bool] | None = None
 ) -> list[Case]:
     """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. most: of each check, spread
-    evenly. holds: whether a case is wanted.
+    evenly. holds: whether a case is wanted. Of another project's backend, those that its driver runs.
     """
     chosen = [check for id, check in CATALOGUE.items() if fnmatchcase(id, select)]
     chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
     if not chosen:
         raise ConfigError(f"no check's id matches {select!r}; there are {', '.join(CATALOGUE)}")
+    exempt = [pattern for each in exemptions(subject.backend) for pattern in each.checks]
+    chosen = [check for check in chosen if not any(fnmatchcase(check.id, pattern) for pattern in exempt)]
     return [case for check in chosen for case in _thinned(list(filter(holds or _any, check.cases(subject))), most)]
 
 

@@ -19,9 +19,16 @@ Cases = Callable[[Subject], list[Case]]
 
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 3
-UNIFORM_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+UNIFORM_KINDS = (
+    StepKind.DECODE,
+    StepKind.DRAFT_DECODE,
+    StepKind.DRAFT_BLOCK,
+    StepKind.TARGET_VERIFY,
+    StepKind.DRAFT_EXTEND,
+)
 PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
 TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+CHAIN_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_BLOCK)  # which branches change nothing of
 
 
 def page_sizes(subject: Subject, kind: StepKind) -> list[int]:
@@ -99,10 +106,12 @@ def is_declared(subject: Subject, case: Case) -> bool:
     """Whether the width and trees of a case's step are declared."""
     kind = StepKind(case.kind)
     declared = subject.capabilities[kind]
-    if case.topk > 1 and (kind is StepKind.DECODE or (kind in TREE_KINDS and not declared.tree)):
+    if declared.kind_reasons(kind):
+        return False
+    if case.topk > 1 and (kind in CHAIN_KINDS or (kind in TREE_KINDS and not declared.tree)):
         return False
     if kind is StepKind.PREFILL:
-        return case.topk == 1
+        return True
     width = capacity_of(case.page_size, case.topk, case.size).bucket(kind, 1).width
     return declared.max_width is None or width <= declared.max_width
 

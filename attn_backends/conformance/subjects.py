@@ -14,6 +14,8 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import setup_of, world_of
+from attn_backends.conformance.foreign import foreign_backend
+from attn_backends.conformance.foreign.driver import ForeignBackend, exemptions
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.contract import CONTRACT
 from attn_backends.errors import BackendUnavailableError
@@ -23,15 +25,15 @@ from spec_metadata import CacheGeometry, Capacity
 PAGE = 256  # a multiple of what any backend asks for
 
 Backend = str | type[AttentionBackend] | AttentionBackend | Callable[..., AttentionBackend]
-"""A registered name or module:Class, a class, an instance, or a factory: (capacity, geometry, device, **options), of
-the same options as `AttentionBackend`.
+"""A registered name, another project's (`foreign.FOREIGN`) or module:Class, a class, an instance, or a factory:
+(capacity, geometry, device, **options), of the same options as `AttentionBackend`.
 """
 
 
 def resolve(backend: Backend) -> type[AttentionBackend]:
     """The class of a backend; of an instance or a factory, one that is made as that was. Refuses what is none."""
     if isinstance(backend, str):
-        return get_backend(backend)
+        return foreign_backend(backend) or get_backend(backend)
     if inspect.isclass(backend) and issubclass(backend, AttentionBackend):
         return backend
     if isinstance(backend, AttentionBackend):
@@ -114,6 +116,11 @@ def resolve_subjects(backend: Backend, kernel: str = "auto", device: str = "cpu"
         excused = not each.is_built_for(place) or each.source in ran
         reason = "; ".join(reasons[each.name])
         absent.append(Row(found.name, each.name, "*", None, "", Outcome.NOT_RUN, reason, excused=excused))
+    absent += [
+        Row(found.name, subject.kernel, ", ".join(each.checks), None, "", Outcome.NOT_RUN, each.reason, excused=True)
+        for subject in subjects
+        for each in exemptions(found)
+    ]
     return subjects, absent
 
 
@@ -131,9 +138,10 @@ def _contract_reason(backend: type[AttentionBackend]) -> str:
 
 
 def check_constructor(subject: Subject, cases: Sequence[Case]) -> None:
-    """Refuse a backend that can't even be made."""
+    """Refuse a backend that can't even be made; a foreign one is made in its own process, where its cases say so."""
+    here = cases[:1] if not issubclass(subject.backend, ForeignBackend) else ()
     try:
-        for case in cases[:1]:
+        for case in here:
             world_of(setup_of(subject, case))
     except Exception as error:
         reason = f"its constructor raised {type(error).__name__}: {error}"

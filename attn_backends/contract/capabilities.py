@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
-from spec_metadata import Bucket, PackedQuery, Step, TokenBucket, UniformQuery
+from spec_metadata import Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLOAT_TYPES = frozenset(DTYPES.values())
@@ -74,12 +74,18 @@ class Capabilities:
 
     def step_reasons(self, step: Step) -> list[str]:
         """Why a step is not supported; empty if it is."""
-        reasons = []
+        reasons = self.kind_reasons(step.kind)
         if not isinstance(step.query, UniformQuery) and not self.packed:
             lens = f"lengths {step.query.lens_cpu}" if isinstance(step.query, PackedQuery) else "rows"
             reasons.append(f"packed query {lens} (it takes one uniform width)")
         reasons += self.width_reasons(step.width, step.is_tree)
         return reasons + self.page_reasons(step.paging.geometry.page_size)
+
+    def kind_reasons(self, kind: StepKind) -> list[str]:
+        """Why no step of a kind is supported, though the kind is declared; empty if they are."""
+        if kind is StepKind.DRAFT_BLOCK and not self.non_causal:
+            return ["a draft block, whose rows see those after them (it needs a non-causal kernel)"]
+        return []
 
     def width_reasons(self, width: int, is_tree: bool) -> list[str]:
         """Why so many query rows of a request, of a tree or not, are not supported; empty if they are."""

@@ -70,9 +70,9 @@ def paged_attention(
     dimension; into how many parts a request's keys may be divided follows from its size, none at all is enough for one.
 
     window: of the keys that a row sees it attends to the last so many; blocks before are skipped. drafted: [num_tokens]
-    int32, keys that each row sees elsewhere, behind these, which its window counts too; only where not causal, with
-    query_indptr None or rows of max_query each. sinks: [num_heads] float32, the logit of a key without value, which
-    takes its share of the softmax once, however keys are divided.
+    int32, keys that each row sees elsewhere, behind these, which its window counts too, or below zero how many of these
+    are after the row's own, max_query - 1 at most; only where not causal and all requests have max_query rows. sinks:
+    [num_heads] float32, the logit of a key without value, which takes its share of the softmax once.
 
     Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32, or
     float64 for float64 queries, of the keys alone, sinks or not: parts can be joined by it, and their sink added then.

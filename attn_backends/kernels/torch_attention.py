@@ -6,8 +6,9 @@ Keys that no row sees are never multiplied: unowned memory may hold NaN, and so 
 
 k_scale, v_scale: what entries of the cache, which may be 8-bit floats, are multiplied by to give keys and values.
 window: of what a row sees it attends to the last so many keys. drafted: [num_tokens], what it sees besides, behind the
-keys here, which its window counts too (None: nothing). sinks: [num_heads], the logit of a key without value: it takes
-its share of the softmax, and the log-sum-exp does not count it.
+keys here, which its window counts too (None: nothing), or below zero how many of the keys here come after its own.
+sinks: [num_heads], the logit of a key without value: it takes its share of the softmax, and the log-sum-exp does not
+count it.
 """
 
 from __future__ import annotations

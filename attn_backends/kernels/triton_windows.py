@@ -1,8 +1,9 @@
 """Sliding windows and attention sinks, as the Triton kernels of dense attention have them in common.
 
 window, drafted, sinks: None for none, and then nothing is compiled for it. Of what a row sees, it attends to the last
-`window` keys. drafted: what each row sees behind the keys that a kernel reads, at least itself, which its window counts
-too. sinks: a logit of each head, whose weight joins the sum of a row's weights once, and not its log-sum-exp.
+`window` keys. drafted: what each row sees behind the keys that a kernel reads, which its window counts too; below zero,
+how many of these keys come after the row's own (`paged_operators`). sinks: a logit of each head, whose weight joins the
+sum of a row's weights once, and not its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from torch import Tensor
 
 @triton.jit
 def window_start(num_keys, num_rows, window, drafted, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """First key of the block in which the first window of a request's rows begins."""
+    """First key of the block in which the first window of a request's rows begins, or of one before it."""
     if window is None:
         start = 0
     else:
-        end = num_keys - (num_rows - 1 if CAUSAL else 0) + (0 if drafted is None else 1)
+        end = num_keys if drafted is None and not CAUSAL else num_keys - (num_rows - 1)
         start = tl.maximum(end - window, 0) // BLOCK_KEYS * BLOCK_KEYS
     return start
 

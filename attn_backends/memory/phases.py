@@ -26,7 +26,13 @@ from spec_metadata import (
 )
 from spec_metadata.buffers import Layout, allocation_size
 
-_CAPTURED = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+_CAPTURED = (
+    StepKind.DECODE,
+    StepKind.DRAFT_DECODE,
+    StepKind.DRAFT_BLOCK,
+    StepKind.TARGET_VERIFY,
+    StepKind.DRAFT_EXTEND,
+)
 SHARED = "shared"
 MOST_LAYOUTS = 1024
 """Layouts of fresh buffers that a backend keeps; with one more it begins anew."""

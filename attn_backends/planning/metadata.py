@@ -25,8 +25,9 @@ from spec_metadata import (
     TreePart,
     tree_part,
 )
-from spec_metadata.admission import check_ancestors
+from spec_metadata.admission import check_ancestors, check_kept, check_num_kept
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
+from spec_metadata.visibility import kept_rows
 
 Plan = TypeVar("Plan")
 
@@ -51,7 +52,9 @@ class ForwardMetadata(Generic[Plan]):
 
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
     [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
-    metadata.
+    metadata. kept: [num_rows] int64, the query rows that are stored, which write_slots are of; None for all of them,
+    which attend, too. reads_alone: whether
+    they attend and are not stored.
     """
 
     owner: Owner
@@ -61,6 +64,8 @@ class ForwardMetadata(Generic[Plan]):
     tree: TreePart | None
     kind: StepKind
     captured: Captured | None
+    kept: Tensor | None = None
+    reads_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +115,48 @@ class Metadata(Generic[Plan]):
             kind=self.step.kind,
             captured=self.captured,
         )
+
+    def keeping(self, num_kept: Tensor, num_rows: int | None = None) -> ForwardMetadata[Plan]:
+        """The metadata to store the first rows of each request by, without attention: of a draft's context the tokens
+        that were accepted. `store` takes their keys and values packed, those of the step's rows `kept` in this order,
+        of which the ones behind the last go to the reserved page.
+
+        num_kept: [bs] int32 or int64, on the device; of padded requests anything. num_rows: bound on the sum of real
+        ones, all rows of the step for None. Device only and recordable; counts beyond the step's width are clamped and
+        rows beyond the bound left out, or in checking mode refused, outside of a capture. Refuses a step whose rows are
+        not positions one after the other.
+        """
+        step = self.step
+        check_kept(step, num_kept)
+        forward, num_rows = self.at(), step.num_tokens if num_rows is None else min(num_rows, step.num_tokens)
+        if self.checking and not is_capturing():
+            check_num_kept(step, num_kept, num_rows)
+        found = kept_rows(step, forward.write_slots, num_kept, num_rows)
+        return replace(forward, write_slots=found.slots, kept=found.rows)
+
+    def reading(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
+        """The metadata to attend by, without a store, in a cache that another model filled: what rows see is there
+        already, their own tokens too. A frozen-KV draft (Gemma-4's MTP) is a decode of the last committed token, of
+        length L - 1, which reads the target's cache; all its forwards share this. Arguments as of `at`.
+        """
+        return replace(self.at(forward, ancestors), reads_alone=True)
+
+
+def slots_to_write(backend: Owner, meta: ForwardMetadata) -> Tensor:
+    """[num_rows] int64, where the rows of a forward are stored; refuses metadata of those that read alone."""
+    if meta.reads_alone:
+        reason = "metadata of rows that read alone: the cache is another model's"
+        raise UnsupportedStepError(f"{backend.name} can't store", [reason], "pass meta.at(i)")
+    return meta.write_slots
+
+
+def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
+    """Query rows of a forward; refuses metadata of those that are kept, which does not say what they see."""
+    if meta.kept is not None:
+        raise UnsupportedStepError(
+            backend.name, ["metadata of kept rows, which are stored alone, in a dense cache"], "pass meta.at(i)"
+        )
+    return meta.write_slots.shape[0]
 
 
 def check_metadata(backend: Owner, meta: Metadata) -> None:

@@ -30,7 +30,7 @@ class Workload:
 
     def reasons_against(self, capabilities: Capabilities, kind: StepKind) -> list[str]:
         """Why a kernel can't serve its steps of a kind; empty if it can."""
-        reasons, is_tree = capabilities.page_reasons(self.page_size), False
+        reasons, is_tree = capabilities.kind_reasons(kind) + capabilities.page_reasons(self.page_size), False
         if self.capacity is not None and kind is not StepKind.PREFILL:
             bucket = self.capacity.bucket(kind, 1)
             is_tree = bucket.tree
@@ -78,6 +78,19 @@ def choose_kernels(
         able = [kernel for kernel in kernels if kind in kernel.capabilities and name in ("auto", kernel.name)]
         choices[kind] = _choose(f"{owner} on {device}, {kind}", able, kind, device, workload)
     return choices
+
+
+def missing_reason(kind: StepKind, kernels: Sequence[Kernel]) -> str:
+    """Why a backend of these kernels has none for a step kind: nobody asked for it, or there is none, and then what
+    works instead of a draft block.
+    """
+    able = [kernel.name for kernel in kernels if kind in kernel.capabilities]
+    if able or kind is not StepKind.DRAFT_BLOCK:
+        return f"no kernel for {kind} was asked for ({', '.join(able) or 'none'} has it)"
+    return (
+        f"no kernel of it takes a {kind} step, whose rows see those after them (it needs a non-causal kernel: draft "
+        "token by token, in draft_decode steps, or take a backend that has one)"
+    )
 
 
 def _choose(what: str, able: Sequence[Kernel], kind: StepKind, device: torch.device, workload: Workload) -> Choice:

@@ -47,6 +47,7 @@ from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import NUM_FORWARDS, Dim
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.ragged import RaggedPlan
+from spec_metadata.visibility import BlockRows
 
 MLA_SIZES = (576, 512)
 _SIZES = frozenset({(64, 64), (128, 128), (256, 256), MLA_SIZES})
@@ -64,6 +65,7 @@ CAPABILITIES = {
     StepKind.PREFILL: _PACKED,
     StepKind.DECODE: _UNIFORM,
     StepKind.DRAFT_DECODE: _UNIFORM,
+    StepKind.DRAFT_BLOCK: _UNIFORM,
     StepKind.TARGET_VERIFY: _UNIFORM,
     StepKind.DRAFT_EXTEND: _PACKED,
 }
@@ -145,7 +147,7 @@ class TileSchedule(Schedule):
             "cu_seqlens_q": plan.cu_seqlens_q,
             "page_size": plan.page_size,
             "causal": _causal(plan, shape.window),
-            "window_size": _window(shape.window),
+            "window_size": _window(plan, shape.window),
         }
         self.metadata = self._workspace[:0]
 
@@ -205,7 +207,7 @@ def _launch(
         "max_seqlen_k": plan.max_seqlen_k,
         "softmax_scale": layer.scale,
         "causal": _causal(plan, layer.window),
-        "window_size": _window(layer.window),
+        "window_size": _window(plan, layer.window),
         "return_softmax_lse": True,
         **({} if metadata is None else {"scheduler_metadata": metadata}),
         **source.chosen,
@@ -219,9 +221,11 @@ def _causal(plan: RaggedPlan, window: int | None) -> bool:
     return plan.causal and (plan.max_seqlen_q > 1 or window is not None)
 
 
-def _window(window: int | None) -> tuple[int, int]:
-    """(keys before the row's own, keys after it), -1 for all; `causal` decides about the latter."""
-    return (-1, -1) if window is None else (window - 1, 0)
+def _window(plan: RaggedPlan, window: int | None) -> tuple[int, int]:
+    """(keys before the row's own, keys after it), -1 for all; rows are the last tokens of what is seen. `causal`
+    decides about the latter, but in a draft block, whose rows see all that come after them.
+    """
+    return (-1, -1) if window is None else (window - 1, -1 if isinstance(plan.drafted, BlockRows) else 0)
 
 
 def _check(source: Source, cache: PagedCache, layer: AttentionLayer) -> None:

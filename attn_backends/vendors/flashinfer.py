@@ -63,6 +63,7 @@ def mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
         StepKind.PREFILL: packed,
         StepKind.DECODE: uniform,
         StepKind.DRAFT_DECODE: uniform,
+        StepKind.DRAFT_BLOCK: uniform,
         StepKind.TARGET_VERIFY: uniform,
         StepKind.DRAFT_EXTEND: packed,
     }

@@ -47,7 +47,13 @@ _DENSE = Capabilities(
     non_causal=True,
     lse=LseBase.NATURAL,
 )
-_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+_KINDS = (
+    StepKind.DECODE,
+    StepKind.DRAFT_DECODE,
+    StepKind.DRAFT_BLOCK,
+    StepKind.TARGET_VERIFY,
+    StepKind.DRAFT_EXTEND,
+)
 
 _NUM_PARTS = Dim("144", lambda e: 144)  # SMs of a whole GH100; no Hopper has more
 _PART_WORDS = Dim("8", lambda e: 8)

@@ -3,9 +3,10 @@
     query [bs, width, num_heads, 576], latents [num_pages, page_size, 576]  ->  out [bs, width, num_heads, 512], lse
 
 Written against the call as FlashInfer 0.7.2 documents it and tested on its arguments alone: no such GPU was at hand.
-Rows of one request are causal there and can't be otherwise, so over a tree every row becomes a request of width one:
-its table row and length are repeated, once per forward, into declared buffers. Nothing is said of a request without
-keys; there a length of one stands in, and the log-sum-exp, natural by the vendor's own switch, is set to -inf.
+Rows of one request are causal there and can't be otherwise, so over a tree, and in a draft block, every row becomes a
+request of width one: its table row and length are repeated, once per forward, into declared buffers. Nothing is said of
+a request without keys; there a length of one stands in, and the log-sum-exp, natural by the vendor's own switch, is set
+to -inf.
 """
 
 from __future__ import annotations
@@ -32,7 +33,13 @@ _DECODE = Capabilities(
     non_causal=True,
     lse=LseBase.NATURAL,
 )
-_KINDS = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+_KINDS = (
+    StepKind.DECODE,
+    StepKind.DRAFT_DECODE,
+    StepKind.DRAFT_BLOCK,
+    StepKind.TARGET_VERIFY,
+    StepKind.DRAFT_EXTEND,
+)
 _QK_NOPE_HEAD_DIM = 128  # of the model before absorption; the kernels of these head sizes know no other
 
 _WORKSPACE = BufferSpec(
@@ -51,7 +58,7 @@ _ROW_EMPTY = BufferSpec("row_empty", torch.bool, (NUM_FORWARDS, NUM_TOKENS), "wh
 
 
 class RowSchedule(Schedule):
-    """What the call is given: the plan itself for a chain, a request for each row over a tree.
+    """What the call is given: the plan itself for a chain, a request for each row where all see the same.
 
     table: [num_requests, pages] int32. lens: [num_requests] int32. empty: [num_tokens] bool, None for a chain. width:
     query rows of a request. workspace: the vendor's.
@@ -66,7 +73,7 @@ class RowSchedule(Schedule):
             self.empty = buffers[_ROW_EMPTY.name]
 
     def refresh(self) -> None:
-        """Repeat the plan's tables and lengths for each row over a tree."""
+        """Repeat the plan's tables and lengths for each row where all see the same."""
         if self.empty is None:
             return
         bs, width = self._plan.cache_seqlens.shape[0], self._plan.width

@@ -15,6 +15,7 @@ from torch import Tensor
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
 from spec_metadata.visibility import (
+    Drafted,
     dense_part,
     drafted,
     is_causal,
@@ -55,7 +56,7 @@ class RaggedPlan:
     causal: bool
     max_seqlen_q: int
     max_seqlen_k: int
-    drafted: Tensor | int = 0
+    drafted: Drafted = 0
 
 
 def view_ragged(step: Step, buffers: Buffers) -> tuple[RaggedPlan, ...]:

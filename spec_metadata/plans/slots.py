@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, drafted, leading, query_starts
+from spec_metadata.visibility import Drafted, dense_part, drafted, leading, query_starts
 
 BUFFERS = (
     BufferSpec(
@@ -38,7 +38,7 @@ class SlotPlan:
     slots: Tensor
     request: Tensor
     num_visible: Tensor
-    drafted: Tensor | int = 0
+    drafted: Drafted = 0
 
 
 def view_slot_lists(step: Step, buffers: Buffers) -> tuple[SlotPlan, ...]:

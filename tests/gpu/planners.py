@@ -22,7 +22,7 @@ import torch
 from attn_backends import results
 from attn_backends.kernels import cuda_launch
 from spec_metadata import BlockTable, RequestTable
-from tests.plan_batches import KINDS, PACKED_KINDS, Case
+from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, Case
 from tests.planner_laws import FORMS, RINGS, Form, check_equal, check_inputs
 
 DEVICE = torch.device("cuda")
@@ -45,12 +45,11 @@ def comparisons(seeds: range) -> Iterator[tuple[tuple[str, str], Callable[[], No
         yield from _planned(name, form, kinds, PAGE_SIZES, seeds)
     for name in ("small", "real"):
         page_size, rings = RINGS[name]
-        kinds = [kind for kind in KINDS if "tree" not in kind]
-        yield from _planned(f"compressed {name}", rings.form, kinds, (page_size,), seeds)
+        yield from _planned(f"compressed {name}", rings.form, COMPRESSED_KINDS, (page_size,), seeds)
     for seed in seeds:
-        kind = KINDS[seed % 8]
+        kind = KINDS[seed % len(KINDS)]
         pad = 0 if kind in PACKED_KINDS else seed % 3
-        options = {"form": TABLES[seed // 8 % 2], "pad": pad, "device": DEVICE, **sizes_of(seed)}
+        options = {"form": TABLES[seed // len(KINDS) % 2], "pad": pad, "device": DEVICE, **sizes_of(seed)}
         yield ("inputs", kind), lambda k=kind, s=seed, o=options: _copied(k, s, o)
 
 

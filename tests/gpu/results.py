@@ -41,11 +41,11 @@ PARTS = {
     "--json {file}",
     "bench_attention": "benchmarks attention --json {file}",
     **{
-        f"kernels_{name}": f"benchmarks attention --set kernels --backend {name} --json {{file}} --plot {{picture}}"
+        f"kernels_{name}": f"benchmarks attention --set kernels --backend {name} --json {{file}}"
         for name in BUILT_IN
         if name != "reference"
     },
-    "kernels_prefill": "benchmarks attention --set prefill --json {file} --plot {picture}",
+    "kernels_prefill": "benchmarks attention --set prefill --json {file}",
     "trees": "benchmarks attention --set trees --json {file}",
     "bench_memory": "benchmarks memory --json {file}",
     **{f"bench_metadata_{name}": f"benchmarks metadata --backend {name} --json {{file}}" for name in PAGE_SIZES},
@@ -74,9 +74,8 @@ def is_done(path: Path, commit: str) -> bool:
 
 
 def words(name: str, path: Path) -> list[str]:
-    """The arguments of a part that writes a file, and a picture beside it if it draws one."""
-    files = {"file": path, "picture": path.with_suffix(".png")}
-    return shlex.split(PARTS[name].format_map({name: shlex.quote(str(file)) for name, file in files.items()}))
+    """The arguments of a part that writes a file."""
+    return shlex.split(PARTS[name].format(file=shlex.quote(str(path))))
 
 
 def run_part(name: str, path: Path) -> int:

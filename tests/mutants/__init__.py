@@ -1,6 +1,7 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
 from tests.mutants import (
+    blocks,
     bound,
     compressed,
     eagle3,
@@ -33,6 +34,7 @@ from tests.mutants.mutant import MUTANTS, Mutant
 __all__ = [
     "MUTANTS",
     "Mutant",
+    "blocks",
     "bound",
     "compressed",
     "eagle3",

@@ -81,6 +81,7 @@ def undeclared_layouts_accepted(patch: pytest.MonkeyPatch) -> None:
 @mutant(
     "a tree accepted by a backend that has none",
     "refusals.tree",
+    "refusals.draft_block",
     "refusals.width",
     "refusals.step_kind",
     backend=NARROW,

@@ -117,7 +117,7 @@ def plans_of_two_wrappers_deferred(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Schedules, "plan_host", deferred)
 
 
-@mutant("vLLM #48167", "math.draft_extend", "graph.shrinking", backend=HOSTED, graph=True)
+@mutant("vLLM #48167", "math.draft_block", "math.draft_extend", "graph.shrinking", backend=HOSTED, graph=True)
 def wrapper_captured_without_graph_mode(patch: pytest.MonkeyPatch) -> None:
     """Every plan on the host allocates the lengths anew, and a graph goes on reading those of its capture."""
 

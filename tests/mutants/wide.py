@@ -14,13 +14,14 @@ from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import attend
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
+from spec_metadata import StepKind
 from spec_metadata.plans import slots
 
 _EXTRAS = {"tree_window": False, "cache_dtypes": frozenset()}
 _CAPABILITIES = {
     kind: replace(declared, **_EXTRAS)
     for kind, declared in ReferenceBackend.kernels[-1].capabilities.items()
-    if kind in UNIFORM_KINDS
+    if kind in UNIFORM_KINDS and kind is not StepKind.DRAFT_BLOCK
 }
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.rule import Rule
 
+from attn_backends import results
 from attn_backends.cli import Command
 from attn_backends.cli.consoles import output_console, progress
 from attn_backends.errors import ConfigError
@@ -28,6 +30,7 @@ MB = 10**6
 
 def run(args: argparse.Namespace) -> int:
     """Print each prompt with its continuation and why it ended, then how it was made."""
+    results.check_output("--json", args.json)
     prompts = [*args.prompt, *map(_read, args.prompt_file)]
     if not prompts or "" in prompts:
         raise ConfigError("generate needs at least one --prompt TEXT or --prompt-file FILE, and none of them empty")
@@ -43,12 +46,27 @@ def run(args: argparse.Namespace) -> int:
         begun = list(islice(stream, 1))
     streamed, num_tokens = args.stream or console.is_terminal, len(prompts) * options.max_new_tokens
     view = _InOrder(console, prompts, requests, config.runtime)
-    with server, nullcontext() if streamed else progress("decoding", "tokens", num_tokens) as decoding:
+    bar = nullcontext() if streamed else progress("decoding", "tokens", num_tokens)
+    with (
+        results.Recording(args.json, results.head(args.words, str(config.device))) as recording,
+        server,
+        bar as decoding,
+    ):
         for request, tokens in chain(begun, stream):
             if decoding is not None:
                 decoding.advance(len(tokens))
             if streamed or request.finish is not None:
                 view.update()
+            if request.finish is not None:
+                recording.add(_as_row(prompts[requests.index(request)], request))
+        recording.finish(ran=engine.ran, kernels=engine.kernels)
+    _tell(console, engine, requests)
+    return 0
+
+
+def _tell(console: Console, engine: Engine, requests: Sequence[Request]) -> None:
+    """How the texts were made."""
+    config = engine.config
     emitted = sum(len(request.output) - 1 for request in requests)
     cycles = sum(request.statistics.num_cycles for request in requests)
     console.print(f"{emitted / max(cycles, 1):.2f} tokens a cycle")
@@ -59,7 +77,17 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{phase}: {counts['graph']} steps through graphs, {counts['eager']} eagerly")
     for note in config.notes:
         console.print(note, markup=False, soft_wrap=True)
-    return 0
+
+
+def _as_row(prompt: str, request: Request) -> dict[str, Any]:
+    """A finished request as JSON values."""
+    return {
+        "prompt": prompt,
+        "text": request.text,
+        "tokens": request.output,
+        "finish": str(request.finish),
+        "cycles": request.statistics.num_cycles,
+    }
 
 
 def _load(config: RunConfig) -> Engine:
@@ -127,8 +155,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="choose among the best, which hold P")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the best K tokens; 0: all")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choices (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each text, its tokens and cycles")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before it; may be repeated")
     add_runtime(parser)
 
 
-COMMAND = Command("Continue prompts, by EAGLE if the configuration has a draft.", _add_arguments, run)
+COMMAND = Command(
+    "Continue prompts, by EAGLE if the configuration has a draft.",
+    _add_arguments,
+    run,
+    'attn-backends generate --model gqa --draft gqa --prompt "import os"',
+)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import Command
@@ -16,6 +18,7 @@ from attn_backends_reference.eagle.engine import Engine
 from attn_backends_reference.models import EMBEDDED_DRAFTS, ByteTokenizer, TargetFolder, folders, open_target, stored
 
 TARGET_PHASES = ("prefill", "decode", "verify")
+LAYER = ("layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "sinks")
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddings")
 
 
@@ -25,36 +28,65 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args, args.config, args.backend)
     engine = Engine(config, found.empty(), (), ByteTokenizer())
     refused = [*_refusals(engine), *_too_much(engine, found)]
-    lines = [*_target(found, engine), *_draft(config), *config.notes]
-    lines += choices_in_words(engine.backends, config.phases)
+    kernels = choices_in_words(engine.backends, config.phases)
+    described = _described(found, engine)
+    if args.json:
+        own = {"draft": [*_draft(config)], "notes": [*config.notes], "kernels": [*kernels], "refused": refused}
+        console.print_json(json.dumps(described | own))
+        return 2 if refused else 0
+    lines = [*_in_words(described), *_draft(config), *config.notes, *kernels]
     for line in (*lines, *(f"refused: {reason}" for reason in refused)):
         console.print(line, markup=False, soft_wrap=True)
     return 2 if refused else 0
 
 
-def _target(found: TargetFolder, engine: Engine) -> Iterator[str]:
+def _described(found: TargetFolder, engine: Engine) -> dict[str, Any]:
+    """A target as JSON values; sizes in bytes."""
     model, config = engine.target, engine.config
-    yield (
-        f"{found.path}: {found.family.architecture}, {len(model.layers)} layers, hidden size {model.hidden_size:,}, "
-        f"vocabulary {model.vocab_size:,}, {model.max_positions:,} positions"
-    )
-    for layer, number in Counter(
+    layers = Counter(
         (each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim, each.window, each.sinks is not None)
         for each in model.layers
-    ).items():
-        heads, kv_heads, key, value, window, has_sinks = layer
-        sees = "all keys" if window is None else f"a window of {window:,} keys"
-        sees += " and sinks" if has_sinks else ""
-        yield f"attention of {number} layers: {heads} heads over {kv_heads}, of {key} and {value}, over {sees}"
-    kinds = Counter(part.dtype for part in found.weights.parts)
-    yield (
-        f"weights: {found.weights.num_elements:,}, {in_bytes(found.weights.num_bytes)} in files "
-        f"({', '.join(sorted(kinds))}), {in_bytes(found.num_bytes(config.dtype))} in memory as {config.runtime.dtype}"
     )
     cache, tokens = _cache_bytes(engine), engine.geometry.num_pages * engine.geometry.page_size
+    return {
+        "model": str(found.path),
+        "architecture": found.family.architecture,
+        **{name: getattr(model, name) for name in ("hidden_size", "vocab_size", "max_positions")},
+        "attention": [dict(zip(LAYER, (number, *layer), strict=True)) for layer, number in layers.items()],
+        "weights": {
+            "elements": found.weights.num_elements,
+            "bytes_in_files": found.weights.num_bytes,
+            "dtypes": sorted({part.dtype for part in found.weights.parts}),
+            "bytes_in_memory": found.num_bytes(config.dtype),
+            "dtype": config.runtime.dtype,
+        },
+        "cache": {"bytes_a_token": cache // tokens, "bytes": cache}
+        | {name: getattr(config.runtime, name) for name in ("max_bs", "max_context")},
+    }
+
+
+def _in_words(described: Mapping[str, Any]) -> Iterator[str]:
+    """What is described, for a person."""
+    attention, weights, cache = (described[name] for name in ("attention", "weights", "cache"))
     yield (
-        f"cache: {cache // tokens:,} bytes a token, {in_bytes(cache)} for {config.runtime.max_bs} requests of "
-        f"{config.runtime.max_context:,} tokens"
+        f"{described['model']}: {described['architecture']}, {sum(each['layers'] for each in attention)} layers, "
+        f"hidden size {described['hidden_size']:,}, vocabulary {described['vocab_size']:,}, "
+        f"{described['max_positions']:,} positions"
+    )
+    for each in attention:
+        sees = "all keys" if each["window"] is None else f"a window of {each['window']:,} keys"
+        sees += " and sinks" if each["sinks"] else ""
+        yield (
+            f"attention of {each['layers']} layers: {each['num_heads']} heads over {each['num_kv_heads']}, of "
+            f"{each['head_dim']} and {each['v_head_dim']}, over {sees}"
+        )
+    yield (
+        f"weights: {weights['elements']:,}, {in_bytes(weights['bytes_in_files'])} in files "
+        f"({', '.join(weights['dtypes'])}), {in_bytes(weights['bytes_in_memory'])} in memory as {weights['dtype']}"
+    )
+    yield (
+        f"cache: {cache['bytes_a_token']:,} bytes a token, {in_bytes(cache['bytes'])} for {cache['max_bs']} requests "
+        f"of {cache['max_context']:,} tokens"
     )
 
 
@@ -99,10 +131,16 @@ def _cache_bytes(engine: Engine) -> int:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="FOLDER", help="a target's folder, or an embedded one's name")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     add_run(parser)
     add_runtime(parser)
     parser.set_defaults(max_new_tokens=None)
 
 
-COMMAND = Command("What a model's folder is and what would run it; exit code 2: it is refused.", _add_arguments, run)
+COMMAND = Command(
+    "What a model's folder is and what would run it. What is refused makes the exit code 2.",
+    _add_arguments,
+    run,
+    "attn-backends inspect gqa --draft gqa-eagle3",
+)
 """See the module."""

@@ -1,0 +1,30 @@
+"""Backends of other projects, with metadata interfaces of their own, behind the suite.
+
+A name is `project:backend`. Nothing of a project is imported before a case of it runs.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from attn_backends.conformance.foreign.driver import ForeignBackend
+from attn_backends.errors import BackendUnavailableError
+
+_SGLANG = "attn_backends.conformance.foreign.sglang.backends"
+FOREIGN = {
+    "sglang:flashinfer_mla": f"{_SGLANG}:FlashInferMLA",
+    "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
+    "sglang:fa3": f"{_SGLANG}:FA3",
+}
+
+
+def foreign_backend(name: str) -> type[ForeignBackend] | None:
+    """The driver of `project:backend`; None of a name that is of no project here. Refuses an unknown backend of one."""
+    if name not in FOREIGN:
+        project = name.partition(":")[0]
+        if known := [each for each in FOREIGN if each.partition(":")[0] == project]:
+            raise BackendUnavailableError(f"backend {name!r}", [f"no driver for it; there are {', '.join(known)}"])
+        return None
+    module, _, driver = FOREIGN[name].partition(":")
+    found: type[ForeignBackend] = getattr(import_module(module), driver)
+    return found

@@ -1,0 +1,45 @@
+"""Whose mistake a failed case is: the case is run again by the same driver in front of a backend that is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Subject
+from attn_backends.conformance.foreign.causes import causes
+from attn_backends.conformance.foreign.driver import ForeignBackend
+from attn_backends.conformance.outcomes import Outcome, Row
+from attn_backends.conformance.running import run_case
+
+FAILED = (Outcome.FAIL, Outcome.ERROR)
+
+
+def run_foreign_case(subject: Subject, case: Case) -> Row:
+    """A case of a foreign backend. A failure tells its cause, and is an error where it is the driver's own mistake."""
+    row = run_case(subject, case)
+    if row.status not in FAILED:
+        return row
+    backend = subject.backend
+    assert issubclass(backend, ForeignBackend), "it has a driver"
+    held = run_case(replace(subject, backend=backend.control()), case)
+    if held.status in FAILED:
+        reason = (
+            f"a mistake of the driver, not of {backend.project}: with a backend that is right behind the same driver "
+            f"the case fails as well: {held.reason}"
+        )
+        return replace(row, status=Outcome.ERROR, reason=reason)
+    told = _causes(subject, case)
+    shown = f". Cause: {'; and '.join(told)}" if told else ""
+    return replace(
+        row, reason=f"{row.reason}{shown}. The case passes with a backend that is right behind the same driver"
+    )
+
+
+def _causes(subject: Subject, case: Case) -> list[str]:
+    """The causes, as far as its batch can be run by itself; where that is right, those of the step planned before."""
+    lens = tuple(max(length, 1) for length in case.lens)
+    before = [replace(case, kind=case.after, lens=lens, widths=(), after="")] if case.after else []
+    try:
+        return next(filter(None, (causes(subject, each) for each in (case, *before))), [])
+    except Exception as error:  # the other project may raise anything, and has failed already
+        return [f"none was found, because running its batch again raised {type(error).__name__}: {error}"]

@@ -1,0 +1,136 @@
+"""Why a foreign backend failed a case: its metadata and its writes, held against what the scene says of every row.
+
+The case's batch is run once more. What the metadata says that a row reads, and where its token was found afterwards,
+are compared with the scene's own lists; the first difference of each sort is told in words: rows that see other
+keys, lists that begin elsewhere, and tokens that were written elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Subject
+from attn_backends.conformance.exercise import Ran, run_case
+from attn_backends.conformance.foreign.driver import NOWHERE, ForeignPlan, ForeignStep, Handed
+from attn_backends.conformance.scenes import Scene
+
+SHOWN = 4
+SHIFTED = "its list begins at entry"
+
+
+def causes(subject: Subject, case: Case) -> list[str]:
+    """What is wrong with the metadata and the writes of a case's batch, in words; empty if nothing is found."""
+    ran = run_case(subject, case)
+    plans: Sequence[ForeignPlan] = ran.meta.plans
+    if not ran.scene.rows or not ran.scene.rows[0]:
+        return []
+    step = plans[0].step
+    reads = list(_wrong_reads(ran.scene, step))
+    shifted = [text for text in reads if SHIFTED in text]
+    found = [*reads[:1], *shifted[:1], *islice(_wrong_writes(ran, step), 1)]
+    return list(dict.fromkeys(found))
+
+
+def _wrong_reads(scene: Scene, step: ForeignStep) -> Iterator[str]:
+    """Rows whose metadata lists other slots than they must see, in order."""
+    for forward, rows in enumerate(scene.rows):
+        read = step.read_slots(forward)
+        if read is None:
+            return
+        wanted = _wanted(scene, forward)
+        for number, (expected, got) in enumerate(zip(wanted, read, strict=False)):
+            if got != expected:
+                request = rows[number].request
+                told = _told_list(expected, got, wanted[:number], scene.requests[request].length)
+                yield f"metadata of forward {forward}, row {number} (request {request}): {told}"
+
+
+def _wanted(scene: Scene, forward: int) -> list[list[int]]:
+    """The slots that each row of a forward must see."""
+    return [[scene.requests[row.request].slots[name] for name in row.visible] for row in scene.rows[forward]]
+
+
+def _told_list(expected: list[int], got: list[int], before: list[list[int]], committed: int) -> str:
+    """How a list of slots is wrong. before: those of the rows before it. committed: tokens of its request."""
+    missing = len(expected) - len(got)
+    if NOWHERE in got:
+        return f"its length is {len(got)}, and its table ends after {got.index(NOWHERE)} keys: a kernel reads past it"
+    if missing > 0 and got == expected[: len(got)]:
+        told = (
+            f"it attends to {len(got)} keys and must to {len(expected)}, without slots {_shown(expected[len(got) :])}"
+        )
+        if len(got) == committed:
+            told += ", what was drafted since, its own token last: the length is that of the committed tokens"
+        return told
+    packed, start = [slot for row in [*before, expected] for slot in row], sum(map(len, before))
+    at = _place(packed, got)
+    if at is not None and at != start:
+        return (
+            f"{SHIFTED} {at} of the packed index list, in which its own tokens begin at entry {start}: "
+            "the offsets were made from other lengths than the list"
+        )
+    differ = (i for i, (x, y) in enumerate(zip(expected, got, strict=False)) if x != y)
+    place = next(differ, min(len(expected), len(got)))
+    return (
+        f"it lists {len(got)} keys and must list {len(expected)}; key {place} is slot "
+        f"{_shown(got[place : place + 1]) or 'none'} and must be {_shown(expected[place : place + 1]) or 'none'}"
+    )
+
+
+def _place(packed: list[int], part: list[int]) -> int | None:
+    """Where a list lies inside another, or as much of it as that has."""
+    for start in range(len(packed)):
+        overlap = min(len(part), len(packed) - start)
+        if overlap and packed[start : start + overlap] == part[:overlap]:
+            return start
+    return None
+
+
+def _wrong_writes(ran: Ran, step: ForeignStep) -> Iterator[str]:
+    """Forwards of which a row's token is not where it belongs."""
+    scene, memory = ran.scene, ran.scene.world.memory.flatten(0, 1)[:, 0].cpu()
+    before = ran.before.flatten(0, 1)[:, 0].cpu()
+    changed = (memory.view(torch.uint8) != before.view(torch.uint8)).flatten(1).any(dim=1).nonzero().flatten().tolist()
+    for forward, rows in enumerate(scene.rows):
+        lost = []
+        for number, row in enumerate(rows):
+            request = scene.requests[row.request]
+            wanted = request.slots[row.token]
+            key = scene.world.entries(request.vectors[row.token].unsqueeze(0))[0][0]
+            if not _is(memory[wanted], key):
+                lost.append((number, wanted, [slot for slot in changed if _is(memory[slot], key)]))
+        if lost:
+            yield _told_writes(forward, lost, step.handed_slots(forward), changed)
+
+
+def _is(entry: Tensor, key: Tensor) -> bool:
+    return torch.equal(entry, key.to(entry.dtype))
+
+
+def _told_writes(forward: int, lost: list[tuple[int, int, list[int]]], handed: Handed, changed: list[int]) -> str:
+    """Where rows of a forward are, and why, if the slots that were handed over say it. lost: (row, its slot, where it
+    is) of each row that is not where it belongs. changed: slots that anything was written to.
+    """
+    found = [f"row {n} belongs to slot {slot} and is at slot {_shown(at)}" for n, slot, at in lost if at]
+    gone = [f"row {n} belongs to slot {slot} and is nowhere" for n, slot, at in lost if not at]
+    places = (found + gone)[:SHOWN]
+    told = f"writes of forward {forward}: {'; '.join(places)}"
+    if wrong := [(n, slot) for n, slot, _ in lost if handed.slots[n] != slot]:
+        number, slot = wrong[0]
+        return f"{told}. The pool was told to write row {number} to slot {handed.slots[number]}, not to {slot}"
+    if handed.stride != 1 and all(handed.dense[n] in changed for n, _, _ in lost):
+        told += (
+            f". The pool was handed the right slots as a view of stride {handed.stride}, and read them as if they were "
+            "dense: row i went to entry i of the buffer behind the view"
+        )
+    return told
+
+
+def _shown(slots: Sequence[int]) -> str:
+    more = ", …" if len(slots) > SHOWN else ""
+    return ", ".join(map(str, slots[:SHOWN])) + more

@@ -1,0 +1,41 @@
+"""What the driver uses of SGLang, in one place (docs/private-apis.md). Imported where a case runs, never before.
+
+A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
+"""
+
+from importlib import import_module
+from types import ModuleType
+
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.test.kits.attention_unittest.attention_methods.mla_attention import (
+    MLAAttentionCase,
+    MockMLAModelRunner,
+    TinyMLAModelConfig,
+)
+
+__all__ = [
+    "CaptureHiddenMode",
+    "EagleDraftExtendInput",
+    "EagleDraftInput",
+    "EagleVerifyInput",
+    "ForwardBatch",
+    "ForwardMode",
+    "MLAAttentionCase",
+    "MockMLAModelRunner",
+    "RadixAttention",
+    "SpeculativeAlgorithm",
+    "TinyMLAModelConfig",
+    "attention_module",
+    "memory_pool",
+    "per_step_draft_out_cache_loc",
+]
+
+
+def attention_module(name: str) -> ModuleType:
+    """One of SGLang's modules of backends; the others, which want other packages, are not imported."""
+    return import_module(f"sglang.srt.layers.attention.{name}")

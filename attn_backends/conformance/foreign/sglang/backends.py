@@ -1,0 +1,195 @@
+"""SGLang's backends as the suite names them, each with what it declares, refuses and attends to."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.conformance.foreign.driver import (
+    DECLARED,
+    OURS,
+    Exempt,
+    ForeignBackend,
+    ForeignStep,
+    first_use,
+    launch,
+)
+from attn_backends.conformance.foreign.sglang.engine import Engine
+from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRTLLM, Parts
+from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
+from attn_backends.conformance.worlds import layer_of
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.kernel import Kernel
+from spec_metadata import Bucket, CacheGeometry, Capacity, Step, StepKind
+
+KNOWN_VERSIONS = ("0.5.23",)
+CPU_ENVIRONMENT = {
+    "TRITON_INTERPRET": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_FLASHINFER_WORKSPACE_SIZE": "1024",
+}
+
+
+def missing_reasons() -> list[str]:
+    """Why SGLang can't be driven here; empty if it can."""
+    known = f"the driver knows {', '.join(KNOWN_VERSIONS)}"
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return [f"sglang is not installed ({known})"]
+    return [] if found in KNOWN_VERSIONS else [f"sglang {found} is installed ({known})"]
+
+
+def on_cpu(device: torch.device) -> list[str]:
+    """Why stand-ins of kernels do not run where no GPU is."""
+    if device.type != "cpu":
+        return [f"it stands for kernels where no GPU is, not on {device.type}"]
+    reasons = missing_reasons()
+    if not reasons and find_spec("sgl_kernel") is None:
+        reasons = ["sgl_kernel is not installed, nor its CPU stand-in of this project's tests (make test-sglang)"]
+    return reasons
+
+
+def on_gpu(device: torch.device) -> list[str]:
+    """Why stand-ins of kernels do not run on a GPU, over metadata that SGLang's kernels make there."""
+    return missing_reasons() if device.type == "cuda" else [f"it runs on a GPU, not on {device.type}"]
+
+
+def flashinfer_reasons(device: torch.device) -> list[str]:
+    """Why FlashInfer's kernels do not run on a device."""
+    if device.type != "cuda":
+        return [f"FlashInfer's kernels run on a GPU, not on {device.type}"]
+    reasons = missing_reasons()
+    return reasons if reasons or find_spec("flashinfer") else ["flashinfer is not installed"]
+
+
+Where = tuple[tuple[int, int], int, torch.dtype]
+"""Head sizes, query heads and type that a place is driven with."""
+
+
+def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
+    """What all of SGLang's MLA backends can do in a step kind."""
+    sizes, heads, dtype = where
+    given = {"head_sizes": frozenset({sizes}), "query_heads": frozenset({heads}), "needs_host_lens": True, **others}
+    return Capabilities(frozenset(pages), frozenset({dtype}), **given)
+
+
+ON_CPU: Where = ((80, 64), 4, torch.float32)
+ON_GPU: Where = ((576, 512), 16, torch.bfloat16)
+ONE_POOL = Exempt(("api.cache_groups",), "a backend of SGLang reads one pool")
+DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
+
+
+def _flashinfer(where: Where, **others: Any) -> dict[StepKind, Capabilities]:
+    """FlashInfer-MLA: a draft extend has no graph."""
+    able = dict.fromkeys(DECODES, can(where, {1, 64}, **others))
+    able[StepKind.DRAFT_EXTEND] = can(where, {1, 64}, graph=False, **others)
+    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True, **others)}
+
+
+def _trtllm(where: Where) -> dict[StepKind, Capabilities]:
+    """TRT-LLM-MLA: a prompt is not absorbed, so this driver has none for it."""
+    return dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {32, 64}))
+
+
+def _flash_attention(where: Where) -> dict[StepKind, Capabilities]:
+    """FlashAttention-3 over latents."""
+    able = dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {1, 64}))
+    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True)}
+
+
+class SGLangMLA(ForeignBackend):
+    """A backend of SGLang over latents. right: whether what is driven is right instead (`control`)."""
+
+    project = "SGLang"
+    formats = frozenset({CacheFormat.LATENT})
+    exempt = (DECLARED, OURS, ONE_POOL)
+    parts: ClassVar[Parts]
+    right: ClassVar[bool] = False
+
+    def __init__(
+        self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
+    ) -> None:
+        super().__init__(capacity, geometry, device, **options)
+        sizes, heads, dtype = ON_GPU if self.device.type == "cuda" else ON_CPU
+        layer, _ = layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))
+        names = {choice.kernel.name for choice in self.choices.values()}
+        own = not any(name.startswith("stand_in") for name in names)
+        place = capacity, geometry, self.device, dtype, layer
+        self.engine = Engine(self.parts, *place, has_kernels=own, right=self.right)
+
+    @classmethod
+    def control(cls) -> type[ForeignBackend]:
+        """The same driver in front of `control.RightBackend`."""
+        return type(cls.__name__, (cls,), {"right": True, "__module__": cls.__module__})
+
+    @classmethod
+    def environment(cls, device: str) -> dict[str, str]:
+        """On a CPU, SGLang's own kernels of metadata run in Triton's interpreter."""
+        return {} if torch.device(device).type == "cuda" else CPU_ENVIRONMENT
+
+    def plan_eagerly(self, step: Step) -> ForeignStep:
+        """A batch of a server without graphs."""
+        return EagerStep(self.engine, step)
+
+    def plan_captured(self, bucket: Bucket) -> ForeignStep:
+        """A batch over a graph runner's buffers."""
+        return CapturedStep(self.engine, bucket, self.capacity.num_steps)
+
+    def bring_in(self, cache: PagedCache) -> None:
+        """Copy the cache into the pool, whose page 0 is the reserved one."""
+        assert isinstance(cache, PagedLatent), "it takes no other format"
+        _copy(cache.latent, self.engine.pages, self.geometry.reserved_page)
+
+    def bring_out(self, cache: PagedCache) -> None:
+        """Copy the pool into the cache."""
+        assert isinstance(cache, PagedLatent), "it takes no other format"
+        _copy(self.engine.pages, cache.latent, self.geometry.reserved_page)
+
+
+def _copy(source: Tensor, destination: Tensor, reserved: int) -> None:
+    """Copy all pages; page 0 and the reserved one change places."""
+    destination.copy_(source)
+    destination[reserved].copy_(source[0])
+    destination[0].copy_(source[reserved])
+
+
+class FlashInferMLA(SGLangMLA):
+    """SGLang's `flashinfer` backend of MLA models, and its multi-step draft backend."""
+
+    name = "sglang:flashinfer_mla"
+    parts = FLASHINFER
+    kernels = (
+        Kernel("flashinfer", launch, _flashinfer(ON_GPU, over_read=True), flashinfer_reasons, schedule=first_use),
+        Kernel("stand_in", launch, _flashinfer(ON_CPU), on_cpu, source="flashinfer", schedule=first_use),
+    )
+
+
+class TRTLLMMLA(SGLangMLA):
+    """SGLang's `trtllm_mla` backend, and its multi-step draft backend. Its kernels want a Blackwell GPU, for which this
+    driver has none: SGLang's metadata is read by a stand-in on a GPU, too.
+    """
+
+    name = "sglang:trtllm_mla"
+    parts = TRTLLM
+    kernels = (
+        Kernel("stand_in_on_gpu", launch, _trtllm(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
+        Kernel("stand_in", launch, _trtllm(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
+    )
+
+
+class FA3(SGLangMLA):
+    """SGLang's `fa3` backend over latents, and its multi-step draft backend; a stand-in reads their metadata."""
+
+    name = "sglang:fa3"
+    parts = FLASH_ATTENTION
+    kernels = (
+        Kernel("stand_in_on_gpu", launch, _flash_attention(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
+        Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
+    )

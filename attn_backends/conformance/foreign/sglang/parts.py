@@ -1,0 +1,152 @@
+"""What differs between SGLang's MLA backends: how they are made, where they keep metadata, and what it says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from attn_backends.conformance.foreign.driver import NOWHERE
+from attn_backends.conformance.foreign.sglang import stand_ins
+
+Rows = list[list[int]]
+"""The slots that each query row attends to, in SGLang's numbers."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One of SGLang's backends.
+
+    name: that a server is told. module: where it is, as of `api.attention_module`. backend, draft: names of its class
+    and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
+    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place, for launches over at
+    most so many keys.
+    """
+
+    name: str
+    module: str
+    backend: str
+    draft: str
+    held: str
+    read: Callable[[Any, Any, Any], Rows | None]
+    install: Callable[[Any, int], None]
+
+    def make(self, api: Any, role: str, runner: Any, num_steps: int) -> Any:
+        """The backend of a role of `engine.SERVED_BY`, at topk 1."""
+        module = api.attention_module(self.module)
+        if role == "draft":
+            return getattr(module, self.draft)(runner, 1, num_steps)
+        return getattr(module, self.backend)(runner)
+
+
+def read_lists(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What a FlashInfer wrapper's plan lists for each row, the request's last row seeing all of its keys."""
+    wrapper = getattr(planned, "decode_wrapper", None) or getattr(planned, "prefill_wrapper", None)
+    if wrapper is None:
+        return None
+    starts, offsets, lens = (each.tolist() for each in _plan_of(backend, planned, wrapper))
+    indices, rows = wrapper._kv_indices_buf, []
+    for request, length in enumerate(lens):
+        width = starts[request + 1] - starts[request]
+        listed = indices[offsets[request] : offsets[request] + length].tolist()
+        rows += _seen(listed, width)
+    return rows
+
+
+def _seen(listed: list[int], width: int) -> Rows:
+    """What each of a request's rows sees of its keys, the last row all."""
+    return [listed[: max(len(listed) - width + 1 + row, 0)] for row in range(width)]
+
+
+def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(qo_indptr, kv_indptr, kv_len) that the wrapper's work was planned from."""
+    if work := getattr(wrapper._cached_module, "work", None):
+        return work[0], work[1], work[2]
+    fast = getattr(backend, "fast_decode_kwargs", {})
+    if wrapper._use_cuda_graph and hasattr(planned, "decode_wrapper") and "kv_len_arr_cpu" in fast:
+        return fast["qo_indptr_cpu"], fast["kv_indptr_cpu"], fast["kv_len_arr_cpu"]
+    return wrapper._qo_indptr_buf, wrapper._kv_indptr_buf, wrapper._kv_len_arr_buf
+
+
+def _listed(pages: list[int], size: int, length: int) -> list[int]:
+    """The leading slots of pages; of those that the table has none of, nowhere."""
+    slots = [page * size + offset for page in pages for offset in range(size)]
+    return slots[:length] + [NOWHERE] * (length - len(slots))
+
+
+def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What a block table and lengths list for each row of a batch of one width."""
+    if planned is None:
+        return None
+    size, rows = backend.page_size, []
+    width = batch.positions.numel() // batch.batch_size
+    for pages, length in zip(planned.block_kv_indices.tolist(), planned.seq_lens_k.tolist(), strict=False):
+        rows += _seen(_listed(pages, size, length), width)
+    return rows
+
+
+def _install_flashinfer(api: Any, max_kv_len: int) -> None:
+    stand_ins.MLAWrapper.max_kv_len = max_kv_len
+    for name in ("BatchMLAPagedAttentionWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
+        setattr(api.attention_module("flashinfer_mla_backend"), name, stand_ins.MLAWrapper)
+
+
+def _install_trtllm(api: Any, max_kv_len: int) -> None:
+    _install_flashinfer(api, max_kv_len)
+    module = api.attention_module("trtllm_mla_backend")
+    module.flashinfer = SimpleNamespace(decode=stand_ins)
+    module._jit_fixup_module = module.make_persistent_multi_ctas_kv_counter_buffer = stand_ins.nothing
+    module.can_use_set_mla_kv_concat_q = module.can_use_set_mla_kv_concat_q_fp8 = stand_ins.nothing
+    module.concat_mla_absorb_q_general = stand_ins.concatenate
+
+
+def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What a page table, lengths and offsets of ragged queries list for each row."""
+    if planned is None:
+        return None
+    size, rows = backend.page_size, []
+    lists = planned.page_table.tolist(), planned.cache_seqlens_int32.tolist(), planned.cu_seqlens_q.diff().tolist()
+    for pages, length, width in zip(*lists, strict=False):
+        rows += _seen(_listed(pages, size, length), width)
+    return rows
+
+
+def _install_flash_attention(api: Any, max_kv_len: int) -> None:
+    names = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata")
+    module: Any = ModuleType("sgl_kernel.flash_attn")
+    vars(module).update(dict.fromkeys(names, stand_ins.nothing))
+    sys.modules[module.__name__] = module
+    api.attention_module("flashattention_backend").flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
+
+
+FLASHINFER = Parts(
+    "flashinfer",
+    "flashinfer_mla_backend",
+    "FlashInferMLAAttnBackend",
+    "FlashInferMLAMultiStepDraftBackend",
+    "forward_metadata",
+    read_lists,
+    _install_flashinfer,
+)
+TRTLLM = Parts(
+    "trtllm_mla",
+    "trtllm_mla_backend",
+    "TRTLLMMLABackend",
+    "TRTLLMMLAMultiStepDraftBackend",
+    "forward_decode_metadata",
+    read_blocks,
+    _install_trtllm,
+)
+FLASH_ATTENTION = Parts(
+    "fa3",
+    "flashattention_backend",
+    "FlashAttentionBackend",
+    "FlashAttentionMultiStepBackend",
+    "forward_metadata",
+    read_pages,
+    _install_flash_attention,
+)

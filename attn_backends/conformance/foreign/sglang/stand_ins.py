@@ -1,0 +1,206 @@
+"""Stand-ins, on a CPU, of the kernels that SGLang calls. They read SGLang's metadata and nothing of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
+
+
+class OnCpu(TorchFunctionMode):
+    """What asks for a CUDA device or for page-locked memory is given neither."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        return func(*args, **kwargs)
+
+
+def write_latents(kv_buffer: Tensor, loc: Tensor, nope: Tensor, rope: Tensor, *, reserved_skip_index: int = 0) -> None:
+    """As `set_mla_kv_buffer` writes: row i goes to entry i of the memory behind `loc`, whatever its stride; a row of
+    the slot that is skipped goes to the reserved page all the same, where nobody looks.
+    """
+    dense = loc.as_strided((loc.numel(),), (1,))
+    rows = torch.cat((nope.flatten(1), rope.flatten(1)), dim=1)
+    kv_buffer.view(kv_buffer.shape[0], -1)[dense.long()] = rows
+
+
+class Module:
+    """The compiled module of a FlashInfer MLA wrapper: a plan writes the wrapper's work, from the host's arrays."""
+
+    def __init__(self) -> None:
+        self.work: tuple[Tensor, ...] = ()
+
+    def plan(
+        self,
+        float_workspace: Any,
+        int_workspace: Any,
+        staging: Any,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_len: Tensor,
+        num_heads: int,
+        head_dim: int,
+        causal: bool,
+    ) -> None:
+        """Plan, into the memory of the first plan."""
+        given = tuple(each.to("cpu", torch.int32) for each in (qo_indptr, kv_indptr, kv_len))
+        if not self.work:
+            self.work = tuple(each.clone() for each in given)
+        for work, each in zip(self.work, given, strict=True):
+            work.copy_(each)
+
+
+class MLAWrapper:
+    """`flashinfer.mla.BatchMLAPagedAttentionWrapper` as of 0.7, with the attributes that SGLang uses."""
+
+    max_kv_len = 0  # of the launches' grids; set by whoever makes the backend
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        self._float_workspace_buffer = float_workspace_buffer
+        self._int_workspace_buffer = self._pin_memory_int_workspace_buffer = None
+        self._use_cuda_graph = use_cuda_graph
+        self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+        self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
+        self._cached_module: Any = Module()
+        self._causal, self._sm_scale = False, 1.0
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        """Plan from the device's arrays, which are copied to the host. Refuses lengths that are not the lists'."""
+        if not torch.equal(kv_indptr.diff().cpu().int(), kv_len_arr.cpu().int()):
+            raise ValueError(f"kv_len_arr {kv_len_arr.tolist()} is not what kv_indptr {kv_indptr.tolist()} spans")
+        self._causal, self._sm_scale = causal, sm_scale
+        if self._use_cuda_graph:
+            for buffer, given in zip(self._buffers(), (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True):
+                buffer[: len(given)].copy_(given)
+        else:
+            self._qo_indptr_buf, self._kv_indptr_buf = qo_indptr, kv_indptr
+            self._kv_indices_buf, self._kv_len_arr_buf = kv_indices, kv_len_arr
+            self._cached_module = Module()
+        self._cached_module.plan(None, None, None, qo_indptr, kv_indptr, kv_len_arr, num_heads, head_dim_ckv, causal)
+
+    def _buffers(self) -> tuple[Any, ...]:
+        return self._qo_indptr_buf, self._kv_indptr_buf, self._kv_indices_buf, self._kv_len_arr_buf
+
+    def run(self, q_nope: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, out: Tensor, return_lse: bool = False) -> Any:
+        """Attend: the work says which part of `kv_indices` each request reads."""
+        assert self._kv_indices_buf is not None, "it was planned"
+        qo_indptr, kv_indptr, kv_len = self._cached_module.work
+        num_tokens, num_requests = q_nope.shape[0], max(len(kv_len), 1)
+        max_query = num_tokens if not self._use_cuda_graph else -(-num_tokens // num_requests)
+        keys = torch.cat((ckv, kpe), dim=-1).unsqueeze(2)
+        found, _ = csr_attention(
+            torch.cat((q_nope, q_pe), dim=-1),
+            keys,
+            ckv.unsqueeze(2),
+            qo_indptr,
+            kv_indptr,
+            self._kv_indices_buf,
+            kv_len,
+            max_query=max(max_query, 1),
+            max_kv_len=self.max_kv_len,
+            causal=self._causal,
+            scale=self._sm_scale,
+        )
+        out.copy_(found)
+        return out
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    *,
+    kv_lora_rank: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    bmm1_scale: float,
+    **others: Any,
+) -> Tensor:
+    """`flashinfer.decode`'s function of this name: causal attention over a block table, at one query width.
+
+    query: [bs, width, num_heads, dim]. kv_cache: [num_pages, 1, page_size, dim]. Returns [bs, width, num_heads, rank].
+    """
+    keys = kv_cache.transpose(1, 2)
+    out, _ = block_table_attention(
+        query.flatten(0, 1),
+        keys,
+        keys[..., :kv_lora_rank],
+        block_tables,
+        seq_lens,
+        width=query.shape[1],
+        max_kv_len=block_tables.shape[1] * keys.shape[1],
+        causal=True,
+        scale=bmm1_scale,
+    )
+    return out.unflatten(0, query.shape[:2])
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    qv: Tensor,
+    page_table: Tensor,
+    cache_seqlens: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    **others: Any,
+) -> Tensor:
+    """FlashAttention-3's function of this name, of absorbed queries over latents in pages.
+
+    q: [num_tokens, num_heads, rope]. qv: [..., rank]. k_cache: [num_pages, page_size, 1, rope]. v_cache: [..., rank].
+    """
+    out, _ = page_table_attention(
+        torch.cat((qv, q), dim=-1),
+        torch.cat((v_cache, k_cache), dim=-1),
+        v_cache,
+        cu_seqlens_q,
+        page_table,
+        cache_seqlens,
+        max_seqlen_q=max_seqlen_q,
+        causal=causal,
+        scale=softmax_scale,
+    )
+    return out
+
+
+def concatenate(*parts: Tensor) -> Tensor:
+    """A query of its two parts."""
+    return torch.cat(parts, dim=-1)
+
+
+def nothing(*args: Any, **named: Any) -> None:
+    """In place of what compiles or allocates for kernels that are not there."""

@@ -1,0 +1,64 @@
+"""Runs one case, and says what came of it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+import attn_backends
+import spec_metadata
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CATALOGUE, CheckFailure, Measured, Subject, group_of
+from attn_backends.conformance.failures import lost_refusals
+from attn_backends.conformance.outcomes import Outcome, Row
+from attn_backends.errors import AttnBackendsError, ConfigError, PlanError
+from spec_metadata import InvalidStepError
+
+_TORCH = Path(torch.__file__).parent
+_OURS = {Path(folder) for package in (attn_backends, spec_metadata) for folder in package.__path__}
+
+
+def run_case(subject: Subject, case: Case) -> Row:
+    """Run one case; never raises for what a backend does."""
+    if case.check not in CATALOGUE:
+        raise ConfigError(f"no check has the id {case.check!r}; there are {', '.join(CATALOGUE)}")
+    start = time.perf_counter()
+    measured, status, reason = Measured(), Outcome.PASS, ""
+    try:
+        measured = CATALOGUE[case.check].run(subject, case)
+    except (CheckFailure, PlanError) as failure:
+        status, reason = Outcome.FAIL, str(failure)
+        if group_of(case.check) == "refusals":
+            reason += lost_refusals(subject)
+    except AssertionError as failure:
+        status, reason = Outcome.FAIL, f"{str(failure) or 'an assertion failed'} ({_place(failure)})"
+    except (AttnBackendsError, InvalidStepError) as refusal:
+        status, reason = Outcome.FAIL, f"declared, yet refused: {refusal}"
+    except Exception as error:
+        status, reason = Outcome.ERROR, f"{type(error).__name__}: {error} ({_place(error)})"
+    if measured.refusal:
+        status, reason = Outcome.REFUSED, measured.refusal
+    ms = round((time.perf_counter() - start) * 1e3, 1)
+    return Row(
+        subject.backend.name,
+        subject.kernel,
+        case.check,
+        case,
+        case.path,
+        status,
+        reason,
+        measured.max_err,
+        measured.budget,
+        ms,
+    )
+
+
+def _place(error: Exception) -> str:
+    """Where an error was raised, without folders: the innermost place outside of torch, and of this library if any."""
+    frames = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    frames = [found for found in frames if _TORCH not in found[0].parents]
+    path, frame = ([found for found in frames if not _OURS.intersection(found[0].parents)] or frames)[-1]
+    return f"{path.name}:{frame.lineno} in {frame.name}"

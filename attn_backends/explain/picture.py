@@ -1,0 +1,200 @@
+"""The model of a picture: requests and their slots, rows with what they see beside what they must, and buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from attn_backends.explain.law import Owned, RowLaw, law_of, name_of, requests_of
+from attn_backends.explain.probes import ROWS
+from attn_backends.explain.reading import ForwardReading, Reader
+from attn_backends.explain.tables import Table, Wrong, table_of, tree_tables
+from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
+from spec_metadata import CacheGeometry, Step
+from spec_metadata.visibility import query_starts
+
+TOLD = 6  # slots of a fault
+Faults = tuple[list[str], list[str]]  # of seeing and of writing, in words
+
+
+@dataclass(frozen=True)
+class RowPicture:
+    """A row of a forward. number: in the batch. law: what it must do; None for a padded row. seen, writes: what its
+    kernel got, as in `ForwardReading`. seeing, writing: what is wrong with either, in words.
+    """
+
+    number: int
+    name: str
+    law: RowLaw | None
+    seen: Mapping[int, Counter[int]]
+    writes: int
+    seeing: tuple[str, ...]
+    writing: tuple[str, ...]
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """All that is wrong with it."""
+        return self.seeing + self.writing
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A step as a backend's kernel got it.
+
+    backend, kernel, planner, path: what made and read it. step: in words. geometry: of the cache. requests: the real
+    ones. forwards: rows of each; none if a buffer holds what no kernel may read. buffers: the declared ones and the
+    tree's. problems: values outside of what buffers declare.
+    """
+
+    backend: str
+    kernel: str
+    planner: str
+    path: str
+    step: str
+    geometry: CacheGeometry
+    requests: tuple[Owned, ...]
+    forwards: tuple[tuple[RowPicture, ...], ...]
+    buffers: tuple[Table, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def wrong_rows(self) -> list[tuple[int, RowPicture]]:
+        """Wrong rows, with their forward."""
+        return [(forward, row) for forward, rows in enumerate(self.forwards) for row in rows if row.faults]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every row sees and writes what it must."""
+        return not self.wrong_rows and not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """What came of it, in words."""
+        if self.problems:
+            return "; ".join(self.problems)
+        if not self.wrong_rows:
+            return "every row sees and writes what it must"
+        total = sum(map(len, self.forwards))
+        return f"{len(self.wrong_rows)} of {total} rows {'is' if len(self.wrong_rows) == 1 else 'are'} wrong"
+
+
+def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = ()) -> Picture:
+    """The picture of metadata beside the step that it should describe.
+
+    given: metadata that was planned for the step, or a reader of captured metadata that was made before the replay.
+    step: what a worker asked for, without the padding of a graph. ancestors: of each forward of a draft of topk > 1,
+    as `Metadata.at` takes them. Raises `ConfigError` for a cache that is too large for a picture.
+    """
+    reader = given if isinstance(given, Reader) else Reader(given)
+    problems, readings = _read(reader, ancestors)
+    forwards = tuple(
+        _rows(reader, step, forward, reading, ancestors[forward] if ancestors else None)
+        for forward, reading in enumerate(readings)
+    )
+    backend = reader.backend
+    return Picture(
+        backend=backend.name,
+        kernel=backend.kernel_of(reader.meta.step.kind).name,
+        planner=backend.planner.name,
+        path=reader.path,
+        step=_in_words(step),
+        geometry=backend.geometry,
+        requests=tuple(requests_of(step)),
+        forwards=forwards,
+        buffers=_tables(reader, readings, forwards),
+        problems=problems,
+    )
+
+
+def _read(reader: Reader, ancestors: Sequence[Tensor]) -> tuple[tuple[str, ...], tuple[ForwardReading, ...]]:
+    """What is wrong with the buffers as such, and if nothing is, what the kernel reads of them."""
+    if problems := reader.problems():
+        return tuple(problems), ()
+    try:
+        return (), reader.read(ancestors)
+    except (IndexError, RuntimeError) as error:
+        return (f"the kernel can't read its buffers: {error}",), ()
+
+
+def _rows(
+    reader: Reader, step: Step, forward: int, reading: ForwardReading, ancestors: Tensor | None
+) -> tuple[RowPicture, ...]:
+    layers = [probe.layer for probe in reader.probes]
+    ratios = tuple(ratio for probe in reader.probes for ratio in probe.pools if ratio != ROWS)
+    laws = law_of(step, forward, ancestors, layers[0].window, ratios)
+    rows = []
+    for number, (seen, writes) in enumerate(zip(reading.seen, reading.write_slots, strict=True)):
+        law = laws[number] if number < len(laws) else None
+        seeing, writing = _padded_faults(seen, writes, step) if law is None else _faults(seen, writes, law)
+        name = "padding" if law is None else name_of(step, law)
+        rows.append(RowPicture(number, name, law, seen, writes, tuple(seeing), tuple(writing)))
+    return tuple(rows)
+
+
+def _faults(seen: Mapping[int, Counter[int]], writes: int, law: RowLaw) -> Faults:
+    """What a row of a real request sees and writes wrongly."""
+    faults = []
+    for ratio, slots in law.sees.items():
+        what = "slot" if ratio == ROWS else f"entry of {ratio} tokens in slot"
+        asked, got = Counter(slots), seen[ratio]
+        if missing := asked - got:
+            faults.append(f"does not see {what} {_listed(missing)}")
+        if strange := [slot for slot in got if slot not in asked]:
+            faults.append(f"sees {what} {_listed(strange)}, which it must not")
+        if repeated := [slot for slot in got - asked if slot in asked]:
+            faults.append(f"sees {what} {_listed(repeated)} more than once")
+    return faults, [] if writes == law.writes else [f"writes slot {writes}, not {law.writes}"]
+
+
+def _padded_faults(seen: Mapping[int, Counter[int]], writes: int, step: Step) -> Faults:
+    """What a padded row sees and writes outside of the reserved page."""
+    geometry, faults = step.paging.geometry, []
+    where = f"outside of the reserved page {geometry.reserved_page}"
+    for ratio, slots in seen.items():
+        num_rows = geometry.page_size // max(ratio, 1)
+        if outside := [slot for slot in slots if slot // num_rows != geometry.reserved_page]:
+            faults.append(f"sees slot {_listed(outside)} {where}")
+    is_inside = writes // geometry.page_size == geometry.reserved_page
+    return faults, [] if is_inside else [f"writes slot {writes} {where}"]
+
+
+def _listed(slots: Counter[int] | list[int]) -> str:
+    """Slots in words, of many the first."""
+    known = sorted(slots)
+    return ", ".join(map(str, known[:TOLD])) + (f" and {len(known) - TOLD} more" if len(known) > TOLD else "")
+
+
+def _tables(
+    reader: Reader, readings: Sequence[ForwardReading], forwards: Sequence[Sequence[RowPicture]]
+) -> tuple[Table, ...]:
+    """Declared buffers: where rows write, and what they are read from, with the values of wrong rows marked."""
+    meta, rows = reader.meta, [(forward, row) for forward, rows in enumerate(forwards) for row in rows]
+    writing = {(forward, row.number) for forward, row in rows if row.writing}
+    seeing = {(forward, row.number) for forward, row in rows if row.seeing}
+    request_of = _request_of_rows(reader)
+    wrong = Wrong(seeing, {(forward, request_of[number]) for forward, number in seeing if number in request_of})
+    extent = meta.buffers.extent
+    tables = [table_of(WRITE_SLOTS, meta.buffers[WRITE_SLOTS.name], extent, Wrong(writing))]
+    specs = reader.backend.buffers(meta.step.kind)
+    tables += [table_of(spec, meta.buffers[spec.name], extent, wrong) for spec in specs]
+    return (*tables, *tree_tables([reading.tree for reading in readings], wrong))
+
+
+def _request_of_rows(reader: Reader) -> dict[int, int]:
+    """The request, real or padded, of each row of uniform or packed metadata."""
+    starts = query_starts(reader.meta.step).tolist()
+    return {row: request for request, ends in enumerate(pairwise(starts)) for row in range(*ends)}
+
+
+def _in_words(step: Step) -> str:
+    """A step as a person would say it."""
+    lens = ", ".join(map(str, step.seq_lens.tolist()[: int(step.num_real)])) or "none"
+    words = [str(step.kind).replace("_", " "), f"{int(step.num_real)} requests of {lens} committed tokens"]
+    words.append(f"at most {step.width} query rows a request")
+    if step.num_forwards > 1:
+        words.append(f"{step.num_forwards} forwards")
+    return ", ".join([*words, "a tree" if step.is_tree else "a chain"])

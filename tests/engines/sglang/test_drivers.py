@@ -1,0 +1,77 @@
+"""SGLang's own backends under the suite, with stand-ins of their kernels: what it reports of them by itself, and that a
+bug in a driver does not read as SGLang's.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_backends.conformance import Outcome, Row, Subject, selected_cases
+from attn_backends.conformance.foreign import foreign_backend
+from attn_backends.conformance.foreign.isolation import running
+from tests.engines.sglang import drivers
+
+COMMITTED_ALONE = "drafted since, its own token last: the length is that of the committed tokens"
+OTHER_OFFSETS = "the offsets were made from other lengths than the list"
+READ_AS_DENSE = "as a view of stride 3, and read them as if they were dense"
+RIGHT = ("math.decode", "math.target_verify", "math.draft_extend", "math.prefill")
+DRAFTS = ("math.draft_decode", "cache.writes_owned_slots")
+
+
+def rows_of(backend, checks) -> list[Row]:
+    """The first case of each check, step kind and path."""
+    subject = Subject(backend, "stand_in")
+    cases = [case for check in checks for case in selected_cases(subject, check)]
+    first = {(case.check, case.kind, case.path): case for case in reversed(cases)}
+    with running(subject) as run:
+        return [run(case) for case in first.values()]
+
+
+@pytest.mark.parametrize(
+    ("name", "eager", "graph"),
+    [
+        ("sglang:flashinfer_mla", (COMMITTED_ALONE,), (COMMITTED_ALONE, OTHER_OFFSETS)),
+        ("sglang:trtllm_mla", (COMMITTED_ALONE,), (COMMITTED_ALONE,)),
+        ("sglang:fa3", (), ()),
+    ],
+)
+def test_defects_of_drafts_are_reported_with_their_causes_and_all_else_passes(name, eager, graph):
+    rows = rows_of(foreign_backend(name), (*RIGHT, *DRAFTS))
+    drafts = [row for row in rows if row.case.kind == "draft_decode"]
+    assert {row.status for row in rows if row not in drafts} == {Outcome.PASS}
+    assert {(row.check, row.case.path) for row in drafts} == {
+        (check, path) for check in DRAFTS for path in ("eager", "graph")
+    }
+    for row in drafts:
+        wanted = {*(graph if row.case.path == "graph" else eager), READ_AS_DENSE}
+        told = {cause for cause in (COMMITTED_ALONE, OTHER_OFFSETS, READ_AS_DENSE) if cause in row.reason}
+        assert (row.status, told) == (Outcome.FAIL, wanted), row.reason
+
+
+@pytest.mark.parametrize("bug", [drivers.DriverCountsOneLess, drivers.DriverTurnsPagesRound])
+def test_the_drivers_mistake_is_an_error_and_no_failure(bug):
+    rows = [row for row in rows_of(bug, ("math.decode", "cache.writes_owned_slots")) if row.case.kind == "decode"]
+    broken = [row for row in rows if row.status is not Outcome.PASS]
+    assert broken
+    assert {row.status for row in broken} == {Outcome.ERROR}
+    assert all("a mistake of the driver, not of SGLang" in row.reason for row in broken)
+
+
+@pytest.mark.parametrize(
+    ("bug", "check", "path", "cause"),
+    [
+        (drivers.DecodesOneKeyLess, "math.decode", "eager", COMMITTED_ALONE),
+        (drivers.VerifiesWhatWasCaptured, "math.target_verify", "graph", "it lists 2 keys and must list 10"),
+    ],
+)
+def test_the_backends_bug_is_a_failure_with_its_cause(bug, check, path, cause):
+    rows = rows_of(bug, (check,))
+    assert {row.case.path for row in rows if row.status is Outcome.FAIL} == {path}
+    assert {row.status for row in rows if row.case.path != path} == {Outcome.PASS}
+    assert all(cause in row.reason for row in rows if row.status is Outcome.FAIL)
+
+
+def test_a_draft_whose_slots_are_dense_passes():
+    rows = rows_of(drivers.DenseSlices, DRAFTS)
+    assert {row.case.path for row in rows if row.case.kind == "draft_decode"} == {"eager", "graph"}
+    assert {row.status for row in rows} == {Outcome.PASS}

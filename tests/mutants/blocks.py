@@ -1,0 +1,159 @@
+"""Mutants of draft blocks, whose rows see one another: engines came to them from causal steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends import backend as base
+from attn_backends.backend import AttentionBackend
+from attn_backends.backends import fa3
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.planning import metadata
+from attn_backends.planning.metadata import Metadata
+from spec_metadata import Buffers, Step, StepKind
+from spec_metadata.plans import ragged
+from spec_metadata.visibility import BlockRows, KeptRows
+from tests.mutants.mutant import mutant
+from tests.mutants.visibility import change_lengths
+
+BLOCK = StepKind.DRAFT_BLOCK
+
+
+def in_windows_of_blocks(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Let `page_table_attention` of a windowed draft block get other options than it is given. change: of all, by name,
+    to those that are others.
+    """
+    attend = fa3.page_table_attention
+
+    def changed(q: Any, k: Any, v: Any, starts: Any, table: Any, lens: Any, **options: Any) -> Any:
+        given = {"starts": starts, "table": table, "lens": lens, **options}
+        if options["drafted"] is not None and bool((options["drafted"] < 0).any()):
+            given |= change(given)
+        return attend(q, k, v, given.pop("starts"), given.pop("table"), given.pop("lens"), **given)
+
+    patch.setattr(fa3, "page_table_attention", changed)
+
+
+@mutant("vLLM #57432: causal visibility for a block that is not causal", "math.draft_block", "scale.draft_block")
+def block_is_causal(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a draft block see those before them alone."""
+    patch.setattr(ragged, "is_causal", lambda step: not step.is_tree)
+
+
+@mutant("vLLM #57432: a padded width for the active one", "math.draft_block", backend="trtllm_mla")
+def block_is_as_long_as_its_tile(patch: pytest.MonkeyPatch) -> None:
+    """The lengths of a draft block count the rows that its width is padded to."""
+    change_lengths(patch, lambda step, _, lens: lens + (8 - step.width) * (step.kind is BLOCK))
+
+
+@mutant("our own: the mode without a mask that trees have", "math.draft_block", backend="flashinfer_mla")
+def block_is_not_among_the_keys(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a draft block see the committed tokens alone, as those of a tree do in the prefix."""
+    change_lengths(patch, lambda step, _, lens: lens - step.width * (step.kind is BLOCK))
+
+
+@mutant("our own: the lengths that a block is planned with", "math.draft_block", backend="trtllm_mla")
+def block_counts_masks_alone(patch: pytest.MonkeyPatch) -> None:
+    """The root is counted among the committed tokens: the last row of a block is seen by none."""
+    change_lengths(patch, lambda step, _, lens: lens - int(step.kind is BLOCK))
+
+
+@mutant("vLLM's (window - 1, 0) of a layer without a causal mask", "math.window", "math.window_and_sinks")
+def windowed_block_is_causal(patch: pytest.MonkeyPatch) -> None:
+    """A windowed layer's rows of a draft block see nothing after them."""
+    in_windows_of_blocks(patch, lambda given: {"causal": True, "drafted": None})
+
+
+@mutant("one window for all rows, as a tree's branches of one depth have it", "math.window")
+def window_of_a_block_is_its_last_row_s(patch: pytest.MonkeyPatch) -> None:
+    """The window of every row of a draft block begins where that of its last one does."""
+    patch.setattr(BlockRows, "behind_end", lambda self: torch.zeros(self.bs * self.width, dtype=torch.int32))
+
+
+@mutant("SGLang #39287: a clipped prefix gathered from offset 0", "math.window")
+def window_of_a_block_is_clipped_from_offset_zero(patch: pytest.MonkeyPatch) -> None:
+    """A window of a draft block has the right number of keys, but the first ones of the request."""
+
+    def clipped(given: dict[str, Any]) -> dict[str, Any]:
+        return {"lens": given["lens"].clamp(max=given["window"] + given["max_seqlen_q"] - 1)}
+
+    in_windows_of_blocks(patch, clipped)
+
+
+@mutant("SGLang #31198: a flag that a phase of a block draft leaves on the backend", "api.kinds_in_turn")
+def block_leaves_its_mask_behind(patch: pytest.MonkeyPatch) -> None:
+    """What follows a draft block is planned without a causal mask, too."""
+
+    def plans(self: FA3Backend, step: Step, buffers: Buffers) -> Any:
+        self.saw_a_block = getattr(self, "saw_a_block", False) or step.kind is BLOCK
+        made = ragged.view_ragged(step, buffers)
+        return tuple(replace(plan, causal=plan.causal and not self.saw_a_block) for plan in made)
+
+    patch.setattr(FA3Backend, "plans", plans)
+
+
+def keeping(patch: pytest.MonkeyPatch, change: Callable[..., KeptRows]) -> None:
+    """Let change(kept_rows, step, slots, num_kept, num_rows) say which rows are kept."""
+    kept = metadata.kept_rows
+    patch.setattr(metadata, "kept_rows", lambda *given: change(kept, *given))
+
+
+@mutant("our own: the context of a block draft, stored as a draft extend's rows are", "cache.keeps_first_rows")
+def rejected_rows_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """The rows behind the accepted ones go to their slots, too."""
+    keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, torch.full_like(num, step.width), most))
+
+
+@mutant("TensorRT-LLM's clamped row numbers, without the mask behind", "cache.keeps_first_rows")
+def rows_behind_the_last_kept_one_are_stored(patch: pytest.MonkeyPatch) -> None:
+    """What a packed bound leaves over is written where the first row of the step is."""
+    keeping(patch, lambda kept, step, slots, *rest: replace(found := kept(step, slots, *rest), slots=slots[found.rows]))
+
+
+@mutant("the host's counts in place of the device's", "cache.keeps_first_rows")
+def rows_kept_as_at_the_capture(patch: pytest.MonkeyPatch) -> None:
+    """A graph keeps as many rows of each request as when it was captured."""
+    keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, num.new_tensor([step.width] * step.bs), most))
+
+
+@mutant("packed rows by the number of their request, as if all were kept", "cache.keeps_first_rows")
+def kept_rows_are_not_packed(patch: pytest.MonkeyPatch) -> None:
+    """Of kept rows the first ones of the step are stored, whichever request they are of."""
+    keeping(patch, lambda kept, *given: replace(kept(*given), rows=torch.arange(given[-1])))
+
+
+@mutant("sglang-jax #1612: an assistant that mutates a cache", "cache.reads_alone")
+def frozen_draft_writes(patch: pytest.MonkeyPatch) -> None:
+    """Attention writes what it is given, at the slots of its rows, as a kernel with a fused store does."""
+    forward = AttentionBackend.forward
+
+    def fused(self: AttentionBackend, q: Any, cache: Any, meta: Any, layer: Any) -> Any:
+        cache.pages[0].flatten(0, 1)[meta.write_slots] = q[:, : cache.pages[0].shape[2]].to(cache.dtype)
+        return forward(self, q, cache, meta, layer)
+
+    patch.setattr(AttentionBackend, "forward", fused)
+
+
+@mutant("vLLM's Gemma-4 speculator: positions stay where they are", "cache.reads_alone")
+def frozen_draft_advances(patch: pytest.MonkeyPatch) -> None:
+    """Lengths advance with each forward of a draft on one metadata, as if it had stored a token."""
+    reading, calls = Metadata.reading, {}
+
+    def advanced(self: Metadata, *given: Any) -> Any:
+        calls[id(self)] = calls.get(id(self), 0) + 1
+        if calls[id(self)] == 2:
+            self.buffers["seqused_k"].add_(1)
+        return reading(self, *given)
+
+    patch.setattr(Metadata, "reading", advanced)
+
+
+@mutant("SGLang #24436: a draft without KV of its own, run as one that has", "cache.reads_alone")
+def frozen_draft_stores(patch: pytest.MonkeyPatch) -> None:
+    """A store by metadata of rows that read alone is taken, and overwrites the target's cache."""
+    patch.setattr(base, "slots_to_write", lambda backend, meta: meta.write_slots)
