@@ -9,8 +9,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[3]
 TIE = 0.25
-"""Two best scores of bfloat16 models that are no further apart may come in either order: a step of bfloat16 between
-16 and 32 is 0.125. In float32 none may.
+"""Two best scores of bfloat16 models that are no further apart may come in either order: four steps of bfloat16 between
+8 and 16, where the scores are. In float32 none may.
 """
 NUM_DRAFTED, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_PROMPTS = 3, 384, 16, 64
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
