@@ -1,6 +1,6 @@
 """Several requests on one worker, their text printed as it comes: greedy and sampled, sharing a prompt, one cancelled.
 
-python examples/stream.py [PRESET]        # chain (default), tree, eagle3, eagle3-tree, mtp
+python examples/stream.py [PRESET]        # chain (default), tree, eagle3, eagle3-tree, block, mtp
 """
 
 import sys

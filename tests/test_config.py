@@ -14,7 +14,7 @@ from attn_backends.config.backend_files import backend_options
 from attn_backends.config.toml_options import validated
 from attn_backends_reference.config import load_run_config, preset_names
 from attn_backends_reference.run_options import PHASES, RunOptions, RuntimeOptions
-from spec_metadata import Capacity
+from spec_metadata import Capacity, StepKind
 
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
 FA3 = 'backend = "fa3"\n'
@@ -58,7 +58,7 @@ def test_every_backend_has_its_file():
 @pytest.mark.parametrize("backend", [None, *list_backends()])
 def test_every_preset_runs_on_every_backend(preset, backend):
     run = load_run_config(preset, backend=backend)
-    own = "fa3" if preset.startswith("eagle3") else "flashinfer_mla"
+    own = "fa3" if preset.startswith(("block", "eagle3")) else "flashinfer_mla"
     assert run.backends.distinct == (backend or own,)
     assert isinstance(run.capacity, Capacity)
 
@@ -66,11 +66,15 @@ def test_every_preset_runs_on_every_backend(preset, backend):
 def test_a_run_of_modules_has_no_phase_of_drafting():
     assert load_run_config("chain").phases == PHASES
     assert load_run_config("mtp").phases.keys() == PHASES.keys() - {"draft"}
+    block = load_run_config("block").phases
+    assert block.keys() == PHASES.keys() - {"draft_extend"}
+    assert block["draft"] is StepKind.DRAFT_BLOCK
 
 
-def test_the_presets_are_chains_trees_and_modules():
+def test_the_presets_are_chains_trees_blocks_and_modules():
     runs = {name: load_run_config(name) for name in preset_names()}
     assert {name: (run.eagle.worker, run.eagle.topk, run.model.draft) for name, run in runs.items()} == {
+        "block": ("block", 1, "gqa-block"),
         "chain": ("eagle", 1, "mla"),
         "eagle3": ("eagle", 1, "gqa-eagle3"),
         "eagle3-tree": ("eagle", 4, "gqa-eagle3"),
@@ -137,7 +141,7 @@ def test_phases_without_a_common_format_are_refused(load):
             FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\nplaceholder_token = -1',
             r"model.placeholder_token: must be at least 0, got -1$",
         ),
-        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: must be 'eagle' or 'mtp', got 'eagel'$"),
+        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: must be 'eagle', 'mtp' or 'block', got 'eagel'$"),
         (FA3 + EAGLE + "worker = 'mtp'\ndraft_graphs = 'two'", r"eagle.draft_graphs: .* got 'two'"),
         (
             FA3 + EAGLE.replace("= 4", "= 3") + "worker = 'mtp'",
@@ -241,7 +245,7 @@ def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load
 
 
 def test_an_unknown_preset_lists_the_known():
-    known = "chain, eagle3, eagle3-tree, mtp, tree"
+    known = "block, chain, eagle3, eagle3-tree, mtp, tree"
     with pytest.raises(ConfigError, match=rf"neither a file nor a preset \({known}\). Did you mean 'tree'\?"):
         load_run_config("tre")
 

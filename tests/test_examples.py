@@ -29,7 +29,7 @@ def test_own_worker_stays_short():
     assert len((EXAMPLES / "own_worker.py").read_text(encoding="utf-8").splitlines()) <= 120
 
 
-@pytest.mark.parametrize("preset", ["chain", "tree", "eagle3", "mtp"])
+@pytest.mark.parametrize("preset", ["chain", "tree", "eagle3", "block", "mtp"])
 def test_stream_prints_every_text(preset, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["stream.py", preset])
     requests = runpy.run_path(str(EXAMPLES / "stream.py"))["requests"]

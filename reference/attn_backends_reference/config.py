@@ -68,9 +68,12 @@ class RunConfig(Options):
 
     @property
     def phases(self) -> dict[str, StepKind]:
-        """The phases that the run has, and their kinds of step; MTP drafts in its draft extend."""
+        """The phases that the run has, and their kinds of step; MTP drafts in its draft extend, a block has none."""
         if self.eagle is None:
             return {phase: PHASES[phase] for phase in ("prefill", "decode")}
+        if self.eagle.worker == "block":
+            blocks = PHASES | {"draft": StepKind.DRAFT_BLOCK}
+            return {phase: kind for phase, kind in blocks.items() if phase != "draft_extend"}
         return {phase: kind for phase, kind in PHASES.items() if phase != "draft" or self.eagle.worker == "eagle"}
 
     @property

@@ -20,6 +20,10 @@ PHASES = {
 }
 
 
+CHAINS = {"mtp": "one token a module", "block": "one token a mask"}
+"""Workers that draft chains alone, and what of."""
+
+
 class PhaseNames(Options):
     """The name of each phase's backend."""
 
@@ -42,11 +46,11 @@ class PhaseNames(Options):
 class EagleOptions(Options):
     """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
 
-    worker: "eagle", one draft for all steps, or "mtp", a module for each. draft_graphs: of "mtp", "one" graph for all
-    modules (the default) or one "per_module".
+    worker: "eagle", one draft for all steps, "mtp", a module for each, or "block", all in one forward. draft_graphs: of
+    "mtp", "one" graph for all modules (the default) or one "per_module".
     """
 
-    worker: Literal["eagle", "mtp"] = "eagle"
+    worker: Literal["eagle", "mtp", "block"] = "eagle"
     topk: Count
     num_steps: Count
     num_draft_tokens: Count
@@ -58,9 +62,10 @@ class EagleOptions(Options):
         if {"topk", "num_steps"} <= info.data.keys():
             topk, num_steps = info.data["topk"], info.data["num_steps"]
             Capacity(1, 1, 1, topk, num_steps, value)
-            if info.data.get("worker") == "mtp" and (topk, value) != (1, num_steps + 1):
+            worker = info.data.get("worker")
+            if worker in CHAINS and (topk, value) != (1, num_steps + 1):
                 raise ValueError(
-                    f"worker = 'mtp' drafts one token a module, so num_steps = {num_steps} needs topk = 1 and "
+                    f"worker = {worker!r} drafts {CHAINS[worker]}, so num_steps = {num_steps} needs topk = 1 and "
                     f"num_draft_tokens = {num_steps + 1}; got {topk} and {value}"
                 )
         return value
@@ -68,8 +73,8 @@ class EagleOptions(Options):
     @field_validator("draft_graphs")
     @classmethod
     def _is_of_mtp(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("worker") == "eagle":
-            raise ValueError("worker = 'eagle' has one draft and one graph of it; worker = 'mtp' has modules")
+        if (worker := info.data.get("worker")) != "mtp":
+            raise ValueError(f"worker = {worker!r} has one draft and one graph of it; worker = 'mtp' has modules")
         return value
 
     @property

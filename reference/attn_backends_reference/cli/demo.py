@@ -32,6 +32,7 @@ RUNS = (
     *product(DENSE_BACKENDS, ("chain", "tree")),
     ("fa3", "eagle3"),
     ("fa3", "eagle3-tree"),
+    ("fa3", "block"),
     ("flashinfer_mla", "mtp"),
     ("dsv4", "chain"),
 )

@@ -12,6 +12,7 @@ from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
 from attn_backends_reference.config import RunConfig
+from attn_backends_reference.eagle.block import BlockWorker
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.requests import Completion
@@ -26,6 +27,7 @@ from attn_backends_reference.models import (
     load_tokenizer,
     open_target,
 )
+from attn_backends_reference.models.block import BlockModel, load_block
 from attn_backends_reference.models.decoder import PagedModel
 from attn_backends_reference.run_options import PHASES
 from spec_metadata import CacheGeometry
@@ -34,11 +36,11 @@ from spec_metadata import CacheGeometry
 class Engine:
     """A target and what drafts for it with their backends; generates speculatively, or plainly with the target alone.
 
-    drafts: the draft of EAGLE, the modules of MTP, or none if the run has no [eagle].
+    drafts: the draft of EAGLE or of blocks, the modules of MTP, or none if the run has no [eagle].
     """
 
     def __init__(
-        self, config: RunConfig, target: TargetModel, drafts: Sequence[DraftModel], tokenizer: Tokenizer
+        self, config: RunConfig, target: TargetModel, drafts: Sequence[DraftModel | BlockModel], tokenizer: Tokenizer
     ) -> None:
         self.config, self.target, self.drafts, self.tokenizer = config, target, drafts, tokenizer
         capacity = config.capacity
@@ -54,16 +56,19 @@ class Engine:
         self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
 
     @cached_property
-    def eagle(self) -> EagleWorker | MtpWorker:
+    def eagle(self) -> EagleWorker | MtpWorker | BlockWorker:
         """The speculative worker; its graphs are captured at the first use."""
         if self.config.eagle is None:
             raise ConfigError(
                 f"{self.config.source} names no draft, so nothing can be drafted; add model.draft and [eagle]"
             )
         place = self.backends, self.config.capacity, self.geometry, self._options
+        first, *further = self.drafts
+        if isinstance(first, BlockModel):
+            return BlockWorker(self.target, first, *place)
         if self.config.eagle.worker == "mtp":
-            return MtpWorker(self.target, self.drafts, *place)
-        return EagleWorker(self.target, self.drafts[0], *place)
+            return MtpWorker(self.target, [first, *(each for each in further if isinstance(each, DraftModel))], *place)
+        return EagleWorker(self.target, first, *place)
 
     @cached_property
     def plain(self) -> PlainWorker:
@@ -71,7 +76,7 @@ class Engine:
         return PlainWorker(self.target, self.backends, self.config.capacity, self.geometry, self._options)
 
     @property
-    def worker(self) -> EagleWorker | MtpWorker | PlainWorker:
+    def worker(self) -> EagleWorker | MtpWorker | BlockWorker | PlainWorker:
         """The worker of the run: plain if it has no draft."""
         return self.plain if self.config.eagle is None else self.eagle
 
@@ -192,9 +197,11 @@ def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: 
     return Engine(config, target, _load_drafts(config, target), tokenizer)
 
 
-def _load_drafts(config: RunConfig, target: TargetModel) -> tuple[DraftModel, ...]:
+def _load_drafts(config: RunConfig, target: TargetModel) -> tuple[DraftModel | BlockModel, ...]:
     if config.eagle is None or config.model.draft is None:
         return ()
     if config.eagle.worker == "mtp":
         return load_mtp(config.model.draft, target)
+    if config.eagle.worker == "block":
+        return (load_block(config.model.draft, target),)
     return (load_draft(config.model.draft, target),)

@@ -23,6 +23,7 @@ from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
 from attn_backends_reference.eagle.requests import Completion
 from attn_backends_reference.eagle.scoring import decode_logits, verify_logits
+from attn_backends_reference.models.decoder import DraftModel
 from attn_backends_reference.run_options import PHASES, PhaseNames
 
 EXACT_DTYPES = ("float32", "float64")
@@ -45,10 +46,10 @@ class Text:
 class Row:
     """One run, compared.
 
-    draft: "chain", "tree", "eagle3 chain", "eagle3 tree" or "mtp". path: "graph", "eager", or "mixed" if some steps ran
-    each way. tokens_per_cycle: emitted by a cycle on average. divergences: requests whose tokens differ from plain
-    decoding. max_gap: largest difference of the two best scores where a request first differs, in float32; 0 if none
-    does.
+    draft: "chain", "tree", "eagle3 chain", "eagle3 tree", "block" or "mtp". path: "graph", "eager", or "mixed" if some
+    steps ran each way. tokens_per_cycle: emitted by a cycle on average. divergences: requests whose tokens differ from
+    plain decoding. max_gap: largest difference of the two best scores where a request first differs, in float32; 0 if
+    none does.
     """
 
     backend: str
@@ -195,10 +196,11 @@ def _draft(engine: Engine) -> str:
     """The form of what was drafted, and by whom unless by EAGLE."""
     eagle = engine.config.eagle
     assert eagle is not None, "a run without a draft has nothing to compare"
-    if eagle.worker == "mtp":
-        return "mtp"
+    if eagle.worker != "eagle":
+        return eagle.worker
     shape = "chain" if eagle.topk == 1 else "tree"
-    return f"eagle3 {shape}" if engine.drafts[0].feature_layers else shape
+    first = engine.drafts[0]
+    return f"eagle3 {shape}" if isinstance(first, DraftModel) and first.feature_layers else shape
 
 
 def _path(engine: Engine) -> str:

@@ -24,6 +24,9 @@ Rows = TypeVar("Rows")
 class Attention(Protocol):
     """What a model's attention layers attend through."""
 
+    def store(self, layer_index: int, inputs: Any) -> None:
+        """Store this forward's rows in the layer's cache, and attend to nothing. inputs: as of `attend`."""
+
     def attend(self, layer_index: int, q: Tensor, inputs: Any, *further: Any) -> Tensor:
         """Store this forward's rows in the layer's cache, then attend.
 
@@ -45,11 +48,14 @@ class ForwardAttention:
     meta: ForwardMetadata
     layers: Sequence[AttentionLayer]
 
+    def store(self, layer_index: int, inputs: Any) -> None:
+        """See `Attention`."""
+        self.backend.store(inputs, self.caches[layer_index], self.meta, self.layers[layer_index])
+
     def attend(self, layer_index: int, q: Tensor, inputs: Any, *further: Any) -> Tensor:
         """See `Attention`."""
-        layer, cache = self.layers[layer_index], self.caches[layer_index]
-        self.backend.store(inputs, cache, self.meta, layer)
-        return self.backend.forward(q, cache, self.meta, layer, *further).out
+        self.store(layer_index, inputs)
+        return self.backend.forward(q, self.caches[layer_index], self.meta, self.layers[layer_index], *further).out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +70,15 @@ class PiecewiseAttention:
     caches: Sequence[PagedCache]
     graph: PiecewiseGraph[ForwardMetadata]
     layers: Sequence[AttentionLayer]
+
+    def store(self, layer_index: int, inputs: Any) -> None:
+        """See `Attention`."""
+
+        def store_now(meta: ForwardMetadata) -> None:
+            attention = ForwardAttention(self.backend, self.caches, meta, self.layers)
+            attention.store(layer_index, first_rows(inputs, meta.write_slots.shape[0]))
+
+        self.graph.cut(store_now)
 
     def attend(self, layer_index: int, q: Tensor, inputs: Any, *further: Any) -> Tensor:
         """See `Attention`. The capture itself attends to nothing."""

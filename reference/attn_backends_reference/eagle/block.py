@@ -1,0 +1,180 @@
+"""The reference worker of block drafts (DFlash, https://arxiv.org/abs/2602.06036): a cycle drafts all its tokens in one
+forward, verifies them as a chain, and stores the draft's context of the accepted ones without attention.
+
+The draft never runs over committed tokens: what it knows of them are keys and values made of the target's hidden
+states. The accepted tokens of a cycle stand where the rows of its block stood, and their context is written over those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.planning.metadata import Metadata
+from attn_backends.runner import Forward, PackedPhase, PerRequest, PerToken, Phase
+from attn_backends_reference.eagle.launches import Launch, Timings
+from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, verify_phase
+from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, Chains
+from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.tables import kept
+from attn_backends_reference.eagle.worker import SpeculativeWorker
+from attn_backends_reference.models.block import BlockModel
+from attn_backends_reference.models.decoder import TargetModel
+from spec_metadata import CacheGeometry, Capacity, DraftTree, Step, StepKind, padding_step, token_positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Roots:
+    """root: [bs] int64, the last sampled token."""
+
+    root: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextRows:
+    """hidden: [num_tokens, H], the target's. positions: [num_tokens] int64."""
+
+    hidden: PerToken
+    positions: PerToken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nothing:
+    """A phase that stores, and has no other result."""
+
+
+class BlockWorker(SpeculativeWorker):
+    """A block draft: the root and num_steps masks in one forward, of the chain that the target verifies.
+
+    Raises `UnsupportedStepError` for another shape of drafting than the draft's, for more positions than it has, and
+    for a backend that has no draft blocks.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        draft: BlockModel,
+        backends: PhaseBackends,
+        capacity: Capacity,
+        geometry: CacheGeometry,
+        options: WorkerOptions = DEFAULTS,
+    ) -> None:
+        _check(draft, capacity, options)
+        super().__init__(target, backends, capacity, geometry, options)
+        step = padding_step(capacity.bucket(StepKind.DRAFT_BLOCK, 1), self._paging(), capacity)
+        if reasons := backends.draft.unsupported_reasons(step):
+            raise UnsupportedStepError(f"{backends.draft.name} can't draft blocks", reasons, "EagleWorker")
+        self._check_lag({StepKind.DRAFT_BLOCK: backends.draft, StepKind.TARGET_VERIFY: backends.verify})
+        self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
+        drafting, filling = (Model(draft, self.draft_caches, each) for each in (backends.draft, backends.prefill))
+        self._draft = self._runner(block_phase(drafting, capacity), backends.draft)
+        self._context = self._runner(context_phase(drafting, capacity), backends.draft)
+        self._verify = self._runner(
+            verify_phase(Model(target, self.target_caches, backends.verify), capacity), backends.verify
+        )
+        self._first_context = self._prefill_runner(context_prefill_phase(filling, capacity))
+        self._roots = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
+        chains = torch.zeros(capacity.max_bs, capacity.num_draft_tokens, dtype=torch.int64, device=self.device)
+        parents = (torch.arange(capacity.num_draft_tokens, device=self.device) - 1).clamp_min(0).expand_as(chains)
+        self._shape = DraftTree.from_parents(chains, parents, capacity.num_steps)
+
+    @torch.no_grad()
+    def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
+        """One cycle, which emits the accepted drafts and the target's own token after them."""
+        timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
+        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
+        block = Step.draft_block(capacity.block_width, lens, paging, **bounds)
+        chains = self._run(self._draft, block, Roots(self._roots[index])).tokens
+        timings.mark("draft")
+        bs, shape = len(index), self._shape
+        tree = TreeFields(chains, shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
+        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **bounds)
+        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        timings.mark("verify")
+        self._run(self._context, block, accepted)
+        timings.mark("context")
+        launch = Launch(accepted.tokens, accepted.num_accepted, timings)
+        self._roots[index] = accepted.tokens[:, -1]
+        self._lens[index] = lens + accepted.num_accepted
+        return launch
+
+    @torch.no_grad()
+    def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
+        """Store the context of chunks: behind a prompt, the root is `first`."""
+        step = self._prefill_step(chunks)
+        self._run(self._first_context, step, ContextRows(features, token_positions(step)))
+        self._roots[self._index([chunk.row for chunk in chunks])] = first
+
+
+def block_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Roots, Chains]:
+    """One forward of the draft over a block, and the best token at each of its masks."""
+
+    def region(meta: Metadata, given: Roots) -> Chains:
+        attention = draft.attention(meta.at())
+        rows = draft.model.forward(given.root, token_positions(meta.step), attention)
+        masks = rows.unflatten(0, (-1, capacity.block_width))[:, 1:]
+        return Chains(torch.cat((given.root.unsqueeze(1), draft.model.logits(masks).argmax(dim=-1)), dim=1))
+
+    def safe_inputs(bs: int) -> Roots:
+        return Roots(torch.zeros(bs, dtype=torch.int64, device=draft.model.device))
+
+    return Phase("draft", region, safe_inputs, Chains, lambda bs: capacity.bucket(StepKind.DRAFT_BLOCK, bs))
+
+
+def context_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Accepted, Nothing]:
+    """The draft's context of the accepted tokens, stored where the rows of their block stood."""
+    model, width = draft.model, capacity.block_width
+
+    def region(meta: Metadata, accepted: Accepted) -> Nothing:
+        at = meta.keeping(accepted.num_accepted)
+        assert at.kept is not None, "rows are kept"
+        hidden, positions = accepted.hidden.flatten(0, 1)[at.kept], token_positions(meta.step)[at.kept]
+        model.store_context(hidden, positions, draft.attention(at))
+        return Nothing()
+
+    def safe_inputs(bs: int) -> Accepted:
+        return Accepted(
+            num_accepted=torch.zeros(bs, dtype=torch.int32, device=model.device),
+            tokens=torch.zeros(bs, width, dtype=torch.int64, device=model.device),
+            hidden=torch.zeros(bs, width, model.hidden_size, dtype=model.dtype, device=model.device),
+        )
+
+    return Phase("context", region, safe_inputs, Nothing, lambda bs: capacity.bucket(StepKind.DRAFT_BLOCK, bs))
+
+
+def context_prefill_phase(draft: Model[BlockModel], capacity: Capacity) -> PackedPhase[ContextRows, Nothing]:
+    """The draft's context of rows of prompts."""
+    model = draft.model
+
+    def region(forward: Forward, given: ContextRows) -> Nothing:
+        model.store_context(given.hidden, given.positions, draft.attention(forward))
+        return Nothing()
+
+    def safe_inputs(num_tokens: int) -> ContextRows:
+        hidden = torch.zeros(num_tokens, model.hidden_size, dtype=model.dtype, device=model.device)
+        return ContextRows(hidden, torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
+
+    return PackedPhase(DRAFT_PREFILL, region, safe_inputs, Nothing, capacity.prefill_bucket)
+
+
+def _check(draft: BlockModel, capacity: Capacity, options: WorkerOptions) -> None:
+    """Refuse what is not one chain of the draft's block."""
+    size, reasons = draft.block_size, []
+    if (capacity.topk, capacity.num_steps, capacity.num_draft_tokens) != (1, size - 1, size):
+        shape = f"topk={capacity.topk}, num_steps={capacity.num_steps}, num_draft_tokens={capacity.num_draft_tokens}"
+        reasons.append(f"{shape} (the draft's block has {size} rows: the root and {size - 1} masks)")
+    if capacity.num_rerun or capacity.block_width != size:
+        reasons.append(f"num_rerun={capacity.num_rerun}, block_size={capacity.block_size} (a block runs once, whole)")
+    if options.placeholder_token is not None:
+        reasons.append("prompts with embeddings (a block's root is a token)")
+    longest = capacity.max_context + capacity.draft_room
+    if longest > draft.max_positions:
+        reasons.append(f"max_context={capacity.max_context}, {longest} positions (the draft has {draft.max_positions})")
+    if reasons:
+        nearest = f"Capacity(..., topk=1, num_steps={size - 1}, num_draft_tokens={size}), text, or EagleWorker"
+        raise UnsupportedStepError("a block draft", reasons, nearest)

@@ -1,0 +1,58 @@
+"""A block draft as a worker sees it; `block_draft` has its modules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from attn_backends.cache import KeyValues
+from attn_backends_reference.models import folders
+from attn_backends_reference.models.attention import Attention
+from attn_backends_reference.models.decoder import Family, PagedModel, TargetModel
+from attn_backends_reference.models.fit import cast, check_fit
+
+if TYPE_CHECKING:
+    from attn_backends_reference.models.block_draft import BlockDraft
+
+EMBEDDED_BLOCKS = {"gqa-block": "gqa/block"}
+
+
+class BlockModel(PagedModel):
+    """A block draft with the target's embedding and output head. Takes over `draft`, which has its target's dtype and
+    device. family: of its attention.
+    """
+
+    def __init__(self, family: Family, draft: BlockDraft, target: TargetModel) -> None:
+        draft.eval().requires_grad_(False)
+        super().__init__(family, draft.config, draft.layers, target.embedding, target.head)
+        self._draft, self.block_size = draft, draft.block_size
+
+    def forward(self, root: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """Hidden states [bs * block_size, hidden_size] of blocks. root: [bs] int64. positions: of all rows."""
+        rows = self._draft.embed_block(self.embedding(root)).flatten(0, 1)
+        return self._draft(rows.unsqueeze(0), positions.unsqueeze(0), attention=attention).squeeze(0)
+
+    def store_context(self, hidden: Tensor, positions: Tensor, attention: Attention) -> None:
+        """Store the context of tokens that the target ran. hidden: [T, hidden_size], its own behind the final norm."""
+        for index, (keys, values) in enumerate(self._draft.context(hidden.unsqueeze(0), positions.unsqueeze(0))):
+            attention.store(index, KeyValues(keys.squeeze(0), values.squeeze(0)))
+
+
+def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
+    """The block draft in a folder of `block_draft.save_block`, or an embedded one by name (`EMBEDDED_BLOCKS`), in the
+    target's dtype and on its device. Raises `CheckpointError` as `load_draft` does.
+    """
+    from attn_backends_reference.models.block_draft import ARCHITECTURE, BlockDraft
+    from attn_backends_reference.models.llama import LLAMA
+
+    path = folders.find(folder, EMBEDDED_BLOCKS)
+    _, config = folders.read_architecture(path, {ARCHITECTURE: LLAMA})
+    check_fit(path, *({"hidden size": x.hidden_size, "vocabulary": x.vocab_size} for x in (config, target)))
+    draft, given = BlockDraft(config), folders.read_tensors(folders.locate_tensors(path))
+    needed = draft.state_dict()
+    shapes = folders.compare_shapes(given, needed)
+    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
+    draft.load_state_dict(given)
+    return BlockModel(LLAMA, cast(draft, target), target)
