@@ -35,7 +35,7 @@ class BlockModel(PagedModel):
         return self._draft(rows.unsqueeze(0), positions.unsqueeze(0), attention=attention).squeeze(0)
 
     def store_context(self, hidden: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Store the context of tokens that the target ran. hidden: [T, hidden_size], its own behind the final norm."""
+        """Store the context of tokens that the target ran. hidden: [T, hidden_size], its own after the final norm."""
         for index, (keys, values) in enumerate(self._draft.context(hidden.unsqueeze(0), positions.unsqueeze(0))):
             attention.store(index, KeyValues(keys.squeeze(0), values.squeeze(0)))
 

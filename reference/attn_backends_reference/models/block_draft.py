@@ -1,8 +1,7 @@
-"""A block draft in the manner of DFlash (https://arxiv.org/abs/2602.06036; read so by SGLang's
-``dflash_worker_v2.py`` and vLLM's ``dflash/speculator.py``): all drafted tokens in one forward, of a row for the root
-and one mask row for each.
+"""A block draft in the manner of DFlash (https://arxiv.org/abs/2602.06036, as SGLang's ``dflash_worker_v2.py`` and
+vLLM's ``dflash/speculator.py`` read it). One forward drafts all tokens: a row for the root and one mask row for each.
 
-Behind L committed tokens the root stands at position L and mask j at L + j, where it predicts the token. All rows of a
+After L committed tokens the root stands at position L and mask j at L + j, where it predicts the token. All rows of a
 block see one another, and a context: of each committed token keys and values that every layer makes of the target's
 last hidden state there, ``hidden_norm(fc(hidden))``. No row of the draft itself ever stands there. The embedding and
 the output head are the target's, the mask's embedding is the draft's own.

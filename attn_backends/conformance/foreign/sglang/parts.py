@@ -21,7 +21,7 @@ Rows = list[list[int]]
 class Parts:
     """One of SGLang's backends.
 
-    name: that a server is told. module: where it is, as of `api.attention_module`. backend, draft: names of its class
+    name: of the server's option. module: where it is, as of `api.attention_module`. backend, draft: names of its class
     and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
     metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place.
     """

@@ -68,7 +68,7 @@ class Grid:
 
     @classmethod
     def widened(cls, table: Tensor, page_size: int) -> Tensor:
-        """[bs, max_pages] a table with columns behind it that no length reaches."""
+        """[bs, max_pages] a table with more columns, which no length reaches."""
         missing = -(-cls.max_kv_len // page_size) - table.shape[1]
         return table if missing <= 0 else pad(table, (0, missing))
 
