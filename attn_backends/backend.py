@@ -46,7 +46,7 @@ from attn_backends.planning.metadata import (
     own_drafted,
     slots_to_write,
 )
-from attn_backends.planning.planners import bind_inputs, bind_torch, choose_planner
+from attn_backends.planning.planners import bind_fused, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
     BoundInputs,
@@ -66,7 +66,7 @@ from spec_metadata import (
 from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
 from spec_metadata.bound_inputs import BoundStep, check_bound
 from spec_metadata.layout import check_is_step
-from spec_metadata.static_inputs import padding_step
+from spec_metadata.static_inputs import closed, padding_step
 from spec_metadata.visibility import HostLens, chain_parts
 
 Plan = TypeVar("Plan")
@@ -155,6 +155,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Metadata of an eager step, in fresh buffers."""
         check_is_step(step)
         self._admit(step)
+        step = closed(step, self.capacity)
         specs = (WRITE_SLOTS, *self.buffers(step.kind))
         return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
@@ -168,7 +169,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         planned side by side, those that read one table in place for the same requests; buckets of a phase take turns.
         """
         check_capture(bucket, paging, self.capacity)
-        check_bound(inputs, bucket, paging)
+        check_bound(inputs, bucket, paging, self.capacity)
         if bucket.bs > self.capacity.max_bs:
             raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
@@ -298,7 +299,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     def _metadata(self, step: Step, buffers: Buffers, known: Step, captured: Captured | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
         place = step, buffers, None if captured is None else captured.bound
-        write = self.bind_fused(*place) if self.planner.is_fused else bind_torch(self.write, *place)
+        write = bind_fused(self.bind_fused, *place) if self.planner.is_fused else bind_torch(self.write, *place)
         write()
         if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])

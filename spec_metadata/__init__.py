@@ -27,7 +27,7 @@ from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBuck
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import HostBounds, Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
-from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
+from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
 from spec_metadata.sampling import Sampling, SamplingParams, choose
 from spec_metadata.static_inputs import copy_step, idle_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
@@ -42,6 +42,7 @@ from spec_metadata.visibility import (
     tree_part,
     write_slots,
 )
+from spec_metadata.widths import confident_widths, fit_widths
 
 __all__ = [
     "BS",
@@ -74,6 +75,7 @@ __all__ = [
     "HostLens",
     "InvalidStepError",
     "PackedQuery",
+    "PaddedQuery",
     "Paging",
     "Producer",
     "RequestTable",
@@ -88,12 +90,15 @@ __all__ = [
     "allocate",
     "choose",
     "compaction_moves",
+    "confident_widths",
     "copy_step",
     "dense_part",
+    "fit_widths",
     "idle_step",
     "input_specs",
     "misfit",
     "next_slots",
+    "packed_rows",
     "pad_step",
     "padding_step",
     "query_starts",

@@ -16,8 +16,9 @@ from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
-from spec_metadata.query import BoundedQuery, PackedQuery, UniformQuery
+from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery
 from spec_metadata.step_checks import check_device, check_paging, check_tensor
+from spec_metadata.widths import check_widths
 
 
 def check_table_room(step: Step, capacity: Capacity) -> None:
@@ -27,6 +28,11 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     """
     if step.kind is StepKind.IDLE:
         return
+    if isinstance(step.query, BoundedQuery) and min(step.width, step.num_tokens) > capacity.num_draft_tokens:
+        raise InvalidStepError(
+            f"a ragged verify of up to {step.width} rows a request; the capacity says num_draft_tokens="
+            f"{capacity.num_draft_tokens}"
+        )
     committed, num_added = _longest(step, capacity)
     if committed + num_added > capacity.max_kv_len:
         raise InvalidStepError(
@@ -38,7 +44,7 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     if not is_known and row_tokens < capacity.max_tokens:
         advice = "Make the table wider, or pass max_committed or seq_lens_cpu if requests are shorter"
         raise InvalidStepError(f"{_too_narrow(row_tokens, capacity)}. {advice}")
-    if isinstance(step.query, BoundedQuery):  # its longest request may be padding, which reads whole pages
+    if isinstance(step.query, PaddedQuery):  # its longest request may be padding, which reads whole pages
         row_tokens = ceil_div(row_tokens, capacity.page_size) * capacity.page_size
     if committed + num_added > row_tokens:
         raise InvalidStepError(
@@ -49,7 +55,7 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
 
 def _longest(step: Step, capacity: Capacity) -> tuple[int, int]:
     """Committed tokens, and those that the step adds, of the request that needs most, as far as the host knows."""
-    if isinstance(step.query, UniformQuery):
+    if not isinstance(step.query, AnyPacked):
         return longest_promised(step, capacity), step.num_added_at_least
     lens, known = step.query.lens_cpu if isinstance(step.query, PackedQuery) else (), step.seq_lens_cpu
     if known is not None:  # of padding, which is behind, the host knows no exact length
@@ -112,7 +118,7 @@ def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
     if kind is StepKind.IDLE:
         raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
     if isinstance(bucket, TokenBucket):
-        if kind not in (StepKind.PREFILL, StepKind.DRAFT_EXTEND):
+        if kind not in (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
             raise InvalidStepError(f"a {kind} step has no packed rows; take Capacity.bucket, not ({bucket})")
         return
     if kind is StepKind.PREFILL:
@@ -148,7 +154,7 @@ def check_values(step: Step, capacity: Capacity) -> None:
     lens = step.seq_lens[:num_real].tolist()
     _check_query_values(step)
     _check_mask(step, num_real)
-    if isinstance(step.query, UniformQuery):
+    if not isinstance(step.query, AnyPacked):
         widths = [step.width * step.num_steps] * num_real
     else:
         widths = step.query.cu_seqlens.diff()[:num_real].tolist()
@@ -207,6 +213,8 @@ def _check_query_values(step: Step) -> None:
         if given != [0, *accumulate(lens)]:
             raise InvalidStepError(f"cu_seqlens {given} are not the sums of the lengths {lens}")
     elif isinstance(step.query, BoundedQuery):
+        check_widths(step.query, int(step.num_real))
+    elif isinstance(step.query, PaddedQuery):
         given = step.query.cu_seqlens.tolist()
         if sorted(given) != given or given[0] != 0 or given[-1] != step.num_tokens:
             raise InvalidStepError(f"cu_seqlens {given} don't rise from 0 to {step.num_tokens}, the query rows")

@@ -13,11 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import Bucket, Capacity, TokenBucket
+from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
+from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
+from spec_metadata.static_inputs import fill_rows
 from spec_metadata.step_checks import check_device, check_tensor
+from spec_metadata.widths import check_widths, fit_widths
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -33,6 +36,8 @@ class BoundInputs:
     a request table those of the reserved row (SGLang's row 0), in a block table those of length 0 (vLLM's, whose
     lengths include rows). Padded requests come last.
     tree_mask: [bs, width, width] bool of a verify over a tree.
+    widths: [bs] int32 or int64, rows of each request of a ragged verify (`BoundedQuery`), whose out_cache_loc is
+    [bs * width], the slots that each has for the longest; those that don't fit are cut by `fit_widths`.
     All of any stride, on one device. Values are read at each replay; those beyond what the capacity and the pool hold
     are clamped there, and told in checking mode.
     """
@@ -42,21 +47,29 @@ class BoundInputs:
     num_real: Tensor | None = None
     tree_mask: Tensor | None = None
     lens_include_rows: bool = False
+    widths: Tensor | None = None
 
 
-def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging: Paging) -> None:
+def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
     """Refuse buffers that don't fit a bucket; None binds none. Reads shapes and types only."""
     if inputs is None:
         return
-    if isinstance(bucket, TokenBucket):
+    is_ragged = isinstance(bucket, TokenBucket)
+    if is_ragged and bucket.kind is not StepKind.TARGET_VERIFY:
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
-    bs, width, slots = bucket.bs, bucket.width, inputs.out_cache_loc
+    bs, slots = bucket.bs, inputs.out_cache_loc
+    width, num_steps = (bucket.max_query(capacity), 1) if isinstance(bucket, TokenBucket) else _sizes(bucket)
     check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), _INTEGERS)
     if paging.bs != bs:
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
+    if is_ragged != (inputs.widths is not None):
+        given = describe(inputs.widths)
+        raise InvalidStepError(f"inputs.widths of ({bucket}) is {given}; a ragged verify has them, no other")
+    if inputs.widths is not None:
+        check_tensor("inputs.widths", inputs.widths, (bs,), _INTEGERS)
     if slots is not None:
-        check_tensor("inputs.out_cache_loc", slots, (bucket.num_tokens * bucket.num_steps,), _INTEGERS)
-    if inputs.lens_include_rows and bucket.num_steps > 1:
+        check_tensor("inputs.out_cache_loc", slots, (bs * width * num_steps,), _INTEGERS)
+    if inputs.lens_include_rows and num_steps > 1:
         raise InvalidStepError(f"lengths of ({bucket}) are committed tokens; its forwards have rows of their own each")
     if inputs.num_real is not None:
         check_tensor("inputs.num_real", inputs.num_real, (1,), _INTEGERS)
@@ -65,13 +78,17 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
             "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "
             "num_real, or lengths that include the step's rows"
         )
-    if (inputs.tree_mask is not None) != (bucket.tree and bucket.num_steps == 1):
+    if (inputs.tree_mask is not None) != (isinstance(bucket, Bucket) and bucket.tree and num_steps == 1):
         given = describe(inputs.tree_mask)
         raise InvalidStepError(f"inputs.tree_mask of ({bucket}) is {given}; a verify over a tree has one, no other")
     if inputs.tree_mask is not None:
         check_tensor("inputs.tree_mask", inputs.tree_mask, (bs, width, width), (torch.bool,))
     others = {"out_cache_loc": slots, "num_real": inputs.num_real, "tree_mask": inputs.tree_mask}
-    check_device(inputs.seq_lens, paging=paging.static_input(), **others)
+    check_device(inputs.seq_lens, paging=paging.static_input(), widths=inputs.widths, **others)
+
+
+def _sizes(bucket: Bucket) -> tuple[int, int]:
+    return bucket.width, bucket.num_steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,33 +104,30 @@ class BoundStep:
     capacity: Capacity
 
     @property
-    def included(self) -> int:
-        """Rows that the lengths count beside committed tokens."""
-        return self.static.num_added_at_least if self.inputs.lens_include_rows else 0
+    def num_added(self) -> int:
+        """Tokens that a request may add."""
+        return self.static.width if isinstance(self.static.query, PaddedQuery) else self.static.num_added_at_least
 
     @property
     def most(self) -> int:
         """Committed tokens up to which a request is taken: any that the capacity and its table row hold."""
-        return min(self.capacity.max_kv_len, self.static.paging.row_tokens) - self.static.num_added_at_least
+        return min(self.capacity.max_kv_len, self.static.paging.row_tokens) - self.num_added
 
     def read(self) -> None:
         """Write the captured step. Device only, fixed shapes, no host reads."""
         static, inputs, paging = self.static, self.inputs, self.paging
-        geometry, num_real, slots = paging.geometry, static.num_real, static.out_cache_loc
+        num_real, slots, bs = static.num_real, static.out_cache_loc, paging.bs
         assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
         assert slots is not None, "a graph reads them from a buffer"
         num_real.copy_(_num_real(inputs, paging))
-        real = torch.arange(static.bs, device=static.device) < num_real
-        static.seq_lens.copy_(torch.where(real, self._committed().clamp(0, self.most), 0))
-        if isinstance(paging, RequestTable):
-            inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
-            static.paging.static_input().copy_(torch.where(inside, paging.rows, geometry.reserved_row))
+        real = torch.arange(bs, device=static.device) < num_real
+        static.seq_lens[:bs].copy_(torch.where(real, self._committed().clamp(0, self.most), 0))
+        static.seq_lens[bs:].zero_()
+        _read_paging(static.paging, paging, real)
+        if isinstance(static.query, PaddedQuery):
+            _read_rows(static, static.query, inputs, real)
         else:
-            given, table = paging.table, static.paging.static_input()
-            columns = min(given.shape[1], table.shape[1])
-            inside = real.unsqueeze(1) & (given[:, :columns] >= 0) & (given[:, :columns] < geometry.num_pages)
-            table[:, :columns].copy_(torch.where(inside, given[:, :columns], geometry.reserved_page))
-        slots.copy_(_write_slots(static, inputs, geometry))
+            slots.copy_(_write_slots(static, inputs, paging.geometry))
         if static.tree_mask is not None and inputs.tree_mask is not None:
             own = torch.eye(static.width, dtype=torch.bool, device=static.device)
             static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))
@@ -125,21 +139,40 @@ class BoundStep:
         for request, length in enumerate(self._committed()[:num_real].tolist()):
             if not 0 <= length <= most:
                 raise InvalidStepError(
-                    f"request {request} has {length} committed tokens and adds {static.num_added_at_least}; its table "
-                    f"row and the capacity hold {most + static.num_added_at_least}"
+                    f"request {request} has {length} committed tokens and adds {self.num_added}; its table row "
+                    f"and the capacity hold {most + self.num_added}"
                 )
         if isinstance(paging, RequestTable):
             num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
             if any(not 0 <= row < num_rows for row in rows):
                 raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+        if inputs.widths is not None:
+            check_widths(_bounded(inputs.widths, static), num_real)
         num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc
-        slots = [] if given is None else given[: num_real * static.num_writes // static.bs].tolist()
+        slots = [] if given is None else given[: num_real * given.shape[0] // paging.bs].tolist()
         if wrong := [slot for slot in slots if not 0 <= slot < num_slots]:
             raise InvalidStepError(f"out_cache_loc of a real request holds {wrong}, outside [0, {num_slots})")
 
     def _committed(self) -> Tensor:
         """[bs] int64."""
-        return self.inputs.seq_lens.long() - self.included
+        widths = self.inputs.widths
+        added = self.static.num_added_at_least if widths is None else widths.long()
+        return self.inputs.seq_lens.long() - (added if self.inputs.lens_include_rows else 0)
+
+
+def _read_paging(static: Paging, paging: Paging, real: Tensor) -> None:
+    """Rows, or pages, of real requests; reserved ones of others. real: [bs] bool."""
+    bs, geometry, into = paging.bs, paging.geometry, static.static_input()
+    if isinstance(paging, RequestTable):
+        inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
+        into[:bs].copy_(torch.where(inside, paging.rows, geometry.reserved_row))
+        into[bs:] = geometry.reserved_row
+    else:
+        columns = min(paging.table.shape[1], into.shape[1])
+        given = paging.table[:, :columns]
+        inside = real.unsqueeze(1) & (given >= 0) & (given < geometry.num_pages)
+        into[:bs, :columns].copy_(torch.where(inside, given, geometry.reserved_page))
+        into[bs:] = geometry.reserved_page
 
 
 def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
@@ -151,12 +184,30 @@ def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
     return (inputs.seq_lens > 0).sum().view(1)
 
 
+def _bounded(widths: Tensor, static: Step) -> BoundedQuery:
+    """The widths with the bounds of what was captured."""
+    return BoundedQuery(widths, static.num_tokens, static.width)
+
+
+def _read_rows(static: Step, query: PaddedQuery, inputs: BoundInputs, real: Tensor) -> None:
+    """Rows of a ragged verify and their slots. static: with its other inputs written. real: [bs] bool."""
+    assert inputs.widths is not None, "capture refused a ragged verify without"
+    bs, given = real.shape[0], inputs.out_cache_loc
+    if given is None:
+        paging = static.paging.on_static(static.paging.static_input()[:bs])
+        given = next_slots(UniformQuery(query.width), 1, static.seq_lens[:bs], paging)
+    fill_rows(static, query, fit_widths(_bounded(inputs.widths, static), real), given)
+    geometry, slots = static.paging.geometry, static.flat_slots()
+    inside = (slots >= 0) & (slots < geometry.num_slots)
+    slots.copy_(torch.where(inside, slots, geometry.reserved_slots(static.num_tokens, static.device)))
+
+
 def _write_slots(static: Step, inputs: BoundInputs, geometry: CacheGeometry) -> Tensor:
     """[num_writes] int64. static: with its other inputs written."""
     given = inputs.out_cache_loc
     if given is None:
         given = next_slots(static.query, static.num_steps, static.seq_lens, static.paging)
-    write = torch.arange(static.num_writes, device=static.device)
-    is_real = write < static.num_real * (static.num_writes // static.bs)
-    inside = is_real & (given >= 0) & (given < geometry.num_slots)
-    return torch.where(inside, given.long(), geometry.reserved_slot + write % geometry.page_size)
+    num_writes = static.num_real * (static.num_writes // static.bs)
+    inside = (torch.arange(static.num_writes, device=static.device) < num_writes) & (given >= 0)
+    padding = geometry.reserved_slots(static.num_writes, static.device)
+    return torch.where(inside & (given < geometry.num_slots), given.long(), padding)

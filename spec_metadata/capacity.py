@@ -146,6 +146,14 @@ class Capacity:
             raise InvalidStepError(f"a bucket of prefill holds at least 1 token, got num_tokens={num_tokens!r}")
         return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
 
+    def verify_bucket(self, bs: int, num_tokens: int) -> TokenBucket:
+        """The bucket in which ragged verifies are captured: of at most bs requests, of up to num_draft_tokens rows
+        each, and num_tokens rows of all, at least the root of each.
+        """
+        bucket = TokenBucket(StepKind.TARGET_VERIFY, bs, num_tokens)
+        check_bucket(bucket)
+        return bucket
+
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
@@ -190,7 +198,8 @@ class TokenBucket:
 
     def max_query(self, capacity: Capacity) -> int:
         """Bound on the rows of one request."""
-        return min(self.num_tokens, capacity.max_kv_len)
+        is_verify = self.kind is StepKind.TARGET_VERIFY
+        return min(self.num_tokens, capacity.num_draft_tokens if is_verify else capacity.max_kv_len)
 
     def padded_bs(self, capacity: Capacity) -> int:
         """Requests of a graph of the whole step: the real ones, and after them those that padded rows belong to. One
@@ -205,12 +214,16 @@ class TokenBucket:
 def check_bucket(bucket: Bucket | TokenBucket) -> None:
     """Refuse what is no bucket, or one without requests or rows."""
     if not isinstance(bucket, Bucket | TokenBucket) or not isinstance(bucket.kind, StepKind):
-        raise InvalidStepError(f"a bucket is what Capacity.bucket or prefill_bucket returns, got {describe(bucket)}")
+        raise InvalidStepError(
+            f"a bucket is what Capacity.bucket, prefill_bucket or verify_bucket returns, got {describe(bucket)}"
+        )
     sizes = (bucket.width, bucket.num_steps) if isinstance(bucket, Bucket) else (bucket.num_tokens,)
     if not all(isinstance(size, Integral) for size in (bucket.bs, *sizes)):
         raise InvalidStepError(f"the sizes of a bucket are whole numbers, got ({bucket})")
     if bucket.bs < 1 or bucket.num_tokens < 1:
         raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
+    if bucket.kind is StepKind.TARGET_VERIFY and bucket.num_tokens < bucket.bs:
+        raise InvalidStepError(f"a bucket of verifies holds the root of each request, got ({bucket})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,16 @@ from torch import Tensor
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging
-from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery, min_added, packed_rows
+from spec_metadata.query import (
+    AnyPacked,
+    AnyQuery,
+    BoundedQuery,
+    PackedQuery,
+    PaddedQuery,
+    UniformQuery,
+    min_added,
+    packed_rows,
+)
 from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
 
 
@@ -99,13 +108,13 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Query rows of one forward."""
+        """Query rows of one forward; of widths of the device the bound on them."""
         return self.bs * self.width if isinstance(self.query, UniformQuery) else self.query.num_tokens
 
     @property
     def max_real(self) -> int:
         """Requests that can be real: all but those that a bounded query keeps for padded rows."""
-        return self.bs - self.query.num_padding if isinstance(self.query, BoundedQuery) else self.bs
+        return self.bs - self.query.num_padding if isinstance(self.query, PaddedQuery) else self.bs
 
     @property
     def num_forwards(self) -> int:
@@ -114,8 +123,9 @@ class Step:
 
     @property
     def num_writes(self) -> int:
-        """Slots in out_cache_loc."""
-        return self.num_tokens * self.num_steps
+        """Slots in out_cache_loc; of widths of the device, `width` a request."""
+        num_rows = self.bs * self.width if isinstance(self.query, BoundedQuery) else self.num_tokens
+        return num_rows * self.num_steps
 
     @property
     def num_added_at_least(self) -> int:
@@ -134,14 +144,16 @@ class Step:
 
     @property
     def layout(self) -> Hashable:
-        """What decides how the tensors of a uniform step are read, but for a request table, which is read in place;
-        steps of one layout differ in values alone. Without what follows from the rest, as replays compare it.
+        """What decides how the tensors of a step without host lengths are read, but for a request table, which is read
+        in place; steps of one layout differ in values alone. Without what follows from the rest, as replays compare it.
         """
         lens, slots, pages, mask = self.seq_lens, self.out_cache_loc, self.paging.static_input(), self.tree_mask
+        query = self.query
         return (
             self.kind,
-            type(self.query),
-            self.query.width,
+            type(query),
+            query.width,
+            (query.num_tokens, query.widths.dtype, query.widths.stride()) if isinstance(query, BoundedQuery) else None,
             self.num_steps,
             self.paging.geometry,
             lens.device,
@@ -234,7 +246,7 @@ class Step:
     @classmethod
     def target_verify(
         cls,
-        num_draft_tokens: int,
+        num_draft_tokens: int | BoundedQuery,
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
@@ -242,8 +254,10 @@ class Step:
         tree_mask: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j."""
-        query = UniformQuery(num_draft_tokens)
+        """One row per tree node (a chain without tree_mask); node j is written to position seq_lens + j. A chain may be
+        ragged: a `BoundedQuery`, whose out_cache_loc is [bs * width], the slots that each request has for the longest.
+        """
+        query = num_draft_tokens if isinstance(num_draft_tokens, BoundedQuery) else UniformQuery(num_draft_tokens)
         return cls._build(StepKind.TARGET_VERIFY, query, seq_lens, paging, out_cache_loc, host, 1, tree_mask)
 
     @classmethod
@@ -269,7 +283,7 @@ class Step:
     def _build(
         cls,
         kind: StepKind,
-        query: UniformQuery | PackedQuery,
+        query: UniformQuery | PackedQuery | BoundedQuery,
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None,
@@ -296,7 +310,7 @@ def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """
-    if isinstance(query, UniformQuery):
+    if not isinstance(query, AnyPacked):
         offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
         return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
     request, offsets = packed_rows(query)

@@ -1,4 +1,4 @@
-"""The query layouts of a step, which are types: a uniform width, packed lengths, and packed rows within bounds."""
+"""The query layouts of a step, which are types: a uniform width, packed lengths, and widths of the device in bounds."""
 
 from __future__ import annotations
 
@@ -55,6 +55,20 @@ class PackedQuery:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundedQuery:
+    """A chain of each request, of a width that the device alone knows: a ragged verify. The host has bounds.
+
+    widths: [bs] int32 or int64, 1 to `width`, on the step's device. num_tokens: bound on their sum, at least bs. width:
+    bound on each. Slots and table rows have room for `width` tokens of every request. Whoever plans the step brings
+    widths within the bounds (`spec_metadata.fit_widths`) and packs the rows, as a `PaddedQuery`.
+    """
+
+    widths: Tensor
+    num_tokens: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedQuery:
     """Packed rows whose lengths the device alone knows: those of a graph, or of a step padded like one.
 
     cu_seqlens: [bs + 1] int32, as in `PackedQuery`; a request may have no row. num_tokens: query rows of all requests.
@@ -71,24 +85,41 @@ class BoundedQuery:
         return ceil_div(self.num_tokens, self.width)
 
 
-AnyPacked = PackedQuery | BoundedQuery
-AnyQuery = UniformQuery | AnyPacked
+AnyPacked = PackedQuery | PaddedQuery
+AnyQuery = UniformQuery | AnyPacked | BoundedQuery
 
 
 def packed_starts(query: AnyQuery) -> Tensor | None:
-    """[bs + 1] int32: first query row of each request, and the end; None where all have as many."""
-    return None if isinstance(query, UniformQuery) else query.cu_seqlens
+    """[bs + 1] int32: first query row of each request, and the end; None where rows are not packed."""
+    return query.cu_seqlens if isinstance(query, AnyPacked) else None
 
 
 def min_added(query: AnyQuery, num_steps: int) -> int:
-    """Tokens that every request of a layout writes, at least."""
-    if isinstance(query, UniformQuery):
+    """Tokens that every request of a layout writes, at least; of widths of the device, those it has slots for."""
+    if not isinstance(query, AnyPacked):
         return query.width * num_steps
     return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else 0
 
 
-def packed_rows(query: AnyPacked) -> tuple[Tensor, Tensor]:
+def check_room(num_tokens: int, bs: int) -> None:
+    """Refuse a bound on the rows of `bs` requests that does not hold the root of each."""
+    if not isinstance(num_tokens, Integral) or num_tokens < max(bs, 1):
+        raise InvalidStepError(
+            f"num_tokens bounds the rows of a ragged verify, so it must be at least {max(bs, 1)}, the root of each of "
+            f"{bs} requests; got {num_tokens!r}"
+        )
+
+
+def as_packed(query: AnyQuery) -> AnyPacked:
+    """The query, whose rows are packed; refuses one that was not planned yet."""
+    if isinstance(query, AnyPacked):
+        return query
+    raise InvalidStepError("a ragged verify has rows once it is planned: take them of the metadata's step (meta.step)")
+
+
+def packed_rows(packed: AnyQuery) -> tuple[Tensor, Tensor]:
     """The request of each query row and the row's number in it, both [num_tokens] int64."""
+    query = as_packed(packed)
     row = torch.arange(query.num_tokens, device=query.cu_seqlens.device)
     starts = query.cu_seqlens.long()
     request = torch.searchsorted(starts[1:], row, right=True)
@@ -121,12 +152,15 @@ def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
         if num_steps < 1 or query.width < 1:
             raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
         return
+    if isinstance(query, BoundedQuery):
+        _check_bounds(query, bs)
+        return
     if not isinstance(query, AnyPacked):
         raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
     starts = query.cu_seqlens
     if not isinstance(starts, Tensor):
         raise InvalidStepError(f"cu_seqlens must be [bs + 1] int32, got {starts!r}; PackedQuery.of makes it")
-    if isinstance(query, BoundedQuery):
+    if isinstance(query, PaddedQuery):
         num_requests = bs
     else:
         check_lens(query.lens_cpu)
@@ -138,3 +172,12 @@ def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
             f"cu_seqlens of {num_requests} requests must be [{num_requests + 1}] int32, got "
             f"{list(starts.shape)} {starts.dtype}"
         )
+
+
+def _check_bounds(query: BoundedQuery, bs: int) -> None:
+    widths = query.widths
+    if not isinstance(widths, Tensor) or widths.shape != (bs,) or widths.dtype not in (torch.int32, torch.int64):
+        raise InvalidStepError(f"widths of {bs} requests must be [{bs}] int32 or int64, got {describe(widths)}")
+    if not isinstance(query.width, Integral) or query.width < 1:
+        raise InvalidStepError(f"width bounds the rows of a request and must be at least 1, got {query.width!r}")
+    check_room(query.num_tokens, bs)

@@ -2,7 +2,7 @@
 
 Real requests come first. Padded ones have no committed tokens, read the reserved page and write to it. Behind uniform
 rows they have as many rows as the others; behind packed rows they have none, but for the last, which the rows that are
-left over belong to.
+left over belong to. Where the device decides how many rows a request has, they are packed here (`fit_widths`).
 
 A graph reads a step from static buffers. `static_step` builds a step over them with safe contents (all rows padding),
 `copy_step` fills it from a real step before a replay. `pad_step` makes the same padded layout from fresh tensors, for
@@ -21,7 +21,8 @@ from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBuck
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, UniformQuery
+from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
+from spec_metadata.widths import fit_widths
 
 
 def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
@@ -54,7 +55,7 @@ def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) 
     """
     query: AnyQuery
     if isinstance(bucket, TokenBucket):
-        query, num_steps = BoundedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width), 1
+        query, num_steps = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width), 1
     else:
         query, num_steps = UniformQuery(bucket.width), bucket.num_steps
     static = Step(
@@ -92,7 +93,7 @@ def _query_misfit(static: Step, step: Step) -> list[str]:
     """What of kind, layout and size does not fit."""
     captured: Bucket | TokenBucket
     given: Bucket | TokenBucket
-    if not isinstance(static.query, BoundedQuery):
+    if not isinstance(static.query, PaddedQuery):
         if not isinstance(step.query, UniformQuery):
             return [f"{_packed(step)} fits no graph of one uniform width"]
         captured, given = static.bucket(), step.bucket()
@@ -100,11 +101,13 @@ def _query_misfit(static: Step, step: Step) -> list[str]:
     else:
         if isinstance(step.query, UniformQuery):
             return [f"a uniform width of {step.width} fits no graph of packed rows"]
-        if isinstance(step.query, BoundedQuery):
+        if isinstance(step.query, PaddedQuery):
             return [f"rows padded to {step.num_tokens} fit no graph, which pads them itself; give a PackedQuery"]
         captured = TokenBucket(static.kind, static.max_real, static.num_tokens)
         given = TokenBucket(step.kind, step.bs, step.num_tokens)
         wrong = step.kind is not static.kind or step.num_tokens > static.num_tokens
+        if min(step.width, step.num_tokens) > static.width:
+            return [f"{step.width} rows of one request fit no graph of up to {static.width}"]
     reasons = [f"captured for ({captured}), the step is ({given})"] if wrong else []
     if step.bs > static.max_real:
         reasons.append(f"captured for {static.max_real} requests, the step has {step.bs}")
@@ -163,11 +166,21 @@ def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> St
     return replace(padded, max_committed=step.max_committed, seq_lens_cpu=exact)
 
 
+def closed(step: Step, capacity: Capacity) -> Step:
+    """The step as it is planned eagerly: one whose rows the device decides packed and padded, any other as it is."""
+    if not isinstance(step.query, BoundedQuery):
+        return step
+    return pad_step(step, TokenBucket(step.kind, step.bs, step.num_tokens), capacity)
+
+
 def _fill(static: Step, step: Step | None) -> None:
     """Write real requests, then padded ones."""
+    if step is not None and isinstance(step.query, BoundedQuery):
+        _fill_bounded(static, step, step.query)
+        return
     bs, num_writes = (step.bs, step.num_writes) if step is not None else (0, 0)
     geometry = static.paging.geometry
-    table, slots, num_real = static.paging.static_input(), static.flat_slots(), static.num_real
+    slots, num_real = static.flat_slots(), static.num_real
     assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
     if step is None:
         num_real.zero_()
@@ -175,33 +188,71 @@ def _fill(static: Step, step: Step | None) -> None:
         num_real.copy_(step.num_real) if isinstance(step.num_real, Tensor) else num_real.fill_(step.num_real)
         static.seq_lens[:bs].copy_(step.seq_lens)
         slots[:num_writes].copy_(step.flat_slots())
-        given = step.paging.static_input()
-        if isinstance(step.paging, BlockTable):
-            columns = min(given.shape[1], table.shape[1])
-            table[:bs, :columns].copy_(given[:, :columns])
-        else:
-            table[:bs].copy_(given)
     static.seq_lens[bs:].zero_()
     slots[num_writes:].copy_(geometry.reserved_slots(static.num_writes, static.device)[num_writes:])
-    is_table = isinstance(static.paging, BlockTable)
-    table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
-    if isinstance(static.query, BoundedQuery):
-        _fill_starts(static.query, None if step is None else step.query)
+    _fill_paging(static, step, bs)
+    if isinstance(static.query, PaddedQuery):
+        _fill_starts(static.query, None if step is None else _given_starts(step.query))
     if static.tree_mask is not None:
         if step is not None and step.tree_mask is not None:
             static.tree_mask[:bs].copy_(step.tree_mask)
         static.tree_mask[bs:] = torch.eye(static.width, dtype=torch.bool, device=static.device)
 
 
-def _fill_starts(query: BoundedQuery, given: AnyQuery | None) -> None:
+def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
+    """Write the rows or pages of the first `bs` requests, and reserved ones behind."""
+    table, geometry = static.paging.static_input(), static.paging.geometry
+    if step is not None:
+        given = step.paging.static_input()
+        if isinstance(step.paging, BlockTable):
+            columns = min(given.shape[1], table.shape[1])
+            table[:bs, :columns].copy_(given[:, :columns])
+        else:
+            table[:bs].copy_(given)
+    is_table = isinstance(static.paging, BlockTable)
+    table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
+
+
+def _fill_bounded(static: Step, step: Step, query: BoundedQuery) -> None:
+    """Write a step whose rows the device decides: of real requests as many as fit, then padding."""
+    num_real, packed, bs = static.num_real, static.query, step.bs
+    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
+    assert isinstance(packed, PaddedQuery), "a misfit was refused"
+    num_real.copy_(step.num_real) if isinstance(step.num_real, Tensor) else num_real.fill_(step.num_real)
+    real = torch.arange(bs, device=static.device) < num_real
+    fill_rows(static, packed, fit_widths(query, real), step.flat_slots())
+    static.seq_lens[:bs].copy_(torch.where(real, step.seq_lens, 0))
+    static.seq_lens[bs:].zero_()
+    _fill_paging(static, step, bs)
+
+
+def fill_rows(static: Step, query: PaddedQuery, widths: Tensor, slots: Tensor) -> None:
+    """Write where requests start and their rows write. widths: [bs] int64, rows of each request that may be real.
+    slots: [bs * n], those that each has, of which rows take the first.
+    """
+    bs, geometry = widths.shape[0], static.paging.geometry
+    starts = torch.nn.functional.pad(widths.cumsum(0), (1, 0))
+    _fill_starts(query, starts.int())
+    request, row = packed_rows(query)
+    of_each = slots.view(bs, -1)
+    own = of_each[request.clamp(max=bs - 1), row.clamp(max=of_each.shape[1] - 1)].long()
+    is_real = torch.arange(static.num_tokens, device=static.device) < starts[-1]
+    static.flat_slots().copy_(torch.where(is_real, own, geometry.reserved_slots(static.num_tokens, static.device)))
+
+
+def _given_starts(query: AnyQuery) -> Tensor:
+    assert isinstance(query, PackedQuery), "a misfit was refused"
+    return query.cu_seqlens
+
+
+def _fill_starts(query: PaddedQuery, given: Tensor | None) -> None:
     """Write where requests start: the given ones, then requests without a row, then those that have what is left."""
     starts, bs = query.cu_seqlens, 0
     if given is None:
         starts[:1].zero_()
     else:
-        assert isinstance(given, PackedQuery), "a misfit was refused"
-        bs = len(given.lens_cpu)
-        starts[: bs + 1].copy_(given.cu_seqlens)
+        bs = given.shape[0] - 1
+        starts[: bs + 1].copy_(given)
     place = torch.arange(bs + 1, starts.shape[0], dtype=torch.int32, device=starts.device)
     left_over = (place - (starts.shape[0] - 1 - query.num_padding)).clamp_min(0) * query.width
     starts[bs + 1 :].copy_((starts[bs] + left_over).clamp(max=query.num_tokens))

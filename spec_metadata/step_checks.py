@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import BlockTable, Paging, RequestTable
 from spec_metadata.query import (
     AnyQuery,
+    BoundedQuery,
     PackedQuery,
     UniformQuery,
     are_integers,
@@ -74,6 +76,17 @@ def check_step(step: Step) -> None:
     """Refuse a step whose parts do not agree."""
     check_requests(step.query, step.num_steps, step.seq_lens, step.paging)
     slots, num_real, mask = step.out_cache_loc, step.num_real, step.tree_mask
+    if isinstance(step.query, BoundedQuery):
+        if step.kind is not StepKind.TARGET_VERIFY:
+            raise InvalidStepError(
+                f"a {step.kind} step has no widths of the device; a verify alone takes a BoundedQuery"
+            )
+        if mask is not None:
+            raise InvalidStepError(
+                "tree_mask of a ragged verify: its rows are chains. Verify a tree at one width (num_draft_tokens), or "
+                "draft with topk=1"
+            )
+        check_device(step.seq_lens, widths=step.query.widths)
     if isinstance(num_real, Tensor):
         check_tensor("num_real", num_real, (1,), (torch.int32,))
         check_device(step.seq_lens, num_real=num_real)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.layout import Step
-from spec_metadata.query import PackedQuery, UniformQuery, packed_rows
+from spec_metadata.query import PackedQuery, UniformQuery, as_packed, packed_rows
 from spec_metadata.step_checks import check_device, check_forward
 
 _INDEX = (torch.int64, torch.int32)
@@ -90,7 +90,7 @@ def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     """
     committed, causal = step.seq_lens.int(), is_causal(step)
     if not isinstance(step.query, UniformQuery):
-        return DensePart((committed + step.query.cu_seqlens.diff()).int(), causal)
+        return DensePart((committed + as_packed(step.query).cu_seqlens.diff()).int(), causal)
     kv_lens = torch.where(real_rows(step), committed + _num_added(step, forward), step.width)
     return DensePart(kv_lens, causal)
 
@@ -268,7 +268,7 @@ def token_positions(step: Step, forward: int = 0) -> Tensor:
 def query_starts(step: Step) -> Tensor:
     """[bs + 1] int32: first query row of each request, and the end."""
     if not isinstance(step.query, UniformQuery):
-        return step.query.cu_seqlens
+        return as_packed(step.query).cu_seqlens
     return torch.arange(step.bs + 1, dtype=torch.int32, device=step.device) * step.width
 
 

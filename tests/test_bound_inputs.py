@@ -51,7 +51,7 @@ def test_bound_inputs_are_what_a_replay_copies(kind: str, table: type) -> None:
                 engine(case, num_more, counted=counted, with_slots=with_slots),
                 statics(case, num_more),
             )
-            check_bound(given.inputs, case.bucket(num_more), given.paging)
+            check_bound(given.inputs, case.bucket(num_more), given.paging, case.capacity)
             copy_step(expected, case.step)
             given.bind(static, case).read()
             check_same(static, expected)
@@ -135,16 +135,16 @@ def test_buffers_that_do_not_fit_a_bucket_are_refused() -> None:
     }
     for words, change in wrong.items():
         with pytest.raises(InvalidStepError, match=words):
-            check_bound(replace(good.inputs, **change), bucket, good.paging)
+            check_bound(replace(good.inputs, **change), bucket, good.paging, case.capacity)
     with pytest.raises(InvalidStepError, match="the paging of bound inputs has"):
-        check_bound(good.inputs, bucket, replace(good.paging, table=good.paging.table[1:]))
+        check_bound(good.inputs, bucket, replace(good.paging, table=good.paging.table[1:]), case.capacity)
     draft = Case("draft chain", 4, 0)
     inputs = replace(engine(draft, 0, counted=True, with_slots=False).inputs, lens_include_rows=True)
     with pytest.raises(InvalidStepError, match="are committed tokens"):
-        check_bound(inputs, replace(draft.bucket(0), num_steps=3), draft.paging)
+        check_bound(inputs, replace(draft.bucket(0), num_steps=3), draft.paging, draft.capacity)
     packed = Case("prefill", 4, 0)
     with pytest.raises(InvalidStepError, match="has packed rows, whose inputs are copied"):
-        check_bound(good.inputs, packed.bucket(0), packed.paging)
+        check_bound(good.inputs, packed.bucket(0), packed.paging, packed.capacity)
 
 
 def test_bound_metadata_takes_no_step_and_refreshes_from_the_buffers() -> None:

@@ -89,6 +89,17 @@ def test_modules_run_positions_again(load, worker, num_rerun, draft_room):
     assert (capacity.num_rerun, capacity.draft_room, capacity.num_draft_tokens) == (num_rerun, draft_room, 4)
 
 
+def test_verifies_by_confidence_are_of_chains_that_one_draft_makes(load):
+    keys = "verify_threshold = 0.25\nverify_rows = 40\n"
+    run = load(FA3 + EAGLE + keys)
+    assert (run.eagle.verify_threshold, run.eagle.verify_rows) == (0.25, 40)
+    assert load(FA3 + EAGLE).eagle.verify_threshold is None, "off by default"
+    with pytest.raises(ConfigError, match=r"eagle.verify_threshold: worker = 'mtp' keeps no probabilities"):
+        load(FA3 + EAGLE + keys + 'worker = "mtp"')
+    with pytest.raises(ConfigError, match=r"eagle.verify_rows: the rows of a ragged verify are a chain; set topk = 1"):
+        load(FA3 + EAGLE.replace("topk = 1", "topk = 2") + "verify_rows = 40\n")
+
+
 @pytest.mark.parametrize("graphs", ["one", "per_module"])
 def test_how_modules_are_captured_is_of_mtp_alone(load, graphs):
     text = FA3 + EAGLE + f'draft_graphs = "{graphs}"\n'

@@ -196,12 +196,13 @@ from itertools import product
 from types import SimpleNamespace
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from attn_backends.kernels import cuda_launch, triton_inputs
+from attn_backends.kernels import cuda_launch, triton_bound, triton_inputs
 from attn_backends.kernels.triton_launch import Launch
-from spec_metadata import BlockTable, RequestTable, pad_step
+from spec_metadata import BlockTable, BoundStep, RequestTable, pad_step
 from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
 from tests.planner_laws import FORMS, RINGS, garbage
+from tests.ragged_verifies import CAPACITY, Ragged, static_of
 
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -232,6 +233,9 @@ for (name, kind), table in product(bound, (RequestTable, BlockTable)):
 for kind in ("verify chain", "verify tree"):
     case = Case(kind, 16, 0)
     triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
+case = Ragged(0)
+triton_inputs.bind_inputs(static_of(case, case.bucket(0))[0])(case.step)(case.step)
+triton_bound.bind_ragged_read(BoundStep(static_of(case, case.bucket(0))[0], case.inputs(), case.paging, CAPACITY))()
 """
 
 
@@ -242,4 +246,4 @@ def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 14, "scratch pointers, of each launch"
+    assert done.stdout.split() == ["2"] * 16, "scratch pointers, of each launch"

@@ -13,12 +13,12 @@ from attn_backends.errors import UnsupportedStepError
 from attn_backends.vendors.flashinfer import mla_kernel
 from spec_metadata import (
     BlockTable,
-    BoundedQuery,
     CacheGeometry,
     Capacity,
     Extent,
     InvalidStepError,
     PackedQuery,
+    PaddedQuery,
     RequestTable,
     Step,
     StepKind,
@@ -54,7 +54,7 @@ def starts(step: Step) -> list[int]:
 def test_rows_that_are_left_over_belong_to_the_last_request(paging) -> None:
     step = prefill(paging)
     padded = pad_step(step, BUCKET, CAPACITY)
-    assert isinstance(padded.query, BoundedQuery)
+    assert isinstance(padded.query, PaddedQuery)
     assert (padded.bs, padded.max_real, padded.num_tokens, padded.width) == (5, 4, 10, 10)
     assert starts(padded) == [0, 3, 5, 5, 5, 10]
     assert padded.seq_lens.tolist() == [0, 5, 0, 0, 0]
@@ -120,7 +120,7 @@ def test_a_padded_step_is_checked_without_the_hosts_lengths() -> None:
             "rows padded to 10 fit no graph, which pads them itself; give a PackedQuery",
         ),
         (
-            Step.prefill(BoundedQuery(torch.tensor([0, 2, 4]).int(), 4, 10), torch.zeros(2).int(), ROWS),  # type: ignore[arg-type]
+            Step.prefill(PaddedQuery(torch.tensor([0, 2, 4]).int(), 4, 10), torch.zeros(2).int(), ROWS),  # type: ignore[arg-type]
             "rows padded to 4 fit no graph",
         ),
         (prefill(PAGES), "captured on a RequestTable, the step has a BlockTable"),
@@ -179,7 +179,8 @@ def test_which_kernels_can() -> None:
     }
     assert can == {StepKind.PREFILL}
     ours, theirs = (mla_kernel("fa3", frozenset({9}), version).capabilities for version in ("0.7.2", "9.0.0"))
-    assert {kind for kind in ours if ours[kind].captures_packed} == {StepKind.PREFILL, StepKind.DRAFT_EXTEND}
+    packed = {StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND}
+    assert {kind for kind in ours if ours[kind].captures_packed} == packed
     assert not any(declared.captures_packed for declared in theirs.values())
 
 

@@ -38,7 +38,7 @@ _TORCH = {
     StepKind.DECODE: _UNIFORM,
     StepKind.DRAFT_DECODE: _UNIFORM,
     StepKind.DRAFT_BLOCK: _UNIFORM,
-    StepKind.TARGET_VERIFY: _UNIFORM,
+    StepKind.TARGET_VERIFY: _PACKED,
     StepKind.DRAFT_EXTEND: _PACKED,
 }
 

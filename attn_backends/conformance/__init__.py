@@ -18,6 +18,7 @@ from attn_backends.conformance import (
     checks_numbers,
     checks_plan,
     checks_poison,
+    checks_ragged,
     checks_refusals,
     checks_scale,
     checks_streams,
@@ -39,6 +40,7 @@ from attn_backends.conformance.subjects import resolve_subjects
 CHECK_MODULES = (
     checks_plan,
     checks_math,
+    checks_ragged,
     checks_numbers,
     checks_windows,
     checks_scale,

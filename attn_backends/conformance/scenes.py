@@ -17,21 +17,27 @@ from attn_backends.conformance import oracle
 from attn_backends.conformance.inputs import ForwardInputs, strided
 from attn_backends.conformance.requests import Name, Request, Row
 from attn_backends.conformance.worlds import World
-from spec_metadata import BlockTable, PackedQuery, Paging, Step, StepKind, UniformQuery
+from spec_metadata import BlockTable, BoundedQuery, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
 
 
 @dataclass(frozen=True)
 class Batch:
-    """lens: committed tokens of each request. widths: query rows of each request of a packed step; else the capacity's.
-
-    bounded: the step promises its longest length, so that eager buffers are small.
+    """lens: committed tokens of each request. widths: query rows of each in a packed step, else the capacity's; in a
+    verify only the device knows them. asked: its widths where they do not fit. bounded: the step promises its longest.
     """
 
     kind: StepKind
     lens: tuple[int, ...]
     widths: tuple[int, ...] = ()
     bounded: bool = False
+    asked: tuple[int, ...] = ()
+
+    @property
+    def bound(self) -> int:
+        """Bound on the rows of a ragged verify: one more than there are, where the widths fit; of others 0."""
+        is_ragged = self.kind is StepKind.TARGET_VERIFY and bool(self.widths)
+        return sum(self.widths) + (not self.asked) if is_ragged else 0
 
 
 class Scene:
@@ -136,30 +142,47 @@ class Scene:
 
     def step(self) -> Step:
         """The step, from strided int32 and int64 tensors."""
-        bound = max(self.batch.lens) if self.batch.bounded else None
-        host = HostBounds(max_committed=bound, seq_lens_cpu=self.batch.lens)
+        known = self.batch.lens
+        host = HostBounds(max_committed=max(known) if self.batch.bounded else None, seq_lens_cpu=known)
         device, index = self.world.device, self.world.setup.index
         other = torch.int64 if index is torch.int32 else torch.int32
-        lens = strided(torch.tensor(self.batch.lens, dtype=index, device=device))
+        lens = strided(torch.tensor(known, dtype=index, device=device))
         query = PackedQuery.of(self.batch.widths, device) if self.batch.widths else UniformQuery(self.width)
-        out_cache_loc = strided(torch.tensor(self.write_order(), dtype=other, device=device))
+        slots = strided(torch.tensor(self.write_order(), dtype=other, device=device))
         match self.batch.kind:
             case StepKind.IDLE:
                 return Step.idle(self.paging())
             case StepKind.PREFILL:
                 assert isinstance(query, PackedQuery), "a prefill has a length for each request"
-                return Step.prefill(query, lens, self.paging(), out_cache_loc, **host)
+                return Step.prefill(query, lens, self.paging(), slots, **host)
             case StepKind.DECODE:
-                return Step.decode(lens, self.paging(), out_cache_loc, **host)
+                return Step.decode(lens, self.paging(), slots, **host)
             case StepKind.DRAFT_DECODE:
-                return Step.draft_decode(self.width, self.num_steps, lens, self.paging(), out_cache_loc, **host)
+                return Step.draft_decode(self.width, self.num_steps, lens, self.paging(), slots, **host)
             case StepKind.DRAFT_BLOCK:
-                return Step.draft_block(self.width, lens, self.paging(), out_cache_loc, **host)
+                return Step.draft_block(self.width, lens, self.paging(), slots, **host)
+            case StepKind.TARGET_VERIFY if self.batch.widths:
+                room = strided(torch.tensor(self._room(), dtype=other, device=device))
+                return Step.target_verify(self._ragged_query(other), lens, self.paging(), room, **host)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
-                return Step.target_verify(self.width, lens, self.paging(), out_cache_loc, tree_mask=mask, **host)
+                return Step.target_verify(self.width, lens, self.paging(), slots, tree_mask=mask, **host)
             case _:
-                return Step.draft_extend(query, lens, self.paging(), out_cache_loc, **host)
+                return Step.draft_extend(query, lens, self.paging(), slots, **host)
+
+    def _ragged_query(self, index: torch.dtype) -> BoundedQuery:
+        """Widths that the device alone knows."""
+        asked = torch.tensor(self.batch.asked or self.batch.widths, dtype=index, device=self.world.device)
+        return BoundedQuery(strided(asked), self.batch.bound, self.world.capacity.num_draft_tokens)
+
+    def _room(self) -> list[int]:
+        """Slots of each request for the most rows; after those that it has, places that no row of it may write."""
+        width, found = self.world.capacity.num_draft_tokens, []
+        for request in self.requests:
+            own = [slot for name, slot in request.slots.items() if not self._is_committed(request, name)]
+            others = request.slots[0] if request.length else self.world.geometry.reserved_slot
+            found += own + [others] * (width - len(own))
+        return found
 
     def paging(self) -> Paging:
         """Where the requests live."""
@@ -184,7 +207,7 @@ class Scene:
     def inputs(self, bs: int | None = None, num_tokens: int = 0) -> list[ForwardInputs]:
         """What a model hands to each forward, padded with random rows to `bs` requests or `num_tokens` packed rows."""
         bs = len(self.requests) if bs is None else bs
-        num_rows = max(num_tokens, sum(self.widths)) if self.batch.widths else bs * self.width
+        num_rows = max(num_tokens, sum(self.widths), self.batch.bound) if self.batch.widths else bs * self.width
         return [self._inputs(forward, bs, num_rows) for forward in range(self.num_forwards)]
 
     def _inputs(self, forward: int, bs: int, num_rows: int) -> ForwardInputs:

@@ -11,7 +11,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
-from spec_metadata import Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
+from spec_metadata import BoundedQuery, Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLOAT_TYPES = frozenset(DTYPES.values())
@@ -34,7 +34,8 @@ class Capabilities:
     value) sizes. query_heads: numbers of local query heads. dtypes: of queries and cache. cache_dtypes: of the cache
     beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. own_cache: it takes a cache
     of the query's own type. graph: can be captured at a uniform width. packed_graph: can be captured over packed rows:
-    of their lengths its launch takes bounds alone from the host, and requests may have no row.
+    of their lengths its launch takes bounds alone from the host, and requests may have no row. A verify with both is
+    taken ragged too, its widths known to the device alone.
     needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
     request does not see (it multiplies them by zero, so they must be finite). rounded_lse: its log-sum-exp counts
     softmax weights that were rounded to the query's type. window, sinks, kv_scales: which parts of a layer's extras it
@@ -78,6 +79,8 @@ class Capabilities:
         if not isinstance(step.query, UniformQuery) and not self.packed:
             lens = f"lengths {step.query.lens_cpu}" if isinstance(step.query, PackedQuery) else "rows"
             reasons.append(f"packed query {lens} (it takes one uniform width)")
+        elif isinstance(step.query, BoundedQuery) and not self.captures_packed:
+            reasons.append("widths that the device alone knows (its launch takes exact lengths from the host)")
         reasons += self.width_reasons(step.width, step.is_tree)
         return reasons + self.page_reasons(step.paging.geometry.page_size)
 

@@ -198,7 +198,7 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
     static, inputs, paging = bound.static, bound.inputs, bound.paging
     table, geometry, mask = static.paging.static_input(), paging.geometry, inputs.tree_mask
     sizes = BoundSizes(
-        bound.included,
+        static.num_added_at_least if inputs.lens_include_rows else 0,
         bound.most,
         geometry.num_pages,
         paging.table.shape[0],

@@ -2,8 +2,8 @@
 
 The definition is `spec_metadata.copy_step`. The inputs are read as they come, of either integer type and any stride.
 Write slots that a step leaves out are looked up in its table by the same launch. Of a block table only those pages are
-copied that a request's tokens lie in, committed or written by this step: no form reads the entries after them. At a
-long context, copying these would take longer than all else.
+copied that a request's tokens lie in, committed or written by this step: no form reads what lies behind them, and at a
+long context that would take longer than all else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from attn_backends.kernels.triton_launch import Launch, opaque, unspecialized
 from attn_backends.kernels.triton_step import copy_mask, number, slots_at
-from spec_metadata import BlockTable, Step, StepKind
+from attn_backends.kernels.triton_widths import fitted_rows
+from spec_metadata import BlockTable, BoundedQuery, Step, StepKind
 from spec_metadata.query import packed_starts
 
 _BLOCK = 256
@@ -58,6 +59,45 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 
 @triton.jit
+def padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
+    """Where the rows of a request of a ragged verify begin and end, and those of all real ones end. Requests from
+    `max_real` on have what is left, up to `bound` rows each of num_rows. The rest as of `fitted_rows`.
+    """
+    begin, end, total = fitted_rows(widths, stride, count, request, width, room, BLOCK)
+    left_over = tl.maximum(request - max_real, 0) * bound
+    next_left_over = tl.maximum(request + 1 - max_real, 0) * bound
+    return tl.minimum(begin + left_over, num_rows), tl.minimum(end + next_left_over, num_rows), total
+
+
+@triton.jit
+def _writes_of(
+    given_starts,
+    stride,
+    bs,
+    widths,
+    count,
+    given_width,
+    room,
+    sizes,
+    IS_RAGGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Where the writes of a request begin and end, where those of all real ones end, and the first slot that it is
+    given.
+    """
+    request = tl.program_id(0)
+    if IS_RAGGED:
+        asked = (widths, stride, count, request, given_width, room)
+        padding = (number(sizes.max_real), number(sizes.width), number(sizes.num_writes))
+        begin, end, num_rows = padded_rows(*asked, *padding, BLOCK)
+        return begin, end, num_rows, request * given_width
+    else:
+        begin = _first_write(given_starts, stride, bs, request, sizes)
+        end = _first_write(given_starts, stride, bs, request + 1, sizes)
+        return begin, end, _first_write(given_starts, stride, bs, bs, sizes), begin
+
+
+@triton.jit
 def _row_of(paging, paging_stride, column_stride, num_given, table, real, sizes, HAS_COLUMNS: tl.constexpr):
     """A request's row: its number in a table of slots, where it begins, and the stride and number of its columns."""
     request = tl.program_id(0)
@@ -76,6 +116,7 @@ def _copy_slots(
     into,
     begin,
     end,
+    first,
     committed,
     row,
     column_stride,
@@ -85,15 +126,17 @@ def _copy_slots(
     HAS_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The write slots of a request, given or right after its committed tokens; after those of real requests come those
-    of the reserved page, walked round and round. row, column_stride, num_columns: of its table.
+    """The write slots of a request, given from the place `first` on, or right after its committed tokens; after those
+    of real requests come those of the reserved page, walked round and round. row, column_stride, num_columns: of its
+    table.
     """
     part, num_parts, page_size = tl.program_id(1), tl.num_programs(1), number(sizes.page_size)
     for start in range(begin + part * BLOCK, end, num_parts * BLOCK):
         write = start + tl.arange(0, BLOCK)
         is_given = (write < num_given) & (write < end)
         if HAS_SLOTS:
-            slots = tl.load(given + write.to(tl.int64) * stride, mask=is_given, other=0).to(tl.int64)
+            place = (first + write - begin).to(tl.int64)
+            slots = tl.load(given + place * stride, mask=is_given, other=0).to(tl.int64)
         else:
             position, reserved_page = committed + write - begin, number(sizes.reserved_page)
             columns = (column_stride, num_columns, page_size, reserved_page)
@@ -103,12 +146,14 @@ def _copy_slots(
 
 
 @triton.jit
-def _copy_pages(row, stride, num_given, into, end, reserved_page, BLOCK: tl.constexpr):
-    """The first pages of a request up to an end; reserved where its row is shorter, as a padded one's is."""
-    part, num_parts = tl.program_id(1), tl.num_programs(1)
+def _copy_pages(row, stride, num_given, into, num_tokens, real, sizes, BLOCK: tl.constexpr):
+    """The pages of a request's tokens; reserved where its row is shorter, as a padded one's is. into: of all."""
+    part, num_parts, reserved_page = tl.program_id(1), tl.num_programs(1), number(sizes.reserved_page)
+    end = tl.minimum(tl.cdiv(num_tokens, number(sizes.page_size)), number(sizes.num_columns))
+    into += tl.program_id(0).to(tl.int64) * number(sizes.paging_stride)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
-        is_given = page < tl.minimum(end, num_given)
+        is_given = page < tl.minimum(end, tl.where(real, num_given, 0))
         ids = tl.load(row + page * stride, mask=is_given, other=0).to(tl.int32)
         tl.store(into + page, tl.where(is_given, ids, reserved_page), mask=page < end)
 
@@ -119,7 +164,7 @@ def _copy_inputs(
     num_real,
     out_cache_loc,
     paging,
-    tree_mask,
+    nodes,
     given_starts,
     seq_stride,
     loc_stride,
@@ -132,6 +177,8 @@ def _copy_inputs(
     bs,
     known_real,
     num_given,
+    given_width,
+    room,
     table,
     static_lens,
     static_num_real,
@@ -142,86 +189,84 @@ def _copy_inputs(
     sizes,
     HAS_COLUMNS: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All inputs of a request; a padded one commits nothing and writes to the reserved page.
-
-    paging: rows of a table of slots, or a block table if it has columns, num_given of them. tree_mask, static_mask,
-    given_starts (of packed rows), static_starts: None where a step has none. known_real: of the host, or below 0.
+    """All inputs of a request; a padded one commits nothing and writes to the reserved page. paging: rows of a table
+    of slots, or a block table of num_given columns. nodes: a tree mask, or widths of a ragged verify, up to given_width
+    rows a request and `room` of all. known_real: of the host, or below 0. None: what a step has not.
     """
     request, part, real = tl.program_id(0), tl.program_id(1), tl.program_id(0) < bs
-    begin = _first_write(given_starts, starts_stride, bs, request, sizes)
-    end = _first_write(given_starts, starts_stride, bs, request + 1, sizes)
+    count = tl.where(known_real < 0, tl.load(num_real).to(tl.int32), known_real)
     committed = tl.load(seq_lens + request * seq_stride, mask=real, other=0).to(tl.int32)
-    of_paging = (paging, paging_stride, column_stride, num_given, table)
-    own, row, stride, columns = _row_of(*of_paging, real, sizes, HAS_COLUMNS)
-    writes = (_first_write(given_starts, starts_stride, bs, bs, sizes), static_loc, begin, end, committed)
+    rows_of = (starts_stride, bs, nodes, tl.minimum(count, bs), given_width, room, sizes)
+    begin, end, num_rows, first = _writes_of(given_starts, *rows_of, IS_RAGGED, BLOCK)
+    committed = tl.where((end > begin) | (not IS_RAGGED), committed, 0)
+    of_paging = (paging, paging_stride, column_stride, num_given, table, real, sizes)
+    own, row, stride, columns = _row_of(*of_paging, HAS_COLUMNS)
+    writes = (num_rows, static_loc, begin, end, first, committed)
     _copy_slots(out_cache_loc, loc_stride, *writes, row, stride, columns, sizes, HAS_COLUMNS, HAS_SLOTS, BLOCK)
     if part == 0:
-        count = tl.where(known_real < 0, tl.load(num_real).to(tl.int32), known_real)
         tl.store(static_num_real, count, mask=request == 0)
         tl.store(static_lens + request, committed)
         if static_starts is not None:
             tl.store(static_starts + request, begin)
             tl.store(static_starts + request + 1, end)
-        if tree_mask is not None:
-            node, width = tree_mask + request.to(tl.int64) * mask_stride, number(sizes.width)
-            copy_mask(node, mask_row_stride, mask_column_stride, static_mask, real, width, BLOCK)
+        if static_mask is not None:
+            of_mask = (nodes, mask_stride, mask_row_stride, mask_column_stride, static_mask)
+            copy_mask(*of_mask, real, number(sizes.width), BLOCK)
     if not HAS_COLUMNS:
         tl.store(static_paging + request, tl.where(real, own, number(sizes.reserved_row)), mask=part == 0)
     else:
-        num_pages = tl.minimum(tl.cdiv(committed + end - begin, number(sizes.page_size)), number(sizes.num_columns))
-        into = static_paging + request.to(tl.int64) * number(sizes.paging_stride)
-        num_given = tl.where(real, num_given, 0)
-        _copy_pages(row, column_stride, num_given, into, num_pages, number(sizes.reserved_page), BLOCK)
+        _copy_pages(row, column_stride, num_given, static_paging, committed + end - begin, real, sizes, BLOCK)
 
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
-    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one. It
-    returns what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's
-    tensors lie on one device, so an address is enough.
+    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one, ->
+    what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's tensors lie
+    on one device, so an address will do.
     """
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
     num_writes = static.num_writes // static.bs if starts is None else static.num_writes
-    launch = Launch(_copy_inputs, static.device, (static.bs, _num_parts(static.bs, max(num_columns, num_writes)), 1))
-    mask = None if static.tree_mask is None else _as_bytes(static.tree_mask)
+    launch = Launch(_copy_inputs, static.device, (static.bs, num_parts(static.bs, max(num_columns, num_writes)), 1))
+    mask = None if static.tree_mask is None else as_bytes(static.tree_mask)
     into = (static.seq_lens, static.num_real, static.out_cache_loc, table, mask, starts)
     slots_of_rows = None if isinstance(static.paging, BlockTable) else static.paging.table
     outputs = (slots_of_rows, *into, opaque(_sizes_of(static, num_writes, num_columns)), has_columns)
 
     def bind(like: Step) -> Callable[[Step], None]:
-        is_idle = like.kind is StepKind.IDLE
+        is_idle, is_ragged = like.kind is StepKind.IDLE, isinstance(like.query, BoundedQuery)
         given, bs, has_slots = static if is_idle else like, like.bs, is_idle or like.out_cache_loc is not None
         tensors = _read_of(given, static)
-        variant = (has_slots, *(each.dtype for each in tensors))
+        variant = (has_slots, is_ragged, *(each.dtype for each in tensors), *(each.dtype for each in _nodes(like)))
         known_real = 0 if is_idle else -1 if isinstance(like.num_real, Tensor) else like.num_real
-        fixed = (*_strides_of(given), bs, known_real, tensors[-1].shape[-1], *outputs, has_slots, _BLOCK)
-        if starts is not None:
+        sizes = (bs, known_real, tensors[-1].shape[-1], like.width, like.num_tokens)
+        fixed = (*_strides_of(given), *sizes, *outputs, has_slots, is_ragged, _BLOCK)
+        if starts is not None and not is_ragged:
             return lambda step: _launch_packed(launch, variant, static if is_idle else step, static, fixed)
-        bound = (None,) * (2 if mask is None else 1) + fixed
+        bound = (None,) * (2 - len(_nodes(given))) + fixed
         direct = launch.bind(variant, bound)
 
         def fill(step: Step) -> None:
             nonlocal direct
             source = static if is_idle else step
             lens, real, loc, paging = _read_of(source, static)
-            nodes = source.tree_mask
+            nodes = _nodes(source)
             if direct is None:
-                masks = (None if nodes is None else _as_bytes(nodes), None)
-                launch.compile(variant, lens, real, loc, paging, *masks, *fixed)
+                launch.compile(variant, lens, real, loc, paging, *(*nodes, None, None)[:2], *fixed)
                 direct = launch.bind(variant, bound)
-            elif nodes is None:
+            elif not nodes:
                 direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr())
             else:
-                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), nodes.data_ptr())
+                direct(lens.data_ptr(), real.data_ptr(), loc.data_ptr(), paging.data_ptr(), nodes[0].data_ptr())
 
         return fill
 
     return bind
 
 
-def _num_parts(bs: int, num_columns: int) -> int:
+def num_parts(bs: int, num_columns: int) -> int:
     """Programs that share what a request has so many entries of."""
     return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // bs))
 
@@ -230,6 +275,13 @@ def _launch_packed(launch: Launch, variant: Hashable, step: Step, static: Step, 
     """Every packed step has a layout of its own, so that its launch would be bound for one call."""
     with torch.cuda.device_of(step.seq_lens):
         launch(variant, *_read_of(step, static), None, packed_starts(step.query), *fixed)
+
+
+def _nodes(step: Step) -> tuple[Tensor, ...]:
+    """What a step says of its nodes: the mask of a tree, or the widths of a ragged verify; nothing of any other."""
+    if isinstance(step.query, BoundedQuery):
+        return (step.query.widths,)
+    return () if step.tree_mask is None else (as_bytes(step.tree_mask),)
 
 
 def _read_of(step: Step, static: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -261,13 +313,14 @@ def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:
 
 
 def _strides_of(step: Step) -> tuple[int, ...]:
-    """Of lengths, slots, starts, what a table gives, and masks, as the kernel takes them."""
-    starts, paging = packed_starts(step.query), step.paging.static_input().stride()
+    """Of lengths, slots, starts or widths, what a table gives, and masks, as the kernel takes them."""
+    paging = step.paging.static_input().stride()
+    starts = step.query.widths if isinstance(step.query, BoundedQuery) else packed_starts(step.query)
     loc_stride, starts_stride = (0 if each is None else each.stride(0) for each in (step.out_cache_loc, starts))
     own = (step.seq_lens.stride(0), loc_stride, starts_stride)
     return (*own, paging[0], paging[-1], *((0, 0, 0) if step.tree_mask is None else step.tree_mask.stride()))
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """A tensor that Triton can address: of truth values their bytes."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

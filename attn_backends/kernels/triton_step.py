@@ -185,8 +185,9 @@ def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, p
 
 
 @triton.jit
-def copy_mask(given, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
-    """What the nodes of a request see; a padded one's see themselves. into: of all requests."""
+def copy_mask(given, stride, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
+    """What the nodes of a request see; a padded one's see themselves. given, into: of all requests."""
+    given += tl.program_id(0).to(tl.int64) * stride
     into += tl.program_id(0) * width * width
     for start in range(0, width * width, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -235,9 +236,8 @@ def store_step(
             if rows is not None:
                 tl.store(captured.paging + request, row_number(rows, real, step, bound, request))
             if tree_mask is not None:
-                node = tree_mask + request.to(tl.int64) * number(bound.mask_stride)
-                strides = (number(bound.mask_row_stride), number(bound.mask_column_stride))
-                copy_mask(node, *strides, captured.tree_mask, real, number(step.width), BLOCK)
+                strides = (number(bound.mask_stride), number(bound.mask_row_stride), number(bound.mask_column_stride))
+                copy_mask(tree_mask, *strides, captured.tree_mask, real, number(step.width), BLOCK)
         else:
             tl.store(captured.num_real, _count_real(seq_lens, num_real, rows, step, bound, BLOCK))
     begin = request * number(step.width)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket, UniformQuery
+from spec_metadata import BoundStep, Bucket, Capacity, PackedQuery, Paging, RequestTable, Step, TokenBucket
 from spec_metadata.admission import check_values, longest_promised, most_committed
 
 CopyInputs = Callable[[Step], None]
@@ -52,7 +52,7 @@ class Captured:
     def admit(self, step: Step) -> None:
         """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
         self.copy_inputs, self._layout = self.bind_inputs(step), None
-        if isinstance(step.query, UniformQuery):
+        if not isinstance(step.query, PackedQuery):
             self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)
 

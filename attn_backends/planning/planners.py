@@ -68,3 +68,23 @@ def bind_torch(
         write(step, buffers)
 
     return plan
+
+
+def bind_fused(
+    bind: Callable[[Step, Buffers, BoundStep | None], Callable[[], None]],
+    step: Step,
+    buffers: Buffers,
+    bound: BoundStep | None,
+) -> Callable[[], None]:
+    """What a fused planner launches. A bound ragged verify is read by a launch before it: `bind` is a backend's own."""
+    if bound is None or bound.inputs.widths is None:
+        return bind(step, buffers, bound)
+    from attn_backends.kernels import triton_bound  # Triton is imported by those that run it
+
+    read, plan = triton_bound.bind_ragged_read(bound), bind(step, buffers, None)
+
+    def read_and_plan() -> None:
+        read()
+        plan()
+
+    return read_and_plan

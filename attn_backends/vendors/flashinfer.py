@@ -64,7 +64,7 @@ def mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
         StepKind.DECODE: uniform,
         StepKind.DRAFT_DECODE: uniform,
         StepKind.DRAFT_BLOCK: uniform,
-        StepKind.TARGET_VERIFY: uniform,
+        StepKind.TARGET_VERIFY: packed,
         StepKind.DRAFT_EXTEND: packed,
     }
 

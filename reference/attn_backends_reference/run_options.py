@@ -47,7 +47,9 @@ class EagleOptions(Options):
     """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
 
     worker: "eagle", one draft for all steps, "mtp", a module for each, or "block", all in one forward. draft_graphs: of
-    "mtp", "one" graph for all modules (the default) or one "per_module".
+    "mtp", "one" graph for all modules (the default) or one "per_module". verify_threshold: of "eagle" with topk = 1,
+    least probability that the draft gives to the path of a row that is verified; verify_rows: rows of a verify at most,
+    of all requests, at least one each. Without both, all that is drafted is verified.
     """
 
     worker: Literal["eagle", "mtp", "block"] = "eagle"
@@ -55,6 +57,17 @@ class EagleOptions(Options):
     num_steps: Count
     num_draft_tokens: Count
     draft_graphs: Literal["one", "per_module"] | None = None
+    verify_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    verify_rows: Count | None = None
+
+    @field_validator("verify_threshold", "verify_rows")
+    @classmethod
+    def _is_of_chains(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("worker") == "mtp":
+            raise ValueError("worker = 'mtp' keeps no probabilities of its drafts; worker = 'eagle' does")
+        if value is not None and info.data.get("topk", 1) > 1:
+            raise ValueError(f"the rows of a ragged verify are a chain; set topk = 1, not {info.data['topk']}")
+        return value
 
     @field_validator("num_draft_tokens")
     @classmethod

@@ -8,7 +8,7 @@ import pytest
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.contract.capabilities import Capabilities
-from spec_metadata import BoundedQuery, PackedQuery, TokenBucket, UniformQuery, static_inputs
+from spec_metadata import PackedQuery, PaddedQuery, TokenBucket, UniformQuery, static_inputs
 from tests.mutants.mutant import mutant
 
 
@@ -46,7 +46,7 @@ def padded_rows_write_where_others_wrote(patch: pytest.MonkeyPatch) -> None:
 
     def kept(static, step):
         fill(static, step)
-        if isinstance(static.query, BoundedQuery) and step is not None:
+        if isinstance(static.query, PaddedQuery) and step is not None:
             key = static.out_cache_loc.data_ptr(), static.num_writes
             old = before.setdefault(key, static.out_cache_loc.clone())
             static.out_cache_loc[step.num_writes :] = old[step.num_writes :]
@@ -74,7 +74,7 @@ def uniform_step_in_a_packed_graph(patch: pytest.MonkeyPatch) -> None:
     fill = static_inputs._fill
 
     def as_packed(static, step):
-        if step is not None and isinstance(static.query, BoundedQuery) and isinstance(step.query, UniformQuery):
+        if step is not None and isinstance(static.query, PaddedQuery) and isinstance(step.query, UniformQuery):
             step = replace(step, query=PackedQuery.of([step.width] * step.bs, step.device))
         fill(static, step)
 

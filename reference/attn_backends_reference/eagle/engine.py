@@ -165,7 +165,7 @@ class Engine:
 
     @property
     def _options(self) -> WorkerOptions:
-        runtime = self.config.runtime
+        runtime, eagle = self.config.runtime, self.config.eagle
         captures = runtime.path == "graph"
         captures_prefill = captures and runtime.prefill != "eager"
         own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
@@ -180,7 +180,9 @@ class Engine:
             seed=runtime.seed,
             host_lag=runtime.host_lag,
             planning=runtime.planning,
-            draft_graphs=(self.config.eagle and self.config.eagle.draft_graphs) or "one",
+            draft_graphs=(eagle and eagle.draft_graphs) or "one",
+            verify_threshold=eagle.verify_threshold if eagle else None,
+            verify_rows=eagle.verify_rows if eagle else None,
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,
         )

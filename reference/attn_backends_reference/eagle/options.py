@@ -13,6 +13,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.graphs import Graph
 from attn_backends.runner import Planning
 from spec_metadata import InvalidStepError
+from spec_metadata.widths import check_threshold
 
 DraftGraphs = Literal["one", "per_module"]
 PrefillGraphs = Literal["piecewise", "full"]
@@ -40,7 +41,8 @@ class WorkerOptions:
     its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs between its
     attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that come with
     them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first
-    node.
+    node. verify_threshold: least probability that the draft gives to the path of a row that is verified; verify_rows:
+    rows of a verify at most, at least one per request. Either makes verifies of chains ragged (None: not).
     """
 
     buckets: tuple[int, ...] = ()
@@ -55,11 +57,22 @@ class WorkerOptions:
     prefill_graphs: PrefillGraphs = "piecewise"
     placeholder_token: int | None = None
     planning: Planning = "before"
+    verify_threshold: float | None = None
+    verify_rows: int | None = None
+
+    @property
+    def verifies_by_confidence(self) -> bool:
+        """Whether verifies are ragged."""
+        return self.verify_threshold is not None or self.verify_rows is not None
 
     def __post_init__(self) -> None:
         for name, sizes in (("buckets", self.buckets), ("prefill_buckets", self.prefill_buckets)):
             if not isinstance(sizes, Sequence) or not all(isinstance(size, Integral) for size in sizes):
                 raise InvalidStepError(f"{name} must be a tuple of whole numbers, such as (1, 2, 4); got {sizes!r}")
+        if self.verify_threshold is not None:
+            check_threshold(self.verify_threshold)
+        if self.verify_rows is not None and (not isinstance(self.verify_rows, Integral) or self.verify_rows < 1):
+            raise InvalidStepError(f"verify_rows must be at least 1 row, got {self.verify_rows!r}")
         if self.host_lag not in (0, 1):
             raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
         if self.chunk < 1:

@@ -58,6 +58,15 @@ class TreeFields:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Drafted(TreeFields):
+    """A tree and what its draft thinks of it. scores: [bs, num_nodes - 1], the log-probability of each proposed path in
+    the order of proposal, which is that of the nodes of a chain.
+    """
+
+    scores: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """The `SamplingParams` of a phase that chooses tokens, field by field."""
 
@@ -84,7 +93,7 @@ class VerifyInputs(Sampled):
     @classmethod
     def of(cls, tree: TreeFields, params: SamplingParams) -> VerifyInputs:
         """What the draft phase made, for requests that sample so."""
-        return cls(**by_name(params), **by_name(tree))
+        return cls(**by_name(params), tokens=tree.tokens, parents=tree.parents, depths=tree.depths, mask=tree.mask)
 
     @property
     def tree(self) -> DraftTree:
@@ -137,11 +146,11 @@ class Model(Generic[M]):
         return ForwardAttention(self.backend, self.caches, forward, self.model.layers)
 
 
-def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftState, TreeFields]:
+def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftState, Drafted]:
     """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes."""
     topk, hidden_size = capacity.topk, draft.model.hidden_size
 
-    def region(meta: Metadata, state: DraftState) -> TreeFields:
+    def region(meta: Metadata, state: DraftState) -> Drafted:
         beams = DraftBeams.start(state.tokens, state.log_probs)
         hidden = state.hidden.unsqueeze(1).expand(-1, topk, -1)
         for i in range(capacity.num_steps - 1):
@@ -153,7 +162,8 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
             beams = beams.advance(tokens.view(-1, topk, topk), log_probs.view(-1, topk, topk))
             hidden = out.view(-1, topk, hidden_size)
         tree = beams.tree(state.root, capacity.num_draft_tokens)
-        return TreeFields(tree.tokens, tree.parents, tree.depths, tree.mask)
+        scores = beams.candidate_scores[:, : capacity.num_draft_tokens - 1]
+        return Drafted(tree.tokens, tree.parents, tree.depths, tree.mask, scores)
 
     def safe_inputs(bs: int) -> DraftState:
         ids = torch.zeros(bs, topk, dtype=torch.int64, device=draft.model.device)
@@ -164,7 +174,7 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
             hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
         )
 
-    return Phase("draft", region, safe_inputs, TreeFields, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
+    return Phase("draft", region, safe_inputs, Drafted, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
 
 
 def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[VerifyInputs, Accepted]:

@@ -26,6 +26,7 @@ from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.multimodal import MultimodalPrefill
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import (
+    Accepted,
     DecodeInputs,
     Model,
     VerifyInputs,
@@ -43,6 +44,7 @@ from attn_backends_reference.eagle.prefill_phases import (
     prefill_phase,
 )
 from attn_backends_reference.eagle.protocol import Chunk
+from attn_backends_reference.eagle.ragged import ragged_query, ragged_verify_phase
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.tables import keep, kept
@@ -281,7 +283,7 @@ class EagleWorker(SpeculativeWorker):
         self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
         self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
         drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
-        verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
+        verifying = self._verify_phase(Model(target, self.target_caches, backends.verify))
         extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
         prefilling = draft_prefill_phase(Model(draft, self.draft_caches, backends.prefill), capacity)
         self._first_drafts = self._prefill_runner(prefilling)
@@ -298,8 +300,9 @@ class EagleWorker(SpeculativeWorker):
         drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds)
         tree = self._run(self._draft, drafting, kept(self._state, index))
         timings.mark("draft")
-        mask = tree.mask if capacity.topk > 1 else None
-        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, tree_mask=mask, **bounds)
+        mask, ragged = tree.mask if capacity.topk > 1 else None, self.options.verifies_by_confidence
+        nodes = ragged_query(tree, capacity, self.options) if ragged else capacity.num_draft_tokens
+        verifying = Step.target_verify(nodes, lens, paging, tree_mask=mask, **bounds)
         accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
         timings.mark("verify")
         extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
@@ -309,6 +312,18 @@ class EagleWorker(SpeculativeWorker):
         keep(self._state, index, state)
         self._lens[index] = lens + accepted.num_accepted
         return launch
+
+    def _verify_phase(self, target: Model[TargetModel]) -> Phase[VerifyInputs, Accepted]:
+        """The verify of all drafted tokens, or of those that the draft is sure of."""
+        if not self.options.verifies_by_confidence:
+            return verify_phase(target, self.capacity)
+        reasons = target.backend.capture_reasons(self.capacity.verify_bucket(1, self.capacity.num_draft_tokens))
+        if self.capacity.topk > 1:
+            reasons = [f"topk={self.capacity.topk} (the rows of a ragged verify are a chain: topk=1)", *reasons]
+        if reasons:
+            nearest = "no verify_threshold and verify_rows, which verifies all that is drafted"
+            raise UnsupportedStepError("verifying by confidence", reasons, nearest)
+        return ragged_verify_phase(target, self.capacity, self.options)
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:

@@ -1,0 +1,76 @@
+"""Verifies whose widths the device alone knows, where a kernel takes packed rows of graphs in a verify."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
+from attn_backends.conformance.exercise import (
+    Captured,
+    Ran,
+    batch_of,
+    run_case,
+    run_eagerly,
+    scene_of,
+    setup_of,
+    world_of,
+)
+from attn_backends.conformance.situations import growing, in_rows, one_page_size, padded, shrinking, situations
+from spec_metadata import StepKind
+
+SPARE = 2  # rows of a graph that no batch fills
+
+
+def _chains(subject: Subject) -> list[Case]:
+    """A verify of chains at every page size, where its packed rows can be captured."""
+    declared = subject.capabilities.get(StepKind.TARGET_VERIFY)
+    if declared is None or not declared.captures_packed or declared.max_width is not None:
+        return []
+    return situations(subject, StepKind.TARGET_VERIFY, topks=(1,))
+
+
+def _ragged(subject: Subject) -> list[Case]:
+    """Eagerly, and through graphs that were captured on other widths."""
+    found = []
+    for case in _chains(subject):
+        found.append(replace(case, widths=(3, 1, 4, 2)))
+        for transition in (growing, shrinking, padded):
+            through = in_rows(transition(case))
+            found.append(replace(through, num_tokens=through.num_tokens + SPARE))
+    return found
+
+
+def _measured(ran: Ran) -> Measured:
+    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    compare_memory(ran.scene, ran.before, padded=True)
+    return measured
+
+
+@check("math.ragged_verify", _ragged)
+def ragged_verify(subject: Subject, case: Case) -> Measured:
+    """Row j of a verify sees the committed tokens and j + 1 more, however many rows the device gives its request."""
+    return _measured(run_case(subject, case))
+
+
+def _over_the_bound(subject: Subject) -> list[Case]:
+    cases = []
+    for case in one_page_size(_chains)(subject):
+        three = replace(case, lens=case.lens[:3], widths=(4, 4, 4))
+        cases += [three, replace(three, path="graph", captured_lens=(2, 1), captured_widths=(1, 3), bs=3, num_tokens=9)]
+    return cases
+
+
+@check("math.ragged_cut", _over_the_bound)
+def ragged_cut(subject: Subject, case: Case) -> Measured:
+    """Widths over the bound are cut by the rule: the deepest rows go, of equally deep ones those of later requests, and
+    the root of each stays.
+    """
+    world, found = world_of(setup_of(subject, case)), []
+    captured = Captured(world, case) if case.path == "graph" else None
+    for turn, (asked, kept) in enumerate((((4, 4, 4), (3, 2, 2)), ((1, 9, 3), (1, 3, 2)), ((0, 4, 4), (1, 2, 1)))):
+        batch = replace(batch_of(case), widths=kept, asked=asked)
+        scene = scene_of(world, batch, case.seed + turn)
+        found.append(_measured(run_eagerly(scene, case) if captured is None else captured.run(scene, case)))
+    return nearest(found)

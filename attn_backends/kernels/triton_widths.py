@@ -1,0 +1,55 @@
+"""Rows of the requests of a ragged verify, in whatever kernel packs them: `spec_metadata.fit_widths`, without a sort.
+
+Every program finds where its own request begins by sums over all widths, so that there is no second launch. Widths that
+fit, as they mostly do, are read twice.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _wanted(widths, stride, request, count, width):
+    """Rows that requests ask for, 1 to `width`; 0 of those that are not real, which begin at `count`."""
+    live = request < count
+    given = tl.load(widths + request * stride, mask=live, other=0)
+    return tl.where(live, tl.minimum(tl.maximum(given, 1), width).to(tl.int32), 0)
+
+
+@triton.jit
+def _rows_through(widths, stride, count, width, depth, BLOCK: tl.constexpr):
+    """Rows of all requests down to a depth."""
+    found = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, count, BLOCK):
+        wanted = _wanted(widths, stride, start + tl.arange(0, BLOCK), count, width)
+        found += tl.minimum(wanted, depth)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def fitted_rows(widths, stride, count, request, width, room, BLOCK: tl.constexpr):
+    """Where the rows of a request begin and end, and those of all real ones end, once they are cut to `room` rows: the
+    deepest go first, of equally deep ones those of the later requests. count: real requests.
+    """
+    whole = width
+    through = _rows_through(widths, stride, count, width, whole, BLOCK)
+    while through > room:
+        whole -= 1
+        through = _rows_through(widths, stride, count, width, whole, BLOCK)
+    before, further = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
+    own, own_further, all_further = tl.zeros_like(before), tl.zeros_like(before), tl.zeros_like(before)
+    for start in range(0, count, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        wanted = _wanted(widths, stride, other, count, width)
+        kept, is_further = tl.minimum(wanted, whole), (wanted > whole).to(tl.int32)
+        before += tl.where(other < request, kept, 0)
+        own += tl.where(other == request, kept, 0)
+        further += tl.where(other < request, is_further, 0)
+        own_further += tl.where(other == request, is_further, 0)
+        all_further += is_further
+    left, num_before = room - through, tl.sum(further, axis=0)
+    begin = tl.sum(before, axis=0) + tl.minimum(left, num_before)
+    end = tl.sum(before + own, axis=0) + tl.minimum(left, num_before + tl.sum(own_further, axis=0))
+    return begin, end, through + tl.minimum(left, tl.sum(all_further, axis=0))

@@ -1,0 +1,49 @@
+"""A worker that verifies what its draft is sure of: tokens are those of plain decoding, whatever is cut."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from attn_backends.errors import UnsupportedStepError
+from attn_backends.graphs import RecordedGraph
+from attn_backends_reference.eagle.options import WorkerOptions
+from spec_metadata import Capacity, InvalidStepError
+from tests import serving_laws as laws
+from tests.serving_scenes import CHAIN, NEWLINE, TREE, Arrival, arrivals, eagle_worker, endless
+
+GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
+
+
+@cache
+def scene_of(model: str) -> tuple[list[Arrival], list[list[int]]]:
+    """Requests, some greedy and some sampled, and what plain decoding makes of them."""
+    scene = arrivals(12, 16, 60, 14, seed=5)
+    return scene, endless(model, scene, 14)
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "path", "options"),
+    [
+        ("gqa", "fa3", GRAPH, {"verify_threshold": 0.3, "verify_rows": 7}),
+        ("mla", "flashinfer_mla", {}, {"verify_rows": 6}),
+    ],
+)
+def test_requests_that_come_and_go_get_what_plain_decoding_gives(model, backend, path, options) -> None:
+    capacity = Capacity(6, 112, 8, **CHAIN)
+    settings = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": bool(path)}
+    worker = eagle_worker(model, backend, capacity, **settings, **path, **options)
+    laws.check_scene(worker, *scene_of(model))
+    assert bool(worker.num_graph_steps) == bool(path)
+
+
+def test_where_it_is_refused() -> None:
+    with pytest.raises(UnsupportedStepError, match=r"topk=4 \(the rows of a ragged verify are a chain"):
+        eagle_worker("gqa", "fa3", Capacity(2, 64, 8, **TREE), verify_rows=4)
+    with pytest.raises(UnsupportedStepError, match=r"verifying by confidence.*packed rows"):
+        eagle_worker("mla", "trtllm_mla", Capacity(2, 64, 32, **CHAIN), verify_threshold=0.5)
+    with pytest.raises(InvalidStepError, match="a probability in"):
+        WorkerOptions(verify_threshold=2)
+    with pytest.raises(InvalidStepError, match="verify_rows must be at least 1"):
+        WorkerOptions(verify_rows=0)
