@@ -30,7 +30,7 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
         return
     if isinstance(step.query, BoundedQuery) and min(step.width, step.num_tokens) > capacity.num_draft_tokens:
         raise InvalidStepError(
-            f"a ragged verify of up to {step.width} rows a request; the capacity says num_draft_tokens="
+            f"a ragged verify of up to {step.width} rows per request; the capacity says num_draft_tokens="
             f"{capacity.num_draft_tokens}"
         )
     committed, num_added = _longest(step, capacity)

@@ -2,7 +2,7 @@
 
 Real requests come first. Padded ones have no committed tokens, read the reserved page and write to it. Behind uniform
 rows they have as many rows as the others; behind packed rows they have none, but for the last, which the rows that are
-left over belong to. Where the device decides how many rows a request has, they are packed here (`fit_widths`).
+left over belong to. Where the device decides the number of rows per request, they are packed here (`fit_widths`).
 
 A graph reads a step from static buffers. `static_step` builds a step over them with safe contents (all rows padding),
 `copy_step` fills it from a real step before a replay. `pad_step` makes the same padded layout from fresh tensors, for

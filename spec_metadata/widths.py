@@ -73,8 +73,8 @@ def check_widths(query: BoundedQuery, num_real: int, num_tokens: int | None = No
     for request, width in enumerate(widths):
         if not 1 <= width <= query.width:
             raise InvalidStepError(
-                f"request {request} has a width of {width}; a ragged verify has 1 to {query.width} rows a request, the "
-                "root among them"
+                f"request {request} has a width of {width}; a ragged verify has 1 to {query.width} rows per request, "
+                "the root among them"
             )
     if sum(widths) > room:
         raise InvalidStepError(

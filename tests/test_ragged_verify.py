@@ -261,7 +261,7 @@ def test_what_can_not_be_bound(inputs: dict, bucket, message: str) -> None:
 
 def test_wider_than_the_capacity_or_the_graph() -> None:
     backend = get_backend("fa3")(CAPACITY, GEOMETRY)
-    with pytest.raises(InvalidStepError, match="up to 6 rows a request; the capacity says num_draft_tokens=4"):
+    with pytest.raises(InvalidStepError, match="up to 6 rows per request; the capacity says num_draft_tokens=4"):
         backend.init_forward_metadata(verify(1, 1, 1, width=6))
     meta = backend.capture(CAPACITY.verify_bucket(3, 9), ROWS)
     with pytest.raises(UnsupportedStepError, match=r"captured for \(target_verify bs=3 num_tokens=9\), the step is"):

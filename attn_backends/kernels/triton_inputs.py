@@ -2,8 +2,8 @@
 
 The definition is `spec_metadata.copy_step`. The inputs are read as they come, of either integer type and any stride.
 Write slots that a step leaves out are looked up in its table by the same launch. Of a block table only those pages are
-copied that a request's tokens lie in, committed or written by this step: no form reads what lies behind them, and at a
-long context that would take longer than all else.
+copied that a request's tokens lie in, committed or written by this step: no form reads the entries after them. At a
+long context, copying these would take longer than all else.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def _copy_inputs(
 
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
-    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one, ->
-    what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's tensors lie
-    on one device, so an address will do.
+    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one. It
+    returns what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's
+    tensors lie on one device, so an address is enough.
     """
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)
