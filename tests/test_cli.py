@@ -230,18 +230,19 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
         ("fa3", "gqa", 4),
         ("fa3", "gqa-eagle3", 1),
         ("fa3", "gqa-eagle3", 4),
+        ("fa3", "gqa-block", 1),
         ("flashinfer_mla", "mla-mtp", 1),
         ("dsv4", "v4", 1),
     ]
     assert runs == [((backend,), draft, topk, path) for backend, draft, topk in made for path in ("eager", "graph")]
     written = json.loads(file.read_text())
     assert (written["device"], written["command"]) == ("CPU", "attn-backends demo --json FILE")
-    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 20
+    assert [list(row) for row in written["rows"]] == [FIELDS.split()] * 22
     output = capsys.readouterr().out
-    assert output.count("identical") == 20
+    assert output.count("identical") == 22
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
-    assert output.count("passed over vllm_flash_attn: runs on CUDA devices, not on cpu") == 2, (
-        "by fa3 and by trtllm_mla"
+    assert output.count("passed over vllm_flash_attn: runs on CUDA devices, not on cpu") == 3, (
+        "by fa3, by its run of blocks, which has other phases, and by trtllm_mla"
     )
     assert all(line in output for line in written["kernels"])
 
@@ -268,7 +269,7 @@ def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(mo
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    rows = iter([*[ROW] * 19, row])
+    rows = iter([*[ROW] * 21, row])
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
     assert main(["demo"]) == code
     output = capsys.readouterr().out
