@@ -18,7 +18,7 @@ from spec_metadata.static_inputs import pad_step
 from tests.dsv4_model import REAL, SMALL, Sizes
 
 NUM_STEPS, NUM_DRAFT_TOKENS, MAX_BS = 3, 4, 4
-KINDS = [k for k in StepKind if k is not StepKind.IDLE]
+KINDS = [k for k in StepKind if k not in (StepKind.IDLE, StepKind.DRAFT_BLOCK)]
 SHARED = ("qo_indptr", "request", "page_table")  # by all forwards
 ODD = Sizes(ratio=2, long_ratio=6, window=5, page_size=12)
 

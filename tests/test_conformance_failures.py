@@ -62,7 +62,7 @@ def test_the_most_basic_failures_come_first_with_what_the_check_holds(capsys):
     told = re.findall(
         r"^fail: (\S+) on fa3 \(torch\)\n  (.*)\n  check: (.*)\n  case: .*\n  again: ", output, re.MULTILINE
     )
-    assert [check for check, _, _ in told] == ["math.decode", "math.draft_decode", "math.target_verify"]
+    assert [check for check, _, _ in told] == ["math.decode", "math.draft_decode", "math.draft_block"]
     assert output.count("\nfail: ") == 3
     for check, reason, about in told:
         assert reason.startswith("LSE of forward 0, row 0: ")
