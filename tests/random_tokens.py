@@ -94,7 +94,7 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
     ): "a gate of -inf gives it no weight",
     (
         "spec_metadata/plans/slots.py",
-        "drafted: Tensor | int = 0",
+        "drafted: Drafted = 0",
         "1",
     ): "a plan is always made with it",
     (
