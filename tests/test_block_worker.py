@@ -50,7 +50,7 @@ def block_worker(backend: str, capacity: Capacity, *, checking: bool = True, **o
     ("backend", "page_size", "path", "lag"),
     [
         ("fa3", 16, GRAPH, 1),
-        ("reference", 1, {}, 0),
+        pytest.param("reference", 1, {}, 0, marks=pytest.mark.full),
         pytest.param("fa3", 4, GRAPH | {"planning": "in_graph"}, 0, marks=pytest.mark.full),
         pytest.param(
             "fa3", 16, GRAPH | {"prefill_buckets": (64,), "prefill_graphs": "full"}, 1, marks=pytest.mark.full

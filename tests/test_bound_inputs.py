@@ -62,7 +62,7 @@ LAUNCHES = {
     "ragged": ("decode", "verify tree"),
     "block_table": ("draft chain", "extend"),
     "csr": ("draft tree", "verify chain"),
-    "small": ("draft chain", "extend"),
+    "small": ("decode", "draft chain"),
 }
 
 

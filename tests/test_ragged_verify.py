@@ -149,8 +149,7 @@ def check_same(ours: dict, theirs: dict, case: Ragged, what: str) -> None:
         assert torch.equal(ours[name], tensor), f"{what}, {name}:\n{ours[name]}\n{tensor}"
 
 
-@pytest.mark.parametrize("num_padded", [0, 2])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "num_padded"), list(zip(FORMS, (0, 2), strict=True)))
 def test_the_fused_copy(form: type, num_padded: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = interpreted("triton_inputs", "_copy_inputs")
     for seed, has_slots in product(range(2), (True, False)):
