@@ -139,7 +139,7 @@ def page_ids(row, rows, real, step, bound, page, mask):
     elif bound is None:
         return tl.load(row + page * stride, mask=mask, other=0).to(tl.int32)
     else:
-        live = mask & real & (page < number(step.num_columns))
+        live = mask & (page < tl.where(real, number(step.num_columns), 0))
         ids = tl.load(row + page.to(tl.int64) * stride, mask=live, other=-1)
         inside = (ids >= 0) & (ids < number(bound.num_pages))
         return tl.where(inside, ids.to(tl.int32), number(step.reserved_page))

@@ -34,7 +34,7 @@ def last_request_has_the_padded_rows(patch: pytest.MonkeyPatch) -> None:
     def counted(query, given):
         fill(query, given)
         if given is not None:
-            query.cu_seqlens[len(given.lens_cpu) :] = query.num_tokens
+            query.cu_seqlens[given.shape[0] - 1 :] = query.num_tokens
 
     patch.setattr(static_inputs, "_fill_starts", counted)
 
