@@ -19,6 +19,7 @@ from attn_backends.errors import (
 )
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
@@ -52,6 +53,8 @@ __all__ = [
     "PerToken",
     "Phase",
     "PhaseRunner",
+    "PhaseSet",
+    "PhaseSets",
     "PlanError",
     "RecordedGraph",
     "Schedule",

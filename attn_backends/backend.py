@@ -31,6 +31,7 @@ from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.phases import BackendMemory
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.captured import Captured
@@ -49,8 +50,8 @@ from attn_backends.planning.metadata import (
 from attn_backends.planning.planners import bind_fused, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
+    AnyBucket,
     BoundInputs,
-    Bucket,
     Buffers,
     BufferSpec,
     CacheGeometry,
@@ -58,7 +59,6 @@ from spec_metadata import (
     Paging,
     Step,
     StepKind,
-    TokenBucket,
     input_specs,
     misfit,
     static_step,
@@ -104,10 +104,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         memory: StaticMemory | None = None,
         checking: bool = False,
     ) -> None:
-        self.capacity = capacity
-        self.geometry = geometry
-        self.device = torch.device(device)
-        self.checking = checking
+        self.capacity, self.geometry = capacity, geometry
+        self.device, self.checking = torch.device(device), checking
         workload = replace(workload or Workload(geometry.page_size), capacity=capacity)
         self.choices = choose_kernels(self.name, self.kernels, kernel, self.device, workload)
         self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
@@ -160,25 +158,24 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
     def capture(
-        self, bucket: Bucket | TokenBucket, paging: Paging, inputs: BoundInputs | None = None
+        self, bucket: AnyBucket, paging: Paging, inputs: BoundInputs | None = None, within: PhaseSet | None = None
     ) -> Metadata[Plan]:
         """Static metadata of a bucket for a graph. paging: the engine's table, read in place.
 
         Every row is padding until `replay` copies a step. inputs: buffers of the engine's own that `refresh` reads
         instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay. Phases stay
         planned side by side, those that read one table in place for the same requests; buckets of a phase take turns.
+        within: a set of phases that takes turns with others, as a whole (`PhaseSets`).
         """
         check_capture(bucket, paging, self.capacity)
         check_bound(inputs, bucket, paging, self.capacity)
-        if bucket.bs > self.capacity.max_bs:
-            raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
         if inputs is not None:
             reasons = reasons or self.kernel_of(bucket.kind).bound_reasons(bucket.kind)
         if reasons:
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
-        phase = self._memory.phase(bucket, paging, bound=inputs is not None)
+        phase = self._memory.phase(bucket, paging, bound=inputs is not None, within=within)
         buffers = phase.view(self._memory.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
@@ -271,7 +268,7 @@ class AttentionBackend(ABC, Generic[Plan]):
             reasons.append(f"tensors on {step.device} (the backend was built for {self.device})")
         return reasons
 
-    def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
+    def capture_reasons(self, bucket: AnyBucket) -> list[str]:
         """Why the kernel of a bucket's kind can't be captured in it; empty if it can."""
         kernel = self.kernel_of(bucket.kind)
         reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
@@ -283,6 +280,10 @@ class AttentionBackend(ABC, Generic[Plan]):
         engine's form.
         """
         return self._memory.sizes(paging)
+
+    def captured_bytes(self, bucket: AnyBucket, paging: Paging) -> int:
+        """Bytes that the phase of a bucket takes in a set of phases, but for its kernel's workspaces."""
+        return self._memory.own_bytes(bucket, paging)
 
     def check_buffers(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer."""
@@ -318,7 +319,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         forwards = (None,) if self.prefix_only else range(step.num_forwards)
         return self.kernel_of(step.kind).host_lens(self.name, step, bs, forwards)
 
-    def _static_specs(self, bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
+    def _static_specs(self, bucket: AnyBucket, paging: Paging) -> tuple[BufferSpec, ...]:
         return (*input_specs(bucket, paging), WRITE_SLOTS, *self.buffers(bucket.kind))
 
     def _shape_of(

@@ -21,6 +21,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph, PiecewiseGraph
+from attn_backends.memory.phase_sets import PhaseSet, aligned
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
@@ -99,6 +100,8 @@ class Runner(ABC, Generic[Inputs, Outputs]):
     sizes: what to capture, as the phase's `bucket` counts it; none for a runner that is always eager. make_graph: how.
     """
 
+    _sharing: Any = None  # a graph whose memory the first one may reuse
+
     def __init__(
         self,
         phase: AnyPhase[Any, Inputs, Outputs],
@@ -114,8 +117,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if make_graph is None:
             raise CaptureError(f"phase {phase.name}: buckets {list(sizes)} were given and no graph to capture with")
         buckets = {size: phase.bucket(size) for size in sorted(set(sizes), reverse=True)}
-        largest = phase.safe_inputs(max(sizes))
-        before: Any = None
+        largest, before = self._static_inputs(phase.safe_inputs(max(sizes))), self._sharing
         for size, bucket in buckets.items():  # largest first: the others share its memory, for results are copied
             inputs = _trim(largest, bucket.bs, bucket.num_tokens)
             self._captured[size] = self._capture(bucket, inputs, make_graph, before)
@@ -130,9 +132,17 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if not fitting:
             return StepResult(self._own(self._run_eagerly(step, inputs), step), None)
         captured = self._captured[min(fitting)]
+        self._prepare()
         self._copy(captured.inputs, inputs)
         captured.replay(step)
         return StepResult(self._own(captured.outputs, step), captured.bucket)
+
+    def _prepare(self) -> None:
+        """Before static inputs are written."""
+
+    def _static_inputs(self, inputs: Inputs) -> Inputs:
+        """The inputs of graphs, where they stay."""
+        return inputs
 
     @abstractmethod
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
@@ -184,8 +194,9 @@ class PhaseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of which a graph holds all, attention too: of uniform rows, or one that `whole` made.
 
     buckets: sizes to capture. paging: the engine's table, which a graph reads in place. planning: "before" a graph
-    runs, or "in_graph", as its first node, which a backend in checking mode can't. Raises `UnsupportedStepError` if the
-    kernel can't be captured.
+    runs, or "in_graph", as its first node, which a backend in checking mode can't. within: a set of phases that takes
+    turns with others. sharing: another set's runner, whose graphs' memory its own may reuse: they never run at once.
+    Raises `UnsupportedStepError` if the kernel can't be captured.
     """
 
     def __init__(
@@ -196,14 +207,26 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         buckets: Sequence[int] = (),
         make_graph: Callable[[], Graph] | None = None,
         planning: Planning = "before",
+        within: PhaseSet | None = None,
+        sharing: PhaseRunner[Any, Any] | None = None,
     ) -> None:
-        self._region, self._paging, self._planning = phase.region, paging, planning
+        self._region, self._paging, self._planning, self._within = phase.region, paging, planning, within
+        if sharing is not None and sharing._captured:
+            self._sharing = sharing._captured[min(sharing._captured)].graph
         if buckets and planning == "in_graph" and backend.checking:
             raise CaptureError(
                 f"phase {phase.name}: planning is 'in_graph' and {backend.name} checks, which reads the device; no "
                 "graph can hold that. Plan 'before', or build the backend without checking"
             )
         super().__init__(phase, backend, buckets, make_graph)
+
+    def _prepare(self) -> None:
+        if self._within is not None:
+            self._within.revive()
+
+    def _static_inputs(self, inputs: Inputs) -> Inputs:
+        within = self._within
+        return inputs if within is None else _map(inputs, lambda tensor, _: within.like(tensor))
 
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
         return self._region(self.backend.init_forward_metadata(step), inputs)
@@ -212,7 +235,8 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
     ) -> _Captured[Inputs, Outputs]:
         graph, backend = make_graph(), self.backend
-        meta, plans_itself = backend.capture(bucket, self._paging), self._planning == "in_graph"
+        meta = backend.capture(bucket, self._paging, within=self._within)
+        plans_itself = self._planning == "in_graph"
 
         def region() -> Outputs:
             if plans_itself:
@@ -228,6 +252,18 @@ class PhaseRunner(Runner[Inputs, Outputs]):
 
         outputs = graph.capture(region, before)
         return _Captured(bucket, inputs, outputs, graph, replay)
+
+
+def bytes_in_set(
+    phase: Phase[Inputs, Outputs], backend: AttentionBackend, paging: Paging, buckets: Sequence[int]
+) -> int:
+    """Bytes that a captured phase takes in a set of phases: its inputs, and what its backend plans into."""
+    if not buckets:
+        return 0
+    given = phase.safe_inputs(max(buckets))
+    inputs = [getattr(given, name) for name in classify(type(given))]
+    of_inputs = sum(aligned(each.numel() * each.element_size()) for each in inputs)
+    return of_inputs + aligned(backend.captured_bytes(phase.bucket(max(buckets)), paging))
 
 
 def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:

@@ -23,7 +23,7 @@ from spec_metadata.buffers import (
     Producer,
     allocate,
 )
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket
+from spec_metadata.capacity import AnyBucket, Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import HostBounds, Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
@@ -56,6 +56,7 @@ __all__ = [
     "ONE",
     "WIDTH",
     "Acceptance",
+    "AnyBucket",
     "Arena",
     "BlockTable",
     "BoundInputs",

@@ -6,7 +6,7 @@ numbers that buffer sizes are expressions of (`spec_metadata.buffers`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral
 
@@ -74,6 +74,24 @@ class Capacity:
                 f"num_extended must be in [{self.max_accepted}, {self.num_draft_tokens}], from the longest accepted "
                 f"path to num_draft_tokens; got {self.num_extended}"
             )
+
+    def with_draft(self, topk: int, num_steps: int, num_draft_tokens: int) -> Capacity:
+        """The capacity of a set of steps within this one: its buckets are captured by backends that were built for this
+        one. Raises `InvalidStepError` for a larger draft.
+        """
+        found = replace(
+            self, topk=topk, num_steps=num_steps, num_draft_tokens=num_draft_tokens, num_extended=None, block_size=None
+        )
+        sizes = ("topk", "num_steps", "num_draft_tokens", "draft_room")
+        larger = [
+            f"{n}={getattr(found, n)} > {getattr(self, n)}" for n in sizes if getattr(found, n) > getattr(self, n)
+        ]
+        if larger:
+            raise InvalidStepError(
+                f"a set of topk={topk}, num_steps={num_steps}, num_draft_tokens={num_draft_tokens} is larger than the "
+                f"capacity: {', '.join(larger)}. Build the capacity for the largest of each, or drop the set"
+            )
+        return found
 
     @property
     def max_tree_nodes(self) -> int:
@@ -211,7 +229,10 @@ class TokenBucket:
         return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
 
 
-def check_bucket(bucket: Bucket | TokenBucket) -> None:
+AnyBucket = Bucket | TokenBucket
+
+
+def check_bucket(bucket: AnyBucket) -> None:
     """Refuse what is no bucket, or one without requests or rows."""
     if not isinstance(bucket, Bucket | TokenBucket) or not isinstance(bucket.kind, StepKind):
         raise InvalidStepError(
@@ -248,7 +269,7 @@ class Extent:
         return self.max_pages * self.page_size
 
     @classmethod
-    def of_bucket(cls, bucket: Bucket | TokenBucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
+    def of_bucket(cls, bucket: AnyBucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
         """Extent of a captured step: everything at the bucket's size and the whole capacity of context.
 
         num_pages: of the cache; int32's own range where it is not known.

@@ -22,11 +22,13 @@ class Options(BaseModel):
 
 ALLOWED = {
     "int_type": "a whole number",
+    "float_type": "a number",
     "string_type": "a string",
     "tuple_type": "a list",
     "model_type": "a table",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
     "too_short": "a list of {min_length} or more",
 }
 """What a value may be, in words, by the kind of pydantic's error; every kind that a form here can give."""

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_sets import InSet, shallower, verifies
 from attn_backends.conformance.checks_turns import in_pairs, same_pages
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
-from attn_backends.conformance.exercise import Captured, Ran, prepare_memory, setup_of, world_of
+from attn_backends.conformance.exercise import Captured, Ran, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.layer import AttentionOutput
+from attn_backends.memory.phase_sets import PhaseSets
 
 _ROOM_BYTES = 2**28
 _GRAPH_DELAY, _PLANNING_DELAY = 20, 200  # passes over it: milliseconds, in which the host launches all the rest
@@ -61,6 +63,40 @@ def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
     return nearest(found)
+
+
+def _sets_on_a_gpu(subject: Subject) -> list[Case]:
+    return verifies(subject) if subject.device.startswith("cuda") else []
+
+
+@check("streams.sets_switch_behind_reads", _sets_on_a_gpu)
+def sets_switch_behind_reads(subject: Subject, case: Case) -> Measured:
+    """Another set of phases is planned on a second stream while a graph of the last one, delayed, still runs."""
+    world, room = world_of(setup_of(subject, case)), torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device=subject.device)
+    sets, batch = PhaseSets(world.device), batch_of(case)
+    first, second = (InSet(each, case, sets.add()) for each in (world, shallower(world)))
+    places = case.seed, world.table.shape[1]
+    scenes = [scene_of(phase.world, batch, case.seed + i, *places) for i, phase in enumerate((first, second))]
+    memory, found = [prepare_memory(scene, case) for scene in scenes], []
+    first.load(scenes[0])
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(main)
+    for phase, scene, before in zip((first, second), scenes, memory, strict=True):
+        if phase is second:
+            with torch.cuda.stream(side):
+                second.load(scene)
+            main.wait_stream(side)
+        world.memory.copy_(before)
+        _delay(room, _GRAPH_DELAY)
+        phase.graph.replay()
+        outputs = [AttentionOutput(out.clone(), lse.clone()) for out, lse in phase.outputs]
+        ran = Ran(scene, phase.static, outputs, before, phase.meta)
+        sets.reads_end()
+        found.append((ran, world.memory.clone()))
+    for ran, after in found:
+        world.memory.copy_(after)
+        compare_memory(ran.scene, ran.before, padded=True)
+    return nearest([compare_outputs(ran.scene, ran.inputs, ran.outputs) for ran, _ in found])
 
 
 def wait_for(planning: torch.cuda.Stream) -> None:

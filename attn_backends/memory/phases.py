@@ -10,10 +10,11 @@ import torch
 from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.errors import CaptureError
 from attn_backends.kernels.device_memory import room_for
+from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.static_memory import SharedTable, StaticMemory
 from spec_metadata import (
+    AnyBucket,
     Arena,
-    Bucket,
     Buffers,
     BufferSpec,
     CacheGeometry,
@@ -22,7 +23,6 @@ from spec_metadata import (
     Paging,
     RequestTable,
     StepKind,
-    TokenBucket,
 )
 from spec_metadata.buffers import Layout, allocation_size
 
@@ -44,7 +44,8 @@ class PhaseMemory:
 
     Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
     tables. largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers.
-    planned: what was captured in it and planned last. tables: those of arenas that it shares.
+    planned: what was captured in it and planned last. tables: those of arenas that it shares. within: the set whose
+    memory it lies in, None for its own.
     """
 
     arenas: tuple[Arena, ...]
@@ -52,6 +53,13 @@ class PhaseMemory:
     tables: tuple[SharedTable, ...] = field(default=(), repr=False)
     workspaces: dict[Hashable, Arena] = field(default_factory=dict)
     planned: object = None
+    within: PhaseSet | None = None
+
+    @property
+    def own(self) -> tuple[Arena, ...]:
+        """Its arenas but for shared tables."""
+        shared = [table.arena for table in self.tables]
+        return *(arena for arena in self.arenas if arena not in shared), *self.workspaces.values()
 
     def view(self, extent: Extent) -> Buffers:
         """The buffers of a bucket."""
@@ -62,6 +70,17 @@ class PhaseMemory:
         """Make the contents those of fresh buffers."""
         for arena in self.arenas:
             arena.reset()
+
+    def renew(self) -> None:
+        """Make what is its own that of fresh buffers: another set's lay there."""
+        for arena in self.own:
+            arena.reset()
+
+    def forget(self) -> None:
+        """It holds no step: another set is about to lie there."""
+        self.planned = None
+        for table in self.tables:
+            table.planned.pop(self, None)
 
 
 @dataclass(eq=False)
@@ -76,7 +95,7 @@ class BackendMemory:
     capacity: Capacity
     geometry: CacheGeometry
     device: torch.device
-    specs: Callable[[Bucket | TokenBucket, Paging], tuple[BufferSpec, ...]]
+    specs: Callable[[AnyBucket, Paging], tuple[BufferSpec, ...]]
     kinds: Iterable[StepKind]
     tables: StaticMemory
     checking: bool
@@ -85,7 +104,7 @@ class BackendMemory:
     _layouts: dict[Hashable, Layout] = field(default_factory=dict, init=False)
     _fresh: Arena | None = field(default=None, init=False)
 
-    def extent(self, bucket: Bucket | TokenBucket) -> Extent:
+    def extent(self, bucket: AnyBucket) -> Extent:
         """The sizes of a captured step."""
         return Extent.of_bucket(bucket, self.capacity, self.geometry.num_pages)
 
@@ -102,15 +121,28 @@ class BackendMemory:
                     found[SHARED if spec.shared else kind][spec.name] = spec.num_bytes(self.extent(bucket))
         return found
 
-    def phase(self, bucket: Bucket | TokenBucket, paging: Paging, *, bound: bool) -> PhaseMemory:
-        """The memory of a bucket's phase. bound: whether the engine's table is read in place whatever its form."""
+    def phase(self, bucket: AnyBucket, paging: Paging, *, bound: bool, within: PhaseSet | None = None) -> PhaseMemory:
+        """The memory of a bucket's phase. bound: whether the engine's table is read in place whatever its form. within:
+        the set that the phase is of.
+        """
         self.check()
+        if bucket.bs > self.capacity.max_bs:
+            raise CaptureError(f"bucket ({bucket}) is larger than max_bs={self.capacity.max_bs} of the capacity")
         in_place = bound or isinstance(paging, RequestTable)
         largest = replace(bucket, bs=self.capacity.max_bs)
-        key = largest, type(paging), in_place and (paging.table.data_ptr(), paging.table.stride())
+        key = within, largest, type(paging), in_place and (paging.table.data_ptr(), paging.table.stride())
         if key not in self._phases:
-            self._phases[key] = self._allocate(largest, paging, in_place and not self.checking)
+            self._phases[key] = made = self._allocate(largest, paging, in_place and not self.checking, within)
+            if within is not None:
+                within.members.append(made)
         return self._phases[key]
+
+    def own_bytes(self, bucket: AnyBucket, paging: Paging) -> int:
+        """Bytes that a bucket's phase allocates beside shared tables, which it reads in place if it can."""
+        largest = replace(bucket, bs=self.capacity.max_bs)
+        shares = isinstance(paging, RequestTable) and not self.checking
+        own = [spec for spec in self.specs(largest, paging) if not (shares and spec.shared)]
+        return allocation_size(own, self.extent(largest), checking=self.checking)
 
     def of_kernel(self, kernel: Kernel, extent: Extent, phase: PhaseMemory | None, shape: LayerShape) -> Buffers:
         """The workspaces of a kernel for one shape of layers, and its scratch. phase: of a captured step, None of an
@@ -121,8 +153,7 @@ class BackendMemory:
         else:
             key = kernel.name, shape
             if key not in phase.workspaces:
-                made = Arena(kernel.workspaces, phase.largest, self.device, checking=self.checking)
-                phase.workspaces[key] = made
+                phase.workspaces[key] = self._arena(kernel.workspaces, phase.largest, phase.within)
             own = phase.workspaces[key].view(extent)
         if kernel.name not in self._scratch:
             self._scratch[kernel.name] = Arena(kernel.scratch, extent, self.device)
@@ -146,12 +177,20 @@ class BackendMemory:
         """In checking mode: raise if anybody wrote next to a static buffer, or next to the fresh ones made last."""
         if not self.checking:
             return
-        arenas = [each for phase in self._phases.values() for each in (*phase.arenas, *phase.workspaces.values())]
+        alive = [phase for phase in self._phases.values() if phase.within is None or phase.within.is_alive]
+        arenas = [each for phase in alive for each in (*phase.arenas, *phase.workspaces.values())]
         arenas += [] if self._fresh is None else [self._fresh]
         if broken := [name for arena in arenas for name in arena.check_guards()]:
             raise CaptureError(f"{self.owner}: guard words next to {broken} were overwritten")
 
-    def _allocate(self, largest: Bucket | TokenBucket, paging: Paging, shares: bool) -> PhaseMemory:
+    def _arena(self, specs: Iterable[BufferSpec], extent: Extent, within: PhaseSet | None) -> Arena:
+        """Buffers of their own, or of a set."""
+        specs = tuple(specs)
+        size = allocation_size(specs, extent, checking=self.checking)
+        memory = None if within is None else within.memory(size)
+        return Arena(specs, extent, self.device, checking=self.checking, memory=memory)
+
+    def _allocate(self, largest: AnyBucket, paging: Paging, shares: bool, within: PhaseSet | None) -> PhaseMemory:
         """Memory of a phase. shares: its tables with others; in checking mode it does not, so that what a planner
         leaves unwritten shows.
         """
@@ -163,11 +202,11 @@ class BackendMemory:
         needed = allocation_size(own, extent, checking=self.checking) + allocation_size(missing, extent)
         sizes = {spec.name: spec.num_bytes(extent) for spec in (*own, *missing)}
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):
-            arena = Arena(own, extent, self.device, checking=self.checking)
+            arena = self._arena(own, extent, within)
             tables = tuple(self.tables.table(spec, *place) for spec in shared)
-            return PhaseMemory((arena, *(table.arena for table in tables)), extent, tables)
+            return PhaseMemory((arena, *(table.arena for table in tables)), extent, tables, within=within)
 
-    def _too_large(self, bucket: Bucket | TokenBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
+    def _too_large(self, bucket: AnyBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
         listed = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
         return (
             f"{self.owner} ({bucket}): static buffers need {needed:,} bytes and {found} ({listed}); lower max_bs or "

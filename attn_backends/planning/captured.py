@@ -78,6 +78,8 @@ class Captured:
     def take_phase(self) -> None:
         """Have its phase hold its step, and that of no other bucket. A graph that is recorded around it does so too."""
         repeat_at_replays(self.take_phase)
+        if self.phase.within is not None:
+            self.phase.within.revive()
         self.phase.planned = self
 
     def check_phase(self) -> None:
@@ -87,11 +89,10 @@ class Captured:
         repeat_at_replays(self._check_replay)
         other = self.phase.planned
         if other is not self:
-            assert isinstance(other, Captured), "a phase is planned from its first capture"
-            raise CaptureError(
-                f"metadata of ({self.bucket}) was overwritten by a replay or capture of ({other.bucket}), which is of "
-                "the same phase: replay it again"
-            )
+            by = "by another set of phases, which takes turns with its own"
+            if isinstance(other, Captured):
+                by = f"by a replay or capture of ({other.bucket}), which is of the same phase"
+            raise CaptureError(f"metadata of ({self.bucket}) was overwritten {by}: replay it again")
 
     def _check_replay(self) -> None:
         """Before a recorded graph runs. Reads rows, which a CUDA graph's host does not."""

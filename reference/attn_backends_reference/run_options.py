@@ -9,6 +9,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from attn_backends.config.backend_files import Count
 from attn_backends.config.toml_options import Options
+from attn_backends_reference.eagle.adaptive import AdaptiveSteps
+from attn_backends_reference.eagle.requests import DraftShape
 from spec_metadata import Capacity, StepKind
 
 PHASES = {
@@ -43,13 +45,44 @@ class PhaseNames(Options):
         return tuple(dict.fromkeys(map(self.of, PHASES)))
 
 
+class SetOptions(Options):
+    """A set of steps, in the words of `EagleOptions`."""
+
+    topk: Count
+    num_steps: Count
+    num_draft_tokens: Count
+
+
+class CostOptions(Options):
+    """Milliseconds of a cycle of each set with so many requests."""
+
+    bs: Count
+    ms: Annotated[tuple[float, ...], Field(strict=False)]
+
+
+class AdaptiveOptions(Options):
+    """Sets of steps, and what chooses one for each cycle: `AdaptiveSteps`."""
+
+    sets: Annotated[tuple[SetOptions, ...], Field(min_length=1, strict=False)]
+    cycle_ms: Annotated[tuple[CostOptions, ...], Field(min_length=1, strict=False)]
+    window: Count = 8
+    margin: Annotated[float, Field(ge=0)] = 0.02
+
+    @property
+    def steps(self) -> AdaptiveSteps:
+        """What a worker takes."""
+        sets = tuple(DraftShape(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets)
+        return AdaptiveSteps(sets, {each.bs: each.ms for each in self.cycle_ms}, self.window, self.margin)
+
+
 class EagleOptions(Options):
     """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
 
     worker: "eagle", one draft for all steps, "mtp", a module for each, or "block", all in one forward. draft_graphs: of
     "mtp", "one" graph for all modules (the default) or one "per_module". verify_threshold: of "eagle" with topk = 1,
     least probability that the draft gives to the path of a row that is verified; verify_rows: rows of a verify at most,
-    of all requests, at least one each. Without both, all that is drafted is verified.
+    of all requests, at least one each. Without both, all that is drafted is verified. adaptive: of "eagle", sets of
+    steps within these sizes, one for each cycle; None drafts as these sizes say.
     """
 
     worker: Literal["eagle", "mtp", "block"] = "eagle"
@@ -59,6 +92,20 @@ class EagleOptions(Options):
     draft_graphs: Literal["one", "per_module"] | None = None
     verify_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     verify_rows: Count | None = None
+    adaptive: AdaptiveOptions | None = None
+
+    @field_validator("adaptive")
+    @classmethod
+    def _is_within_the_sizes(cls, value: AdaptiveOptions | None, info: ValidationInfo) -> AdaptiveOptions | None:
+        if value is None or not {"topk", "num_steps", "num_draft_tokens"} <= info.data.keys():
+            return value
+        if (worker := info.data.get("worker")) != "eagle":
+            raise ValueError(f"worker = {worker!r} drafts one number of tokens; worker = 'eagle' adapts")
+        if info.data.get("verify_threshold") is not None or info.data.get("verify_rows") is not None:
+            raise ValueError("verify_threshold and verify_rows cut each request's draft; leave them or this out")
+        sizes = (info.data[name] for name in ("topk", "num_steps", "num_draft_tokens"))
+        value.steps.capacities(Capacity(1, 1, 1, *sizes))
+        return value
 
     @field_validator("verify_threshold", "verify_rows")
     @classmethod

@@ -180,8 +180,8 @@ def keep_captures(patch: pytest.MonkeyPatch, key: Callable[[Bucket], object]) ->
     planned: dict[int, dict[str, Tensor]] = {}
     capture, refresh = AttentionBackend.capture, AttentionBackend.refresh
 
-    def keeping(self: AttentionBackend, bucket: Bucket, paging: Paging) -> Metadata:
-        meta = kept[key(bucket)] = capture(self, bucket, paging)
+    def keeping(self: AttentionBackend, bucket: Bucket, paging: Paging, **options: Any) -> Metadata:
+        meta = kept[key(bucket)] = capture(self, bucket, paging, **options)
         names = [spec.name for spec in self.buffers(bucket.kind)]
         planned[id(meta.buffers)] = {name: meta.buffers[name].clone() for name in names}
         return meta

@@ -21,8 +21,9 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache
 from attn_backends.contract.kernel import LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
-from spec_metadata import BoundInputs, Bucket, Buffers, BufferSpec, Paging, Step, StepKind, TokenBucket
+from spec_metadata import AnyBucket, BoundInputs, Bucket, Buffers, BufferSpec, Paging, Step, StepKind
 
 NOWHERE = -1  # in place of a slot: the length counts it, and the table ends before it
 
@@ -188,10 +189,10 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
         return meta
 
     def capture(
-        self, bucket: Bucket | TokenBucket, paging: Paging, inputs: BoundInputs | None = None
+        self, bucket: AnyBucket, paging: Paging, inputs: BoundInputs | None = None, within: PhaseSet | None = None
     ) -> Metadata[ForeignPlan]:
         """Metadata of a graph."""
-        meta = super().capture(bucket, paging, inputs)
+        meta = super().capture(bucket, paging, inputs, within)
         assert isinstance(bucket, Bucket), "foreign kernels declare no graphs of packed rows"
         _held(meta).step = self.plan_captured(bucket)
         return meta

@@ -170,6 +170,8 @@ def _check(draft: BlockModel, capacity: Capacity, options: WorkerOptions) -> Non
         reasons.append(f"{shape} (the draft's block has {size} rows: the root and {size - 1} masks)")
     if capacity.num_rerun or capacity.block_width != size:
         reasons.append(f"num_rerun={capacity.num_rerun}, block_size={capacity.block_size} (a block runs once, whole)")
+    if options.adaptive is not None:
+        reasons.append("adaptive steps (a block has the draft's own number of masks)")
     if options.placeholder_token is not None:
         reasons.append("prompts with embeddings (a block's root is a token)")
     longest = capacity.max_context + capacity.draft_room

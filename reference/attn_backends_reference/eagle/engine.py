@@ -183,6 +183,7 @@ class Engine:
             draft_graphs=(eagle and eagle.draft_graphs) or "one",
             verify_threshold=eagle.verify_threshold if eagle else None,
             verify_rows=eagle.verify_rows if eagle else None,
+            adaptive=eagle.adaptive.steps if eagle and eagle.adaptive else None,
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -65,15 +65,24 @@ class Launch:
     """One step of a batch, launched.
 
     tokens: [bs, n] int64, what each request may emit. counts: [bs], how many of them it does, known to the host or not.
+    on_read: gets the counts when they are read.
     """
 
-    def __init__(self, tokens: Tensor, counts: Tensor | Sequence[int], timings: Timings) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        counts: Tensor | Sequence[int],
+        timings: Timings,
+        on_read: Callable[[list[int]], None] | None = None,
+    ) -> None:
         self._known = None if isinstance(counts, Tensor) else list(counts)
         self._copy = HostCopy(tokens, counts) if isinstance(counts, Tensor) else HostCopy(tokens)
-        self._timings = timings
+        self._timings, self._on_read = timings, on_read
 
     def read(self) -> tuple[list[list[int]], dict[str, float]]:
         """What each request emitted, and the seconds of each phase; waits for the step."""
         tokens, *copied = self._copy.read()
         counts = copied[0] if self._known is None else self._known
+        if self._on_read is not None:
+            self._on_read(counts)
         return [row[:count] for row, count in zip(tokens, counts, strict=True)], self._timings.seconds()

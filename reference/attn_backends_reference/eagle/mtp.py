@@ -68,6 +68,9 @@ class MtpWorker(SpeculativeWorker):
         if options.verifies_by_confidence:
             reasons = ["modules keep no probabilities of what they draft"]
             raise UnsupportedStepError("multi-layer MTP that verifies by confidence", reasons, "EagleWorker")
+        if options.adaptive is not None:
+            reasons = ["adaptive steps (a module for each step, which all run)"]
+            raise UnsupportedStepError("multi-layer MTP", reasons, "EagleWorker")
         super().__init__(target, backends, capacity, geometry, options)
         self._check_lag({StepKind.TARGET_VERIFY: backends.verify, StepKind.DRAFT_EXTEND: backends.draft_extend})
         self._check_window()

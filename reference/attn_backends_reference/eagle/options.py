@@ -12,6 +12,7 @@ import torch
 from attn_backends.backend import AttentionBackend
 from attn_backends.graphs import Graph
 from attn_backends.runner import Planning
+from attn_backends_reference.eagle.adaptive import AdaptiveSteps
 from spec_metadata import InvalidStepError
 from spec_metadata.widths import check_threshold
 
@@ -43,6 +44,7 @@ class WorkerOptions:
     them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first
     node. verify_threshold: least probability that the draft gives to the path of a row that is verified; verify_rows:
     rows of a verify at most, at least one per request. Either makes verifies of chains ragged (None: not).
+    adaptive: sets of steps, one for each cycle (None: it drafts as the capacity says).
     """
 
     buckets: tuple[int, ...] = ()
@@ -59,6 +61,7 @@ class WorkerOptions:
     planning: Planning = "before"
     verify_threshold: float | None = None
     verify_rows: int | None = None
+    adaptive: AdaptiveSteps | None = None
 
     @property
     def verifies_by_confidence(self) -> bool:

@@ -146,12 +146,15 @@ class Model(Generic[M]):
         return ForwardAttention(self.backend, self.caches, forward, self.model.layers)
 
 
-def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftState, Drafted]:
-    """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes."""
+def draft_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0) -> Phase[DraftState, Drafted]:
+    """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes.
+
+    num_best: tokens of depth 1 that a state has, best first (0: topk).
+    """
     topk, hidden_size = capacity.topk, draft.model.hidden_size
 
     def region(meta: Metadata, state: DraftState) -> Drafted:
-        beams = DraftBeams.start(state.tokens, state.log_probs)
+        beams = DraftBeams.start(state.tokens[:, :topk], state.log_probs[:, :topk])
         hidden = state.hidden.unsqueeze(1).expand(-1, topk, -1)
         for i in range(capacity.num_steps - 1):
             of_parent = beams.parent_branches.unsqueeze(2).expand(-1, -1, hidden_size)
@@ -166,11 +169,11 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[DraftStat
         return Drafted(tree.tokens, tree.parents, tree.depths, tree.mask, scores)
 
     def safe_inputs(bs: int) -> DraftState:
-        ids = torch.zeros(bs, topk, dtype=torch.int64, device=draft.model.device)
+        ids = torch.zeros(bs, num_best or topk, dtype=torch.int64, device=draft.model.device)
         return DraftState(
             root=ids[:, 0].clone(),
             tokens=ids,
-            log_probs=torch.zeros(bs, topk, dtype=torch.float32, device=draft.model.device),
+            log_probs=torch.zeros(bs, num_best or topk, dtype=torch.float32, device=draft.model.device),
             hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
         )
 
@@ -207,8 +210,8 @@ def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[Verify
     return Phase("verify", region, safe_inputs, Accepted, lambda bs: capacity.bucket(StepKind.TARGET_VERIFY, bs))
 
 
-def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted, DraftState]:
-    """The draft catches up over the accepted path, and scores depth 1 at its last row."""
+def extend_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0) -> Phase[Accepted, DraftState]:
+    """The draft catches up over the accepted path, and scores depth 1 at its last row. num_best: of `draft_phase`."""
     max_accepted, hidden_size = capacity.max_accepted, draft.model.hidden_size
 
     def region(meta: Metadata, accepted: Accepted) -> DraftState:
@@ -217,7 +220,7 @@ def extend_phase(draft: Model[DraftModel], capacity: Capacity) -> Phase[Accepted
         out = draft.model.forward(accepted.tokens.reshape(-1), rows, token_positions(meta.step), attention)
         last = (accepted.num_accepted.long() - 1).clamp_min(0).view(-1, 1, 1).expand(-1, -1, hidden_size)
         hidden = out.view(-1, max_accepted, hidden_size).gather(1, last).squeeze(1)
-        log_probs, tokens = best_drafts(draft.model, hidden, capacity.topk)
+        log_probs, tokens = best_drafts(draft.model, hidden, num_best or capacity.topk)
         return DraftState(root=accepted.tokens[:, -1], tokens=tokens, log_probs=log_probs, hidden=hidden)
 
     def safe_inputs(bs: int) -> Accepted:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import Phase
@@ -42,6 +43,23 @@ def ragged_query(drafted: Drafted, capacity: Capacity, options: WorkerOptions) -
     bound, real = num_rows(capacity, options, bs), drafted.scores.new_ones(bs, dtype=torch.bool)
     widths = confident_widths(drafted.scores, options.verify_threshold or 0.0, bound, real)
     return BoundedQuery(widths, bound, capacity.num_draft_tokens)
+
+
+def verify_phase_of(
+    target: Model[TargetModel], capacity: Capacity, options: WorkerOptions
+) -> Phase[VerifyInputs, Accepted]:
+    """The verify of all drafted tokens, or of those that the draft is sure of."""
+    if not options.verifies_by_confidence:
+        return verify_phase(target, capacity)
+    reasons = target.backend.capture_reasons(capacity.verify_bucket(1, capacity.num_draft_tokens))
+    if capacity.topk > 1:
+        reasons = [f"topk={capacity.topk} (the rows of a ragged verify are a chain: topk=1)", *reasons]
+    if options.adaptive is not None:
+        reasons = ["adaptive steps (they cut every draft of a cycle alike)", *reasons]
+    if reasons:
+        nearest = "no verify_threshold and verify_rows, which verifies all that is drafted"
+        raise UnsupportedStepError("verifying by confidence", reasons, nearest)
+    return ragged_verify_phase(target, capacity, options)
 
 
 def ragged_verify_phase(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -21,20 +22,18 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner, whole
+from attn_backends_reference.eagle.adaptive import StepPolicy
 from attn_backends_reference.eagle.embeddings import EmbeddingForm
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.multimodal import MultimodalPrefill
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import (
-    Accepted,
     DecodeInputs,
     Model,
     VerifyInputs,
     by_name,
     decode_phase,
     draft_phase,
-    extend_phase,
-    verify_phase,
 )
 from attn_backends_reference.eagle.prefill_phases import (
     DraftPrefillInputs,
@@ -44,9 +43,10 @@ from attn_backends_reference.eagle.prefill_phases import (
     prefill_phase,
 )
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.ragged import ragged_query, ragged_verify_phase
+from attn_backends_reference.eagle.ragged import ragged_query
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.slots import SlotAllocator
+from attn_backends_reference.eagle.step_sets import StepSets
 from attn_backends_reference.eagle.tables import keep, kept
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
@@ -140,9 +140,13 @@ class TargetWorker:
         """The inputs of a phase of prefill, with what came with the prompts if this worker takes embeddings."""
         return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
 
-    def _runner(self, phase: Phase[Inputs, Outputs], backend: AttentionBackend) -> PhaseRunner[Inputs, Outputs]:
+    def _runner(
+        self, phase: Phase[Inputs, Outputs], backend: AttentionBackend, *turns: Any
+    ) -> PhaseRunner[Inputs, Outputs]:
+        """turns: `within` and `sharing` of a phase that takes turns with others."""
         options = self.options
-        return PhaseRunner(phase, backend, self._paging(), options.buckets, options.make_graph, options.planning)
+        how = options.buckets, options.make_graph, options.planning
+        return PhaseRunner(phase, backend, self._paging(), *how, *turns)
 
     def _paging(self) -> Paging:
         """The table, of no request."""
@@ -282,48 +286,40 @@ class EagleWorker(SpeculativeWorker):
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
         self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
         self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
-        drafting = draft_phase(Model(draft, self.draft_caches, backends.draft), capacity)
-        verifying = self._verify_phase(Model(target, self.target_caches, backends.verify))
-        extending = extend_phase(Model(draft, self.draft_caches, backends.draft_extend), capacity)
-        prefilling = draft_prefill_phase(Model(draft, self.draft_caches, backends.prefill), capacity)
-        self._first_drafts = self._prefill_runner(prefilling)
-        self._draft = self._runner(drafting, backends.draft)
-        self._verify = self._runner(verifying, backends.verify)
-        self._extend = self._runner(extending, backends.draft_extend)
-        self._state = drafting.safe_inputs(capacity.max_bs + 1)
+        drafts = partial(Model, draft, self.draft_caches)
+        self._first_drafts = self._prefill_runner(draft_prefill_phase(drafts(backends.prefill), capacity))
+        self._state = draft_phase(drafts(backends.draft), capacity).safe_inputs(capacity.max_bs + 1)
+        adaptive = options.adaptive
+        self.policy = None if adaptive is None else StepPolicy(adaptive)
+        shapes = [capacity] if adaptive is None else adaptive.capacities(capacity)
+        targets = Model(target, self.target_caches, backends.verify)
+        place = shapes, capacity.topk, options, self._runner, self._paging()
+        self.step_sets = StepSets(drafts, targets, backends, *place)
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One cycle, which emits the accepted drafts and the target's own token after them."""
-        timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
+        timings, index, policy = Timings(self.device), self._index(rows), self.policy
+        number = 0 if policy is None else policy.choose(len(rows))
+        phases, capacity = self.step_sets[number], self.step_sets[number].capacity
         lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
         drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds)
-        tree = self._run(self._draft, drafting, kept(self._state, index))
+        tree = self._run(phases.draft, drafting, kept(self._state, index))
         timings.mark("draft")
         mask, ragged = tree.mask if capacity.topk > 1 else None, self.options.verifies_by_confidence
         nodes = ragged_query(tree, capacity, self.options) if ragged else capacity.num_draft_tokens
         verifying = Step.target_verify(nodes, lens, paging, tree_mask=mask, **bounds)
-        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        accepted = self._run(phases.verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
         timings.mark("verify")
         extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
-        state = self._run(self._extend, extending, accepted)
+        state = self._run(phases.extend, extending, accepted)
+        self.step_sets.cycle_ends()
         timings.mark("draft_extend")
-        launch = Launch(accepted.tokens, accepted.num_accepted, timings)
+        on_read = None if policy is None else partial(policy.observe, number)
+        launch = Launch(accepted.tokens, accepted.num_accepted, timings, on_read)
         keep(self._state, index, state)
         self._lens[index] = lens + accepted.num_accepted
         return launch
-
-    def _verify_phase(self, target: Model[TargetModel]) -> Phase[VerifyInputs, Accepted]:
-        """The verify of all drafted tokens, or of those that the draft is sure of."""
-        if not self.options.verifies_by_confidence:
-            return verify_phase(target, self.capacity)
-        reasons = target.backend.capture_reasons(self.capacity.verify_bucket(1, self.capacity.num_draft_tokens))
-        if self.capacity.topk > 1:
-            reasons = [f"topk={self.capacity.topk} (the rows of a ragged verify are a chain: topk=1)", *reasons]
-        if reasons:
-            nearest = "no verify_threshold and verify_rows, which verifies all that is drafted"
-            raise UnsupportedStepError("verifying by confidence", reasons, nearest)
-        return ragged_verify_phase(target, self.capacity, self.options)
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:

@@ -1,0 +1,112 @@
+"""Which set of steps to draft with next: the one that promises most tokens per second.
+
+What a cycle costs is measured once and given. How much of a draft is accepted is learnt from the cycles that the host
+has read: nothing is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import mul
+
+from attn_backends_reference.eagle.requests import DraftShape
+from spec_metadata import Capacity, InvalidStepError
+
+PRIOR = 0.7  # acceptance of a draft token before anything was seen
+WEIGHT = 2.0  # drafts that the rate of the depth before is worth, where a depth was seen seldom
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveSteps:
+    """The sets of steps of which a worker takes one each cycle, and what it decides by.
+
+    sets: each within the worker's capacity. cycle_ms: by batch size, the milliseconds of a cycle of each set; between
+    two batch sizes it is interpolated, beyond them the nearest holds. window: cycles of a request for which acceptance
+    is remembered. margin: how much more another set must promise than the one in use.
+    """
+
+    sets: tuple[DraftShape, ...]
+    cycle_ms: Mapping[int, Sequence[float]]
+    window: int = 8
+    margin: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.sets or len(set(self.sets)) < len(self.sets):
+            raise InvalidStepError(
+                f"adaptive steps need sets that differ, one or more; got {list(map(str, self.sets))}"
+            )
+        if not self.cycle_ms or min(self.cycle_ms) < 1:
+            raise InvalidStepError("cycle_ms needs the milliseconds of each set at one batch size or more")
+        for bs, costs in self.cycle_ms.items():
+            if len(costs) != len(self.sets) or min(costs) <= 0:
+                raise InvalidStepError(
+                    f"cycle_ms of {bs} requests is {list(costs)}; it needs a positive number for each of the "
+                    f"{len(self.sets)} sets"
+                )
+        if self.window < 1 or self.margin < 0:
+            raise InvalidStepError(
+                f"window must be at least 1 cycle and margin at least 0, got {self.window} and {self.margin}"
+            )
+
+    def capacities(self, largest: Capacity) -> list[Capacity]:
+        """What each set is captured for. Raises `InvalidStepError` for a set that is larger than the capacity."""
+        return [largest.with_draft(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets]
+
+    def costs(self, bs: int) -> list[float]:
+        """Milliseconds of a cycle of each set."""
+        known = sorted(self.cycle_ms)
+        bs = min(max(bs, known[0]), known[-1])
+        for low, high in pairwise(known):
+            if low <= bs <= high:
+                share = (bs - low) / (high - low)
+                both = zip(self.cycle_ms[low], self.cycle_ms[high], strict=True)
+                return [(1 - share) * less + share * more for less, more in both]
+        return list(self.cycle_ms[known[0]])
+
+
+class StepPolicy:
+    """Chooses a set for each cycle. current: the number of the one in use."""
+
+    def __init__(self, adaptive: AdaptiveSteps) -> None:
+        self.adaptive, self.current = adaptive, 0
+        depths = {topk: max(s.num_steps for s in adaptive.sets if s.topk == topk) for topk in _topks(adaptive)}
+        self._tried = {topk: [0.0] * depth for topk, depth in depths.items()}
+        self._accepted = {topk: [0.0] * depth for topk, depth in depths.items()}
+
+    def choose(self, bs: int) -> int:
+        """The number of the set for a cycle of so many requests."""
+        both = zip(self.adaptive.sets, self.adaptive.costs(bs), strict=True)
+        promised = [self.expected_tokens(each) / cost for each, cost in both]
+        best = max(range(len(promised)), key=promised.__getitem__)
+        if promised[best] > (1 + self.adaptive.margin) * promised[self.current]:
+            self.current = best
+        return self.current
+
+    def observe(self, number: int, counts: Sequence[int]) -> None:
+        """Learn from a cycle that the host has read. counts: tokens that each request accepted, the root included."""
+        of, decay = self.adaptive.sets[number], (1 - 1 / self.adaptive.window) ** len(counts)
+        tried, accepted = self._tried[of.topk], self._accepted[of.topk]
+        for depth in range(len(tried)):
+            tried[depth] *= decay
+            accepted[depth] *= decay
+        for depth in range(of.num_steps):
+            tried[depth] += sum(count > depth for count in counts)
+            accepted[depth] += sum(count > depth + 1 for count in counts)
+
+    def rates(self, topk: int) -> list[float]:
+        """How often a draft of each depth is accepted where the one before it was."""
+        rates, before = [], PRIOR
+        for tried, accepted in zip(self._tried[topk], self._accepted[topk], strict=True):
+            before = (accepted + WEIGHT * before) / (tried + WEIGHT)
+            rates.append(before)
+        return rates
+
+    def expected_tokens(self, shape: DraftShape) -> float:
+        """Tokens that a request emits in a cycle of a set."""
+        return 1 + sum(accumulate(self.rates(shape.topk)[: shape.num_steps], mul))
+
+
+def _topks(adaptive: AdaptiveSteps) -> set[int]:
+    return {each.topk for each in adaptive.sets}

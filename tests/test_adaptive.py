@@ -1,0 +1,175 @@
+"""A worker whose number of steps adapts: tokens are those of plain decoding, whichever set a cycle takes; sets lie in
+the memory of the largest, and no cycle captures or allocates.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_backends.errors import CaptureError, ConfigError
+from attn_backends.graphs import RecordedGraph
+from attn_backends.memory.phase_sets import PhaseSets
+from attn_backends.runner import PhaseRunner
+from attn_backends_reference.config import load_run_config
+from attn_backends_reference.eagle import adaptive
+from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
+from attn_backends_reference.eagle.requests import DraftShape
+from spec_metadata import Capacity, InvalidStepError
+from tests import serving_laws as laws
+from tests.serving_scenes import NEWLINE, TREE, arrivals, eagle_worker, endless
+
+GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
+SETS = (DraftShape(1, 1, 2), DraftShape(4, 3, 16), DraftShape(1, 3, 4), DraftShape(2, 2, 5))
+SAME = {1: (1.0,) * len(SETS)}
+
+
+class InTurns(StepPolicy):
+    """Takes each set in its turn, and a few cycles one after the other."""
+
+    def choose(self, bs: int) -> int:
+        self.turn = getattr(self, "turn", 0) + 1
+        return (self.turn // 2 + self.turn) % len(self.adaptive.sets)
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "path"),
+    [("gqa", "fa3", GRAPH), ("mla", "flashinfer_mla", GRAPH | {"planning": "in_graph"}), ("mla", "trtllm_mla", {})],
+)
+def test_requests_that_come_and_go_get_what_plain_decoding_gives(monkeypatch, model, backend, path) -> None:
+    monkeypatch.setattr("attn_backends_reference.eagle.worker.StepPolicy", InTurns)
+    scene = arrivals(12, 16, 60, 14, seed=5)
+    page_size = 32 if backend == "trtllm_mla" else 8
+    settings = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": bool(path)}
+    worker = eagle_worker(
+        model,
+        backend,
+        Capacity(6, 112, page_size, **TREE),
+        checking=path is GRAPH,
+        adaptive=AdaptiveSteps(SETS, SAME),
+        **settings,
+        **path,
+    )
+    held = worker.step_sets.num_bytes
+    laws.check_scene(worker, scene, endless(model, scene, 14))
+    assert bool(worker.num_graph_steps) == bool(path)
+    assert worker.step_sets.num_bytes == held, "a cycle allocated"
+    if path:
+        assert held > 0
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[DraftShape(1, n, n + 1) for n in (1, 3, 5, 7)], [DraftShape(4, 3, 16), DraftShape(1, 7, 8), DraftShape(2, 3, 8)]],
+    ids=["chains", "trees"],
+)
+@pytest.mark.parametrize(("model", "backend"), [("gqa", "fa3"), ("mla", "flashinfer_mla")])
+def test_sets_take_a_tenth_more_than_the_largest_at_most(model, backend, shapes) -> None:
+    capacity = Capacity(4, 112, 8, 4, 7, 16)
+
+    def held(sets: tuple[DraftShape, ...]) -> int:
+        steps = AdaptiveSteps(sets, {1: (1.0,) * len(sets)})
+        options = {"buckets": (4,), "make_graph": RecordedGraph, "adaptive": steps}
+        return eagle_worker(model, backend, capacity, checking=False, **options).step_sets.num_bytes
+
+    smallest = DraftShape(1, 1, 2)
+    alone = max(held((shape, smallest)) for shape in shapes if shape != smallest)
+    assert held(tuple(shapes)) <= 1.1 * alone
+
+
+def test_a_set_whose_memory_another_one_took_is_refused() -> None:
+    worker = eagle_worker(
+        "gqa", "fa3", Capacity(4, 64, 8, **TREE), checking=False, adaptive=AdaptiveSteps(SETS, SAME), **GRAPH
+    )
+    first, second = (worker.step_sets[i].verify for i in (0, 1))
+    assert isinstance(first, PhaseRunner)
+    replays = [runner._captured[2] for runner in (first, second)]
+    first._within.revive()
+    with pytest.raises(CaptureError, match="overwritten by another set of phases, which takes turns with its own"):
+        replays[1].graph.replay()
+
+
+def test_sets_lie_over_one_another_and_their_phases_beside() -> None:
+    sets = PhaseSets(torch.device("cpu"))
+    large, small = sets.add(), sets.add()
+    a, b = large.memory(1000), large.memory(300)
+    c, d = small.memory(200), small.memory(900)
+    assert sets.alive is small
+    assert not large.is_alive
+    assert {a.data_ptr(), b.data_ptr()} == {c.data_ptr(), d.data_ptr()}
+    assert sets.num_bytes == 1024 + 512
+    like = small.like(torch.arange(70))
+    assert torch.equal(like, torch.arange(70))
+    assert sets.num_bytes == 1024 + 512 + 768, "no block had room"
+
+
+def test_the_set_that_promises_most_tokens_a_second_is_taken() -> None:
+    costs = {1: (10.0, 11.0, 12.0), 64: (10.0, 25.0, 60.0)}
+    policy = StepPolicy(AdaptiveSteps(tuple(DraftShape(1, n, n + 1) for n in (1, 3, 7)), costs))
+    for _ in range(40):
+        policy.observe(policy.choose(1), [policy.adaptive.sets[policy.current].num_steps + 1])
+    assert policy.choose(1) == 2, "all is accepted, and steps cost little"
+    assert policy.choose(64) == 0, "steps cost much"
+    for _ in range(40):
+        policy.observe(policy.choose(1), [1])
+    assert policy.choose(1) == 0, "nothing is accepted"
+    assert policy.rates(1)[0] < 0.2
+    for _ in range(40):
+        number = policy.choose(1)
+        policy.observe(number, [policy.adaptive.sets[number].num_steps + 1])
+    assert policy.choose(1) == 2, "all is accepted again"
+
+
+def test_costs_between_measured_batches() -> None:
+    steps = AdaptiveSteps((DraftShape(1, 1, 2), DraftShape(1, 3, 4)), {2: (1.0, 2.0), 6: (3.0, 8.0)})
+    assert [steps.costs(bs) for bs in (1, 2, 3, 6, 99)] == [[1, 2], [1, 2], [1.5, 3.5], [3, 8], [3, 8]]
+
+
+def test_a_small_advantage_changes_nothing() -> None:
+    sets = (DraftShape(1, 1, 2), DraftShape(1, 2, 3))
+    most = 1 + adaptive.PRIOR
+    even = most, most + adaptive.PRIOR**2
+    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.01)})).choose(1) == 0
+    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.05)})).choose(1) == 1
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads a run from the text of a file."""
+
+    def load_text(text: str):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return load_run_config(str(path))
+
+    return load_text
+
+
+def test_what_is_refused(load) -> None:
+    chain = DraftShape(1, 5, 6)
+    with pytest.raises(InvalidStepError, match=r"num_draft_tokens=6 is larger than the capacity: num_steps=5 > 3"):
+        eagle_worker("gqa", "fa3", Capacity(2, 64, 8, **TREE), adaptive=AdaptiveSteps((chain,), {1: (1.0,)}))
+    for options, reason in [
+        (((), {1: ()}), "need sets that differ"),
+        (((chain, chain), {1: (1.0, 1.0)}), "need sets that differ"),
+        (((chain,), {}), "at one batch size or more"),
+        (((chain,), {4: (1.0, 2.0)}), "cycle_ms of 4 requests is .* each of the 1 sets"),
+        (((chain,), {4: (0.0,)}), "a positive number"),
+        (((chain,), {4: (1.0,)}, 0), "window must be at least 1 cycle"),
+    ]:
+        with pytest.raises(InvalidStepError, match=reason):
+            AdaptiveSteps(*options)
+    eagle = 'backend = "fa3"\n[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n'
+    sets = "sets = [{topk = 1, num_steps = %d, num_draft_tokens = %d}]\n"
+    table = f"[eagle.adaptive]\n{sets}cycle_ms = [{{bs = 1, ms = [%s]}}]\n"
+    run = load(eagle + table % (2, 3, "1"))
+    assert run.eagle.adaptive.steps == AdaptiveSteps((DraftShape(1, 2, 3),), {1: (1.0,)})
+    assert load(eagle).eagle.adaptive is None, "off by default"
+    for text, reason in [
+        (eagle + table % (5, 6, "1"), "eagle.adaptive: a set of topk=1, num_steps=5.* is larger than the capacity"),
+        (eagle + 'worker = "mtp"\n' + table % (2, 3, "1"), "worker = 'mtp' drafts one number of tokens"),
+        (eagle + "verify_rows = 4\n" + table % (2, 3, "1"), "verify_threshold and verify_rows cut"),
+        (eagle + table % (2, 3, '"x"'), r"eagle.adaptive.cycle_ms.0.ms.0: must be a number, got 'x'"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            load(text)
