@@ -11,7 +11,7 @@ from attn_backends.conformance.comparisons import compare_memory, compare_output
 from attn_backends.conformance.exercise import Captured, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import graph, graphable, growing, is_declared, joined, one_page_size
 from attn_backends.conformance.worlds import World
-from attn_backends.errors import CaptureError
+from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import AnyBucket, StepKind
@@ -78,7 +78,10 @@ def sets_take_turns(subject: Subject, case: Case) -> Measured:
         if graphable(subject, kind) and is_declared(subject, replace(case, kind=str(kind)))
     ]
     sets = PhaseSets(world.device)
-    deep, shallow = (_Set(each, cases, sets.add()) for each in (world, shallower(world)))
+    try:
+        deep, shallow = (_Set(each, cases, sets.add()) for each in (world, shallower(world)))
+    except UnsupportedStepError as refusal:
+        return Measured(refusal=str(refusal))
     found = [each.cycle(case.seed + 10 * turn) for turn, each in enumerate((deep, shallow, shallow, deep, shallow))]
     try:
         deep.phases[0].meta.at(0, deep.phases[0].static[0].ancestors)

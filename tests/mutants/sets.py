@@ -66,7 +66,7 @@ def own_last_plan_taken_for_the_sets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(hosted.OnHost, "plan_host", once)
 
 
-@mutant("a switch that is not ordered behind the last set's reads", "streams.sets_switch_behind_reads", needs=("cuda",))
+@mutant("a switch that does not wait for the last set's reads", "streams.sets_switch_behind_reads", needs=("cuda",))
 def switch_waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """A worker does not say where the reads of a set end."""
     patch.setattr(PhaseSets, "reads_end", lambda self: None)

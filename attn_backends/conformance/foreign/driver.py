@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache
 from attn_backends.contract.kernel import LayerShape, Schedule, Scheduled
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
@@ -192,7 +193,10 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
         self, bucket: AnyBucket, paging: Paging, inputs: BoundInputs | None = None, within: PhaseSet | None = None
     ) -> Metadata[ForeignPlan]:
         """Metadata of a graph."""
-        meta = super().capture(bucket, paging, inputs, within)
+        if within is not None:
+            reasons = ["a set of phases (the other project has memory of its own)"]
+            raise UnsupportedStepError(self.name, reasons, "capture without a set")
+        meta = super().capture(bucket, paging, inputs)
         assert isinstance(bucket, Bucket), "foreign kernels declare no graphs of packed rows"
         _held(meta).step = self.plan_captured(bucket)
         return meta
