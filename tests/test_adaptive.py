@@ -12,7 +12,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.memory.phase_sets import PhaseSets
 from attn_backends.runner import PhaseRunner
 from attn_backends_reference.config import load_run_config
-from attn_backends_reference.eagle import adaptive
+from attn_backends_reference.eagle import adaptive, engine
 from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
 from attn_backends_reference.eagle.requests import DraftShape
 from spec_metadata import Capacity, InvalidStepError
@@ -163,11 +163,12 @@ def test_what_is_refused(load) -> None:
     sets = "sets = [{topk = 1, num_steps = %d, num_draft_tokens = %d}]\n"
     table = f"[eagle.adaptive]\n{sets}cycle_ms = [{{bs = 1, ms = [%s]}}]\n"
     run = load(eagle + table % (2, 3, "1"))
-    assert run.eagle.adaptive.steps == AdaptiveSteps((DraftShape(1, 2, 3),), {1: (1.0,)})
+    assert engine._adaptive_steps(run.eagle.adaptive) == AdaptiveSteps((DraftShape(1, 2, 3),), {1: (1.0,)})
     assert load(eagle).eagle.adaptive is None, "off by default"
     for text, reason in [
         (eagle + table % (5, 6, "1"), "eagle.adaptive: a set of topk=1, num_steps=5.* is larger than the capacity"),
         (eagle + 'worker = "mtp"\n' + table % (2, 3, "1"), "worker = 'mtp' drafts one number of tokens"),
+        (eagle + table % (2, 3, "1, 2"), "ms of bs = 1 must be a positive number for each of 1 sets"),
         (eagle + "verify_rows = 4\n" + table % (2, 3, "1"), "verify_threshold and verify_rows cut"),
         (eagle + table % (2, 3, '"x"'), r"eagle.adaptive.cycle_ms.0.ms.0: must be a number, got 'x'"),
     ]:

@@ -9,8 +9,6 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from attn_backends.config.backend_files import Count
 from attn_backends.config.toml_options import Options
-from attn_backends_reference.eagle.adaptive import AdaptiveSteps
-from attn_backends_reference.eagle.requests import DraftShape
 from spec_metadata import Capacity, StepKind
 
 PHASES = {
@@ -61,18 +59,21 @@ class CostOptions(Options):
 
 
 class AdaptiveOptions(Options):
-    """Sets of steps, and what chooses one for each cycle: `AdaptiveSteps`."""
+    """Sets of steps, and what chooses one for each cycle: `eagle.adaptive.AdaptiveSteps`."""
 
     sets: Annotated[tuple[SetOptions, ...], Field(min_length=1, strict=False)]
     cycle_ms: Annotated[tuple[CostOptions, ...], Field(min_length=1, strict=False)]
     window: Count = 8
     margin: Annotated[float, Field(ge=0)] = 0.02
 
-    @property
-    def steps(self) -> AdaptiveSteps:
-        """What a worker takes."""
-        sets = tuple(DraftShape(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets)
-        return AdaptiveSteps(sets, {each.bs: each.ms for each in self.cycle_ms}, self.window, self.margin)
+    @field_validator("cycle_ms")
+    @classmethod
+    def _has_one_for_each_set(cls, value: tuple[CostOptions, ...], info: ValidationInfo) -> tuple[CostOptions, ...]:
+        num_sets = len(info.data.get("sets", ()))
+        for each in value:
+            if num_sets and (len(each.ms) != num_sets or min(each.ms) <= 0):
+                raise ValueError(f"ms of bs = {each.bs} must be a positive number for each of {num_sets} sets")
+        return value
 
 
 class EagleOptions(Options):
@@ -103,8 +104,9 @@ class EagleOptions(Options):
             raise ValueError(f"worker = {worker!r} drafts one number of tokens; worker = 'eagle' adapts")
         if info.data.get("verify_threshold") is not None or info.data.get("verify_rows") is not None:
             raise ValueError("verify_threshold and verify_rows cut each request's draft; leave them or this out")
-        sizes = (info.data[name] for name in ("topk", "num_steps", "num_draft_tokens"))
-        value.steps.capacities(Capacity(1, 1, 1, *sizes))
+        largest = Capacity(1, 1, 1, *(info.data[name] for name in ("topk", "num_steps", "num_draft_tokens")))
+        for each in value.sets:
+            largest.with_draft(each.topk, each.num_steps, each.num_draft_tokens)
         return value
 
     @field_validator("verify_threshold", "verify_rows")

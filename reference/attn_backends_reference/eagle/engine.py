@@ -12,10 +12,11 @@ from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
 from attn_backends_reference.config import RunConfig
+from attn_backends_reference.eagle.adaptive import AdaptiveSteps
 from attn_backends_reference.eagle.block import BlockWorker
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.requests import Completion
+from attn_backends_reference.eagle.requests import Completion, DraftShape
 from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import (
@@ -29,7 +30,7 @@ from attn_backends_reference.models import (
 )
 from attn_backends_reference.models.block import BlockModel, load_block
 from attn_backends_reference.models.decoder import PagedModel
-from attn_backends_reference.run_options import PHASES
+from attn_backends_reference.run_options import PHASES, AdaptiveOptions
 from spec_metadata import CacheGeometry
 
 
@@ -183,7 +184,7 @@ class Engine:
             draft_graphs=(eagle and eagle.draft_graphs) or "one",
             verify_threshold=eagle.verify_threshold if eagle else None,
             verify_rows=eagle.verify_rows if eagle else None,
-            adaptive=eagle.adaptive.steps if eagle and eagle.adaptive else None,
+            adaptive=_adaptive_steps(eagle.adaptive) if eagle and eagle.adaptive else None,
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,
         )
@@ -198,6 +199,11 @@ def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: 
     target = open_target(config.model.target).load(config.dtype, config.device, on_bytes)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
     return Engine(config, target, _load_drafts(config, target), tokenizer)
+
+
+def _adaptive_steps(options: AdaptiveOptions) -> AdaptiveSteps:
+    sets = tuple(DraftShape(each.topk, each.num_steps, each.num_draft_tokens) for each in options.sets)
+    return AdaptiveSteps(sets, {each.bs: each.ms for each in options.cycle_ms}, options.window, options.margin)
 
 
 def _load_drafts(config: RunConfig, target: TargetModel) -> tuple[DraftModel | BlockModel, ...]:
