@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.vllm import correctness
-from tests.gpu.vllm.cases import (
+from tests.engines.vllm.gpu import correctness
+from tests.engines.vllm.gpu.cases import (
     FA3,
+    IN_PARALLEL,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     OTHERS,
@@ -22,10 +23,10 @@ from tests.gpu.vllm.cases import (
     lengths,
     prompts,
 )
-from tests.gpu.vllm.correctness import row
-from tests.gpu.vllm.server import write_entry_points
-from tests.gpu.vllm.slim import MACHINE_CODE, MAGIC, entries
-from tests.gpu.vllm.throughput import SIDES, summarized
+from tests.engines.vllm.gpu.correctness import row
+from tests.engines.vllm.gpu.server import write_entry_points
+from tests.engines.vllm.gpu.slim import MACHINE_CODE, MAGIC, entries
+from tests.engines.vllm.gpu.throughput import SIDES, summarized
 
 CASE = Case("gqa", FA3, "triton", "full")
 
@@ -39,6 +40,7 @@ def attended(target: int = 5, draft: int = 13, kernel: str = "triton") -> dict[s
 
 def answer(**changed: Any) -> dict[str, Any]:
     counts = {"steps": 5, "without_drafts": 1, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
+    counts |= {"ranks": 1, "otherwise": []}
     told = {"ids": [[1, 2, 3]], "gaps": [[0.5, 0.06, 0.5]], "cached": 0, "accepted": [3, 2, 1], "is_async": False}
     return counts | told | {"attended": attended()} | changed
 
@@ -60,8 +62,17 @@ def test_a_run_in_which_all_is_right() -> None:
         ({"attended": attended(draft=15)}, "2: 15 of 13"),
         ({"attended": attended(kernel="torch")}, "verified by {'torch'}"),
         ({"replays": 0}, "0 replays"),
+        ({"otherwise": [1]}, "rank 1 counted otherwise"),
+        ({"ranks": 2}, "2 ranks"),
     ],
-    ids=["a layer was left out", "a draft loop that was not to run", "another kernel", "no graph ran"],
+    ids=[
+        "a layer was left out",
+        "a draft loop that was not to run",
+        "another kernel",
+        "no graph ran",
+        "a rank that did less",
+        "a rank too many",
+    ],
 )
 def test_counts_that_are_not_the_engines_are_told(changed: dict[str, Any], words: str) -> None:
     told = row(CASE, run(**changed), run())
@@ -79,7 +90,7 @@ def test_an_engine_on_another_backend_has_wrong_counts() -> None:
 @pytest.mark.parametrize(("ids", "ok"), [([1, 7, 9], True), ([1, 2, 9], False)])
 def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], ok: bool) -> None:
     assert row(CASE, run(ids=[ids]), run())["ok"] is ok
-    assert not row(replace(CASE, dtype="float32"), run(ids=[ids]), run())["ok"], "not in float32"
+    assert not row(replace(CASE, dtype="float32"), run(ids=[ids]), run())["ok"], "0.06 is none in float32"
 
 
 def test_differences_are_each_requests_first() -> None:
@@ -97,6 +108,7 @@ def test_every_case_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {each["case"]: each for each in correctness.rows(Path(), Path(), "")}
     assert set(told) > {*map(str, SPECULATIVE), *map(str, OTHERS)}
     assert [name for name, each in told.items() if "not_run" in each] == [
+        *map(str, IN_PARALLEL),
         "mla-1-flashinfer_mla-flashinfer_fa3-full",
         "mla-1-flashinfer_mla-flashinfer_fa2-full",
     ]

@@ -9,10 +9,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.vllm.cases import FLASHINFER_KERNELS, OTHERS, SPECULATIVE, TIE, Case, differences, lengths, prompts
-from tests.gpu.vllm.server import EngineFailedError, Server
+import torch
 
-AT_ONCE = 16
+from tests.engines.vllm.gpu.cases import (
+    FLASHINFER_KERNELS,
+    IN_PARALLEL,
+    OTHERS,
+    SPECULATIVE,
+    TIES,
+    Case,
+    differences,
+    lengths,
+    prompts,
+)
+from tests.engines.vllm.gpu.server import EngineFailedError, Server
+
+AT_ONCE = 20
 LIMIT = 150.0
 
 
@@ -29,7 +41,10 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: a pattern that is in the names of cases."""
-    cases = [case for case in (*SPECULATIVE, *OTHERS) if re.search(chosen, str(case))]
+    num_gpus = torch.cuda.device_count()
+    cases = [case for case in (*SPECULATIVE, *IN_PARALLEL, *OTHERS) if re.search(chosen, str(case))]
+    too_many = [case for case in cases if case.ranks > max(1, num_gpus)]
+    cases = [case for case in cases if case not in too_many]
     cases += [case for case in FLASHINFER_KERNELS if chosen and re.search(chosen, str(case))]
     slowest_first = sorted(cases, key=lambda case: case.mode != "pieces")
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -37,6 +52,7 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
         runs = {case: pool.submit(run, case, models, folder) for case in order}
         for case in cases:
             yield row(case, runs[case].result(), runs[case.plain].result())
+    yield from ({"case": str(case), "ok": True, "not_run": f"GPUs: {num_gpus}"} for case in too_many)
     if not chosen:
         yield from ({"case": str(case), "ok": True, "not_run": "not asked for"} for case in FLASHINFER_KERNELS)
 
@@ -51,8 +67,7 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any
     wrong = [reason for answer in answers for reason in case.wrong_counts(answer)]
     kernels = {kind: done["kernel"] for kinds in answers[0]["attended"].values() for kind, done in kinds.items()}
     different = [each for answer in answers for each in differences(answer["ids"], plain["first"])]
-    tie = 0.0 if case.dtype == "float32" else TIE
-    near = all(gap <= tie for _, _, gap in different)
+    near = all(gap <= TIES[case.dtype] for _, _, gap in different)
     attended = sum(kind["forwards"] for kinds in answers[0]["attended"].values() for kind in kinds.values())
     return told | {
         "start_s": run["start"],

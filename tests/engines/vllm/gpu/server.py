@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, Self
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 GROUP = "vllm.general_plugins"
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # what counts is sent to the ranks
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each engine starts a process a core
 }
@@ -67,7 +68,7 @@ class Server:
         path = os.pathsep.join([str(folder / "plugins"), os.environ.get("PYTHONPATH", "")])
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.vllm.serve", json.dumps(OPTIONS | options)],
+                [sys.executable, "-m", "tests.engines.vllm.gpu.serve", json.dumps(OPTIONS | options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

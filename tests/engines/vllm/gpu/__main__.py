@@ -11,14 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from attn_backends import results
-from tests.gpu.vllm import correctness, models, throughput
+from tests.engines.vllm.gpu import correctness, models, throughput
 
 PARTS = {"correctness": correctness.rows, "throughput": throughput.rows}
 
 
 def main() -> int:
     """1 if a row is not as it should be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.vllm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.vllm.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose names have it")
@@ -29,7 +29,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "models").exists():
             models.write_all(folder / "models")
-        command = ["python", "-m", "tests.gpu.vllm", *sys.argv[1:]]
+        command = ["python", "-m", "tests.engines.vllm.gpu", *sys.argv[1:]]
         head = results.head(shlex.split(shlex.join(command)), "cuda")
         head = replace(head, versions={**head.versions, "vllm": version("vllm")})
         failed = 0

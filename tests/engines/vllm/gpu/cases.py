@@ -7,10 +7,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
-TIE = 0.25
-"""Two best scores of bfloat16 models that are no further apart may come in either order: four steps of bfloat16 between
-8 and 16, where the scores are. In float32 none may.
+ROOT = Path(__file__).parents[4]
+TIES = {"bfloat16": 0.25, "float32": 1e-3}
+"""Two best scores that are no further apart may come in either order: four steps of bfloat16 between 8 and 16, where
+the scores are, and a thousand of float32.
 """
 NUM_DRAFTED, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_PROMPTS = 3, 384, 16, 64
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
@@ -29,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Case:
     """backend: as `--attention-backend` is given. kernel: of our backends, "" for one of vLLM's. drafts: False for
-    plain decoding. cache: vLLM's name of the type.
+    plain decoding. cache: vLLM's name of the type. ranks: of tensor parallelism, a GPU each.
     """
 
     model: str
@@ -39,10 +39,12 @@ class Case:
     dtype: str = "bfloat16"
     cache: str = "auto"
     drafts: bool = True
+    ranks: int = 1
 
     def __str__(self) -> str:
         words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.kernel, self.mode]
         words += ["float32"] * (self.dtype == "float32") + [self.cache] * (self.cache != "auto")
+        words += [f"{self.ranks}-ranks"] * (self.ranks > 1)
         return "-".join(filter(None, [*words, "" if self.drafts else "plain"]))
 
     @property
@@ -51,13 +53,15 @@ class Case:
 
     @property
     def plain(self) -> Case:
-        """What its tokens are held to: plain decoding on vLLM's Triton, or of MLA on attention in float64, since none
-        of vLLM's backends takes the small heads of the trained model; of 8-bit caches on the same backend.
+        """What its tokens are held to: plain decoding on vLLM's Triton, or on attention in float64 of a model in
+        float32, and of MLA, since none of vLLM's backends takes the small heads of the trained model; of 8-bit caches
+        on the same backend.
         """
-        same = replace(self, mode="eager", drafts=False, model=self.model.replace("mla-3", "mla-1"))
+        same = replace(self, mode="eager", drafts=False, model=self.model.replace("mla-3", "mla-1"), ranks=1)
         if self.cache != "auto":
             return same
-        return replace(same, backend=PLAIN_MLA if self.model.startswith("mla") else "TRITON_ATTN", kernel="")
+        plain = PLAIN if self.dtype == "float32" else "TRITON_ATTN"
+        return replace(same, backend=PLAIN_MLA if self.model.startswith("mla") else plain, kernel="")
 
     @property
     def forwards(self) -> int:
@@ -82,6 +86,9 @@ class Case:
         if self.drafts:
             method, draft = "mtp" if is_mla else "eagle3", str(models / f"{self.model}-draft")
             options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+        if self.ranks > 1:
+            options |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
+            options["disable_custom_all_reduce"] = True  # NCCL's
         return options
 
     @property
@@ -105,22 +112,19 @@ class Case:
         ]
         verified = {kinds.get("target_verify", {}).get("kernel") for kinds in seen["attended"].values()}
         wrong += [] if verified == {self.kernel} else [f"verified by {verified}"]
+        wrong += [f"rank {rank} counted otherwise" for rank in seen["otherwise"]]
+        wrong += [] if seen["ranks"] == self.ranks else [f"{seen['ranks']} ranks"]
         return wrong + ([] if bool(seen["replays"]) == (self.mode != "eager") else [f"{seen['replays']} replays"])
 
 
-PLAIN_MLA = "TESTS_PLAIN_MLA"
+PLAIN, PLAIN_MLA = "TESTS_PLAIN", "TESTS_PLAIN_MLA"
 FA3, FA3_MLA = "ATTN_BACKENDS_FA3", "ATTN_BACKENDS_FA3_MLA"
 TRTLLM, FLASHINFER = "ATTN_BACKENDS_TRTLLM_MLA", "ATTN_BACKENDS_FLASHINFER_MLA"
-IN_EVERY_MODE = [
-    ("gqa", FA3, "vllm_flash_attn"),
-    ("gqa", FA3, "triton"),
-    ("mla-1", TRTLLM, "flashmla"),
-    ("mla-1", TRTLLM, "triton"),
-    ("mla-1", FA3_MLA, "vllm_flash_attn"),
-    ("mla-1", FLASHINFER, "triton"),
-]
+IN_EVERY_MODE = [("gqa", FA3, "vllm_flash_attn"), ("mla-1", TRTLLM, "flashmla"), ("mla-1", FA3_MLA, "vllm_flash_attn")]
+ON_OURS = [("gqa", FA3, "triton"), ("mla-1", TRTLLM, "triton"), ("mla-1", FLASHINFER, "triton")]
 SPECULATIVE = [
-    *(Case(model, backend, kernel, mode) for (model, backend, kernel), mode in product(IN_EVERY_MODE, MODES)),
+    *(Case(*each, mode) for each, mode in product(IN_EVERY_MODE, MODES)),
+    *(Case(*each, mode) for each, mode in product(ON_OURS, ("full", "async"))),
     Case("mla-1", TRTLLM, "gluon", "async"),
     Case("mla-1", FLASHINFER, "gluon", "full"),
     Case("mla-3", TRTLLM, "flashmla", "full"),
@@ -130,6 +134,11 @@ SPECULATIVE = [
     Case("gqa", FA3, "triton", "full", cache="fp8"),
     Case("mla-1", TRTLLM, "triton", "full", cache="fp8"),
 ]
+IN_PARALLEL = [
+    Case("gqa", FA3, "vllm_flash_attn", "async", ranks=2),
+    Case("mla-1", TRTLLM, "flashmla", "async", ranks=2),
+]
+"""Of tensor parallelism, where the machine has a GPU for each rank."""
 OTHERS = [Case("gqa", "TRITON_ATTN", mode="full"), Case("gqa", "FLASH_ATTN", mode="full"), Case("mla-1", PLAIN_MLA)]
 """None of ours: their counts are to be wrong. What they accept, and where they differ, stands beside ours."""
 FLASHINFER_KERNELS = [Case("mla-1", FLASHINFER, kernel, "full") for kernel in ("flashinfer_fa3", "flashinfer_fa2")]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from attn_backends.engines.vllm import attended, forget_attended
+from tests.engines.vllm.gpu import counts
 
 
 class Engine:
@@ -21,38 +21,12 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.replays, self.steps, self.without_drafts, self.building = 0, 0, 0, Stopwatch()
-        self._count_replays()
+        self.building = Stopwatch()
         self.llm: Any = LLM(**options)
         core = self.llm.llm_engine.engine_core.engine_core
         self.is_async = getattr(core, "batch_queue", None) is not None
-        runner = core.model_executor.driver_worker.worker.model_runner
-        self.layers = sorted(runner.vllm_config.compilation_config.static_forward_context)
-        self.draft_layers: list[str] = []
-        if runner.speculator is not None:
-            self.draft_layers = sorted(runner.speculator.draft_attn_layer_names)
-            self._count_steps(runner.speculator)
+        self.llm.collective_rpc(counts.watch)
         self._time_builders()
-
-    def _count_replays(self) -> None:
-        graphs: Any = torch.cuda.CUDAGraph
-        replay = graphs.replay
-
-        def counted(graph: Any) -> None:
-            self.replays += 1
-            replay(graph)
-
-        graphs.replay = counted
-
-    def _count_steps(self, speculator: Any) -> None:
-        propose = speculator.propose
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.steps += 1
-            self.without_drafts += kwargs.get("num_speculative_tokens") == 0
-            return propose(*args, **kwargs)
-
-        speculator.propose = counted
 
     def _time_builders(self) -> None:
         """The host's time in builders of metadata, whosever they are."""
@@ -86,27 +60,20 @@ class Engine:
 
     def forget(self) -> None:
         """Count from zero."""
-        torch.cuda.synchronize()
-        forget_attended()
-        self.replays = self.steps = self.without_drafts = 0
+        self.llm.collective_rpc(counts.forget)
         self.before = self.acceptance()
 
     def counted(self) -> dict[str, Any]:
-        """Since `forget`. without_drafts: steps whose drafts no request has a use for: vLLM runs no draft loop in them.
-        accepted: of each position.
-        """
-        torch.cuda.synchronize()
+        """Since `forget`, of the first rank. otherwise: ranks that counted something else. accepted: by position."""
+        first, *others = self.llm.collective_rpc(counts.told)
         accepted = [now - then for now, then in zip(self.acceptance(), self.before, strict=True)]
-        return {
-            "steps": self.steps,
-            "without_drafts": self.without_drafts,
-            "replays": self.replays,
-            "attended": attended(),
-            "layers": self.layers,
-            "draft_layers": self.draft_layers,
+        found = {
+            "ranks": 1 + len(others),
+            "otherwise": [rank for rank, each in enumerate(others, 1) if each != first],
             "accepted": accepted,
             "is_async": self.is_async,
         }
+        return dict(first) | found
 
     def acceptance(self) -> list[int]:
         """Drafted tokens that were accepted, by position."""

@@ -1,0 +1,70 @@
+"""What a worker of vLLM's counts; each function is called in every worker, by `LLM.collective_rpc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_backends.engines.vllm import attended, forget_attended
+
+
+class Counts:
+    """Of one model runner. replays: of CUDA graphs. steps: of the speculator. without_drafts: steps whose drafts no
+    request has a use for: vLLM runs no draft loop in them.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.replays = self.steps = self.without_drafts = 0
+        self.layers = sorted(runner.vllm_config.compilation_config.static_forward_context)
+        self.draft_layers: list[str] = []
+        self._count_replays()
+        if runner.speculator is not None:
+            self.draft_layers = sorted(runner.speculator.draft_attn_layer_names)
+            self._count_steps(runner.speculator)
+
+    def _count_replays(self) -> None:
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = graphs.replay
+
+        def counted(graph: Any) -> None:
+            self.replays += 1
+            replay(graph)
+
+        graphs.replay = counted
+
+    def _count_steps(self, speculator: Any) -> None:
+        propose = speculator.propose
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            self.without_drafts += kwargs.get("num_speculative_tokens") == 0
+            return propose(*args, **kwargs)
+
+        speculator.propose = counted
+
+    def forget(self) -> None:
+        """Count from zero."""
+        torch.cuda.synchronize()
+        forget_attended()
+        self.replays = self.steps = self.without_drafts = 0
+
+    def told(self) -> dict[str, Any]:
+        """Since `forget`."""
+        torch.cuda.synchronize()
+        return {**vars(self), "attended": attended()}
+
+
+def watch(worker: Any) -> None:
+    """Count from now on."""
+    worker.model_runner.tests_counts = Counts(worker.model_runner)
+
+
+def forget(worker: Any) -> None:
+    """Count from zero."""
+    worker.model_runner.tests_counts.forget()
+
+
+def told(worker: Any) -> dict[str, Any]:
+    """What was counted since."""
+    return dict(worker.model_runner.tests_counts.told())
