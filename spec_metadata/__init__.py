@@ -26,6 +26,7 @@ from spec_metadata.buffers import (
 from spec_metadata.capacity import AnyBucket, Bucket, Capacity, Extent, StepKind, TokenBucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import HostBounds, Step, next_slots
+from spec_metadata.mixed import mixed_reasons, mixed_step
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
 from spec_metadata.sampling import Sampling, SamplingParams, choose
@@ -98,6 +99,8 @@ __all__ = [
     "idle_step",
     "input_specs",
     "misfit",
+    "mixed_reasons",
+    "mixed_step",
     "next_slots",
     "packed_rows",
     "pad_step",

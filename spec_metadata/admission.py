@@ -28,7 +28,8 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     """
     if step.kind is StepKind.IDLE:
         return
-    if isinstance(step.query, BoundedQuery) and min(step.width, step.num_tokens) > capacity.num_draft_tokens:
+    is_ragged = isinstance(step.query, BoundedQuery) and step.kind is StepKind.TARGET_VERIFY
+    if is_ragged and min(step.width, step.num_tokens) > capacity.num_draft_tokens:
         raise InvalidStepError(
             f"a ragged verify of up to {step.width} rows per request; the capacity says num_draft_tokens="
             f"{capacity.num_draft_tokens}"

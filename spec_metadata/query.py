@@ -58,13 +58,15 @@ class BoundedQuery:
     """A chain of each request, of a width that the device alone knows: a ragged verify. The host has bounds.
 
     widths: [bs] int32 or int64, 1 to `width`, on the step's device. num_tokens: bound on their sum, at least bs. width:
-    bound on each. Slots and table rows have room for `width` tokens of every request. Whoever plans the step brings
-    widths within the bounds (`spec_metadata.fit_widths`) and packs the rows, as a `PaddedQuery`.
+    bound on each. has_room: whether slots and table rows have room for `width` tokens of every request, as those of a
+    verify; of a mixed step they have it for what each adds. Whoever plans the step brings widths within the bounds
+    (`spec_metadata.fit_widths`) and packs the rows, as a `PaddedQuery`.
     """
 
     widths: Tensor
     num_tokens: int
     width: int
+    has_room: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +98,8 @@ def packed_starts(query: AnyQuery) -> Tensor | None:
 
 def min_added(query: AnyQuery, num_steps: int) -> int:
     """Tokens that every request of a layout writes, at least; of widths of the device, those it has slots for."""
+    if isinstance(query, BoundedQuery):
+        return query.width if query.has_room else 1
     if not isinstance(query, AnyPacked):
         return query.width * num_steps
     return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else 0

@@ -77,9 +77,9 @@ def check_step(step: Step) -> None:
     check_requests(step.query, step.num_steps, step.seq_lens, step.paging)
     slots, num_real, mask = step.out_cache_loc, step.num_real, step.tree_mask
     if isinstance(step.query, BoundedQuery):
-        if step.kind is not StepKind.TARGET_VERIFY:
+        if step.kind not in (StepKind.TARGET_VERIFY, StepKind.PREFILL):
             raise InvalidStepError(
-                f"a {step.kind} step has no widths of the device; a verify alone takes a BoundedQuery"
+                f"a {step.kind} step has no widths of the device; a verify takes a BoundedQuery, and a mixed step"
             )
         if mask is not None:
             raise InvalidStepError(
