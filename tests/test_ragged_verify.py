@@ -202,7 +202,7 @@ def test_slots_outside_the_pool_are_bound_to_the_reserved_page() -> None:
             lambda: Step.target_verify(query(1, 1, 1), LENS, ROWS, tree_mask=torch.ones(3, 4, 4).bool()),
             "its rows are chains. Verify a tree at one width",
         ),
-        (lambda: Step.draft_extend(query(1, 1, 1), LENS, ROWS), "a verify alone takes a BoundedQuery"),  # type: ignore[arg-type]
+        (lambda: Step.draft_extend(query(1, 1, 1), LENS, ROWS), "a verify takes a BoundedQuery, and a mixed step"),  # type: ignore[arg-type]
         (lambda: token_positions(verify(1, 1, 1)), r"has rows once it is planned: .* \(meta.step\)"),
         (lambda: CAPACITY.verify_bucket(4, 3), "a bucket of verifies holds the root of each request, got"),
         (lambda: confident_widths(torch.zeros(2, 3), 1.5, 8, torch.ones(2).bool()), "a probability in"),
