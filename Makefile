@@ -55,7 +55,7 @@ test-wheel:  ## the built wheels, in an environment of their own in an empty fol
 	&& rm -r $$wheel
 
 test-vllm: .venv-vllm/installed  ## vLLM's real engine on this CPU with our backends inside, in its own environment
-	$(RUN_VLLM) pytest tests/engines/vllm
+	$(RUN_VLLM) pytest -n 2 tests/engines/vllm
 
 test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph mode and way of caching: hours
 	$(RUN_VLLM) pytest tests/engines/vllm -m full

@@ -18,7 +18,7 @@ from attn_backends.errors import (
     UnsupportedStepError,
 )
 from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery
 from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
@@ -40,6 +40,7 @@ __all__ = [
     "ForwardMetadata",
     "Kernel",
     "KeyValues",
+    "LatentQuery",
     "Latents",
     "LayerShape",
     "LseBase",

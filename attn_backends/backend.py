@@ -30,7 +30,7 @@ from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
-from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.phases import BackendMemory
 from attn_backends.memory.static_memory import StaticMemory
@@ -232,21 +232,22 @@ class AttentionBackend(ABC, Generic[Plan]):
         cache.store(inputs, slots_to_write(self, meta), layer.k_scale, layer.v_scale)
 
     def forward(
-        self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
+        self, q: Tensor | LatentQuery, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer
     ) -> AttentionOutput:
-        """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; absorbed MLA is (latent, rope)."""
+        """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; of absorbed MLA (latent, rope)."""
         shape = self._shape_of(cache, meta, layer, q.dtype)
         expected = (all_rows(self, meta), layer.num_heads, layer.head_dim)
         if q.shape != expected:
             raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
         if q.shape[0] == 0:
-            return AttentionOutput.of_no_rows(q, layer.v_head_dim)
+            return AttentionOutput.of_no_rows(joined(q), layer.v_head_dim)
         planned = meta.schedules.planned(meta.forward, shape)
-        launch, tree = self.kernel_of(meta.kind).launch, meta.tree
+        kernel, tree = self.kernel_of(meta.kind), meta.tree
         if tree is None:
-            return launch(q, cache, planned, layer)
-        # The join counts the sinks, once.
-        dense = launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
+            return kernel.launch(q if kernel.takes_parts else joined(q), cache, planned, layer)
+        q = joined(q)
+        # The join of the tree counts the sinks, once.
+        dense = kernel.launch(q, cache, planned, layer if layer.sinks is None else replace(layer, sinks=None))
         mask, scales = tree.within(layer.window), (layer.scale, layer.k_scale, layer.v_scale)
         return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 

@@ -55,6 +55,31 @@ class AttentionLayer:
             raise UnsupportedStepError(f"layer {self.id}", reasons)
 
 
+class LatentQuery(NamedTuple):
+    """An absorbed MLA query in its two parts, as models compute them: a kernel that takes them so spares the copy that
+    joins them. latent: [num_tokens, num_heads, rank]. rope: [num_tokens, num_heads, rope], of the same dtype.
+    """
+
+    latent: Tensor
+    rope: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of both, joined."""
+        return torch.Size((*self.rope.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of both."""
+        return self.rope.dtype
+
+
+def joined(q: Tensor | LatentQuery) -> Tensor:
+    """A query as one tensor."""
+    # torch copies dense parts several times as fast as views, and the rotated part is one in vLLM
+    return torch.cat((q.latent, q.rope.contiguous()), dim=-1) if isinstance(q, LatentQuery) else q
+
+
 class AttentionOutput(NamedTuple):
     """out: [num_tokens, num_heads, v_head_dim], the query's dtype. lse: [num_tokens, num_heads] float32 (float64 for
     float64 queries), natural logarithm of the sum of exp(scale * query·key) over the keys that the row sees.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends import backend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
@@ -17,7 +18,7 @@ from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.layer import AttentionLayer
+from attn_backends.layer import AttentionLayer, LatentQuery, joined
 from attn_backends.selection import providers
 from attn_backends.vendors import flash_attention
 from spec_metadata import StepKind
@@ -217,6 +218,24 @@ def test_packed_steps(name: str, setup: tuple[CacheFormat, int, int], kind: Step
 def test_prefill_of_trtllm_mla(page_size: int) -> None:
     world = world_of(TrtllmMLABackend, "vllm_flash_attn", (LATENT, page_size, 1))
     check_eager(world, Batch(StepKind.PREFILL, (0, 9, 14), (4, 1, 2)))
+
+
+@pytest.mark.parametrize(("kernel", "joins"), [("vllm_flash_attn", 0), ("torch", 1)])
+def test_a_query_in_parts_is_joined_for_kernels_that_do_not_take_it(
+    kernel: str, joins: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = world_of(FA3Backend, kernel, (LATENT, 64, 1))
+    scene = Scene(world, Batch(StepKind.TARGET_VERIFY, (3, 9, 14)), seed=1)
+    meta, (given,) = world.backend.init_forward_metadata(scene.step()).at(), scene.inputs()
+    world.backend.store(given.stored, world.cache, meta, world.layer)
+    whole = world.backend.forward(given.q, world.cache, meta, world.layer)
+    seen: list[LatentQuery] = []
+    monkeypatch.setattr(backend, "joined", lambda q: seen.append(q) or joined(q))
+    rank = world.layer.v_head_dim
+    parts = LatentQuery(given.q[..., :rank].clone(), given.q[..., rank:])
+    assert all(map(torch.equal, whole, world.backend.forward(parts, world.cache, meta, world.layer)))
+    assert seen == [parts] * joins
+    assert (parts.shape, parts.dtype) == (given.q.shape, given.q.dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)

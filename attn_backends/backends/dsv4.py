@@ -39,7 +39,7 @@ from attn_backends.kernels.compressor_operators import write_entries, write_stat
 from attn_backends.kernels.plan_operators import bind_compressed
 from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
 from attn_backends.kernels.torch_compressed import Keys, attend_rows
-from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.planning.metadata import ForwardMetadata, all_rows, check_forward, slots_to_write
 from attn_backends.selection.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
@@ -192,7 +192,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
 
     def forward(
         self,
-        q: Tensor,
+        q: Tensor | LatentQuery,
         cache: PagedCache | CompressedCache,
         meta: ForwardMetadata[CompressedPlan],
         layer: AttentionLayer,
@@ -202,6 +202,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         selects entries, for an indexed layer. The output is still rotated by its keys' angles: the model turns the
         tail of it back by the query's own.
         """
+        q = joined(q)
         cache, layer, shape = self._checked(cache, meta, layer, q.dtype)
         num_tokens = meta.write_slots.shape[0]
         layer.check_query(q, index, num_tokens)

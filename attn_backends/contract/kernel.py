@@ -76,6 +76,7 @@ class Kernel(Generic[Plan]):
     device, empty if it can. architectures: major CUDA compute capabilities that it is built for, none if it runs on any
     device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
     package; its name if it stands alone.
+    takes_parts: whether launch takes a `LatentQuery`, too, where a layer is MLA; else its parts are joined before.
     schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
     buffers that a schedule plans into, one leading row for each forward with a plan of its own. scratch: buffers that
     hold nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of
@@ -83,7 +84,7 @@ class Kernel(Generic[Plan]):
     """
 
     name: str
-    launch: Callable[[Tensor, PagedCache, Any, AttentionLayer], AttentionOutput]
+    launch: Callable[[Any, PagedCache, Any, AttentionLayer], AttentionOutput]
     capabilities: Mapping[StepKind, Capabilities]
     unavailable_reasons: Callable[[torch.device], list[str]]
     architectures: frozenset[int] = frozenset()
@@ -91,6 +92,7 @@ class Kernel(Generic[Plan]):
     schedule: Callable[[Plan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
     workspaces: tuple[BufferSpec, ...] = ()
     scratch: tuple[BufferSpec, ...] = ()
+    takes_parts: bool = False
 
     def is_built_for(self, device: torch.device) -> bool:
         """Whether a device is of an architecture that it was built for, present or not."""

@@ -41,7 +41,7 @@ from attn_backends.cache import PagedCache, PagedKV
 from attn_backends.contract.capabilities import Capabilities, LseBase
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
 from spec_metadata.buffers import NUM_FORWARDS, Dim
@@ -177,11 +177,16 @@ def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Ke
         source="flash_attention_3",
         schedule=schedule,
         workspaces=() if schedule is None else (_METADATA,),
+        takes_parts=True,
     )
 
 
 def _launch(
-    source: Source, q: Tensor, cache: PagedCache, planned: RaggedPlan | Scheduled[RaggedPlan], layer: AttentionLayer
+    source: Source,
+    q: Tensor | LatentQuery,
+    cache: PagedCache,
+    planned: RaggedPlan | Scheduled[RaggedPlan],
+    layer: AttentionLayer,
 ) -> AttentionOutput:
     if isinstance(planned, Scheduled):
         assert isinstance(planned.schedule, TileSchedule)
@@ -190,11 +195,11 @@ def _launch(
         plan, metadata = planned, None
     _check(source, cache, layer)
     if isinstance(cache, PagedKV):
-        k, v, q_v = cache.k, cache.v, None
+        k, v, q_v, q = cache.k, cache.v, None, joined(q)
     else:
         latent = cache.latent.unsqueeze(2)
         k, v = latent[..., cache.rank :], latent[..., : cache.rank]
-        q, q_v = q[..., cache.rank :], q[..., : cache.rank]
+        q_v, q = q if isinstance(q, LatentQuery) else q.split((cache.rank, q.shape[-1] - cache.rank), dim=-1)
     arguments = {
         "q": q,
         "k": k,

@@ -21,7 +21,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheInputs, PagedCache
 from attn_backends.contract.kernel import LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import AnyBucket, BoundInputs, Bucket, Buffers, BufferSpec, Paging, Step, StepKind
@@ -222,7 +222,7 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
         self.bring_out(cache)
 
     def forward(
-        self, q: Tensor, cache: PagedCache, meta: ForwardMetadata[ForeignPlan], layer: AttentionLayer
+        self, q: Tensor | LatentQuery, cache: PagedCache, meta: ForwardMetadata[ForeignPlan], layer: AttentionLayer
     ) -> AttentionOutput:
         """Attend over the pool."""
         self.bring_in(cache)

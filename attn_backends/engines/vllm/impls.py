@@ -21,7 +21,7 @@ from attn_backends.engines.vllm.api import (
 from attn_backends.engines.vllm.attended import Attended, counter
 from attn_backends.engines.vllm.builder import GroupMetadata
 from attn_backends.engines.vllm.refusals import config_reasons, kernel_reasons, layer_reasons, page_size_of, refuse
-from attn_backends.layer import AttentionLayer
+from attn_backends.layer import AttentionLayer, LatentQuery
 from attn_backends.planning.metadata import ForwardMetadata
 from attn_backends.selection.choose import Workload
 
@@ -189,7 +189,6 @@ class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
         """Attend. q: [num_tokens, num_heads, rank + rope], or its two parts. Returns the output in the latent, and the
         log-sum-exp.
         """
-        if isinstance(q, tuple):
-            q = torch.cat(q, dim=-1)
-        meta = self.begin(layer, attn_metadata, q.device)
-        return attn_metadata.backend.forward(q, self.pages(kv_c_and_k_pe_cache), meta, self.layer)
+        meta = self.begin(layer, attn_metadata, kv_c_and_k_pe_cache.device)
+        query = LatentQuery(*q) if isinstance(q, tuple) else q
+        return attn_metadata.backend.forward(query, self.pages(kv_c_and_k_pe_cache), meta, self.layer)

@@ -115,9 +115,8 @@ def compared() -> Iterator[Shadow]:
         return result
 
     def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
-        q = torch.cat(q, dim=-1)
         result = forward_mqa(self, q, kv_cache, given, layer)
-        shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, result[0], None)
+        shadow.check(layer, self.pages(kv_cache), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
         return result
 
     patch.setattr(Builder, "_given", with_common)

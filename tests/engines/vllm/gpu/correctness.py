@@ -16,7 +16,6 @@ from tests.engines.vllm.gpu.cases import (
     IN_PARALLEL,
     OTHERS,
     SPECULATIVE,
-    TIES,
     Case,
     differences,
     lengths,
@@ -67,7 +66,7 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any
     wrong = [reason for answer in answers for reason in case.wrong_counts(answer)]
     kernels = {kind: done["kernel"] for kinds in answers[0]["attended"].values() for kind, done in kinds.items()}
     different = [each for answer in answers for each in differences(answer["ids"], plain["first"])]
-    near = all(gap <= TIES[case.dtype] for _, _, gap in different)
+    near = all(gap <= case.tie for _, _, gap in different)
     attended = sum(kind["forwards"] for kinds in answers[0]["attended"].values() for kind in kinds.values())
     return told | {
         "start_s": run["start"],
