@@ -2,7 +2,7 @@
 
 A step is of one kind; `spec_metadata.mixed_step` makes one of packed rows from several. `seq_lens` counts the tokens
 whose KV is committed before the step, per model (target and draft differ); what each row sees and where it writes
-follows from it in `spec_metadata.visibility`. The query layouts are types of their own (`spec_metadata.query`, rule R2).
+follows from it in `spec_metadata.visibility`. Query layouts are types of their own (`spec_metadata.query`, rule R2).
 """
 
 from __future__ import annotations
