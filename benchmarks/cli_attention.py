@@ -18,11 +18,12 @@ from attn_backends.cli.consoles import output_console
 from attn_backends.errors import BackendUnavailableError, ConfigError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
-from benchmarks import attention, kernels, shapes, trees
+from benchmarks import attention, kernels, ragged, shapes, trees
 from benchmarks.attention import contenders, measure_attention
 from benchmarks.ceilings import Ceilings, measure_ceilings
 from benchmarks.cli_options import DENSE_BACKENDS, recorded, refuse_options, show_missing
 from benchmarks.kernels import measure_kernels, runnable_kernels
+from benchmarks.ragged import measure_mixed, measure_ragged
 from benchmarks.rows import KernelRow, Missing, Row, Stage, by_reason
 from benchmarks.targets import Reached, check_targets
 from benchmarks.timing import CudaClock
@@ -109,6 +110,28 @@ def _trees(
     measured.add(measure_trees(found, batch_sizes, contexts, stage))
 
 
+def _ragged(
+    measured: Measured,
+    backends: Sequence[type[AttentionBackend]],
+    batch_sizes: list[int],
+    contexts: list[int],
+    stage: Stage,
+) -> None:
+    found, measured.missing = runnable_kernels(backends, stage.device)
+    _need(found, measured.missing)
+    measured.add(measure_ragged(found, batch_sizes, contexts, stage))
+
+
+def _mixed(
+    measured: Measured,
+    backends: Sequence[type[AttentionBackend]],
+    batch_sizes: list[int],
+    contexts: list[int],
+    stage: Stage,
+) -> None:
+    measured.add(measure_mixed(backends, batch_sizes, contexts, stage))
+
+
 SETS = {
     "layer": Set(
         _layer,
@@ -147,6 +170,24 @@ SETS = {
         20,
         f"the verify of a tree beside that of a chain, device time under graphs; at most {trees.BUDGET}",
         trees.BUDGET,
+    ),
+    "ragged": Set(
+        _ragged,
+        DENSE_BACKENDS,
+        (128,),
+        (4096,),
+        ragged.BOUND,
+        10,
+        f"ragged verifies, {ragged.MEAN} of {ragged.BOUND} rows in the mean, beside the best uniform one",
+    ),
+    "mixed": Set(
+        _mixed,
+        DENSE_BACKENDS,
+        (32, 128),
+        (4096,),
+        max(ragged.CHUNKS),
+        10,
+        "a chunk of a prompt with decodes or verifies as one step, beside two, device time under graphs",
     ),
 }
 

@@ -106,15 +106,15 @@ def test_sets_lie_over_one_another_and_their_phases_beside() -> None:
 def test_the_set_that_promises_most_tokens_a_second_is_taken() -> None:
     costs = {1: (10.0, 11.0, 12.0), 64: (10.0, 25.0, 60.0)}
     policy = StepPolicy(AdaptiveSteps(tuple(DraftShape(1, n, n + 1) for n in (1, 3, 7)), costs))
-    for _ in range(40):
+    for _ in range(120):
         policy.observe(policy.choose(1), [policy.adaptive.sets[policy.current].num_steps + 1])
     assert policy.choose(1) == 2, "all is accepted, and steps cost little"
     assert policy.choose(64) == 0, "steps cost much"
-    for _ in range(40):
+    for _ in range(120):
         policy.observe(policy.choose(1), [1])
     assert policy.choose(1) == 0, "nothing is accepted"
     assert policy.rates(1)[0] < 0.2
-    for _ in range(40):
+    for _ in range(120):
         number = policy.choose(1)
         policy.observe(number, [policy.adaptive.sets[number].num_steps + 1])
     assert policy.choose(1) == 2, "all is accepted again"
@@ -129,8 +129,8 @@ def test_a_small_advantage_changes_nothing() -> None:
     sets = (DraftShape(1, 1, 2), DraftShape(1, 2, 3))
     most = 1 + adaptive.PRIOR
     even = most, most + adaptive.PRIOR**2
-    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.01)})).choose(1) == 0
-    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.05)})).choose(1) == 1
+    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.03)})).choose(1) == 0
+    assert StepPolicy(AdaptiveSteps(sets, {1: (even[0], even[1] / 1.08)})).choose(1) == 1
 
 
 @pytest.fixture

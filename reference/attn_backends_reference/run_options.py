@@ -63,8 +63,8 @@ class AdaptiveOptions(Options):
 
     sets: Annotated[tuple[SetOptions, ...], Field(min_length=1, strict=False)]
     cycle_ms: Annotated[tuple[CostOptions, ...], Field(min_length=1, strict=False)]
-    window: Count = 8
-    margin: Annotated[float, Field(ge=0)] = 0.02
+    window: Count = 32
+    margin: Annotated[float, Field(ge=0)] = 0.05
 
     @field_validator("cycle_ms")
     @classmethod

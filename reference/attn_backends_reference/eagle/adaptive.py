@@ -14,8 +14,8 @@ from operator import mul
 from attn_backends_reference.eagle.requests import DraftShape
 from spec_metadata import Capacity, InvalidStepError
 
-PRIOR = 0.7  # acceptance of a draft token before anything was seen
-WEIGHT = 2.0  # drafts that the rate of the depth before is worth, where a depth was seen seldom
+PRIOR = 0.5  # acceptance of a draft token before anything was seen
+WEIGHT = 6.0  # drafts that the rate of the depth before is worth, where a depth was seen seldom
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class AdaptiveSteps:
 
     sets: tuple[DraftShape, ...]
     cycle_ms: Mapping[int, Sequence[float]]
-    window: int = 8
-    margin: float = 0.02
+    window: int = 32
+    margin: float = 0.05
 
     def __post_init__(self) -> None:
         if not self.sets or len(set(self.sets)) < len(self.sets):

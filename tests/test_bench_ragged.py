@@ -1,0 +1,102 @@
+"""`benchmarks attention --set ragged` and `--set mixed`, and the cost model of steps that adapt."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from attn_backends import results
+from attn_backends.cache import CacheFormat
+from attn_backends.layer import AttentionLayer
+from attn_backends.registry import get_backend
+from benchmarks import adaptive, ragged, shapes
+from benchmarks.adaptive import STEPS, PlayedRow, cycle_ms, missed, play, simulate
+from benchmarks.ragged import BOUND, MEAN, measure_mixed, measure_ragged, rows_of, widths_of
+from benchmarks.rows import Missing, Row
+from tests.test_bench_sets import stage as stage
+
+LAYER = AttentionLayer(0, 8, 8, 128, 128, 0.1)
+ROWS = [
+    {"batch_size": bs, "width": width, "target_ms": 5 + max(bs * width - 64, 0) * 0.03, "draft_ms": 0.3}
+    for bs in (1, 8, 32, 128)
+    for width in (1, *(n + 1 for n in STEPS))
+]
+
+
+def trace(rate: float) -> list[int]:
+    """Drafts that are each accepted at a rate, where the one before was."""
+    rng = random.Random(3)
+    return [next(n for n in range(8) if n == 7 or rng.random() > rate) for _ in range(300)]
+
+
+TRACES = {"predictable": trace(0.7), "random": trace(0.1)}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(ragged, "LAYERS", {CacheFormat.KV: (LAYER,)})
+    monkeypatch.setattr(ragged, "CHUNKS", (20,))
+    for module in (ragged, shapes):
+        monkeypatch.setattr(module, "DTYPE", torch.float32)
+
+
+def test_a_ragged_verify_is_beside_the_best_uniform_one(stage, small) -> None:
+    fa3 = get_backend("fa3")
+    [row] = measure_ragged({fa3: [k for k in fa3.kernels if k.name == "torch"]}, [3], [64], stage)
+    assert isinstance(row, Row)
+    assert (row.bench, row.batch_size, row.width, row.peer) == ("ragged", 3, BOUND, "fa3 torch, 8 rows")
+    assert row.ratio == row.us / row.peer_us == 1, "a replay takes a tick"
+
+
+def test_outputs_that_differ_are_no_rows(stage, small, monkeypatch) -> None:
+    monkeypatch.setattr(ragged, "rows_of", lambda rows, widths: rows_of(rows, widths).flip(0))
+    fa3 = get_backend("fa3")
+    [absent] = measure_ragged({fa3: [k for k in fa3.kernels if k.name == "torch"]}, [3], [64], stage)
+    assert isinstance(absent, Missing)
+    assert "the outputs differ" in absent.reason
+
+
+def test_widths_have_the_mean_and_change() -> None:
+    found = widths_of(128)
+    assert all(int(each.sum()) == int(128 * MEAN) for each in found)
+    assert all(1 <= int(each.min()) <= int(each.max()) <= BOUND for each in found)
+    assert len({tuple(each.tolist()) for each in found}) == len(found)
+
+
+def test_a_mixed_step_is_beside_its_halves(stage, small) -> None:
+    rows = list(measure_mixed([get_backend("fa3")], [3], [64], stage))
+    assert [(row.bench, row.width, row.peer) for row in rows] == [
+        ("mixed", width, "chunk 20, two steps: torch, torch") for width in (1, 4)
+    ]
+
+
+def test_the_cost_of_a_cycle_is_that_of_its_forwards() -> None:
+    costs = cycle_ms(ROWS, STEPS)
+    assert costs[1] == pytest.approx([5.3, 5.9, 6.5, 7.1])
+    assert costs[128][1] == pytest.approx(2 * 0.3 + 5 + (128 * 4 - 64) * 0.03 + 0.3)
+
+
+def test_tokens_per_second_of_a_trace_that_is_known() -> None:
+    costs = {1: (10.0, 20.0, 30.0, 40.0)}
+    assert play(costs, {"all": [7]}, [(1, "all", 80)], 3) == pytest.approx(8 / 0.04)
+    assert play(costs, {"none": [0]}, [(1, "none", 80)], 0) == pytest.approx(1 / 0.01)
+
+
+def test_adaptive_steps_are_near_the_best_at_each_batch_and_beat_any_over_a_change() -> None:
+    played = simulate(ROWS, TRACES)
+    assert missed(played) == []
+    assert len(played) == 2 * 4 + 1
+    slow = PlayedRow("batch 1", {1: 1.0}, 0.9, 0.9), PlayedRow("all", {1: 1.0}, 1.04, 1.04)
+    assert missed(slow) == ["batch 1: 0.9, not 0.95", "all: 1.04, not 1.05"]
+
+
+def test_the_command_simulates_what_was_measured(tmp_path, monkeypatch) -> None:
+    times, traces, out = (tmp_path / name for name in ("times.json", "traces.json", "adaptive.json"))
+    results.write(times, results.head(["times"]), ROWS)
+    texts = [{"text": name, "accepted": "".join(map(str, trace))} for name, trace in TRACES.items()]
+    results.write(traces, results.head(["traces"]), texts)
+    monkeypatch.setattr("sys.argv", ["adaptive", "--json", str(out), str(times), str(traces)])
+    assert adaptive.main() == 0
+    assert results.read(out).rows[-1]["ratio"] >= adaptive.GAIN
