@@ -27,6 +27,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from attn_backends import results
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import KeyValues, PagedKV
+from attn_backends.cli.consoles import output_console
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Workload
@@ -228,7 +229,7 @@ def main() -> int:
     played = simulate(times, {row["text"]: [int(digit) for digit in row["accepted"]] for row in traces})
     results.write(args.json, results.head(sys.argv, "cpu"), [asdict(row) for row in played])
     for reason in (wrong := missed(played)):
-        print(reason)
+        output_console().print(reason)
     return int(bool(wrong))
 
 
