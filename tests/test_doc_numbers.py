@@ -16,7 +16,7 @@ from attn_backends import results
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED = "README.md", "docs/measured.md"
-DESIGN, RECORDED = "docs/design.md", "docs/recorded-graphs.md"
+DESIGN, RECORDED, SGLANG = "docs/design.md", "docs/recorded-graphs.md", "docs/sglang.md"
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
 BATCHES = (1, 32, 128)
 
@@ -178,6 +178,24 @@ def made_in() -> tuple[str, str]:
     return spread((row["us"] for row in found), 0)
 
 
+def in_sglang() -> tuple[str, str]:
+    """Engines on our backends, in all of which every layer attended, and replays without a launch of metadata."""
+    ours = [row for row in rows("h200/engine_sglang") if row.get("attended")]
+    assert not any(row["wrong_counts"] or row["launches"]["plans replay"][1] for row in ours)
+    return str(len(ours)), f"{sum(row['launches']['plans replay'][0] for row in ours):,}"
+
+
+def texts_in_sglang() -> tuple[str, str]:
+    ours = [row for row in rows("h200/engine_sglang") if "requests" in row]
+    num_texts = sum(row["requests"] for row in ours)
+    return f"{num_texts:,}", f"{num_texts - sum(len(row['differ']) for row in ours):,}"
+
+
+def drafts_in_sglang() -> tuple[str, ...]:
+    ours, theirs = (row["error_median"] for row in rows("h200/engine_sglang_drafts"))
+    return tuple(str(each) for pair in zip(ours, theirs, strict=True) for each in pair)
+
+
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -205,6 +223,9 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (MEASURED, r"\[(\S+) rows\]\(results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
     (DESIGN, r"\[(\S+) rows\]\(results/h200/prefill", lambda: all_are("h200/prefill", "status", "pass")),
+    (SGLANG, r"(?s)In all\s+(\S+) engines on our.* 0 in (\S+) replays", in_sglang),
+    (SGLANG, r"Of the (\S+) texts, (\S+) are", texts_in_sglang),
+    (SGLANG, r"(?s)forward 1, .*? eager \| (\S+) \| (\S+) \|.*? eager \| (\S+) \| (\S+) \|", drafts_in_sglang),
     (FLASH_ATTENTION, r"all (\S+) packed draft extends", packed_graphs),
     (
         MEASURED,

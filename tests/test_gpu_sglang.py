@@ -10,16 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.engines.sglang.gpu import correctness, drafts
+from tests.engines.sglang.gpu.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.correctness import row
+from tests.engines.sglang.gpu.models import widen_folder
+from tests.engines.sglang.gpu.sampling import p_value
+from tests.engines.sglang.gpu.sampling import told as sampled
+from tests.engines.sglang.gpu.server import write_entry_points
+from tests.engines.sglang.gpu.throughput import SIDES, summarized
 from tests.engines.sglang.models import CHECKPOINTS
 from tests.engines.sglang.models import write_all as write_narrow
 from tests.engines.sglang.oracle import draft_of
-from tests.gpu.sglang import correctness
-from tests.gpu.sglang.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
-from tests.gpu.sglang.correctness import row
-from tests.gpu.sglang.models import widen_folder
-from tests.gpu.sglang.sampling import p_value
-from tests.gpu.sglang.server import write_entry_points
-from tests.gpu.sglang.throughput import SIDES, summarized
 
 CHAIN = Case("gqa", FA3, "triton", 1)
 LAUNCHES = {"all": [1, 100], "plans eager": [2, 6], "plans replay": [9, 0]}
@@ -39,7 +40,7 @@ def seen(missing: str = "") -> dict[str, Any]:
 def run(**changed: Any) -> dict[str, Any]:
     one = {"ids": [1, 2, 3], "cached": 0, "accepted": 2.0, "gaps": [0.5, 0.06, 0.5]}
     whole = {"start": 1.0, "answers": [one], "seen": seen(), "launches": LAUNCHES}
-    return whole | {"alone": [one], "together": [one]} | changed
+    return whole | {"alone": [one], "together": [one], "sampled": None} | changed
 
 
 def test_a_run_in_which_all_is_right() -> None:
@@ -108,6 +109,27 @@ def test_draws_of_one_distribution_and_of_another() -> None:
     assert p_value(one, other) > 1e-3 > p_value(shifted, other)
 
 
+def test_a_likeliest_token_may_differ_from_the_greedy_one_at_a_tie() -> None:
+    drawn = {"drawn": [1, 2] * 50, "top_k_1": [[1, 2]]}
+    tied, apart = ([{"ids": [1, 3], "gaps": [0.5, gap]}] for gap in (0.01, 0.5))
+    assert sampled(drawn, drawn, tied)["ok"]
+    assert not sampled(drawn, drawn, apart)["ok"]
+    assert sampled(drawn, {"failed": "out of memory"}, tied) == {"ok": False, "failed": "out of memory"}
+
+
+def test_errors_of_a_drafts_logits_are_told_by_forward(tmp_path: Path) -> None:
+    write_narrow(tmp_path)
+    draft = draft_of(tmp_path / "mla_target", tmp_path / "mla_nextn")
+    text = [0, *b"for i in range("]
+    tokens = draft.drafted(text, 1, 3, 4).tokens
+    first, second = draft.chain_logits(text, tokens)
+    assert [int(each.argmax()) for each in (first, second)] == tokens[1:]
+    cycle = {"text": text, "tokens": tokens, "logits": [first.tolist(), (1.5 * second).tolist()]}
+    found = drafts.told(draft, [cycle, cycle])
+    assert (found["error_median"], found["error_largest"]) == ([0.0, 0.5], [0.0, 0.5])
+    assert found["same_tokens"] == 1.0
+
+
 def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
     ours, same, best = SIDES[0], SIDES[1], SIDES[2]
     times = {ours: [98.0, 99.0, 97.0], same: [100.0, 90.0, 110.0], best: [200.0, 200.0, 200.0]}
@@ -123,7 +145,7 @@ def test_entry_points_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.
     write_entry_points(tmp_path)
     found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
     assert found["attn_backends"] == "attn_backends.engines.sglang:register"
-    assert found["probe"] == "tests.gpu.sglang.probe:install"
+    assert found["probe"] == "tests.engines.sglang.gpu.probe:install"
 
 
 def test_a_widened_target_gives_the_same_logits(tmp_path: Path) -> None:

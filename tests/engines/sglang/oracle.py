@@ -185,6 +185,19 @@ class Draft:
         chosen = torch.cat(all_scores).topk(num_nodes - 1).indices.sort().values
         return Drafted(torch.cat(all_tokens)[chosen].tolist(), chosen.tolist())
 
+    def chain_logits(self, text: list[int], tokens: list[int]) -> list[Tensor]:
+        """[vocabulary] of each forward of a chain that drafted these tokens after a text: all behind the first's."""
+        length = len(text) - 1
+        x, (q, k, v) = self.rows(torch.tensor(text[1:]), self.states(text[:-1]), torch.arange(length))
+        states, _ = self.finish(x, attend(q, k, v, causal=True))
+        states, found = states[-1:], []
+        for i, token in enumerate(tokens[:-1]):
+            x, (q, own_k, own_v) = self.rows(torch.tensor([token]), states, torch.tensor([length + i]))
+            k, v = torch.cat((k, own_k)), torch.cat((v, own_v))
+            states, logits = self.finish(x, attend(q, k, v, causal=False))
+            found.append(logits[0])
+        return found
+
 
 def likely(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     """The probabilities and indices of the most likely, [rows, topk] each; SGLang gives a chain's the probability 1."""

@@ -23,14 +23,26 @@ def main() -> None:
 
 
 def answer(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """{"flush": True} empties the cache, at which the probe writes down what it saw; all else is generated."""
+    """{"flush": True} empties the cache, at which the probe writes down what it saw. {"profile": FOLDER} starts
+    SGLang's profiler, {"profile": ""} ends it. All else is generated.
+    """
     start = time.perf_counter()
     if request.pop("flush", False):
         time.sleep(0.2)  # what runs ahead of the last answer ends
         engine.flush_cache()
         return {"seconds": time.perf_counter() - start}
+    if (folder := request.pop("profile", None)) is not None:
+        _profile(engine, folder)
+        return {"seconds": time.perf_counter() - start}
     out = engine.generate(**request)
     return {"seconds": time.perf_counter() - start, "answers": [_told(one) for one in out]}
+
+
+def _profile(engine: Any, folder: str) -> None:
+    if folder:
+        engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
+    else:
+        engine.stop_profile()
 
 
 def _told(one: dict[str, Any]) -> dict[str, Any]:

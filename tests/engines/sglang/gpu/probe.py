@@ -7,6 +7,9 @@ cache is emptied, a line of JSON is written, and the counts begin anew:
     attended: "backend.kernel/kind/layer" -> calls. forwards: "target EXTEND" or "draft draft_decode" -> forwards.
     batches: by kind of graph, how many replays there were, of how many real requests at least and at most. launches: by
     scope, calls of CUDA's runtime that launch or copy, of the part that was profiled: the second after a start.
+
+With ATTN_PROBE_DRAFTS, of an engine without graphs and without its overlap schedule, a line a drafted chain instead:
+the committed text with its root, the drafted tokens, and the draft's logits behind each but the last.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ EXECUTES = {
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner": "draft_decode",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner": "draft_extend",
 }
+VERIFY_INPUT = "sglang.srt.speculative.eagle_worker_v2.build_eagle_verify_input"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
 PROFILED = 2  # counts are written at the first two, launches at the third
 
@@ -42,6 +46,7 @@ class Probe:
         self.forwards: Counter[str] = Counter()
         self.batches: dict[str, list[int]] = defaultdict(list)
         self.profile: Any = None
+        self.logits: list[list[list[float]]] | None = [] if "ATTN_PROBE_DRAFTS" in os.environ else None
 
     def attends(self, original: Any, backend: Any, q: Any, cache: Any, meta: Any, layer: Any) -> Any:
         """Around `AttentionBackend.forward`."""
@@ -54,8 +59,25 @@ class Probe:
 
     def runs(self, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Around `ModelRunner.forward`: all of the target's, and those of the draft that no graph holds."""
-        self.forwards[f"{'draft' if runner.is_draft_worker else 'target'} {batch.forward_mode.name}"] += 1
-        return original(runner, batch, *rest, **named)
+        mode = batch.forward_mode.name
+        self.forwards[f"{'draft' if runner.is_draft_worker else 'target'} {mode}"] += 1
+        out = original(runner, batch, *rest, **named)
+        if self.logits is not None and runner.is_draft_worker and mode == "DECODE":
+            self.logits.append(out.logits_output.next_token_logits.float().tolist())
+        return out
+
+    def drafts(
+        self, original: Any, batch: Any, draft: Any, parents: Any, chosen: Any, tokens: Any, *rest: Any, **named: Any
+    ) -> Any:
+        """Around `build_eagle_verify_input`, to which the drafted tokens go."""
+        logits, self.logits = self.logits or [], []
+        with self.path.open("a") as file:
+            for i, request in enumerate(batch.reqs):
+                text = [*request.origin_input_ids, *request.output_ids][: int(batch.seq_lens[i])]
+                text = [*map(int, text), int(draft.bonus_tokens[i])]
+                entry = {"text": text, "tokens": tokens[i].tolist(), "logits": [forward[i] for forward in logits]}
+                file.write(json.dumps(entry) + "\n")
+        return original(batch, draft, parents, chosen, tokens, *rest, **named)
 
     def replays(self, kind: str, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Around the `execute` of a runner of graphs; one of the draft loop holds all its forwards."""
@@ -71,6 +93,8 @@ class Probe:
 
     def flushed(self, result: Any, *_: Any, **__: Any) -> Any:
         """After `Scheduler.flush_cache`."""
+        if self.logits is not None:
+            return result
         self.num_flushes += 1
         batches = {kind: [len(found), min(found), max(found)] for kind, found in self.batches.items()}
         entry = {"attended": self._read(), "forwards": dict(self.forwards), "batches": batches}
@@ -121,6 +145,8 @@ def install() -> None:
     original = AttentionBackend.forward
     AttentionBackend.forward = _around(original, probe.attends)
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", probe.runs, around)
+    if probe.logits is not None:
+        HookRegistry.register(VERIFY_INPUT, probe.drafts, around)
     for owner, kind in EXECUTES.items():
         HookRegistry.register(f"{owner}.execute", functools.partial(probe.replays, kind), around)
     for owner in ("EngineBackend", "DraftLoop"):

@@ -12,18 +12,18 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from attn_backends import results
-from tests.gpu.sglang import correctness, models, sampling, server, throughput
+from tests.engines.sglang.gpu import correctness, drafts, models, server, stand_ins, throughput
 
-PARTS = {"correctness": correctness.rows, "throughput": throughput.rows, "sampling": sampling.rows}
+PARTS = {part.__name__.rpartition(".")[2]: part.rows for part in (correctness, drafts, stand_ins, throughput)}
 DISTRIBUTIONS = ("sglang", "sglang-kernel", "transformers", "flashinfer-python", "sgl-flash-mla")
 
 
 def main() -> int:
     """1 if a row is not as it should be."""
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu.sglang", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.sglang.gpu", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose names contain it")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases in whose names it is found")
     parser.add_argument("--folder", type=Path, help="keeps models and logs; default: none are kept")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: server.end_all())
@@ -32,7 +32,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "models").exists():
             models.write_all(folder / "models")
-        command = ["python", "-m", "tests.gpu.sglang", *sys.argv[1:]]
+        command = ["python", "-m", "tests.engines.sglang.gpu", *sys.argv[1:]]
         head = results.head(shlex.split(shlex.join(command)), "cuda")
         head = replace(head, versions={**head.versions, **_versions()})
         failed = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NoReturn, Self
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 STUBS = Path(__file__).parent / "stubs"
 GROUP = "sglang.srt.plugins"
 OPTIONS: dict[str, Any] = {
@@ -48,7 +48,7 @@ def write_entry_points(folder: Path) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
     _write_metadata(folder, "attn_backends", project["version"], project["entry-points"][GROUP])
-    ours = {name: f"tests.gpu.sglang.{name}:install" for name in ("probe", "fa3_of_vllm")}
+    ours = {name: f"tests.engines.sglang.gpu.{name}:install" for name in ("probe", "fa3_of_vllm")}
     _write_metadata(folder, "attn_backends_probe", "0", ours)
 
 
@@ -89,7 +89,7 @@ class Server:
         given = os.environ | ENVIRONMENT | {"PYTHONPATH": path, "ATTN_PROBE": str(self.probe)} | environment
         with self.log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.sglang.serve", json.dumps(OPTIONS | options)],
+                [sys.executable, "-m", "tests.engines.sglang.gpu.serve", json.dumps(OPTIONS | options)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

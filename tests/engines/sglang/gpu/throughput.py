@@ -7,6 +7,7 @@ prefix comes out of the cache, and what is timed are cycles.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,11 +17,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.gpu.sglang.server import EngineFailedError, Server
+from tests.engines.sglang.gpu.profiles import profiled
+from tests.engines.sglang.gpu.server import EngineFailedError, Server
 
 PREFIX, NUM_TOKENS = 768, 192
 BATCHES = (1, 32, 128)
 REPEATS = 5
+OF_SAME_KERNEL, OF_BEST = 0.98, 0.95
+"""Sides of ours below are profiled, with what they are held to."""
+PROFILED = 24
+"""Tokens of a request under the profiler."""
 ACCEPTED = 3.0
 LIMIT = 270.0
 DRAFTS = {"llama": ("EAGLE3", "llama_eagle3"), "deepseek": ("EAGLE", "deepseek_nextn")}
@@ -42,7 +48,8 @@ class Side:
     def options(self, models: Path) -> dict[str, Any]:
         """Of sglang.Engine."""
         algorithm, draft = DRAFTS[self.model]
-        return {
+        ragged = {"flashinfer_mla_disable_ragged": True} if self.backend in ("flashinfer", "flashmla") else {}
+        return ragged | {
             "model_path": str(models / f"{self.model}_target"),
             "load_format": "dummy",
             "attention_backend": self.backend,
@@ -63,7 +70,11 @@ class Side:
     def environment(self) -> dict[str, str]:
         """Of its processes. The probe is not in them."""
         plugins = "fa3_of_vllm" if self.backend == "fa3" else "attn_backends"
-        given = {"SGLANG_PLUGINS": plugins, "SGLANG_SIMULATE_ACC_LEN": str(ACCEPTED)}
+        given = {
+            "SGLANG_PLUGINS": plugins,
+            "SGLANG_SIMULATE_ACC_LEN": str(ACCEPTED),
+            "TORCHDYNAMO_DISABLE": "1",  # as in `cases`; of all sides alike
+        }
         if self.kernel:
             given["ATTN_BACKENDS_KERNEL"] = self.kernel
         if self.backend in ("flashinfer", "flashmla"):
@@ -83,8 +94,8 @@ SIDES = [
 
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
-    """One a side and batch. chosen: a part of the names of sides."""
-    sides = [side for side in SIDES if chosen in str(side)]
+    """One a side and batch. chosen: an expression found in the names of sides."""
+    sides = [side for side in SIDES if re.search(chosen, str(side))]
     with ExitStack() as stack:
         servers = {
             side: stack.enter_context(Server(str(side), side.options(models), side.environment, folder, LIMIT))
@@ -102,8 +113,13 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
         for model in DRAFTS:
             together = [side for side in up if side.model == model]
             for batch in BATCHES:
-                times = in_turn({side: servers[side] for side in together}, batch)
-                yield from summarized(times, batch)
+                try:
+                    times = in_turn({side: servers[side] for side in together}, batch)
+                    for told in summarized(times, batch):
+                        yield told | {"profiles": profiles_of(told, servers, batch, folder)}
+                except EngineFailedError as error:
+                    yield {"side": model, "batch": batch, "ok": False, "failed": str(error)}
+                    break
 
 
 def wait_for_idle_gpu() -> None:
@@ -116,11 +132,35 @@ def wait_for_idle_gpu() -> None:
         time.sleep(1)
 
 
+def profiles_of(
+    told: dict[str, Any], servers: dict[Side, Server], batch: int, folder: Path
+) -> dict[str, dict[str, Any]]:
+    """Of a side of ours that is below what it is held to, and of what it is held to."""
+    same, best = (told.get(name) or 1.0 for name in ("of_same_kernel", "of_best"))
+    if same >= OF_SAME_KERNEL and best >= OF_BEST:
+        return {}
+    ours = next(side for side in servers if str(side) == told["side"])
+    peers = [side for side in servers if not side.kernel and side.model == ours.model]
+    held_to = [side for side in peers if str(side) == told["best"] or side.family == ours.family]
+    asked = requests(batch, PROFILED)
+    return {
+        str(side): profiled(servers[side], folder / f"profile-{side}-{batch}-{ours.backend}", PROFILED // 3, **asked)
+        for side in (ours, *held_to)
+    }
+
+
+def requests(batch: int, num_tokens: int) -> dict[str, Any]:
+    """What is asked of an engine: as many prompts, all of whose prefixes differ."""
+    prompts = [[(7 * i + 13 * j) % 30000 + 1 for j in range(PREFIX)] for i in range(batch)]
+    return {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "ignore_eos": True, "max_new_tokens": num_tokens},
+    }
+
+
 def in_turn(servers: dict[Side, Server], batch: int) -> dict[Side, list[float]]:
     """Tokens a second of each side, REPEATS times, after one that fills its cache and warms up."""
-    prompts = [[(7 * i + 13 * j) % 30000 + 1 for j in range(PREFIX)] for i in range(batch)]
-    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": NUM_TOKENS}
-    asked = {"input_ids": prompts, "sampling_params": sampling}
+    asked = requests(batch, NUM_TOKENS)
     found: dict[Side, list[float]] = {side: [] for side in servers}
     for server in servers.values():
         server.ask(**asked)

@@ -1,7 +1,8 @@
-"""Greedy tokens of every case beside plain decoding's on the same backend, and who attended."""
+"""Tokens of every case beside plain decoding's on the same backend, greedy and sampled, and who attended."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -9,10 +10,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tests.gpu.sglang.cases import SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
-from tests.gpu.sglang.server import EngineFailedError, Server
+from tests.engines.sglang.gpu import sampling
+from tests.engines.sglang.gpu.cases import SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.server import EngineFailedError, Server
 
-AT_ONCE = 20
+AT_ONCE = 8
+"""Engines: each keeps three processes busy while it starts."""
 LIMIT = 240.0
 FEW = 8
 
@@ -37,6 +40,7 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
             _, counted, profiled = server.watched()
         except EngineFailedError as error:
             return {"failed": str(error)}
+        sampled = sampling.sampled(server) if case in sampling.ENGINES else None
     return {
         "start": start,
         "answers": answers,
@@ -44,12 +48,13 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
         "launches": profiled["launches"],
         "alone": alone,
         "together": together,
+        "sampled": sampled,
     }
 
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
-    """One a case, as soon as it and its plain decoding are done. chosen: a part of the names of cases."""
-    cases = [case for case in (*SPECULATIVE, *SGLANG) if chosen in str(case)]
+    """One a case, as soon as it and its plain decoding are done. chosen: an expression found in the names of cases."""
+    cases = [case for case in (*SPECULATIVE, *SGLANG) if re.search(chosen, str(case))]
     order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
     done: dict[Case, dict[str, Any]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -98,6 +103,9 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
         different = differences([one["ids"] for one in run["answers"]], plain["answers"])
         told |= {"requests": len(run["answers"]), "differ": different}
         ok = ok and all(each["gap"] <= TIE for each in different)
+        if run["sampled"] and plain["sampled"]:
+            told["sampling"] = sampling.told(run["sampled"], plain["sampled"], plain["answers"])
+            ok = ok and told["sampling"]["ok"]
     return told | {"ok": ok}
 
 
