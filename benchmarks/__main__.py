@@ -30,10 +30,11 @@ def _add_arguments(bench: argparse.ArgumentParser) -> None:
     )
     bench.add_argument(
         "--set",
-        choices=("layer", "kernels", "prefill", "trees"),
+        choices=("layer", "kernels", "prefill", "trees", "ragged", "mixed"),
         help="of attention. layer: beside the vendor's raw call (the default). kernels: vendors' and ours, beside each "
         "other and the device's ceilings, in decodes and verifies. prefill: likewise. trees: the verify of a tree "
-        "beside that of a chain",
+        "beside that of a chain. ragged: verifies of widths that the device decides, beside the best uniform one. "
+        "mixed: a chunk with decodes or verifies as one step, beside two",
     )
     bench.add_argument(
         "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that suit)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
 from attn_backends.registry import get_backend
 from benchmarks import adaptive, ragged, shapes
-from benchmarks.adaptive import STEPS, PlayedRow, cycle_ms, missed, play, simulate
+from benchmarks.adaptive import LENGTH, STEPS, PlayedRow, cycle_ms, missed, play, simulate
 from benchmarks.ragged import BOUND, MEAN, measure_mixed, measure_ragged, rows_of, widths_of
 from benchmarks.rows import Missing, Row
 from tests.test_bench_sets import stage as stage
@@ -90,6 +91,18 @@ def test_adaptive_steps_are_near_the_best_at_each_batch_and_beat_any_over_a_chan
     assert len(played) == 2 * 4 + 1
     slow = PlayedRow("batch 1", {1: 1.0}, 0.9, 0.9), PlayedRow("all", {1: 1.0}, 1.04, 1.04)
     assert missed(slow) == ["batch 1: 0.9, not 0.95", "all: 1.04, not 1.05"]
+
+
+def test_what_is_committed_is_what_was_measured() -> None:
+    folder = Path(__file__).parent.parent / "docs" / "results"
+    times, traces = (results.read(folder / name).rows for name in ("h200/adaptive_times.json", "adaptive_traces.json"))
+    accepted = {row["text"]: [int(digit) for digit in row["accepted"]] for row in traces}
+    played, costs = results.read(folder / "adaptive.json").rows, cycle_ms(times, STEPS)
+    fixed = play(costs, accepted, [(8, "predictable", LENGTH)], 2)
+    row = next(row for row in played if row["workload"] == "batch 8, predictable")
+    assert row["fixed"]["5"] == round(fixed, 1)
+    assert all(row["ratio"] == round(row["adaptive"] / max(row["fixed"].values()), 4) for row in played)
+    assert missed([PlayedRow(**row) for row in played]) == []
 
 
 def test_the_command_simulates_what_was_measured(tmp_path, monkeypatch) -> None:

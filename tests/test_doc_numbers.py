@@ -196,6 +196,16 @@ def drafts_in_sglang() -> tuple[str, ...]:
     return tuple(str(each) for pair in zip(ours, theirs, strict=True) for each in pair)
 
 
+def adapted() -> tuple[str, ...]:
+    *alone, _ = rows("adaptive")
+    return spread((row["ratio"] for row in alone), 2)
+
+
+def new_phases() -> str:
+    assert {name for row in rows("h200/phases") for name in row} == {"backend", "kernel", "check", "path", "pass"}
+    return f"{sum(row['pass'] for row in rows('h200/phases')):,}"
+
+
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
@@ -210,6 +220,9 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
     (MEASURED, r"(\S+) executed cases", executed),
+    (MEASURED, r"take turns pass (\S+) cases", new_phases),
+    (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
+    (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs, (\S+) cases on", executed),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),
     (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
