@@ -130,7 +130,7 @@ def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
     first, *others = summarized({side: [more | {"tokens": n} for n in each] for side, each in rates.items()}, 32)
     assert (first["tokens_per_s"], first["least"], first["most"]) == (98, 97, 99)
     assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
-    assert len(first["launches_us"]) == 9, "a lower case comes with its profile"
+    assert len(first["launches_us"]) == 9
     assert all("of_best" not in told for told in others)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.vllm.engine import Row, Run, prompts, run
 
-NUM_PROMPTS, NUM_TOKENS = 7, 24  # prompts of up to 110 tokens: some texts end at the end of the context, 128
+NUM_PROMPTS, NUM_TOKENS = 7, 18  # prompts of up to 110 tokens: some texts end at the end of the context, 128
 
 
 @cache
