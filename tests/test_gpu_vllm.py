@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 from importlib.metadata import distributions
@@ -17,6 +18,7 @@ from tests.engines.vllm.gpu.cases import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     OTHERS,
+    ROOT,
     SPECULATIVE,
     Case,
     differences,
@@ -149,3 +151,27 @@ def test_the_pieces_of_a_fat_binary_are_found() -> None:
     )
     data = b"\0" * 8 + struct.pack("<IHHQ", MAGIC, 1, 16, len(body)) + body
     assert [(kind, arch, data[place]) for kind, arch, place in entries(data, 0, len(data))] == pieces
+
+
+TABLE = {
+    "FlashAttention-3": ("llama-fa3-vllm_flash_attn", "llama-flash_attn"),
+    "Triton, grouped-query": ("llama-fa3-triton", "llama-triton_attn"),
+    "FlashMLA": ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
+    "FlashAttention-3 of MLA": ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla"),
+    "Triton, MLA": ("deepseek-trtllm_mla-triton", "deepseek-triton_mla"),
+}
+
+
+def test_the_table_of_the_page_is_the_committed_rows() -> None:
+    kept = json.loads((ROOT / "docs/results/h200/engine_vllm_throughput.json").read_text())["rows"]
+    rows = {(row["side"], row["batch"]): row for row in kept if row["ok"] and "batch" in row}
+    lines = [line.strip("| ").split(" | ") for line in (ROOT / "docs/vllm.md").read_text().splitlines()]
+    told = [cells for cells in lines if cells[0] in TABLE and len(cells) == 9]
+    assert len(told) == 3 * len(TABLE) - 1, "one engine ran out of memory"
+    for name, batch, *numbers in told:
+        ours, theirs = (rows[side, int(batch)] for side in TABLE[name])
+        wanted = [ours["tokens_per_s"], theirs["tokens_per_s"], ours["of_same_kernel"]]
+        wanted += [side["launches_us"][0][1] for side in (ours, theirs)]
+        wanted += [side["metadata_us"] for side in (ours, theirs)]
+        assert all(abs(float(found) - number) <= 0.501 for found, number in zip(numbers, wanted, strict=True))
+        assert float(numbers[2]) == ours["of_same_kernel"]
