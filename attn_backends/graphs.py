@@ -4,7 +4,7 @@ A recorded graph is a model of a CUDA graph that needs no GPU. It records the op
 tensors' addresses and Python values frozen, and refuses host reads as CUDA capture does. It replays the calls into the
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
 a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on memory
-that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool, or streams.
+that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool.
 
 A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """

@@ -78,7 +78,8 @@ class BoundGraph(Captured):
             buffer[:num, ..., : given.shape[-1]].copy_(given) if buffer.ndim == 2 else buffer[:num].copy_(given)
 
 
-def _bindable(subject: Subject) -> list[Case]:
+def bindable(subject: Subject) -> list[Case]:
+    """Graphs that can be planned from bound inputs, of every kind, padded and idle."""
     cases = joined(graph(growing), one_page_size(joined(graph(padded), graph(idle))))(subject)
     able = subject.capabilities
     return [
@@ -88,7 +89,7 @@ def _bindable(subject: Subject) -> list[Case]:
     ]
 
 
-@check("graph.bound_inputs", _bindable)
+@check("graph.bound_inputs", bindable)
 def bound_inputs(subject: Subject, case: Case) -> Measured:
     """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay."""
     world = world_of(setup_of(subject, case))

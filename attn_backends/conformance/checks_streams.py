@@ -1,68 +1,163 @@
-"""Planning on a stream of its own, beside a graph that runs: right in the order that events give. On a GPU alone, as a
-recorded graph has no streams.
+"""Two streams: a phase planned on a stream of its own, and inputs overwritten after the event that ends their reads.
+
+On a GPU the streams are CUDA's, elsewhere a model of their order (`stream_order`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_bound import BoundGraph, bindable
 from attn_backends.conformance.checks_sets import InSet, verifies
 from attn_backends.conformance.checks_turns import in_pairs, same_pages
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
-from attn_backends.conformance.exercise import Captured, Ran, prepare_memory, setup_of, world_of
+from attn_backends.conformance.exercise import Captured, Ran, batch_of, prepare_memory, scene_of, setup_of, world_of
+from attn_backends.conformance.scenes import Scene
+from attn_backends.conformance.situations import graph, growing, one_page_size
+from attn_backends.conformance.stream_order import Name, Streams, streams_of
 from attn_backends.layer import AttentionOutput
 from attn_backends.memory.phase_sets import PhaseSets
+from spec_metadata import Step
 
+Call = Callable[[], None]
 _ROOM_BYTES = 2**28
-_GRAPH_DELAY, _PLANNING_DELAY = 20, 200  # passes over it: milliseconds, in which the host launches all the rest
+_GRAPH_DELAY = 20  # passes over it
 
 
-def _on_a_gpu(subject: Subject) -> list[Case]:
-    return in_pairs(subject) if subject.device.startswith("cuda") else []
+class _OnStream:
+    """A graph in turn with others on the main stream: memory as before it, outputs and memory kept."""
+
+    def __init__(self, captured: Captured, scene: Scene, before: Tensor) -> None:
+        self.captured, self.scene, self.before = captured, scene, before
+
+    def run(self) -> None:
+        """Restore the cache and replay."""
+        self.captured.world.memory.copy_(self.before)
+        self.ran = self.captured.replay(self.scene, self.before)
+        self.after = self.captured.world.memory.clone()
+
+    def measured(self) -> Measured:
+        """What came out, once the streams have finished."""
+        self.captured.world.memory.copy_(self.after)
+        compare_memory(self.ran.scene, self.ran.before, padded=True)
+        return compare_outputs(self.ran.scene, self.ran.inputs, self.ran.outputs)
 
 
-@check("streams.planned_beside_a_graph", _on_a_gpu)
+@check("streams.planned_beside_a_graph", in_pairs)
 def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
-    """A phase is planned on a second stream while another one's graph runs; its own graph runs after an event of that.
+    """A phase is planned on a second stream after the main one's writes of its inputs, while another one's graph runs;
+    its own graph runs after an event of that. Either stream may lag.
+    """
+    world, found = world_of(setup_of(subject, case)), []
+    phases = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
+    scenes = same_pages(world, case)
+    for late in (Name.SIDE, Name.MAIN):
+        first, second = (
+            _OnStream(phase, scene, prepare_memory(scene, case)) for phase, scene in zip(phases, scenes, strict=True)
+        )
+        phases[1].plan(phases[1].scene.step())  # not what is planned below
+        phases[0].load(scenes[0])
+        step = phases[1].fill(scenes[1])
+        inputs = inputs_of(step)
+        true = [tensor.clone() for tensor in inputs]
+        overwrite(inputs)
+        streams = streams_of(world.device, late)
+        streams.launch(Name.MAIN, partial(fill, inputs, true))
+        hand_over(streams, Name.MAIN, Name.SIDE)
+        streams.launch(Name.SIDE, partial(phases[1].world.backend.replay, phases[1].meta, step))
+        streams.launch(Name.MAIN, first.run)
+        hand_over(streams, Name.SIDE, Name.MAIN)
+        streams.launch(Name.MAIN, second.run)
+        streams.finish()
+        found += [first.measured(), second.measured()]
+    return nearest(found)
 
-    The graph that runs has been delayed, and the planning for longer: whoever does not wait for the event attends by
-    what was planned before.
+
+def _read_then_overwritten(graph: _OnStream, reads: list[Call], inputs: list[Tensor], last: list[Call]) -> Measured:
+    """Measure a graph whose inputs are overwritten after their reads: on its own stream, and on another one after
+    the event that ends the reads.
+    """
+    world, found = graph.captured.world, []
+    true = [tensor.clone() for tensor in inputs]
+    for stream in Name:
+        fill(inputs, true)
+        streams = streams_of(world.device, late=Name.MAIN)
+        end_reads(streams, reads, stream)
+        streams.launch(stream, partial(overwrite, inputs))
+        for call in last:
+            streams.launch(Name.MAIN, call)
+        streams.finish()
+        found.append(graph.measured())
+    return nearest(found)
+
+
+@check("streams.copied_inputs", one_page_size(graph(growing)))
+def copied_inputs(subject: Subject, case: Case) -> Measured:
+    """A step's tensors are overwritten once a replay has copied them, before the graph runs: in stream order, and on
+    another stream after an event.
     """
     world = world_of(setup_of(subject, case))
-    first, second = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
-    scenes = same_pages(world, case)
-    memory = [prepare_memory(scene, case) for scene in scenes]
-    first.load(scenes[0])
-    step = second.fill(scenes[1])
-    room = torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device=world.device)
-    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        _delay(room, _PLANNING_DELAY)  # behind which nothing is copied from the host: that would wait
-        world.backend.replay(second.meta, step)
-    outputs, after = [], []
-    for phase, before in zip((first, second), memory, strict=True):
-        world.memory.copy_(before)
-        if phase is first:
-            _delay(room, _GRAPH_DELAY)
-        else:
-            wait_for(side)
-        phase.graph.replay()
-        outputs.append([AttentionOutput(out.clone(), lse.clone()) for out, lse in phase.outputs])
-        after.append(world.memory.clone())
-    torch.cuda.synchronize()
-    found = []
-    for phase, scene, before, out, memory_after in zip((first, second), scenes, memory, outputs, after, strict=True):
-        world.memory.copy_(memory_after)
-        ran = Ran(scene, phase.static, out, before, phase.meta)
-        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
-        compare_memory(ran.scene, ran.before, padded=True)
-    return nearest(found)
+    captured, scene = Captured(world, case), scene_of(world, batch_of(case), case.seed + 1)
+    ran = _OnStream(captured, scene, prepare_memory(scene, case))
+    step = captured.fill(scene)
+    plan = partial(captured.bring if case.refresh else captured.plan, step)
+    return _read_then_overwritten(ran, [plan], inputs_of(step), [ran.run])
+
+
+def _growing_bindable(subject: Subject) -> list[Case]:
+    return [case for case in bindable(subject) if len(case.lens) > 1]
+
+
+@check("streams.bound_inputs", one_page_size(_growing_bindable))
+def bound_inputs(subject: Subject, case: Case) -> Measured:
+    """An engine's buffers are overwritten once a graph that is planned from them has run: in stream order, and on
+    another stream after an event.
+    """
+    world = world_of(setup_of(subject, case))
+    captured, scene = BoundGraph(world, case), scene_of(world, batch_of(case), case.seed + 1)
+    ran = _OnStream(captured, scene, prepare_memory(scene, case))
+    captured.load(scene)
+    given = captured.inputs
+    inputs = [given.seq_lens, captured.paging.static_input(), given.out_cache_loc, given.num_real, given.tree_mask]
+    return _read_then_overwritten(ran, [ran.run], [tensor for tensor in inputs if tensor is not None], [])
+
+
+def inputs_of(step: Step) -> list[Tensor]:
+    """The tensors of a step that a replay copies. A request table itself is read in place."""
+    found = [step.seq_lens, step.paging.static_input(), step.out_cache_loc, step.tree_mask]
+    return [tensor for tensor in found if tensor is not None]
+
+
+def fill(inputs: list[Tensor], values: list[Tensor]) -> None:
+    """Write a step's values into its tensors."""
+    for tensor, value in zip(inputs, values, strict=True):
+        tensor.copy_(value)
+
+
+def overwrite(inputs: list[Tensor]) -> None:
+    """As the next step would: of other requests, of no length, in place."""
+    for tensor in inputs:
+        tensor.zero_()
+
+
+def end_reads(streams: Streams, reads: list[Call], stream: Name) -> None:
+    """Launch what reads inputs, then the event after which a stream may overwrite them."""
+    for call in reads:
+        streams.launch(Name.MAIN, call)
+    hand_over(streams, Name.MAIN, stream)
+
+
+def hand_over(streams: Streams, before: Name, after: Name) -> None:
+    """Let a stream go on after what another one holds now, by an event."""
+    if before is not after:
+        streams.order(before, after)
 
 
 def _sets_on_a_gpu(subject: Subject) -> list[Case]:
@@ -98,11 +193,6 @@ def sets_switch_behind_reads(subject: Subject, case: Case) -> Measured:
         world.memory.copy_(after)
         compare_memory(ran.scene, ran.before, padded=True)
     return nearest([compare_outputs(ran.scene, ran.inputs, ran.outputs) for ran, _ in found])
-
-
-def wait_for(planning: torch.cuda.Stream) -> None:
-    """Have the current stream wait for what was planned on another."""
-    torch.cuda.current_stream().wait_event(planning.record_event())
 
 
 def _delay(room: Tensor, passes: int) -> None:

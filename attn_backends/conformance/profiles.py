@@ -100,6 +100,12 @@ PROFILES = {
             lambda case: group_of(case.check) == "scale",
             CHAINED,
         ),
+        Profile(
+            "streams",
+            "planning and inputs on a second stream, in the order that events give",
+            lambda case: group_of(case.check) == "streams",
+            CHAINED,
+        ),
     )
 }
 

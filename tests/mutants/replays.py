@@ -14,7 +14,6 @@ from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
-from attn_backends.conformance import checks_streams
 from attn_backends.graphs import is_capturing
 from attn_backends.memory import phases
 from attn_backends.planning import planners
@@ -220,12 +219,6 @@ def phases_over_each_other(patch: pytest.MonkeyPatch) -> None:
         return arena(specs, largest, device, **options)
 
     patch.setattr(phases, "Arena", over)
-
-
-@mutant("planning on another stream, not waited for", "streams.planned_beside_a_graph", needs=("cuda",))
-def planning_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """A worker launches a graph behind no event of the stream that plans it."""
-    patch.setattr(checks_streams, "wait_for", lambda planning: None)
 
 
 @mutant("a table of all phases, padded after one's own pages", "graph.planned_ahead", graph=True)
