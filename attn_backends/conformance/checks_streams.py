@@ -155,7 +155,7 @@ def end_reads(streams: Streams, reads: list[Call], stream: Name) -> None:
 
 
 def hand_over(streams: Streams, before: Name, after: Name) -> None:
-    """Let a stream go on after what another one holds now, by an event."""
+    """Have a stream wait for what another one holds now, by an event."""
     if before is not after:
         streams.order(before, after)
 
