@@ -6,7 +6,7 @@ Results are read by `attn_backends.results` alone. Who commits a new result rene
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,17 @@ def spread(values: Iterable[float], digits: int) -> tuple[str, str]:
     return f"{min(found):.{digits}f}", f"{max(found):.{digits}f}"
 
 
-def target(pattern: str, name: str) -> tuple[str, str]:
-    """What a benchmark found for one of its targets: least and most."""
+def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str]:
+    """What a benchmark found for one of its targets, of one kernel or all: least and most."""
     files = sorted((ROOT / "docs" / "results" / "h200").glob(f"{pattern}.json"))
-    found = [
-        target for file in files for target in results.read(file).own.get("targets", ()) if target["target"] == name
-    ]
-    return spread((target["value"] for target in found), 2)
+    found = [each for file in files for each in results.read(file).own.get("targets", ()) if each["target"] == name]
+    return spread((each["value"] for each in found if kernel in (None, each["kernel"])), 2)
+
+
+def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
+    """The share of its peer's speed that a kernel reaches with so many heads: least and most."""
+    found = [row for row in rows(f"h200/{name}", kernel=kernel) if row["heads"] in heads]
+    return spread((1 / row["ratio"] for row in found), 2)
 
 
 def megabytes(page_size: int) -> str:
@@ -253,8 +257,10 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (
         MEASURED,
         r"reach (\S+) to (\S+) of the vendors'",
-        lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed"),
+        lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed", "triton"),
     ),
+    (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
+    (MEASURED, r"heads reach \[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
     (MEASURED, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),

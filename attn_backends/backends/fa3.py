@@ -22,7 +22,7 @@ from attn_backends.kernels.torch_attention import page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention
-from attn_backends.vendors.ours import triton_kernel
+from attn_backends.vendors.ours import gluon_prefill_kernel, triton_kernel
 from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import windowed
@@ -76,6 +76,7 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     formats = frozenset({CacheFormat.KV, CacheFormat.LATENT})
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),
+        gluon_prefill_kernel(_TORCH),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
     )

@@ -169,9 +169,11 @@ class World:
 def head_sizes(
     backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat, size: str = ""
 ) -> tuple[int, int] | None:
-    """The smallest sizes that a kernel declares for a format, in a larger world the largest; None if it takes any."""
+    """The smallest sizes that a kernel declares for a format, in a larger world the largest; None if it declares none:
+    it takes any, or refuses the format.
+    """
     sizes = sizes_of(backend, kernel, format)
-    if sizes is None:
+    if not sizes:
         return None
     return max(sizes) if size else min(sizes)
 

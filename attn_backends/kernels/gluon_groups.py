@@ -29,14 +29,14 @@ _ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 
 
 @gluon.jit
-def _signal(bar):
+def signal(bar):
     """Arrive when all warps of the group have come here."""
     gl.thread_barrier()
     mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
-def _zero_in_turn(i):
+def zero_in_turn(i):
     """Zero, which the compiler can't move out of turn i."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -151,7 +151,7 @@ def even(given, out, lse, CAUSAL: gl.constexpr):
     total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
     mbarrier.wait(full.index(4), 0)
     for i in range(pairs):
-        zero = _zero_in_turn(i)
+        zero = zero_in_turn(i)
         scores = _scores(queries, blocks, full, i, zero, 0)
         scores = _visible(scores, start + i * 128, end_seen, score_scale)
         even_peak = gl.maximum(peak, gl.max(scores, 1))
@@ -160,7 +160,7 @@ def even(given, out, lse, CAUSAL: gl.constexpr):
         peaks.index(0).store(even_peak)
         rest.index(zero).store(rounded)
         fence_async_shared()
-        _signal(handed.index(0))
+        signal(handed.index(0))
         fading = gl.exp2(peak - even_peak)
         total = total * fading + gl.sum(weights, 1)
         operand = gl.convert_layout(rounded, _WEIGHTS)
@@ -170,12 +170,12 @@ def even(given, out, lse, CAUSAL: gl.constexpr):
         fading = gl.exp2(even_peak - peak)
         total = total * fading
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        _signal(free.index(0))
+        signal(free.index(0))
         adding = warpgroup_mma(rest.index(zero + 1), left.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        _signal(free.index(2))
+        signal(free.index(2))
     peaks.index(2).store(total)
-    _signal(handed.index(0))
+    signal(handed.index(0))
     mbarrier.wait(handed.index(1), pairs & 1)
     total += peaks.index(3).load(_ROWS)
     _store(summed, total, out, rows, v_scale, 0)
@@ -196,7 +196,7 @@ def odd(given, out, CAUSAL: gl.constexpr):
     total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
     mbarrier.wait(full.index(4), 0)
     for i in range(pairs):
-        zero = _zero_in_turn(i)
+        zero = zero_in_turn(i)
         scores = _scores(queries, blocks, full, i, zero, 1)
         mbarrier.wait(handed.index(0), i & 1)
         even_peak = peaks.index(0).load(_ROWS)
@@ -209,19 +209,19 @@ def odd(given, out, CAUSAL: gl.constexpr):
         peaks.index(1).store(peak)
         rest.index(zero + 1).store(rounded)
         fence_async_shared()
-        _signal(handed.index(1))
+        signal(handed.index(1))
         fading = gl.exp2(even_peak - peak)
         total = total * (even_fading * fading) + gl.sum(weights, 1)
         operand = gl.convert_layout(rounded, _WEIGHTS)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        _signal(free.index(1))
+        signal(free.index(1))
         adding = warpgroup_mma(operand, right.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        _signal(free.index(3))
+        signal(free.index(3))
     # In this order, as the other group may not have seen the last turn's arrival yet: it would miss one of two.
     mbarrier.wait(handed.index(0), pairs & 1)
     even_total = peaks.index(2).load(_ROWS)
     peaks.index(3).store(total)
-    _signal(handed.index(1))
+    signal(handed.index(1))
     total += even_total
     _store(summed, total, out, rows, v_scale, 256)

@@ -133,7 +133,7 @@ def _paged_attention_torch(
     drafted: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens, max_query, partial_out, partial_lse)
+    check_pages(q, k_pages, v_pages, query_indptr, page_indptr, page_ids, kv_lens, max_query, partial_out, partial_lse)
     _check_extras(q, max_query, causal, drafted, sinks)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "k_scale": k_scale, "v_scale": v_scale}
     options |= {"window": window, "drafted": drafted, "sinks": sinks}
@@ -174,7 +174,7 @@ def _paged_attention_cuda(
     extras: dict[str, Any] = {"window": window, "drafted": drafted, "sinks": sinks}
     if torch.float64 in (q.dtype, k_pages.dtype):
         return _paged_attention_torch(*keys, max_query, max_kv_len, causal, *scales, *scratch, **extras)
-    _check(*keys, max_query, *scratch)
+    check_pages(*keys, max_query, *scratch)
     _check_extras(q, max_query, causal, drafted, sinks)
     if max_query > MAX_DIVIDED_WIDTH:
         from attn_backends.kernels import triton_prefill
@@ -217,7 +217,7 @@ def _latent_attention_cuda(
 
     _check_latents(q, latents)
     entries = latents.unsqueeze(2)
-    _check(q, entries, entries[..., :RANK], *lists, max_query, *scratch)
+    check_pages(q, entries, entries[..., :RANK], *lists, max_query, *scratch)
     return gluon_mla.latent_attention(q, latents, *given)
 
 
@@ -231,7 +231,7 @@ def _paged_attention_fake(q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: ob
     return q.new_empty(shape), q.new_empty(shape[:2], dtype=lse_dtype)
 
 
-def _check(
+def check_pages(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,

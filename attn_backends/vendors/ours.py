@@ -1,6 +1,7 @@
 """Our own kernels of the dense backends, on whatever lists a backend's pages.
 
-    gluon     MLA on Hopper (SM90), of latents of 512 + 64 elements: the operator `latent_attention`
+    gluon     on Hopper (SM90): MLA of latents of 512 + 64 elements, the operator `latent_attention`, and prompts over
+              keys and values of 64 or 128 elements, the operator `prefill_attention`
     triton    anything else, on any GPU from SM80 on: the operator `paged_attention`
 
 Where a batch is too small to fill the GPU, the keys of a request are divided, and the parts are merged through scratch
@@ -10,7 +11,7 @@ context, the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Schedule
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.paged_operators import LATENT, RANK, latent_attention, paged_attention
+from attn_backends.kernels.prefill_operator import HEAD_SIZES, prefill_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from spec_metadata import BufferSpec, StepKind
@@ -89,17 +91,32 @@ def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPl
 
 
 def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
-    """The kernel of a backend of latents alone, without windows. definition: what its torch kernel can do; it does the
-    same for 16-bit types and one size of heads.
+    """The kernel of a backend of latents. definition: what its torch kernel can do; it does the same for 16-bit types
+    and one size of heads, without windows and sinks.
     """
-    types, sizes = frozenset({torch.bfloat16, torch.float16}), frozenset({(LATENT, RANK)})
+    return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}))
+
+
+def gluon_prefill_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
+    """The kernel of a backend of keys and values, of prompts alone; else as `gluon_kernel`."""
+    prompts = {StepKind.PREFILL: definition[StepKind.PREFILL]}
+    return _gluon(prompts, _launch_prefill, frozenset((size, size) for size in HEAD_SIZES))
+
+
+def _gluon(
+    definition: Mapping[StepKind, Capabilities],
+    launch: Callable[[Tensor, PagedCache, Scheduled[PagedPlan], AttentionLayer], AttentionOutput],
+    sizes: frozenset[tuple[int, int]],
+) -> Kernel[PagedPlan]:
+    types = frozenset({torch.bfloat16, torch.float16})
 
     def narrowed(able: Capabilities) -> Capabilities:
-        return replace(able, dtypes=types, cache_dtypes=frozenset(), head_sizes=sizes)
+        able = replace(able, dtypes=types, cache_dtypes=frozenset(), head_sizes=sizes)
+        return replace(able, window=False, tree_window=False, sinks=False)
 
     return Kernel(
         GLUON,
-        _launch_latent,
+        launch,
         {kind: narrowed(able) for kind, able in definition.items()},
         providers.runs_on_gluon,
         architectures=frozenset({9}),
@@ -116,6 +133,15 @@ def _launch_latent(
     assert isinstance(cache, PagedLatent)
     scales = (layer.scale, layer.k_scale, layer.v_scale)
     return AttentionOutput(*latent_attention(q, cache.latent, *scratch.keys, *scales, *scratch.partial))
+
+
+def _launch_prefill(
+    q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer
+) -> AttentionOutput:
+    scratch = planned.schedule
+    assert isinstance(scratch, Scratch)
+    scales = (layer.scale, layer.k_scale, layer.v_scale)
+    return AttentionOutput(*prefill_attention(q, *cache.pages, *scratch.keys, *scales, *scratch.partial))
 
 
 def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer) -> AttentionOutput:

@@ -1,4 +1,4 @@
-"""Our MLA kernel for Hopper: what can be said of it without one. Its numbers are the conformance suite's, on a GPU."""
+"""Our kernels for Hopper: what can be said of them without one. Their numbers are the conformance suite's, on a GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.kernels import paged_operators
 from attn_backends.kernels.paged_operators import FEW_ROWS, latent_attention, paged_attention
+from attn_backends.kernels.prefill_operator import prefill_attention
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection import providers
 from attn_backends.selection.choose import Workload, choose_kernels
@@ -36,11 +37,11 @@ from triton.backends.compiler import GPUTarget
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
 triton.runtime.driver.set_active(SimpleNamespace(**here))
-from attn_backends.kernels import cuda_launch, gluon_mla
+from attn_backends.kernels import cuda_launch, gluon_mla, gluon_prefill
 
-def compile(tensors, *numbers):
-    call = gluon_mla._call(tensors, *numbers)
-    compiled = gluon_mla._attend.warmup(*call.arguments, grid=(1, 1, 1), **call.options)
+def compile(module, kernel, tensors, numbers):
+    call = module._call(tensors, *numbers)
+    compiled = kernel.warmup(*call.arguments, grid=(1, 1, 1), **call.options)
     file = Path(tempfile.mkdtemp()) / "cubin"
     file.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -49,11 +50,14 @@ def compile(tensors, *numbers):
     found = {name: int(re.search(rf" {name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL")}
     found["shared"], found["num_warps"] = compiled.metadata.shared, compiled.metadata.num_warps
     found["products"] = sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m\w+)", ptx)))
-    found["splits"], found["out"] = call.grid[1], str(tensors[-2].dtype)
+    found["grid"], found["kernel"] = call.grid, module.__name__.rpartition("_")[2]
     found["plain"] = cuda_launch._is_plain(compiled.metadata)
     print(json.dumps(found))
 
-gluon_mla._launch, gluon_mla.merge = compile, lambda *given: None
+gluon_mla._launch = lambda tensors, *numbers: compile(gluon_mla, gluon_mla._attend, tensors, numbers)
+gluon_mla.merge = lambda *given: None
+prefill = gluon_prefill, gluon_prefill._paged_attention
+gluon_prefill._launch = lambda tensors, *numbers: compile(*prefill, tensors, numbers)
 lists = torch.zeros(3, dtype=torch.int32), torch.zeros(40, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
 starts, pages, table = lists
 lens, scratch = torch.zeros(2, dtype=torch.int32), (torch.zeros(2**20), torch.zeros(2**16))
@@ -65,6 +69,14 @@ batches = (
 for dtype, page_size, given, width, causal, room in batches:
     q, latents = torch.zeros(2 * width, 128, 576, dtype=dtype), torch.zeros(9, page_size, 576, dtype=dtype)
     gluon_mla.latent_attention(q, latents, *given, lens, width, 4096, causal, 0.1, 1.0, 1.0, *room)
+batches = (
+    (torch.bfloat16, 128, 64, (starts, None, table), 300, True),
+    (torch.bfloat16, 128, 16, (None, None, table), 100, False),
+    (torch.float16, 64, 1, (starts, starts, pages), 300, True),
+)
+for dtype, dim, page_size, given, width, causal in batches:
+    q, pages = torch.zeros(2 * width, 32, dim, dtype=dtype), torch.zeros(2, 9, page_size, 8, dim, dtype=dtype)
+    gluon_prefill.paged_attention(q, *pages, *given, lens, width, causal, 0.1, 1.0, 1.0)
 """
 
 
@@ -78,16 +90,17 @@ def test_it_compiles_for_hopper_without_spills() -> None:
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {(each["STACK"], each["LOCAL"]) for each in found} == {(0, 0)}, "spilled"
+    latents, prompts = found[:3], found[3:]
+    assert {each["kernel"] for each in latents} == {"mla"}
+    assert {each["kernel"] for each in prompts} == {"prefill"}
+    assert {(each["STACK"], each["LOCAL"]) for each in latents} == {(0, 0)}, "spilled"
+    assert max(each["STACK"] for each in prompts) <= 16, "spilled"  # of the group that gathers, between two tiles
     assert all(each["plain"] for each in found), "no launch by the driver"
     assert max(each["shared"] for each in found) <= 227 * 1024
     assert max(32 * each["num_warps"] * each["REG"] for each in found) <= 2**16
-    assert {tuple(each["products"]) for each in found} == {("m64n256k16", "m64n64k16")}
-    assert [(each["splits"] > 1, each["out"]) for each in found] == [
-        (True, "torch.float32"),
-        (True, "torch.float32"),
-        (False, "torch.float16"),
-    ]
+    assert {tuple(each["products"]) for each in latents} == {("m64n256k16", "m64n64k16")}
+    assert {tuple(each["products"]) for each in prompts} == {("m64n128k16",), ("m64n128k16", "m64n64k16")}
+    assert [each["grid"][1] > 1 for each in latents] == [True, True, False]
 
 
 def runs_with(triton: str, capability: tuple[int, int] = (9, 0)) -> bool:
@@ -130,8 +143,15 @@ def test_it_comes_before_triton_and_takes_what_it_declares(backend):
         assert able.layer_reasons(layer, torch.float32, torch.float32)
 
 
-def test_keys_and_values_of_their_own_are_none_of_its_business():
-    assert "gluon" not in [kernel.name for kernel in FA3Backend.kernels]
+def test_of_keys_and_values_it_takes_prompts():
+    *_, gluon, triton, _ = FA3Backend.kernels
+    assert (gluon.name, triton.name, set(gluon.capabilities)) == ("gluon", "triton", {StepKind.PREFILL})
+    able = gluon.capabilities[StepKind.PREFILL]
+    layer = AttentionLayer(0, 32, 8, 128, 128, 0.1, k_scale=0.5, v_scale=0.5)
+    assert able.layer_reasons(layer, torch.bfloat16, torch.bfloat16) == []
+    for other in (replace(layer, window=64), replace(layer, sinks=torch.zeros(32)), replace(layer, head_dim=96)):
+        assert able.layer_reasons(other, torch.bfloat16, torch.bfloat16)
+    assert able.layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def latents(form: str, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> list:
@@ -213,3 +233,26 @@ def test_auto_passes_it_over_in_words(monkeypatch):
     monkeypatch.setattr(providers, "version_of", lambda distribution: "3.6.0")
     choice = choose_kernels("trtllm_mla", ours, "auto", CUDA, Workload(64))[StepKind.DECODE]
     assert choice.kernel.name == "gluon"
+
+
+PROMPTS = Sizes(lens=(90, 70, 130), num_heads=4, num_kv_heads=2, dim=64, v_dim=64)
+
+
+def prompts(form: str, causal: bool = True) -> list:
+    """The arguments of `prefill_attention`, dense: of each, whose elements lie apart, a copy."""
+    q, k, v, *given = arguments(PROMPTS, form, causal, torch.bfloat16)
+    return [q.contiguous(), k.contiguous(), v.contiguous(), *given]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_operator_of_prompts_is_attention_over_pages(form):
+    given = prompts(form, form != "csr")
+    torch.testing.assert_close(prefill_attention(*given), paged_attention(*given), rtol=0, atol=0)
+
+
+def test_the_operator_of_prompts_refuses_what_it_would_misread():
+    q, k, v, *given = prompts(FORMS[0])
+    apart = torch.zeros(*k.shape[:-1], 2 * k.shape[-1], dtype=k.dtype)[..., ::2]
+    for wrong in ((q, k.float(), v.float()), (q, apart, v), (q[..., :32].contiguous(), k, v), (q.float(), k, v)):
+        with pytest.raises(ValueError, match="do not fit together; needed are q"):
+            prefill_attention(*wrong, *given)

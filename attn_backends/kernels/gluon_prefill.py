@@ -1,0 +1,149 @@
+"""Attention of many query rows over paged keys and values for Hopper, in Gluon: prefill, in whole or in chunks.
+
+A program takes tiles of 128 query rows (tokens times the query heads of a KV head) from a counter, those with most keys
+first. One warp group gathers keys and values (`cp.async`), entry by entry, so that pages may be of any size: two blocks
+of 128 ahead, and the next tile's while this one is written out. Two groups attend with 64 rows each, as
+FlashAttention-3's do (Shah et al. 2024): a group's products with the next keys are under way while it computes weights,
+and the groups begin their products in turns.
+
+    shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
+                    232,448 bytes
+    registers       208 a thread for the two groups, 96 for the third
+
+Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
+of all sums is fixed by the query's own request.
+
+On an H200 in bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds
+(docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md):
+
+                                      this     FlashAttention-3   triton_prefill
+    a prompt of 8192                  1012     854                1545
+    a prompt of 32768                 16446    13539              24424
+    the last 1024 of 32768            1029     825                1539
+    8 prompts of 1024                 234      177                268
+    a prompt of 1024                  47       34                 46
+
+So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 543 TFLOP/s, and 0.72 to 0.77 in those of
+1024 rows, whose tiles have 4.5 blocks each. A block of 128 keys takes 1.9 us. FlashAttention-3 has the copy engine
+(TMA) bring keys and take outputs, where threads do both here.
+
+Types are bfloat16 and float16, sums float32. `gluon_mla` says which versions of Triton it was tried with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.gluon_prefill_groups import attend, gather
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
+
+BLOCK_ROWS = 128
+_LOG2_E = 1.4426950408889634
+_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+_NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _paged_attention(
+    q,
+    k_pages,
+    v_pages,
+    out,
+    lse,
+    query_indptr,
+    page_indptr,
+    page_ids,
+    kv_lens,
+    counter,
+    shape,
+    scales,
+    CAUSAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    DIM: gl.constexpr,
+):
+    """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
+    None, query heads of a KV head, tiles of a KV head, all tiles, stride of a page table.
+    """
+    bs, width, group, num_tiles, num_work, table_stride = shape
+    queries = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 64, DIM], _TILE)
+    keys = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
+    values = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
+    totals = gl.allocate_shared_memory(gl.float32, [2, 64], _NUMBERS)
+    tiles = gl.allocate_shared_memory(gl.int32, [6, 1], _NUMBERS)
+    full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(order.index(0), count=1)
+    mbarrier.init(order.index(1), count=1)
+    for i in gl.static_range(5):
+        mbarrier.init(full.index(i), count=128 + i // 4)  # every thread that gathers, and who announces a tile
+        mbarrier.init(free.index(i), count=2)  # both groups that attend
+    gl.thread_barrier()
+    lists, sizes = (query_indptr, kv_lens), (bs, width, group, num_tiles)
+    pages = (page_indptr, page_ids, table_stride, counter)
+    given = (queries, keys, values, totals, tiles, full, free, lists, sizes, num_work)
+    attended = (queries, keys, values, totals, tiles, full, free, order, sizes, num_work)
+    gl.warp_specialize(
+        [
+            (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM)),
+            (attend, (attended, out, lse, scales, CAUSAL, DIM, 0)),
+            (attend, (attended, out, lse, scales, CAUSAL, DIM, 1)),
+        ],
+        [4, 4],
+        [208, 208],
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    query_indptr: Tensor | None,
+    page_indptr: Tensor | None,
+    page_ids: Tensor,
+    kv_lens: Tensor,
+    max_query: int,
+    causal: bool,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`triton_prefill.paged_attention` on SM90: heads of 64 or 128 elements, 16-bit types, no windows and no sinks."""
+    num_tokens, num_heads, dim = q.shape
+    page_size, num_kv_heads = v_pages.shape[1:3]
+    group, bs = num_heads // num_kv_heads, kv_lens.shape[0]
+    out, lse = q.new_empty(q.shape), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if query_indptr is None:
+        num_tiles = triton.cdiv(max_query * group, BLOCK_ROWS) * bs
+    else:
+        num_tiles = num_tokens * group // BLOCK_ROWS + bs
+    shape = (bs, max_query, group, num_tiles, num_tiles * num_kv_heads, page_ids.stride(0))
+    lists, scales = (query_indptr, page_indptr, page_ids, kv_lens), (scale * k_scale * _LOG2_E, v_scale)
+    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
+    _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, dim)
+    return out, lse
+
+
+def _call(
+    tensors: Sequence[Any],
+    shape: tuple[int, ...],
+    scales: tuple[float, float],
+    causal: bool,
+    page_size: int,
+    dim: int,
+) -> Call:
+    num_programs = min(shape[4], gpu_of(tensors[0].device).num_processors)
+    arguments = (*strided(tensors[:3]), *tensors[3:], shape, scales)
+    return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "DIM": dim, "num_warps": 4})
+
+
+_launch = DirectLaunch(_paged_attention, _call)

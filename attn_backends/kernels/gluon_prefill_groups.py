@@ -1,0 +1,256 @@
+"""The warp groups of a program of `gluon_prefill`: one gathers, two attend with 64 rows of each tile.
+
+Barriers say when a block of keys (0, 1), one of values (2, 3) or a tile's queries (4) are there (`full`) and were read
+(`free`).
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attn_backends.kernels.gluon_groups import COPIED, copy, signal, zero_in_turn
+
+_LN_2 = gl.constexpr(0.6931471805599453)
+_LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
+_TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
+_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+_ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
+_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_COPIED_ROWS = gl.constexpr(gl.SliceLayout(1, COPIED.value))
+
+
+@gluon.jit
+def _tile_of(work, lists, shape, CAUSAL: gl.constexpr):
+    """A tile's request, and of the tile: KV head, first query row of the request, rows of the request, first row times
+    heads in it, keys of the request, and keys that any row of the tile sees.
+
+    Packed, request i has the tiles from query_indptr[i] * group // 128 + i on: at least as many as its rows fill.
+    """
+    query_indptr, kv_lens = lists
+    bs, width, group, num_tiles = shape
+    kv_head, tile = work // num_tiles, num_tiles - 1 - work % num_tiles
+    if query_indptr is None:
+        each = gl.cdiv(width * group, 128)
+        request, tile = tile // each, tile % each
+        first = request * width
+    else:
+        request, end = tile * 0, tile * 0 + bs
+        while end - request > 1:
+            middle = (request + end) // 2
+            is_before = gl.load(query_indptr + middle) * group // 128 + middle <= tile
+            request, end = gl.where(is_before, middle, request), gl.where(is_before, end, middle)
+        first = gl.load(query_indptr + request)
+        width = gl.load(query_indptr + request + 1) - first
+        tile -= first * group // 128 + request
+    num_keys, row = gl.load(kv_lens + request), tile * 128
+    last = gl.minimum(row + 127, width * group - 1) // group
+    end = gl.where(row < width * group, gl.maximum(num_keys - (width - 1 - last) * CAUSAL, 0), 0)
+    return request, (kv_head, first, width, row, num_keys, end)
+
+
+@gluon.jit
+def _gather_queries(q, queries, tile, group, HALF: gl.constexpr, DIM: gl.constexpr):
+    """Begin to load half of a tile's query rows, 0 past the last."""
+    kv_head, first, width, row, _num_keys, _end = tile
+    row += HALF * 64 + gl.arange(0, 64, layout=_COPIED_ROWS)
+    source = q[0] + (first + row // group).to(gl.int64) * q[1][0] + (kv_head * group + row % group) * q[1][1]
+    copy(source, row < width * group, queries.index(HALF), 0, DIM)
+
+
+@gluon.jit
+def _gather_keys(pages, page, place, kv_head, live, tile, DIM: gl.constexpr):
+    """Begin to load a block of keys or values. pages: pointer and strides; page, place: where each is."""
+    source = pages[0] + page * pages[1][0] + place * pages[1][1] + kv_head * pages[1][2]
+    copy(source, live, tile, 0, DIM)
+
+
+@gluon.jit
+def _announce(tiles, full, tile):
+    """Say which tile comes, and arrive when its queries are there."""
+    for i in gl.static_range(6):
+        tiles.index(i).store(gl.full([1], 0, gl.int32, layout=_ONE) + tile[i])
+    signal(full.index(4))
+    async_copy.mbarrier_arrive(full.index(4), increment_count=False)
+
+
+@gluon.jit
+def _number(tiles, i: gl.constexpr):
+    return gl.max(tiles.index(i).load(_ONE), 0)
+
+
+@gluon.jit
+def _next_tile(tiles, full, turn):
+    """Wait for the queries of a tile, and which tile it is: as of `_tile_of`, KV head -1 after the last."""
+    mbarrier.wait(full.index(4), turn & 1)
+    return (
+        _number(tiles, 0),
+        _number(tiles, 1),
+        _number(tiles, 2),
+        _number(tiles, 3),
+        _number(tiles, 4),
+        _number(tiles, 5),
+    )
+
+
+@gluon.jit
+def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, DIM: gl.constexpr):
+    """The third group: queries, keys and values of each tile."""
+    queries, keys, values, _totals, tiles, full, free, lists, shape, num_work = given
+    page_indptr, page_ids, table_stride, counter = pages
+    step, turn, work = 0, 0, gl.program_id(0)
+    offset = gl.arange(0, 128, layout=_COPIED_ROWS)
+    while work < num_work:
+        request, tile = _tile_of(work, lists, shape, CAUSAL)
+        kv_head, _first, _width, _row, _num_keys, end = tile
+        if page_indptr is None:
+            ids = page_ids + request.to(gl.int64) * table_stride
+        else:
+            ids = page_ids + gl.load(page_indptr + request)
+        mbarrier.wait(free.index(4), (turn & 1) ^ 1)
+        _gather_queries(q, queries, tile, shape[2], 0, DIM)
+        _gather_queries(q, queries, tile, shape[2], 1, DIM)
+        _announce(tiles, full, tile)
+        work = gl.atomic_add(counter, 1) + gl.num_programs(0)
+        for block in range(gl.maximum(gl.cdiv(end, 128), 1)):
+            stage, phase = step & 1, ((step >> 1) & 1) ^ 1
+            key = block * 128 + offset
+            live, place = key < end, key % PAGE_SIZE
+            page = gl.load(ids + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+            mbarrier.wait(free.index(stage), phase)
+            _gather_keys(k_pages, page, place, kv_head, live, keys.index(stage), DIM)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            mbarrier.wait(free.index(2 + stage), phase)
+            _gather_keys(v_pages, page, place, kv_head, live, values.index(stage), DIM)
+            async_copy.mbarrier_arrive(full.index(2 + stage), increment_count=False)
+            step += 1
+        turn += 1
+    mbarrier.wait(free.index(4), (turn & 1) ^ 1)
+    _announce(tiles, full, (-1, 0, 0, 0, 0, 0))
+
+
+@gluon.jit
+def _multiply_keys(query, keys, full, step, zero):
+    """Begin the products of the queries with a block of keys."""
+    mbarrier.wait(full.index(step & 1), (step >> 1) & 1)
+    fence_async_shared()  # what cp.async wrote, for the tensor cores
+    scores = gl.zeros([64, 128], gl.float32, layout=_SCORES)
+    return warpgroup_mma(query, keys.index((step & 1) + zero).permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _multiply_values(weights, values, full, summed, step, zero):
+    """Begin to add a block of values."""
+    mbarrier.wait(full.index(2 + (step & 1)), (step >> 1) & 1)
+    fence_async_shared()
+    return warpgroup_mma(weights, values.index((step & 1) + zero), summed, is_async=True)
+
+
+@gluon.jit
+def _weights(scores, state, block, end_seen, score_scale, MASKED: gl.constexpr):
+    """Weights of a block in base 2, the running peak and total, and what is kept of the sums before."""
+    peak, total = state
+    if MASKED:
+        key = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, _SCORES))
+        scores = gl.where(key[None, :] < end_seen[:, None], scores, float("-inf"))
+    higher = gl.maximum(peak, gl.max(scores, 1) * score_scale)
+    weights = gl.exp2(scores * score_scale - higher[:, None])
+    kept = gl.exp2(peak - higher)
+    return weights, kept, (higher, total * kept + gl.sum(weights, 1))
+
+
+@gluon.jit
+def _pass_over(
+    state,
+    block_range,
+    tensors,
+    bars,
+    end_seen,
+    score_scale,
+    OUT: gl.constexpr,
+    MASKED: gl.constexpr,
+    HALF: gl.constexpr,
+):
+    """Blocks of keys from the second on: the products with each are under way with those of the values before it.
+
+    The groups begin their products in turns, so that one multiplies while the other computes weights.
+    """
+    summed, operand, softmax, step, passed = state
+    query, keys, values, totals = tensors
+    full, free, order = bars
+    for block in range(block_range[0], block_range[1]):
+        zero = zero_in_turn(block)
+        mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))
+        scores = _multiply_keys(query, keys, full, step + 1, zero)
+        adding = _multiply_values(operand, values, full, summed, step, zero)
+        signal(order.index(1 - HALF))
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, MASKED)
+        totals.store(softmax[1])  # the wait below is not moved before it
+        signal(free.index((step + 1) & 1))
+        summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
+        signal(free.index(2 + (step & 1)))
+        operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
+        summed = summed * gl.convert_layout(kept, gl.SliceLayout(1, OUT))[:, None]
+        step, passed = step + 1, passed + 1
+    return summed, operand, softmax, step, passed
+
+
+@gluon.jit
+def _store(summed, share, out, tile, group, num_heads, DIM: gl.constexpr):
+    """The outputs of a group's rows, 16 bytes a thread."""
+    kv_head, first, width, row = tile
+    row += gl.arange(0, 64, layout=_COPIED_ROWS)
+    place = ((first + row // group).to(gl.int64) * num_heads + kv_head * group + row % group) * DIM
+    element = gl.arange(0, DIM, layout=gl.SliceLayout(0, COPIED))
+    result = gl.convert_layout((summed * share[:, None]).to(out.dtype.element_ty), COPIED)
+    gl.store(out + place[:, None] + element[None, :], result, mask=(row < width * group)[:, None])
+
+
+@gluon.jit
+def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr):
+    """The group of one half of each tile's rows."""
+    queries, keys, values, totals, tiles, full, free, order, shape, num_work = given
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    score_scale, v_scale = scales
+    group, num_tiles = shape[2], shape[3]
+    num_heads = num_work // num_tiles * group
+    query = queries.index(HALF)
+    tensors, bars = (query, keys, values, totals.index(HALF)), (full, free, order)
+    step, turn, passed = 0, 0, 0
+    kv_head, first, width, row, num_keys, end = _next_tile(tiles, full, 0)
+    while kv_head >= 0:
+        whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // 128  # blocks that all rows see whole
+        num_blocks = gl.maximum(gl.cdiv(end, 128), 1)
+        row += HALF * 64
+        seen = row + gl.arange(0, 64, layout=_ROWS)
+        end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
+        softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
+        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, full, step, zero_in_turn(turn)),))
+        signal(free.index(step & 1))
+        weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
+        operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
+        state = gl.zeros([64, DIM], gl.float32, layout=OUT), operand, softmax, step, passed
+        masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
+        state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
+        state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
+        signal(free.index(4))
+        summed, operand, softmax, step, passed = state
+        adding = _multiply_values(operand, values, full, summed, step, zero_in_turn(turn))
+        summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
+        signal(free.index(2 + (step & 1)))
+        step, turn = step + 1, turn + 1
+        peak, total = softmax
+        place = (first + seen // group) * num_heads + kv_head * group + seen % group
+        gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
+        share = gl.convert_layout(v_scale / gl.maximum(total, _TINIEST), gl.SliceLayout(1, OUT))
+        _store(summed, share, out, (kv_head, first, width, row), group, num_heads, DIM)
+        kv_head, first, width, row, num_keys, end = _next_tile(tiles, full, turn)
