@@ -6,7 +6,7 @@ Results are read by `attn_backends.results` alone. Who commits a new result rene
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence, Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
