@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.engines.sglang.gpu import correctness, drafts
 from tests.engines.sglang.gpu.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.correctness import row
-from tests.engines.sglang.gpu.models import widen_folder
 from tests.engines.sglang.gpu.sampling import p_value
 from tests.engines.sglang.gpu.sampling import told as sampled
 from tests.engines.sglang.gpu.server import write_entry_points
 from tests.engines.sglang.gpu.throughput import SIDES, summarized
-from tests.engines.sglang.models import CHECKPOINTS
 from tests.engines.sglang.models import write_all as write_narrow
 from tests.engines.sglang.oracle import draft_of
 
@@ -72,7 +68,7 @@ def test_a_launch_of_metadata_on_replay_is_told() -> None:
 def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], gap: float, ok: bool) -> None:
     told = row(CHAIN, run(answers=[run()["answers"][0] | {"ids": ids}]), run())
     assert told["ok"] is ok
-    assert [each["gap"] for each in told["differ"]] == [gap]
+    assert [each[2] for each in told["differ"]] == [gap]
 
 
 def test_differences_are_each_requests_first() -> None:
@@ -146,24 +142,3 @@ def test_entry_points_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.
     found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
     assert found["attn_backends"] == "attn_backends.engines.sglang:register"
     assert found["probe"] == "tests.engines.sglang.gpu.probe:install"
-
-
-def test_a_widened_target_gives_the_same_logits(tmp_path: Path) -> None:
-    shutil.copytree(CHECKPOINTS / "mla" / "target", tmp_path / "wide")
-    widen_folder(tmp_path / "wide")
-    ids = torch.tensor([[0, *b"def main(argv):\n    parser = "]])
-    narrow, wide = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
-        for folder in (CHECKPOINTS / "mla" / "target", tmp_path / "wide")
-    )
-    assert torch.allclose(narrow, wide, atol=0.1, rtol=0.01), (narrow - wide).abs().max()
-
-
-def test_a_widened_draft_drafts_the_same(tmp_path: Path) -> None:
-    write_narrow(tmp_path)
-    text = [0, *b"for i in range("]
-    narrow = draft_of(tmp_path / "mla_target", tmp_path / "mla_nextn").drafted(text, 4, 3, 16)
-    for name in ("mla_target", "mla_nextn"):
-        widen_folder(tmp_path / name)
-    draft_of.cache_clear()
-    assert draft_of(tmp_path / "mla_target", tmp_path / "mla_nextn").drafted(text, 4, 3, 16) == narrow

@@ -35,6 +35,7 @@ HELP = {
     "conformance": "whether backends are right: every check, eagerly and through graphs",
     "explain": "a picture of a step's metadata: what each row sees and writes, as the kernel reads it",
     "inspect": "a model's folder: what would run it here, in how much memory, and what is refused",
+    "export": "an MTP draft and its target, as SGLang or vLLM loads them",
     "generate": "continue prompts, by EAGLE if the configuration has a draft",
     "demo": "plain and speculative decoding compared, on every vendor's backend",
 }

@@ -116,6 +116,7 @@ class Draft:
     def __init__(self, target: Model, model: Model) -> None:
         self.target, self.model = target, model
         self.embed = target.weights["model.embed_tokens.weight"]
+        self.head = target.weights.get("lm_head.weight", self.embed)
         self.is_eagle3 = "midlayer.hidden_norm.weight" in model.weights
         self.layer = "midlayer" if self.is_eagle3 else f"model.layers.{model.config['num_hidden_layers']}"
         self.mlp = f"{self.layer}.mlp" if self.is_eagle3 else f"{self.layer}.mlp.experts.0"
@@ -150,7 +151,7 @@ class Draft:
         if self.is_eagle3:
             return x, self.model.linear(self.model.norm(x, "norm"), "lm_head")
         x = self.model.norm(x, f"{self.layer}.shared_head.norm")
-        return x, x @ self.embed.T
+        return x, x @ self.head.T
 
     def ids(self, tokens: Tensor) -> Tensor:
         """The target's ids."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from attn_backends_reference.models.exports import export
+
 CHECKPOINTS = Path(__file__).parents[3] / "reference/attn_backends_reference/models/checkpoints"
 
 
@@ -43,18 +45,8 @@ def _write_eagle3(folder: Path) -> None:
 
 
 def _write_mtp(folder: Path) -> None:
-    """vLLM takes the number of modules from the target's configuration, and its class does not tie the head."""
-    target, draft = _config("mla/target"), _config("mla/mtp")
-    target["tie_word_embeddings"] = draft["tie_word_embeddings"] = False
-    tensors = load_file(CHECKPOINTS / "mla/target/model.safetensors")
-    embedding = tensors["model.embed_tokens.weight"]
-    tensors["lm_head.weight"] = embedding.clone()
-    modules, first = load_file(CHECKPOINTS / "mla/mtp/model.safetensors"), target["num_hidden_layers"]
-    for module in range(first, first + draft["num_nextn_predict_layers"]):
-        modules[f"model.layers.{module}.embed_tokens.weight"] = embedding.clone()
-        modules[f"model.layers.{module}.shared_head.head.weight"] = embedding.clone()
+    mla = CHECKPOINTS / "mla"
     for num in (1, 3):
-        fields = {"num_nextn_predict_layers": num}
-        kept = {name: tensor for name, tensor in modules.items() if int(name.split(".")[2]) < first + num}
-        _write(folder / f"mla-{num}", target | fields, tensors)
-        _write(folder / f"mla-{num}-draft", draft | fields, kept)
+        target, draft = export(mla / "target", mla / "mtp", "vllm", folder / f"mla-{num}-written", num_modules=num)
+        target.rename(folder / f"mla-{num}")
+        draft.rename(folder / f"mla-{num}-draft")

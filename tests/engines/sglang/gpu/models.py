@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
+from attn_backends_reference.models.exports import MIN_HIDDEN, SGLANG_FIELDS, YARN
 from tests.engines.sglang import models
-from tests.engines.sglang.models import DEEPSEEK
 
-_NORMS = ("input_layernorm", "post_attention_layernorm", "norm", "enorm", "hnorm")
-_READ_HIDDEN = ("embed_tokens", "q_a_proj", "kv_a_proj_with_mqa", "gate_proj", "up_proj", "gate")
-_WRITE_HIDDEN = ("o_proj", "down_proj")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -38,7 +29,8 @@ LLAMA = {
 }
 """Llama 3.1 8B's shapes, of 16 of its 32 layers, and of a smaller vocabulary."""
 DEEPSEEK_LAYERS = 4
-LARGE_MLA = DEEPSEEK | {
+LARGE_MLA = SGLANG_FIELDS | {
+    "rope_parameters": YARN | {"rope_theta": 10000.0, "original_max_position_embeddings": 2048},
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "dtype": "bfloat16",
@@ -82,47 +74,7 @@ LARGE = {
 
 def write_all(folder: Path) -> None:
     """The trained models, and the configurations of `LARGE`, which SGLang loads with `load_format` dummy."""
-    models.write_all(folder)
-    for name in ("mla_target", "mla_nextn"):
-        widen_folder(folder / name)
+    models.write_all(folder, MIN_HIDDEN)
     for name, config in LARGE.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def widen_folder(folder: Path) -> None:
-    """The same model with twice the hidden size, which is 256: SGLang's CUDA kernel in front of a NextN layer takes
-    none below 512.
-    """
-    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    config |= {"hidden_size": 2 * config["hidden_size"], "rms_norm_eps": config["rms_norm_eps"] / 2}
-    save_file(widened(load_file(path)), path, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-
-
-def widened(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a model whose hidden state has as many zeros behind it. A mean over twice as many columns is half as
-    large, which weights of norms take back.
-    """
-    return {name: _widened(_part(name), given.float()).to(given.dtype) for name, given in weights.items()}
-
-
-def _part(name: str) -> str:
-    return name.split(".")[-2] if name.endswith(".weight") else name
-
-
-def _widened(part: str, given: Tensor) -> Tensor:
-    if part in _NORMS:
-        return torch.cat((given / math.sqrt(2), torch.zeros_like(given)))
-    if part in _READ_HIDDEN:
-        return _with_zeros(given, 1)
-    if part in _WRITE_HIDDEN:
-        return _with_zeros(given, 0)
-    if part == "eh_proj":
-        halves: Any = given.chunk(2, 1)
-        return _with_zeros(torch.cat([_with_zeros(half, 1) for half in halves], 1), 0)
-    return given
-
-
-def _with_zeros(given: Tensor, dim: int) -> Tensor:
-    return torch.cat((given, torch.zeros_like(given)), dim)

@@ -11,7 +11,7 @@ from typing import Any
 from tests.engines.sglang.gpu.server import Server
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-NUM_NAMED = 8
+NUM_NAMED = 4
 
 
 def profiled(server: Server, folder: Path, num_cycles: int, **asked: Any) -> dict[str, Any]:

@@ -116,7 +116,8 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
                 try:
                     times = in_turn({side: servers[side] for side in together}, batch)
                     for told in summarized(times, batch):
-                        yield told | {"profiles": profiles_of(told, servers, batch, folder)}
+                        profiles = profiles_of(told, servers, batch, folder)
+                        yield told | ({"profiles": profiles} if profiles else {})
                 except EngineFailedError as error:
                     yield {"side": model, "batch": batch, "ok": False, "failed": str(error)}
                     break
