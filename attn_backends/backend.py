@@ -16,7 +16,7 @@ Metadata is returned and passed in (rule R7); a backend keeps only its memory.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Generic, TypeVar
@@ -83,8 +83,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     name for every kind that it has, the others as "auto"; or a name for each kind to support. workload: layers and
     dtypes that "auto" must support (default: the geometry only). planner: "torch", the definition; "fused", one launch
     a phase; or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a
-    worker (None: its own). checking: guard words around plans and static buffers, ranges and step values checked on the
-    device (docs/adapters.md lists them); reads it back, so it is for tests and debugging.
+    worker (None: its own). checking: tests' and debuggers' mode, which reads the device back (docs/adapters.md).
     """
 
     name: ClassVar[str]
@@ -119,8 +118,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def kernel_of(self, kind: StepKind) -> Kernel[Plan]:
         """The kernel of a step kind that the backend has; of an idle step, which launches none, any."""
-        choice = next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]
-        return choice.kernel
+        return (next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]).kernel
 
     @classmethod
     @abstractmethod
@@ -129,7 +127,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     @classmethod
     def page_multiple(cls) -> int:
-        """What every page size must be a multiple of, in tokens, whatever the kernel."""
+        """Tokens that every page size must be a multiple of, whatever the kernel."""
         return 1
 
     @abstractmethod
@@ -158,22 +156,26 @@ class AttentionBackend(ABC, Generic[Plan]):
         return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
     def capture(
-        self, bucket: AnyBucket, paging: Paging, inputs: BoundInputs | None = None, within: PhaseSet | None = None
+        self,
+        bucket: AnyBucket,
+        paging: Paging,
+        inputs: BoundInputs | None = None,
+        within: PhaseSet | None = None,
+        layers: Iterable[LayerShape] = (),
     ) -> Metadata[Plan]:
         """Static metadata of a bucket for a graph. paging: the engine's table, read in place.
 
         Every row is padding until `replay` copies a step. inputs: buffers of the engine's own that `refresh` reads
         instead, with the rows or pages of `paging`, so that a graph that begins with it needs no replay. Phases stay
         planned side by side, those that read one table in place for the same requests; buckets of a phase take turns.
-        within: a set of phases that takes turns with others, as a whole (`PhaseSets`).
+        within: a set of phases that takes turns with others, as a whole (`PhaseSets`). layers: shapes to plan schedules
+        for at once; others are refused. Where none is named, a shape is planned for once a layer of it attends.
         """
         check_capture(bucket, paging, self.capacity)
         check_bound(inputs, bucket, paging, self.capacity)
         padding = padding_step(replace(bucket, bs=1), paging, self.capacity)
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
-        if inputs is not None:
-            reasons = reasons or self.kernel_of(bucket.kind).bound_reasons(bucket.kind)
-        if reasons:
+        if reasons := reasons or (self.kernel_of(bucket.kind).bound_reasons(bucket.kind) if inputs else []):
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         phase = self._memory.phase(bucket, paging, bound=inputs is not None, within=within)
         buffers = phase.view(self._memory.extent(bucket))
@@ -181,7 +183,9 @@ class AttentionBackend(ABC, Generic[Plan]):
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
         captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
         captured.take_phase()
-        return self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
+        meta = self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
+        meta.schedules.name(layers)
+        return meta
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
         """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
@@ -199,10 +203,8 @@ class AttentionBackend(ABC, Generic[Plan]):
                 raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
             self._admit(step)
             captured.admit(step)
-        lens = None
-        if meta.schedules.needs_lens:
-            known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
-            lens = self._host_lens(known, meta.step.bs)
+        known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
+        lens = self._host_lens(known, meta.step.bs) if meta.schedules.needs_lens else None
         if self.checking:
             self._memory.check()
             captured.phase.reset()
@@ -276,10 +278,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         return [f"kernel {kernel.name} {reason}" for reason in reasons]
 
     def static_bytes(self, paging: Paging) -> dict[str, dict[str, int]]:
-        """Bytes of the static buffers of each uniform phase that can be captured, by its kind and name. Those of
-        "shared" are there once for all phases that read one table in place, else once a phase. paging: a table of the
-        engine's form.
-        """
+        """Bytes of static buffers, by phase and name (`BackendMemory.sizes`). paging: a table of the engine's form."""
         return self._memory.sizes(paging)
 
     def captured_bytes(self, bucket: AnyBucket, paging: Paging) -> int:
@@ -300,14 +299,15 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def _metadata(self, step: Step, buffers: Buffers, known: Step, captured: Captured | None = None) -> Metadata[Plan]:
         """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
-        place = step, buffers, None if captured is None else captured.bound
+        phase, bound = (captured.phase, captured.bound) if captured else (None, None)
+        place = step, buffers, bound
         write = bind_fused(self.bind_fused, *place) if self.planner.is_fused else bind_torch(self.write, *place)
         write()
         if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
-        phase = None if captured is None else captured.phase
-        schedules = Schedules(kernel, plans, lens, partial(self._memory.of_kernel, kernel, buffers.extent, phase))
+        allocate = partial(self._memory.of_kernel, kernel, buffers.extent, phase)
+        schedules = Schedules(kernel, plans, lens, allocate, write if captured else None)
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
@@ -316,7 +316,6 @@ class AttentionBackend(ABC, Generic[Plan]):
         return meta
 
     def _host_lens(self, step: Step, bs: int) -> tuple[HostLens, ...] | None:
-        """What the kernel's host half needs, None if it has none."""
         forwards = (None,) if self.prefix_only else range(step.num_forwards)
         return self.kernel_of(step.kind).host_lens(self.name, step, bs, forwards)
 
@@ -345,6 +344,6 @@ class AttentionBackend(ABC, Generic[Plan]):
         check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
             return
-        kernel, is_tree = self.kernel_of(meta.kind), meta.tree is not None
-        if reasons := kernel.layer_reasons(meta.kind, layer, dtype, cache.dtype, cache.format, is_tree=is_tree):
+        kernel, place = self.kernel_of(meta.kind), (dtype, cache.dtype, cache.format)
+        if reasons := kernel.layer_reasons(meta.kind, layer, *place, is_tree=meta.tree is not None):
             raise UnsupportedStepError(f"{self.name} ({kernel.name}) layer {layer.id}", reasons)

@@ -40,10 +40,8 @@ ROUNDS = 200
 def bound(backend: AttentionBackend, kind: StepKind, batch: Batch) -> Metadata[Any]:
     """A phase of a batch on buffers of an engine's own: lengths, slots and rows, padded as SGLang pads."""
     step = batch.step(kind, exact=False)
-    meta = backend.capture(step.bucket(), step.paging, BoundInputs(step.seq_lens, step.out_cache_loc))
-    for forward in range(step.num_forwards):
-        meta.schedules.planned(forward, layer_shape(backend))
-    return meta
+    inputs = BoundInputs(step.seq_lens, step.out_cache_loc)
+    return backend.capture(step.bucket(), step.paging, inputs, layers=[layer_shape(backend)])
 
 
 def graphs_of(backend: AttentionBackend, batch: Batch) -> dict[str, CudaGraph]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels import plan_operators
+from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
@@ -93,6 +94,7 @@ def check_equal(form: Form, case: Case) -> None:
         expected[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
     form.write(step, expected)
     masks, plan = form.specified(step, expected), form.bind(step, fused)
+    made = share_out_along(plan, fused)
     for launch in launches(case):
         plan()
         for name, given in fused.items():
@@ -102,6 +104,37 @@ def check_equal(form: Form, case: Case) -> None:
                 f"{name} of {case.kind}, {launch}, lengths {case.lens}:\n{given}\n{wanted}"
             )
             given.fill_(GARBAGE)
+        check_shared_out(made, expected)
+        for tensor in made:
+            tensor.fill_(GARBAGE)
+
+
+def share_out_along(plan: Callable[[], None], buffers: Buffers) -> tuple[Tensor, ...]:
+    """FlashMLA's share-outs to some parts, and their scratch, that a block table's launch is to write along."""
+    if buffers.get("cache_seqlens", torch.empty(0)).numel() == 0:  # of another form, or an idle step
+        return ()
+    assert isinstance(plan, plan_operators.PagePlanner)
+    made = _share_outs(buffers["cache_seqlens"])
+    assert plan.share_out(*made)
+    assert not plan.share_out(*made), "a launch writes one for each forward"
+    return made
+
+
+def check_shared_out(made: tuple[Tensor, ...], expected: Buffers) -> None:
+    """What was written along is what the definition makes of the expected lengths."""
+    if made:
+        wanted, lens = _share_outs(expected["cache_seqlens"].cpu()), expected["cache_seqlens"].cpu()
+        for forward, *of_forward in zip(lens, *wanted, strict=True):
+            share_out(forward, *of_forward)
+        for name, ours, theirs in zip(("parts", "splits", "marks"), made, wanted, strict=True):
+            assert torch.equal(ours.cpu(), theirs), f"{name} of {lens}:\n{ours}\n{theirs}"
+
+
+def _share_outs(lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    num_forwards, bs = lens.shape
+    shapes = ((num_forwards, (5, 132)[bs % 2], 8), (num_forwards, bs + 1), (num_forwards, bs, 2))
+    parts, splits, marks = (torch.full(shape, GARBAGE, dtype=torch.int32, device=lens.device) for shape in shapes)
+    return parts, splits, marks
 
 
 def launches(case: Case) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,13 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance import worlds
 from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.scenes import Batch
+from attn_backends.contract.kernel import LayerShape
+from attn_backends.errors import CaptureError
 from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
 from spec_metadata import StepKind
 from tests.checks import check_eager, check_replay
 from tests.share_outs import one_part_each, reach
+from tests.triton_interpreter import interpreted
 from tests.vendor_stand_ins import (
     batches,
     check_replay_after_warmup,
@@ -138,6 +142,31 @@ def test_a_schedule_of_another_step_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     short, long = Batch(StepKind.DECODE, (3, 9)), Batch(StepKind.DECODE, (70, 9))
     with pytest.raises(CheckFailure, match="rows are wrong"):
         check_replay_after_warmup(world, short, long, plans_itself=False)
+
+
+@pytest.mark.parametrize("kind", [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY])
+def test_a_captured_step_is_planned_and_shared_out_by_one_launch(
+    kind: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpreted("triton_plan", "_plan_pages")
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    planned_once(monkeypatch, flashmla.PartSchedule)
+    world = world_of(TrtllmMLABackend, "flashmla", CHAIN)
+    captured, replayed = batches(kind, 1, 64)
+    for plans_itself in (False, True):
+        check_replay_after_warmup(world, captured, replayed, plans_itself=plans_itself)
+
+
+def test_a_layer_whose_shape_was_not_named_at_capture_is_refused() -> None:
+    world = world_of(TrtllmMLABackend, "flashmla", CHAIN)
+    shape = LayerShape.of(world.layer, torch.bfloat16, torch.bfloat16)
+    meta = world.backend.capture(world.capacity.bucket(StepKind.DECODE, 1), world.paging(), layers=[shape])
+    q = torch.zeros(1, world.layer.num_heads, world.layer.head_dim, dtype=torch.bfloat16)
+    world.backend.forward(q, world.cache, meta.at(), world.layer)
+    other = replace(world.layer, scale=0.5)
+    with pytest.raises(CaptureError, match=r"scale=0.5.* was not named at capture"):
+        world.backend.forward(q, world.cache, meta.at(), other)
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[..., Any]:

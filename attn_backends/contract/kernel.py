@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -78,7 +79,9 @@ class Kernel(Generic[Plan]):
     package; its name if it stands alone.
     takes_parts: whether launch takes a `LatentQuery`, too, where a layer is MLA; else its parts are joined before.
     schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
-    buffers that a schedule plans into, one leading row for each forward with a plan of its own. scratch: buffers that
+    buffers that a schedule plans into, one leading row for each forward with a plan of its own. along: (planner, plan,
+    shape, workspaces of all forwards) -> whether a captured step's planner writes all schedules from now on, by its own
+    launch; None if it never does. scratch: buffers that
     hold nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of
     sizes that no step changes.
     """
@@ -91,6 +94,7 @@ class Kernel(Generic[Plan]):
     source: str = ""
     schedule: Callable[[Plan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
     workspaces: tuple[BufferSpec, ...] = ()
+    along: Callable[[object, Plan, LayerShape, Mapping[str, Tensor]], bool] | None = None
     scratch: tuple[BufferSpec, ...] = ()
     takes_parts: bool = False
 
@@ -148,7 +152,8 @@ class Schedules(Generic[Plan]):
     """The schedules of one metadata, by plan and shape of layers: forwards that share a plan share its schedule.
 
     plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
-    allocate: shape -> what its schedules plan into, the kernel's workspaces and scratch.
+    allocate: shape -> what its schedules plan into, the kernel's workspaces and scratch. planner: what plans a captured
+    step, whose launch may write schedules along.
     """
 
     def __init__(
@@ -157,15 +162,28 @@ class Schedules(Generic[Plan]):
         plans: Sequence[Plan],
         lens: Sequence[HostLens] | None,
         allocate: Callable[[LayerShape], Buffers],
+        planner: object = None,
     ) -> None:
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
         distinct = list({id(plan): None for plan in plans})
         self._place = [distinct.index(id(plan)) for plan in plans]
         self._made: dict[tuple[int, LayerShape], Scheduled[Plan]] = {}
         self._workspaces: dict[LayerShape, Buffers] = {}
+        self._planner, self._along = planner, set[LayerShape]()
+        self._named = frozenset[LayerShape]()
+
+    def name(self, shapes: Iterable[LayerShape]) -> None:
+        """Plan for layers of these shapes, and refuse all others from now on."""
+        shapes = frozenset(shapes)
+        for forward, shape in product(range(len(self._plans)), shapes):
+            self.planned(forward, shape)
+        self._named = shapes
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
-        """What the kernel is launched on."""
+        """What the kernel is launched on. Refuses a layer of none of the shapes that were named, if any were."""
+        if self._named and shape not in self._named:
+            named = "; ".join(map(str, self._named))
+            raise CaptureError(f"a layer of {shape}, which was not named at capture: `layers` had {named}")
         plan = self._plans[forward]
         if self.kernel.schedule is None:
             return plan
@@ -189,9 +207,10 @@ class Schedules(Generic[Plan]):
             made.schedule.plan_host(lens[place])
 
     def refresh(self) -> None:
-        """The device half of a replay."""
-        for made in self._made.values():
-            made.schedule.refresh()
+        """The device half of a replay, but for what the planner wrote along."""
+        for (_, shape), made in self._made.items():
+            if shape not in self._along:
+                made.schedule.refresh()
 
     def _make(self, plan: Plan, place: int, shape: LayerShape) -> Schedule:
         assert self.kernel.schedule is not None
@@ -202,6 +221,9 @@ class Schedules(Generic[Plan]):
             )
         if shape not in self._workspaces:
             self._workspaces[shape] = self._allocate(shape)
+            join = self.kernel.along
+            if join and not is_capturing() and join(self._planner, plan, shape, self._workspaces[shape]):
+                self._along.add(shape)
         scratch, buffers = {spec.name for spec in self.kernel.scratch}, self._workspaces[shape]
         own = {name: t if name in scratch else t[place] for name, t in buffers.items()}
         schedule = self.kernel.schedule(plan, shape, own)

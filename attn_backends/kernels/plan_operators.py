@@ -38,8 +38,8 @@ _STEP = (
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
     f"plan_pages({_STEP}, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
-    "Tensor(e!) write_slots, int width, int num_steps, int first, int advance, int page_size, int reserved_page, "
-    "int known_real, int max_pages) -> ()",
+    "Tensor(e!) write_slots, Tensor(f!)[] share_out, int width, int num_steps, int first, int advance, int page_size, "
+    "int reserved_page, int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -164,8 +164,38 @@ def _bind_pages(
     outputs: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
     keys: tuple[int, int],
 ) -> Callable[[], None]:
-    rest = (buffers["write_slots"], *_sizes(step, keys), buffers.extent.max_pages)
-    return _Repeated("plan_pages", *StepInputs.of(step, bound), *outputs, *rest)
+    inputs, sizes = StepInputs.of(step, bound), (*_sizes(step, keys), buffers.extent.max_pages)
+
+    def launch(share_out: Sequence[Tensor]) -> _Repeated:
+        return _Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], share_out, *sizes)
+
+    return PagePlanner(launch)
+
+
+class PagePlanner:
+    """What writes page lists and write slots with every call, and along with them, by the same launch, a share-out.
+
+    launch: the tensors of a share-out, or none -> what launches.
+    """
+
+    def __init__(self, launch: Callable[[Sequence[Tensor]], Callable[[], None]]) -> None:
+        self._launch, self._shares = launch, False
+        self._write = launch(())
+
+    def __call__(self) -> None:
+        """Launch."""
+        self._write()
+
+    def share_out(self, parts: Tensor, splits: Tensor, marks: Tensor) -> bool:
+        """Write FlashMLA's share-outs of all forwards along from now on; False where others are written already.
+
+        parts: [num_forwards, num_parts, 8] int32, splits: [num_forwards, bs + 1] int32 and marks: [num_forwards, bs, 2]
+        int32, as of `schedule_operators.share_out`, of a request or more.
+        """
+        if self._shares:
+            return False
+        self._write, self._shares = self._launch((parts, splits, marks)), True
+        return True
 
 
 class _Repeated:

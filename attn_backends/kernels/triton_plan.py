@@ -2,14 +2,16 @@
 
 A request is shared by a few programs, a number that follows from sizes alone, so that a graph may hold the launch. Each
 takes every n-th block of the request's pages and stops behind what is visible; the last also writes the request's write
-slots, the first its lengths. One program more than there are requests writes the ends. A step that is bound to an
-engine's buffers is read from those and written by the same launch (`triton_step`).
+slots, the first its lengths. One program more than there are requests writes the ends. If FlashMLA's share-outs are
+asked for, one program more for each forward writes them, by lengths that it finds itself, so that none waits for
+another. A step that is bound to an engine's buffers is read from those and written by the same launch (`triton_step`).
 
 Sizes and strides are not specialized on: no batch compiles anything anew, and `triton_launch` can skip Triton's checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
+from attn_backends.kernels.triton_share_out import constants, share_blocks
 from attn_backends.kernels.triton_step import (
     arguments_of,
     committed_tokens,
@@ -39,13 +42,20 @@ _MOST_PROGRAMS = 2048
 
 
 class PageSizes(NamedTuple):
-    """Strides and sizes of page lists. num_lens: forwards that have lengths. num_columns: of a row."""
+    """Strides and sizes of page lists. num_lens: forwards that have lengths. num_columns: of a row. Of share-outs, one
+    a forward, the strides between forwards, num_parts, and search_steps among requests.
+    """
 
     lens_stride: int
     pages_stride: int
     writes_stride: int
     num_lens: int
     num_columns: int
+    parts_stride: int
+    splits_stride: int
+    marks_stride: int
+    num_parts: int
+    search_steps: int
 
 
 @triton.jit
@@ -62,8 +72,43 @@ def _write_slots(
         tl.store(write_slots + forward * stride + into, slots, mask=live)
 
 
-@unspecialized
-def _plan_pages(
+@triton.jit
+def _share_forward(
+    seq_lens,
+    num_real,
+    given_starts,
+    rows,
+    bound,
+    lens,
+    parts,
+    splits,
+    marks,
+    step,
+    sizes,
+    forward,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """The share-out of a forward, by lengths that its one program writes, as those of its requests do."""
+    n, lens = number(step.bs), lens + forward * number(sizes.lens_stride)
+    for begin in range(0, n, REQUESTS):
+        request = begin + tl.arange(0, REQUESTS)
+        real = is_real(seq_lens, num_real, rows, step, bound, request)
+        committed = committed_tokens(seq_lens, real, step, bound, request)
+        keys = visible_keys(committed, real, given_starts, step, request, forward)
+        tl.store(lens + request, keys, mask=request < n)
+    tl.debug_barrier()  # the lengths are there for all threads
+    parts += forward * number(sizes.parts_stride)
+    splits += forward * number(sizes.splits_stride)
+    marks += forward * number(sizes.marks_stride)
+    numbers = (1, 0, n, number(sizes.num_parts), 0, number(sizes.search_steps))
+    share_blocks(lens, None, parts, splits, marks, None, *numbers, KEYS, COST, PARTS, REQUESTS)
+
+
+@triton.jit
+def _plan_request(
     seq_lens,
     num_real,
     given_starts,
@@ -118,6 +163,47 @@ def _plan_pages(
         tl.store(into + page, ids, mask=page < end)
 
 
+@unspecialized
+def _plan_pages(
+    seq_lens,
+    num_real,
+    given_starts,
+    out_cache_loc,
+    table,
+    rows,
+    tree_mask,
+    captured,
+    bound,
+    starts,
+    page_starts,
+    lens,
+    pages,
+    write_slots,
+    parts,
+    splits,
+    marks,
+    step,
+    sizes,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    """A request, the ends, or a share-out. parts, splits, marks: of all forwards, None where none is asked for."""
+    given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
+    outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
+    if parts is None:
+        _plan_request(*given, *outputs, BLOCK)
+    else:
+        forward = tl.program_id(0) - number(step.bs) - 1
+        if forward < 0:
+            _plan_request(*given, *outputs, BLOCK)
+        elif tl.program_id(1) == 0:
+            read = (seq_lens, num_real, given_starts, rows, bound, lens, parts, splits, marks, step, sizes)
+            _share_forward(*read, forward, PARTS, KEYS, COST, REQUESTS)
+
+
 def plan_pages(
     inputs: StepInputs,
     starts: Tensor | None,
@@ -125,18 +211,23 @@ def plan_pages(
     lens: Tensor,
     pages: Tensor,
     write_slots: Tensor,
+    share_out: Sequence[Tensor],
     *counts: int,
 ) -> Prepared:
     """The launch; arguments as of the operator (`plan_operators`), the counts from `width` on."""
     bs, num_forwards = inputs.seq_lens.shape[0], write_slots.shape[0]
     *of_step, max_pages = counts
     step = step_sizes(inputs, *of_step, num_forwards, max_pages)
-    strides = (lens.stride(0), pages.stride(0), write_slots.stride(0))
-    sizes = opaque(PageSizes(*strides, lens.shape[0], pages.shape[-1]))
+    num_lens, shared = lens.shape[0], share_out[0].shape[1] if share_out else 0
+    strides = [each.stride(0) for each in (lens, pages, write_slots)]
+    share_strides = [each.stride(0) for each in share_out] or [0, 0, 0]
+    sizes = opaque(PageSizes._make([*strides, num_lens, pages.shape[-1], *share_strides, shared, bs.bit_length()]))
     given, variant = arguments_of(inputs)
-    launch = _launch(lens.device, (bs + 1, num_parts(bs + 1, max_pages), 1))
-    outputs = (starts, page_starts, lens, pages, write_slots, step, sizes, _BLOCK)
-    return Prepared(launch, (*variant, starts is None, page_starts is None), (*given, *outputs))
+    launch = _launch(lens.device, (bs + 1 + (num_lens if shared else 0), num_parts(bs + 1, max_pages), 1))
+    outputs = (starts, page_starts, lens, pages, write_slots, *(share_out or (None, None, None)), step, sizes)
+    compiled_for = (_BLOCK, *constants(shared or 1))
+    variant = (*variant, starts is None, page_starts is None, not shared, *compiled_for)
+    return Prepared(launch, variant, (*given, *outputs, *compiled_for))
 
 
 @cache

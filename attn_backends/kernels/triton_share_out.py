@@ -1,4 +1,4 @@
-"""FlashMLA's share-out as one Triton launch of one program: `schedule_operators.share_out`.
+"""FlashMLA's share-out as one Triton program: `schedule_operators.share_out`, or a part of a planner's launch.
 
 Where requests lie on the axis of costs is a sum; where a part begins and ends on it is a search, of all parts at once.
 FlashMLA's own scheduler goes over requests and parts on one thread.
@@ -57,10 +57,10 @@ def _axis(total, longest, n, num_parts, COST: tl.constexpr):
 
 
 @triton.jit
-def _search(marks, n, bound, STEPS: tl.constexpr):
+def _search(marks, n, bound, steps):
     """How many of n rising marks lie at or before a bound."""
     low, high = bound * 0, bound * 0 + n
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         is_before = (low < high) & (tl.load(marks + 2 * middle, mask=low < high, other=0) <= bound)
         high = tl.where(is_before, high, middle)
@@ -82,8 +82,8 @@ def _store_part(parts, part, begin, end, used, n, begin_block, end_block, piece,
     tl.store(row + 7, part * 0, mask=part >= 0)
 
 
-@unspecialized
-def _share_out(
+@triton.jit
+def share_blocks(
     lens,
     more_lens,
     parts,
@@ -95,12 +95,13 @@ def _share_out(
     n,
     num_parts,
     most,
+    steps,
     KEYS: tl.constexpr,
     COST: tl.constexpr,
     PARTS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
+    """A whole share-out by one program. steps: of a search among n."""
     total, longest = _sizes(lens, more_lens, lens_stride, more_stride, n, most, KEYS, COST, REQUESTS)
     share, is_even, stride = _axis(total, longest, n, num_parts, COST)
     cost, piece = 0, 0
@@ -123,7 +124,7 @@ def _share_out(
     tl.debug_barrier()  # the marks are there for all threads
     part = tl.arange(0, PARTS)
     first_cost = part * share
-    begin, end = _search(marks + 1, n, first_cost, STEPS), _search(marks, n, first_cost + share - 1, STEPS) - 1
+    begin, end = _search(marks + 1, n, first_cost, steps), _search(marks, n, first_cost + share - 1, steps) - 1
     used, begin = begin <= end, tl.minimum(begin, n - 1)
     start, stop = tl.load(marks + 2 * begin), tl.load(marks + 2 * begin + 1)
     end_start = tl.load(marks + 2 * end)
@@ -144,6 +145,34 @@ def _share_out(
     )
 
 
+@unspecialized
+def _share_out(
+    lens,
+    more_lens,
+    parts,
+    splits,
+    marks,
+    read_lens,
+    lens_stride,
+    more_stride,
+    n,
+    num_parts,
+    most,
+    steps,
+    PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    REQUESTS: tl.constexpr,
+):
+    given = (lens, more_lens, parts, splits, marks, read_lens, lens_stride, more_stride)
+    share_blocks(*given, n, num_parts, most, steps, KEYS, COST, PARTS, REQUESTS)
+
+
+def constants(num_parts: int) -> tuple[int, int, int, int]:
+    """PARTS, KEYS, COST and REQUESTS, which kernels compile for."""
+    return triton.next_power_of_2(num_parts), BLOCK_KEYS, OVERHEAD, _REQUESTS
+
+
 def share_out(
     lens: Tensor,
     more_lens: Tensor | None,
@@ -156,9 +185,8 @@ def share_out(
     """`schedule_operators.share_out`."""
     num_parts = parts.shape[0]
     strides = (lens.stride(0), 0 if more_lens is None else more_lens.stride(0))
-    num_steps = lens.shape[0].bit_length()
-    constants = (BLOCK_KEYS, OVERHEAD, triton.next_power_of_2(num_parts), _REQUESTS, num_steps)
+    numbers = (lens.shape[0], num_parts, most, lens.shape[0].bit_length())
     launch = Launch(_share_out, lens.device, (1, 1, 1), _WARPS)
-    variant = (lens.dtype, more_lens is None, read_lens is None, constants)
+    variant = (lens.dtype, more_lens is None, read_lens is None, constants(num_parts))
     outputs = (parts, splits, marks, read_lens)
-    launch(variant, lens, more_lens, *outputs, *strides, lens.shape[0], num_parts, most, *constants)
+    launch(variant, lens, more_lens, *outputs, *strides, *numbers, *constants(num_parts))

@@ -3,9 +3,10 @@
     q [bs, width, num_heads, 576], latents [num_pages, 64, 1, 576]  ->  out [bs, width, num_heads, 512], lse
 
 A schedule shares the blocks of keys of all requests out to the SMs, once per forward and shape of layers, and every
-layer's launch reads it. Where the installed version's format is known we plan it ourselves, in one small launch
-(`schedule_operators.share_out`); else `get_mla_decoding_metadata` does, on one thread, 20 µs of an H200. How many parts
-there are follows from the number of SMs, heads and rows, so it is the same in every step of a graph.
+layer's launch reads it. Where the installed version's format is known we plan it ourselves: for a captured step in the
+launch that plans it, else in one of its own (`schedule_operators.share_out`). Of another version
+`get_mla_decoding_metadata` plans on one thread, 20 µs of an H200. How many parts there are follows from the number of
+SMs, heads and rows, so it is the same in every step of a graph.
 
 FlashMLA launches its kernel as a programmatic dependent (`cudaLaunchAttributeProgrammaticStreamSerialization`), which
 does not wait for the grid before it (`cudaGridDependencySynchronize`; csrc/sm90/decode/dense/splitkv_mla.cuh). It may
@@ -31,6 +32,7 @@ from attn_backends.cache import PagedCache, PagedLatent
 from attn_backends.contract.capabilities import Capabilities, LseBase
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
@@ -116,6 +118,14 @@ def _schedule(plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Ten
     return (PartSchedule if has_known_schedules() else VendorPartSchedule)(plan, shape, buffers)
 
 
+def _along(planner: object, plan: BlockTablePlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> bool:
+    """Have a fused planner write the share-outs of all forwards by the launch that plans them."""
+    if not (has_known_schedules() and isinstance(planner, PagePlanner)):
+        return False
+    parts = buffers[_PARTS.name][:, : num_parts(plan.width * shape.num_heads, plan.cache_seqlens.device)]
+    return planner.share_out(parts, buffers[_SPLITS.name], buffers[_MARKS.name])
+
+
 def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], layer: AttentionLayer) -> AttentionOutput:
     plan, schedule = planned.plan, planned.schedule
     assert isinstance(cache, PagedLatent)
@@ -157,5 +167,6 @@ KERNEL = Kernel(
     architectures=frozenset({9}),
     schedule=_schedule,
     workspaces=(_PARTS, _SPLITS, _MARKS),
+    along=_along,
     scratch=(_FENCE,),
 )

@@ -11,7 +11,7 @@ same interface. What fails there too is the driver's mistake (`blame`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -190,13 +190,18 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
         return meta
 
     def capture(
-        self, bucket: AnyBucket, paging: Paging, inputs: BoundInputs | None = None, within: PhaseSet | None = None
+        self,
+        bucket: AnyBucket,
+        paging: Paging,
+        inputs: BoundInputs | None = None,
+        within: PhaseSet | None = None,
+        layers: Iterable[LayerShape] = (),
     ) -> Metadata[ForeignPlan]:
         """Metadata of a graph."""
         if within is not None:
             reasons = ["a set of phases (the other project has memory of its own)"]
             raise UnsupportedStepError(self.name, reasons, "capture without a set")
-        meta = super().capture(bucket, paging, inputs)
+        meta = super().capture(bucket, paging, inputs, layers=layers)
         assert isinstance(bucket, Bucket), "foreign kernels declare no graphs of packed rows"
         _held(meta).step = self.plan_captured(bucket)
         return meta
