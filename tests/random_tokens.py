@@ -51,7 +51,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "attn_backends/backends/flashinfer_mla.py": ("flashinfer_mla",),
     "attn_backends/backends/reference.py": ("reference",),
     "attn_backends/backends/dsv4.py": ("dsv4",),
-    "attn_backends/kernels/torch_attention.py": DENSE,
+    "attn_backends/kernels/torch_attention.py": (*DENSE, "reference"),
     "attn_backends/kernels/torch_compressed.py": ("dsv4",),
 }
 """Each with the backends that the suite is run on."""
@@ -92,6 +92,31 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
         'return torch.where(known, values, 0), torch.where(known, gates, float("-inf"))',
         "1",
     ): "a gate of -inf gives it no weight",
+    (
+        "spec_metadata/plans/compressed.py",
+        'made = Dim(f"min(num_tokens, num_tokens / {ratio} + bs)", lambda e: min(e.num_tokens, e.num_tokens // ratio + e.bs))',
+        "*",
+    ): "buffers have room for an entry of every token, which is more than a step makes",
+    (
+        "spec_metadata/plans/csr.py",
+        '"kv_indptr", torch.int32, (BS + 1,), "first entry of each request, max_pages apart", high=BS * MAX_PAGES + 1',
+        "2",
+    ): "a bound that no entry reaches is looser by one",
+    (
+        "attn_backends/backends/dsv4.py",
+        "architectures=frozenset({8, 9, 10, 11, 12}),",
+        "9",
+    ): "of a kernel for a GPU, which the suite does not run on a CPU",
+    (
+        "attn_backends/backends/dsv4.py",
+        "nearest = max(whole, (geometry.page_size + whole // 2) // whole * whole)",
+        "-",
+    ): "it says which page size a refusal recommends",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "_ATTENDED = 256  # query rows whose keys are gathered at a time",
+        "257",
+    ): "rows are attended apart, however many at a time",
     (
         "spec_metadata/plans/slots.py",
         "drafted: Drafted = 0",

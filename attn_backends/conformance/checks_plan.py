@@ -14,7 +14,7 @@ from attn_backends.conformance.exercise import Captured, batch_of, scene_of, set
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import PackedQuery, Step, StepKind
+from spec_metadata import PackedQuery, Step, StepKind, token_positions
 from spec_metadata.buffers import out_of_range
 
 
@@ -48,6 +48,17 @@ def write_slots(subject: Subject, case: Case) -> Measured:
         compare_identical(f"write slots of forward {forward}", got[: len(expected)].cpu(), expected)
         if not got.is_contiguous():
             raise CheckFailure(f"write slots of forward {forward}", "not dense", None, "stride 1", str(got.stride()))
+    return Measured()
+
+
+@check("plan.token_positions", joined(eager(), graph(), _prefill))
+def positions_of_tokens(subject: Subject, case: Case) -> Measured:
+    """A row of a chain or block stands at its token, a node of a tree at its depth after the committed ones."""
+    scene, meta = _planned(subject, case)
+    for forward, rows in enumerate(scene.rows):
+        expected = [row.token if isinstance(row.token, int) else len(row.visible) - 1 for row in rows]
+        got = token_positions(meta.step, forward)[: len(rows)]
+        compare_identical(f"positions of forward {forward}", got.cpu(), torch.tensor(expected, dtype=torch.int64))
     return Measured()
 
 
