@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from attn_backends.backends import fa3
