@@ -6,6 +6,7 @@ test files only.
 
 import os
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,19 @@ pytest.register_assert_rewrite("tests.fuzz", "tests.gpu", "tests.mutants", *(f"t
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `one_in(n)`, all cases but every n-th are `full`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.full)
+            seen[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ def found(cell: tuple[str, str, str]) -> Tally:
 
 
 @pytest.mark.parametrize("cell", steps.CELLS, ids="-".join)
+@pytest.mark.one_in(5)
 def test_the_library_is_what_the_model_says(cell: tuple[str, str, str]) -> None:
     assert found(cell).mismatches == []
     assert found(cell).planned.total() + found(cell).refused.total() > 0

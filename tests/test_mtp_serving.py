@@ -30,6 +30,7 @@ RANDOM = [
 
 
 @pytest.mark.parametrize(("model", "backend", "page_size", "path", "lag"), RANDOM)
+@pytest.mark.one_in(2)
 def test_requests_join_and_leave_at_random(model, backend, page_size, path, lag):
     capacity = capacity_of(NUM_STEPS, 6, 112, page_size)
     worker = shipped_worker(model, backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)
@@ -49,6 +50,7 @@ PER_PHASE = dict.fromkeys(PHASES, "flashinfer_mla") | {"prefill": "fa3", "draft_
 
 
 @pytest.mark.parametrize("model", ["mla", "gqa"])
+@pytest.mark.one_in(2)
 def test_a_cycle_accepts_as_much_on_every_path(model):
     capacity, given = capacity_of(NUM_STEPS, 5, 96, 32), prompts(6, 60)
     expected, _ = plain(model, "reference", capacity, given, 24)

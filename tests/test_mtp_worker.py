@@ -49,6 +49,7 @@ def check_case(place: Place, num_steps: int, chunk: int, num_requests: int) -> N
 
 
 @pytest.mark.parametrize(("place", "num_steps", "chunk"), CASES, ids=str)
+@pytest.mark.one_in(3)
 def test_drafts_are_those_of_a_full_recompute(place, num_steps, chunk):
     check_case(place, num_steps, chunk, num_requests=14)
 

@@ -36,6 +36,7 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize(("worker", "prefill"), HIDDEN)
+@pytest.mark.one_in(2)
 def test_hidden_tokens_change_nothing(worker: str, prefill: str) -> None:
     laws.check_hidden(worker, prefill)
 
@@ -53,6 +54,7 @@ def test_hidden_tokens_change_nothing(worker: str, prefill: str) -> None:
     ],
     ids=str,
 )
+@pytest.mark.one_in(3)
 def test_nor_do_chunks_pages_or_a_host_that_lags(worker: str, prefill: str, chunk: int, place: Place, lag: int) -> None:
     laws.check_hidden(worker, prefill, chunk, place, lag)
 

@@ -97,6 +97,7 @@ def test_a_failure_says_what_failed_and_how_to_see_it_again(run, tmp_path):
     assert (code, "1 failed" in output, "passed" in output) == (1, True, False), output
 
 
+@pytest.mark.full
 def test_what_breaks_is_an_error_and_no_failure_of_the_backend(run, tmp_path):
     (tmp_path / "variants.py").write_text(VARIANTS)
     door = [*DOOR, "-n", "2", "--attn-select", "math.decode", "--attn-quick", "--attn-json", "report.json"]
@@ -106,6 +107,7 @@ def test_what_breaks_is_an_error_and_no_failure_of_the_backend(run, tmp_path):
     assert [row["status"] for row in rows] == ["error"] * 3  # as the workers of pytest-xdist sent them
 
 
+@pytest.mark.full
 def test_what_can_not_run_is_listed_and_never_a_success(run, tmp_path):
     (tmp_path / "variants.py").write_text(VARIANTS)
     code, output = run(*DOOR, "--attn-backend", "variants:Elsewhere")

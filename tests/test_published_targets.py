@@ -124,6 +124,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "path"), CASES, ids=lambda value: value if isinstance(value, str) else ".".join(value)
 )
+@pytest.mark.one_in(3)
 def test_a_key_that_is_ignored_is_seen(
     name: str, path: tuple[str, ...], published: Callable[[str], Right], tmp_path: Path
 ) -> None:

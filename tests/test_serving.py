@@ -46,6 +46,7 @@ def scene_of(model: str) -> tuple[list[Arrival], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path", "lag"), RANDOM)
+@pytest.mark.one_in(2)
 def test_requests_join_and_leave_at_random(model, backend, page_size, draft, path, lag):
     capacity = Capacity(6, 112, page_size, **draft)
     worker = eagle_worker(model, backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)

@@ -165,6 +165,7 @@ DRAFTS = {
 @pytest.mark.parametrize(
     ("name", "shape"), [("mistral", "chain"), ("qwen2", "tree"), ("qwen3", "chain"), ("qwen3_moe", "tree")]
 )
+@pytest.mark.one_in(2)
 def test_texts_are_transformers_own(name: str, shape: str) -> None:
     """Greedily, plainly and by a random EAGLE draft of Llama's layers, through recorded graphs and in chunks."""
     source, prompts = rm.tiny_target(name), [text.tolist() for text in rm.random_tokens((11, 5))]

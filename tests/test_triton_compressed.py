@@ -44,6 +44,7 @@ def triton() -> SimpleNamespace:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no_sinks", "sinks"])
 @pytest.mark.parametrize(("num_heads", "dim", "bytes"), [(3, 40, False), (17, 16, False), (20, 512, True)])
+@pytest.mark.one_in(5)
 def test_attention(triton, monkeypatch, num_heads: int, dim: int, bytes: bool, sinks: bool, splits: int) -> None:
     monkeypatch.setattr(triton.sparse, "num_splits", lambda *_: splits)
     q, sources = attention_scene(num_heads, dim, bytes=bytes, gaps=splits == 3)
@@ -295,5 +296,6 @@ def conform(**options: object) -> Report:
     "check",
     ["math.draft_decode", "cache.far_pages", "cache.writes_owned_slots", "compressed.chunks", "graph.equals_eager"],
 )
+@pytest.mark.one_in(2)
 def test_the_kernel_conforms(triton, check: str) -> None:
     assert conform(quick=True, select=check).executed == 3

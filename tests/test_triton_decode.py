@@ -75,6 +75,7 @@ def name_of(value: object) -> str:
 
 
 @pytest.mark.parametrize(("sizes", "form", "causal"), list(cases()), ids=name_of)
+@pytest.mark.one_in(3)
 def test_rows_attend_to_the_keys_in_their_pages(decode, sizes, form, causal):
     check(decode, arguments(sizes, form, causal))
 
@@ -233,6 +234,7 @@ def on_triton(decode) -> Iterator[None]:
     ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.one_in(3)
 def test_conformance(backend, check_id):
     """One case of a check; the whole suite runs on a GPU."""
     on_cpu = replace(triton_kernel_of(backend), unavailable_reasons=lambda device: [])

@@ -56,6 +56,7 @@ def check(module, given: list, extras: tuple, tolerance: float = 3e-6) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("num_parts", [1, 2, 20])
 @pytest.mark.parametrize("sizes", [PACKED, LATENT], ids=["packed", "MLA"])
+@pytest.mark.one_in(5)
 def test_divided_keys_in_a_window(decode, monkeypatch, sizes, num_parts, window):
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
     check(decode, windowed(sizes, window), (window, None, sinks_of(sizes) if window % 2 else None))

@@ -264,6 +264,7 @@ def test_what_a_module_computes(folders: Folders, models: tuple[TargetModel, Dra
 
 
 @pytest.mark.parametrize("path", ["eager", "graph"])
+@pytest.mark.one_in(2)
 def test_texts_are_those_of_plain_decoding(path: str, models: tuple[TargetModel, DraftModel]) -> None:
     target, draft = models
     given = [file_tokens(140).tolist(), file_tokens(30).tolist()]

@@ -198,6 +198,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.one_in(3)
 def test_uniform_steps(name: str, setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
     world = world_of(FA3Backend, name, setup)
     captured, replayed = batches(kind, setup[2], setup[1])

@@ -124,6 +124,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"], ids=["ours", "by_the_vendor"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setup", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.one_in(3)
 def test_steps(
     setup: tuple[CacheFormat, int, int], kind: StepKind, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

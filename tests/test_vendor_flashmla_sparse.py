@@ -158,6 +158,7 @@ def test_eager(kind: StepKind) -> None:
 
 @pytest.mark.parametrize("plans_itself", [False, True], ids=["planned_before", "planned_inside"])
 @pytest.mark.parametrize("kind", GRAPH_KINDS)
+@pytest.mark.one_in(3)
 def test_replay(kind: StepKind, plans_itself: bool) -> None:
     check_replay(kind, plans_itself=plans_itself)
 

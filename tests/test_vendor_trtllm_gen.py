@@ -95,6 +95,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("setup", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.one_in(3)
 def test_steps(setup: tuple[CacheFormat, int, int], kind: StepKind) -> None:
     world = world_of(TrtllmMLABackend, "trtllm_gen", setup)
     captured, replayed = batches(kind, setup[2], setup[1])

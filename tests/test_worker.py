@@ -59,6 +59,7 @@ def plainly(model: str, backend: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("model", "backend", "page_size", "draft", "path"), CASES)
+@pytest.mark.one_in(3)
 def test_eagle_equals_plain_decoding(model, backend, page_size, draft, path):
     """Six requests of which three run at once, through buckets of 1 and 2, eagerly at 3, in chunks of 20 tokens."""
     capacity = Capacity(3, 96, page_size, **draft)
