@@ -42,7 +42,7 @@ def opaque(numbers: Numbers) -> Numbers:
     specialises; kernels decode each with `triton_step.number`.
     """
     make: Callable[..., Numbers] = type(numbers)
-    return make(*(2 * each + 3 for each in numbers))
+    return make(*[2 * each + 3 for each in numbers])
 
 
 class Launch:

@@ -235,6 +235,7 @@ def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
     return Launch(_plan_pages, device, grid)
 
 
+@cache
 def num_parts(num_rows: int, num_columns: int) -> int:
     """Programs that share a row of so many columns, of which there are `num_rows`."""
     return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // num_rows))

@@ -6,6 +6,8 @@ FlashMLA's own scheduler goes over requests and parts on one thread.
 
 from __future__ import annotations
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -168,6 +170,7 @@ def _share_out(
     share_blocks(*given, n, num_parts, most, steps, KEYS, COST, PARTS, REQUESTS)
 
 
+@cache
 def constants(num_parts: int) -> tuple[int, int, int, int]:
     """PARTS, KEYS, COST and REQUESTS, which kernels compile for."""
     return triton.next_power_of_2(num_parts), BLOCK_KEYS, OVERHEAD, _REQUESTS
