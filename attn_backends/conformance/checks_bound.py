@@ -9,11 +9,22 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.checks_ragged import ragged
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import graph, growing, idle, joined, one_page_size, padded
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import BlockTable, BoundInputs, Bucket, Paging, RequestTable, Step, StepKind, TokenBucket
+from spec_metadata import (
+    BlockTable,
+    BoundedQuery,
+    BoundInputs,
+    Bucket,
+    Paging,
+    RequestTable,
+    Step,
+    StepKind,
+    TokenBucket,
+)
 
 ANYTHING = 2**30  # in padding, where an engine says how many requests are real
 
@@ -97,3 +108,64 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
     measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
     return measured
+
+
+class BoundRaggedGraph(Captured):
+    """A graph of ragged verifies whose metadata reads an engine's buffers: widths, lengths, slots and rows or pages,
+    with anything after the real requests.
+    """
+
+    def capture(self, bucket: Bucket | TokenBucket) -> Metadata:
+        """Buffers of the bucket's size, of padding alone."""
+        world, index, device = self.world, self.world.setup.index, self.world.device
+        self.width = world.capacity.num_draft_tokens
+        pages = torch.zeros(bucket.bs, world.max_pages, dtype=index, device=device)
+        rows = torch.full((bucket.bs,), world.geometry.reserved_row, dtype=torch.int64, device=device)
+        is_table = world.setup.block_table
+        self.paging: Paging = BlockTable(pages, world.geometry) if is_table else world.paging(rows)
+        has_slots = self.case.seed % 2 == 0
+        self.inputs = BoundInputs(
+            seq_lens=torch.zeros(bucket.bs, dtype=index, device=device),
+            out_cache_loc=torch.full((bucket.bs * self.width,), -1, device=device) if has_slots else None,
+            num_real=torch.zeros(1, dtype=torch.int32, device=device),
+            widths=torch.zeros(bucket.bs, dtype=index, device=device),
+        )
+        return world.backend.capture(bucket, self.paging, self.inputs)
+
+    def plan(self, step: Step) -> None:
+        """Write a step into the buffers, and plan from there."""
+        self.bring(step)
+        self.world.backend.refresh(self.meta)
+
+    def bring(self, step: Step) -> None:
+        """Write a step into the buffers."""
+        inputs, bs, assigned = self.inputs, step.bs, step.paging.static_input()
+        assert inputs.num_real is not None, "the engine counts its requests"
+        inputs.num_real.fill_(bs)
+        for buffer, given in ((inputs.seq_lens, step.seq_lens), (inputs.widths, _widths(step))):
+            assert buffer is not None, "both are bound"
+            buffer.fill_(ANYTHING)
+            buffer[:bs].copy_(given)
+        place = self.paging.static_input()[:bs]
+        (place if assigned.ndim == 1 else place[:, : assigned.shape[1]]).copy_(assigned)
+        if inputs.out_cache_loc is not None:
+            inputs.out_cache_loc.fill_(-1)
+            inputs.out_cache_loc[: bs * self.width].copy_(step.flat_slots())
+
+
+def _widths(step: Step) -> Tensor:
+    assert isinstance(step.query, BoundedQuery), "its widths are the device's"
+    return step.query.widths
+
+
+@check("graph.bound_ragged", lambda subject: [case for case in ragged(subject) if case.path == "graph"])
+def bound_ragged(subject: Subject, case: Case) -> Measured:
+    """A ragged verify that is planned from an engine's own buffers has the widths that they hold at its replay."""
+    world, found = world_of(setup_of(subject, case)), []
+    captured = BoundRaggedGraph(world, replace(case, refresh=True))
+    for turn, widths in enumerate((case.widths, case.widths[::-1])):
+        batch = batch_of(replace(case, widths=widths))
+        ran = captured.run(scene_of(world, batch, case.seed + turn), case)
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
+        compare_memory(ran.scene, ran.before, padded=True)
+    return nearest(found)

@@ -31,7 +31,7 @@ def _chains(subject: Subject) -> list[Case]:
     return situations(subject, StepKind.TARGET_VERIFY, topks=(1,))
 
 
-def _ragged(subject: Subject) -> list[Case]:
+def ragged(subject: Subject) -> list[Case]:
     """Eagerly, and through graphs that were captured on other widths."""
     found = []
     for case in _chains(subject):
@@ -48,7 +48,7 @@ def _measured(ran: Ran) -> Measured:
     return measured
 
 
-@check("math.ragged_verify", _ragged)
+@check("math.ragged_verify", ragged)
 def ragged_verify(subject: Subject, case: Case) -> Measured:
     """Row j of a verify sees the committed tokens and j + 1 more, however many rows the device gives its request."""
     return _measured(run_case(subject, case))

@@ -31,6 +31,7 @@ from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.selection import providers
 from spec_metadata import (
     BlockTable,
+    BoundedQuery,
     Bucket,
     CacheGeometry,
     Capacity,
@@ -54,7 +55,9 @@ KIND_OF = {
     "prefill": StepKind.PREFILL,
     "decode": StepKind.DECODE,
     "draft": StepKind.DRAFT_DECODE,
+    "block": StepKind.DRAFT_BLOCK,
     "verify": StepKind.TARGET_VERIFY,
+    "ragged verify": StepKind.TARGET_VERIFY,
     "extend": StepKind.DRAFT_EXTEND,
     "packed extend": StepKind.DRAFT_EXTEND,
 }
@@ -233,7 +236,8 @@ class Engine:
             return True
         reasons = able.width_reasons(slot.width, slot.is_tree) + able.page_reasons(self.world.page_size)
         reasons += self.backend.capture_reasons(self.bucket(slot)) if self.world.path == "replay" else []
-        return not reasons and (able.packed or not slot.is_packed)
+        packs = able.captures_packed if slot.kind == "ragged verify" else able.packed
+        return not reasons and (packs or not slot.is_packed)
 
     def bucket(self, slot: Slot) -> Bucket | TokenBucket:
         """A captured slot's key."""
@@ -279,6 +283,11 @@ class Engine:
                 return Step.decode(p.lens, paging, p.slots, **host)
             case "draft":
                 return Step.draft_decode(p.width, p.num_steps, p.lens, paging, p.slots, **host)
+            case "block":
+                return Step.draft_block(p.width, p.lens, paging, p.slots, **host)
+            case "ragged verify":
+                ragged = BoundedQuery(p.asked, p.num_tokens, p.width)
+                return Step.target_verify(ragged, p.lens, paging, p.slots, **host)
             case "verify":
                 return Step.target_verify(p.width, p.lens, paging, p.slots, tree_mask=p.mask, **host)
         return Step.draft_extend(query, p.lens, paging, p.slots, **host)
@@ -311,7 +320,8 @@ class Handed:
         self._lens = self._tensor("seq_lens", group.lens)
         self._rows = self._tensor("paging", group.requests)
         self._tables = self._tensor("paging", drawn.tables)
-        self._slots = self._tensor("slots", group.slots)
+        self._slots = self._tensor("slots", group.slots if drawn.room is None else drawn.room)
+        self._asked = self._tensor("slots", group.widths)
         self._starts = torch.from_numpy(group.starts.astype(np.int32)).to(engine.device)
         self._mask = None if group.mask is None else torch.from_numpy(group.mask).to(engine.device)
         self._ancestors = [torch.from_numpy(each).to(engine.device) for each in group.ancestors]
@@ -339,7 +349,8 @@ class Handed:
         drawn, group, engine = self.drawn, self.drawn.group, self.engine
         n = int(group.num_real[place])
         widths = tuple(self._widths[place][:n])
-        num_writes = sum(widths) if group.is_packed else n * group.width * group.num_steps
+        has_own = group.is_packed and drawn.room is None
+        num_writes = sum(widths) if has_own else n * group.width * group.num_steps
         gives_lens = drawn.gives_lens or engine.needs_lens(group.kind)
         return {
             "kind": group.kind,
@@ -349,8 +360,10 @@ class Handed:
             "geometry": engine.geometry,
             "slots": self._slots[place, :num_writes] if drawn.gives_slots else None,
             "mask": None if self._mask is None else self._mask[place, :n],
-            "starts": self._starts[place, : n + 1] if group.is_packed else None,
+            "starts": self._starts[place, : n + 1] if has_own else None,
             "widths": widths,
+            "asked": None if drawn.room is None else self._asked[place, :n],
+            "num_tokens": group.num_tokens,
             "width": group.width,
             "num_steps": group.num_steps,
             "max_committed": drawn.max_committed,

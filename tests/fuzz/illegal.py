@@ -56,6 +56,9 @@ HOST: dict[str, Change] = {
     "starts too few": _tensor("starts", lambda x: x[1:]),
     "a request without rows": _packed(lambda p: {"widths": (0, *p["widths"][1:])}),
     "widths of another batch": _packed(lambda p: {"widths": (*p["widths"], 1)}),
+    "device widths of floats": _tensor("asked", lambda x: x.float()),
+    "device widths too few": _tensor("asked", lambda x: x[1:]),
+    "no room for the roots": lambda p, e: None if p["asked"] is None else p | {"num_tokens": len(p["asked"]) - 1},
     "no query rows": _uniform(("verify", "extend"), lambda p: {"width": 0, "slots": None}),
     "no draft steps": _uniform(("draft",), lambda p: {"num_steps": 0, "slots": None}),
     "max_committed below 0": lambda p, e: p | {"max_committed": -1, "lens_cpu": None},
@@ -110,6 +113,10 @@ DEVICE: dict[str, Change] = {
     },
     "starts that do not rise": lambda p, e: None if p["starts"] is None or p["slots"] is None else p | {
         "starts": _first(p["starts"].flip(0), 1),
+    },
+    "a device width of 0": _tensor("asked", lambda x: _first(x, 0)),
+    "a device width over its bound": lambda p, e: None if p["asked"] is None else p | {
+        "asked": _first(p["asked"], p["width"] + 1),
     },
     "a mask that sees nothing": _tensor("mask", lambda x: x & False),
     "a mask that sees later nodes": _tensor("mask", lambda x: x | True),

@@ -148,7 +148,7 @@ def expected(truth: Truth, group: Group, forward: int) -> Rows:
         per_step = group.slots.reshape(group.number, group.bs * group.width, group.num_steps)
         writes = per_step[:, :, forward]
     if not group.is_tree:
-        count = group.position(forward) + 1
+        count = group.position(forward) + 1 if group.kind != "block" else lens + group.width
         return Rows(count, truth.prefixes[request, count.clip(max=truth.owned.shape[1])], writes)
     seen, slots = drafted(group, forward)
     tree_sums = np.where(seen, truth.sums(slots), np.uint64(0)).sum(2, dtype=np.uint64)
@@ -176,7 +176,10 @@ def visible_slots(truth: Truth, group: Group, forward: int, step: int) -> list[I
         place = group.owner[step, row]
         owned = truth.owned[group.requests[step, place]]
         if seen is None or slots is None:
-            rows.append(owned[: group.position(forward)[step, row] + 1])
+            is_block = group.kind == "block"
+            rows.append(
+                owned[: group.lens[step, place] + group.width if is_block else group.position(forward)[step, row] + 1]
+            )
         else:
             rows.append(np.concatenate((owned[: group.lens[step, place]], slots[step, row][seen[step, row]])))
     return rows

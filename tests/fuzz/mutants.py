@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -13,8 +14,8 @@ from attn_backends import cache
 from attn_backends.backends import fa3, flashinfer_mla, reference, trtllm_mla
 from attn_backends.kernels import plan_operators
 from attn_backends.planning import metadata, planners
-from spec_metadata import Step, StepKind, TreePart, visibility
-from spec_metadata.plans import block_table, compressed, csr, slots
+from spec_metadata import Step, StepKind, TreePart, static_inputs, visibility
+from spec_metadata.plans import block_table, compressed, csr, ragged, slots
 from spec_metadata.visibility import DensePart
 from tests.fuzz.run import Spec, run
 
@@ -190,3 +191,19 @@ def elements_past_the_32nd_are_zero(patch: pytest.MonkeyPatch) -> None:
         return out, lse
 
     wrap(patch, flashinfer_mla, "csr_attention", wrong)
+
+
+@mutant("fa3")
+def blocks_are_causal(patch: pytest.MonkeyPatch) -> None:
+    """Planner: rows of a draft block see those before them alone."""
+    patch.setattr(ragged, "is_causal", lambda step: not step.is_tree)
+
+
+@mutant("reference", "eager")
+def ragged_rows_are_as_many_as_may_be(patch: pytest.MonkeyPatch) -> None:
+    """Inputs: a request of a ragged verify has the rows that the bound on one allows."""
+
+    def wrong(right: Any, query: Any, real: Tensor) -> Tensor:
+        return right(replace(query, widths=query.widths * 0 + query.width), real)
+
+    wrap(patch, static_inputs, "fit_widths", wrong)

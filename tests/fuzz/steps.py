@@ -16,7 +16,7 @@ BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3", "reference", "dsv4")
 PLANNERS = ("torch", "fused")
 PATHS = ("eager", "replay")
 CELLS = [(b, p, w) for b in BACKENDS for p in PLANNERS for w in PATHS if (b, p) != ("reference", "fused")]
-KINDS = ("prefill", "decode", "draft", "verify", "extend", "packed extend")
+KINDS = ("prefill", "decode", "draft", "block", "verify", "ragged verify", "extend", "packed extend")
 
 SIZES = {  # name: what is drawn, and how often
     "batch": ([(1, 1), (2, 2), (3, 5), (6, 9), (10, 17), (18, 33)], [0.2, 0.2, 0.3, 0.15, 0.1, 0.05]),
@@ -79,7 +79,8 @@ class Drawn:
 
     columns: pages of a row of the block tables. tables: [number, bs, columns]. max_committed, gives_lens: what the host
     says. gives_slots: whether write slots are named. wide: the tensors that are int64, by name. is_strided: tensors
-    have strides. order: [number] place of each step in its chunk.
+    have strides. order: [number] place of each step in its chunk. room: [number, bs * width] of a ragged verify, the
+    slots that its requests have for the longest, which it is handed.
     """
 
     group: Group
@@ -90,6 +91,7 @@ class Drawn:
     wide: frozenset[str]
     is_strided: bool
     order: Ints
+    room: Ints | None = None
 
 
 def draw(rng: np.random.Generator, name: str) -> tuple[int, int] | str:
@@ -164,26 +166,27 @@ class Slot:
     @property
     def is_packed(self) -> bool:
         """Whether requests have rows of differing numbers."""
-        return self.kind in ("prefill", "packed extend")
+        return self.kind in ("prefill", "packed extend", "ragged verify")
 
 
 def slot(rng: np.random.Generator, world: World) -> Slot:
     """A random layout that the backend takes: that of a bucket of the capacity, or of eager steps a smaller one too."""
-    refused = {"packed extend"} if world.backend == "trtllm_mla" else set()
+    refused = {"packed extend", "ragged verify"} if world.backend == "trtllm_mla" else set()
+    refused |= {"block"} if world.backend == "dsv4" else set()
     refused |= {"draft"} if world.num_steps == 1 else set()
     kind = str(rng.choice([kind for kind in KINDS if kind not in refused]))
     bs, is_eager = int(rng.integers(1, world.max_bs + 1)), world.path == "eager" and rng.random() < 0.4
     topk, num_steps = world.topk, world.num_steps if kind == "draft" else 1
     if kind == "draft" and is_eager:
         topk, num_steps = int(rng.integers(1, topk + 1)), int(rng.integers(2, num_steps + 1))
-    most = world.num_draft_tokens if kind == "verify" else world.extend_width
-    uniform = {"decode": 1, "draft": topk, "verify": most, "extend": most}.get(kind, 0)
+    most = world.num_draft_tokens if kind in ("verify", "block") else world.extend_width
+    uniform = {"decode": 1, "draft": topk, "verify": most, "block": most, "extend": most}.get(kind, 0)
     if kind in ("verify", "extend") and is_eager:
         uniform = int(rng.integers(2, most + 1))
     is_tree = topk > 1 and (kind == "draft" or (kind == "verify" and not (is_eager and rng.random() < 0.5)))
     if uniform:
         return Slot(kind, bs, uniform, num_steps, is_tree, bs * uniform)
-    most = world.extend_width if kind == "packed extend" else _most_rows(world)
+    most = {"packed extend": world.extend_width, "ragged verify": world.num_draft_tokens}.get(kind, _most_rows(world))
     return Slot(kind, bs, most, 1, False, bs + int(rng.integers(0, bs * (most - 1) + 1)))
 
 
@@ -204,7 +207,8 @@ def steps(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, orde
     widths = _widths(rng, world, slot, real)
     lens = np.where(real, _lens(rng, world, truth, slot, requests, widths), 0)
     gives_slots, mask, ancestors = bool(rng.random() < 0.7), None, ()
-    num_tokens = int(widths[0].sum()) if world.path == "eager" else slot.num_tokens
+    is_closed = world.path == "eager" and slot.kind != "ragged verify"  # whose rows are padded to the bound
+    num_tokens = int(widths[0].sum()) if is_closed else slot.num_tokens
     slots = _own_slots(truth, slot, requests, lens, widths, num_tokens)
     if slot.is_tree:
         if gives_slots and rng.random() < 0.5 and len(truth.spare) >= slots.shape[1]:
@@ -223,8 +227,16 @@ def steps(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, orde
     wide = frozenset(name for name in ("seq_lens", "slots", "paging") if rng.random() < 0.5)
     return Drawn(
         group, _tables(rng, world, truth, group, columns), max_committed, bool(rng.random() < 0.4), gives_slots, wide,
-        bool(rng.random() < 0.3), order,
+        bool(rng.random() < 0.3), order, _room(truth, slot, requests, lens),
     )  # fmt: skip
+
+
+def _room(truth: Truth, slot: Slot, requests: Ints, lens: Ints) -> Ints | None:
+    """The slots of the longest verify of each request of a ragged one."""
+    if slot.kind != "ragged verify":
+        return None
+    positions = (lens[..., None] + np.arange(slot.width)).clip(0, truth.owned.shape[1] - 1)
+    return truth.owned[requests[..., None], positions].reshape(len(requests), -1)
 
 
 def _widths(rng: np.random.Generator, world: World, slot: Slot, real: Bools) -> Ints:
@@ -292,6 +304,7 @@ def _tables(rng: np.random.Generator, world: World, truth: Truth, group: Group, 
     pages = np.pad(truth.owned[:, :: world.page_size] // world.page_size, ((0, 0), (0, columns)))[:, :columns]
     tables = pages[group.requests]
     added = group.slots.shape[1] // group.bs if not group.is_packed else group.widths
+    added = group.width if group.kind == "ragged verify" else added
     live = -(-(group.lens + added) // world.page_size)
     garbage = rng.choice((-1, world.num_pages, 2**31 - 1, 0), tables.shape)
     return np.where(np.arange(columns) < live[..., None], tables, garbage)

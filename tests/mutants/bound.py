@@ -29,7 +29,7 @@ def bound_slots_are_taken_as_they_come(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(bound_inputs, "_write_slots", lambda static, inputs, geometry: inputs.out_cache_loc.clamp(min=64))
 
 
-@mutant("SGLang #21987: planned from the capture's values", "graph.bound_inputs", graph=True)
+@mutant("SGLang #21987: planned from the capture's values", "graph.bound_inputs", "graph.bound_ragged", graph=True)
 def buffers_are_read_at_capture_alone(patch: pytest.MonkeyPatch) -> None:
     """A replay plans from what the engine's buffers held at the capture."""
     known: set[BoundStep] = set()
