@@ -179,10 +179,11 @@ def test_an_idle_rank_runs_every_phase(target, draft, path):
     worker = eagle_worker(target, draft, OPTIONS[path])
     rows = torch.empty(0, dtype=torch.int64)
     idle = Step.idle(worker.slots.paging(rows))
+    phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(worker._draft, idle, kept(worker._state, rows))
-        accepted = worker._run(worker._verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
-        extended = worker._run(worker._extend, idle, accepted)
+        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
+        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        extended = worker._run(phases.extend, idle, accepted)
     assert [x.shape[0] for x in (tree.tokens, accepted.hidden, extended.tokens)] == [0, 0, 0]
 
 

@@ -186,10 +186,11 @@ def test_an_idle_rank_runs_every_phase_and_writes_nothing(path):
     worker = EagleWorker(target, draft, backends, capacity, geometry, WorkerOptions(**path))
     rows = torch.empty(0, dtype=torch.int64)
     idle, reserved = Step.idle(worker.slots.paging(rows)), geometry.reserved_page
+    phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(worker._draft, idle, kept(worker._state, rows))
-        accepted = worker._run(worker._verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
-        extended = worker._run(worker._extend, idle, accepted)
+        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
+        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        extended = worker._run(phases.extend, idle, accepted)
     assert tree.tokens.shape == (0, 16)
     assert accepted.hidden.shape == (0, 4, 256)
     assert extended.tokens.shape == (0, 4)
