@@ -100,10 +100,11 @@ def test_an_idle_rank_runs_every_phase(buckets):
     worker, _ = workers(Place(buckets=buckets), Capacity(2, 48, 4, *laws.TREE))
     rows = torch.empty(0, dtype=torch.int64)
     idle = Step.idle(worker.slots.paging(rows))
+    phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(worker._draft, idle, kept(worker._state, rows))
-        accepted = worker._run(worker._verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
-        state = worker._run(worker._extend, idle, accepted)
+        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
+        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        state = worker._run(phases.extend, idle, accepted)
     assert accepted.hidden.shape == (0, 4, 3 * worker.draft.hidden_size)
     assert state.hidden.shape == (0, worker.draft.hidden_size)
 
