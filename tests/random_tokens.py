@@ -94,7 +94,8 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
     ): "a gate of -inf gives it no weight",
     (
         "spec_metadata/plans/compressed.py",
-        'made = Dim(f"min(num_tokens, num_tokens / {ratio} + bs)", lambda e: min(e.num_tokens, e.num_tokens // ratio + e.bs))',
+        'made = Dim(f"min(num_tokens, num_tokens / {ratio} + bs)", '
+        "lambda e: min(e.num_tokens, e.num_tokens // ratio + e.bs))",
         "*",
     ): "buffers have room for an entry of every token, which is more than a step makes",
     (
