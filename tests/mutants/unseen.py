@@ -1,4 +1,5 @@
-"""Mutants of ten reports of users that were found by search, and written before looking for what kills them.
+"""Mutants of ten reports of users that were found by search, and written before looking for what kills them. Their
+author had read the lists of checks, and not most of their code.
 
 Seven are killed and are here. Three were not. A padded request that keeps its last length reads within bounds, and no
 output shows it. A host bound of a draft's lengths that is too short is read by no kernel on a CPU. A verify planned as
