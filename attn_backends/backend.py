@@ -30,7 +30,7 @@ from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
-from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined, query_reasons
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.phases import BackendMemory
 from attn_backends.memory.static_memory import StaticMemory
@@ -238,9 +238,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     ) -> AttentionOutput:
         """Attention of this forward's rows. q: [num_tokens, num_heads, head_dim]; of absorbed MLA (latent, rope)."""
         shape = self._shape_of(cache, meta, layer, q.dtype)
-        expected = (all_rows(self, meta), layer.num_heads, layer.head_dim)
-        if q.shape != expected:
-            raise UnsupportedStepError(f"{self.name} layer {layer.id}", [f"q is {list(q.shape)}, not {list(expected)}"])
+        if reasons := query_reasons(q, all_rows(self, meta), layer):
+            raise UnsupportedStepError(f"{self.name} layer {layer.id}", reasons)
         if q.shape[0] == 0:
             return AttentionOutput.of_no_rows(joined(q), layer.v_head_dim)
         planned = meta.schedules.planned(meta.forward, shape)

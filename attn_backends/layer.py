@@ -80,6 +80,19 @@ def joined(q: Tensor | LatentQuery) -> Tensor:
     return torch.cat((q.latent, q.rope.contiguous()), dim=-1) if isinstance(q, LatentQuery) else q
 
 
+def query_reasons(q: Tensor | LatentQuery, num_rows: int, layer: AttentionLayer) -> list[str]:
+    """Why a query is not that of so many rows of a layer; empty if it is."""
+    expected = (num_rows, layer.num_heads, layer.head_dim)
+    if q.shape != expected:
+        return [f"q is {list(q.shape)}, not {list(expected)}"]
+    if isinstance(q, LatentQuery):
+        latent, size = q.latent, (*expected[:2], layer.v_head_dim)
+        if latent.shape != size or latent.dtype is not q.dtype:
+            given = f"{list(latent.shape)} {latent.dtype}"
+            return [f"q.latent is {given}, not {list(size)} {q.dtype}, as q.rope and the layer say"]
+    return []
+
+
 class AttentionOutput(NamedTuple):
     """out: [num_tokens, num_heads, v_head_dim], the query's dtype. lse: [num_tokens, num_heads] float32 (float64 for
     float64 queries), natural logarithm of the sum of exp(scale * query·key) over the keys that the row sees.

@@ -77,7 +77,7 @@ def _part_reasons(part: Step) -> list[str]:
         reasons.append(f"a {part.kind} of a tree, whose rows see their ancestors alone")
     elif part.kind not in CAUSAL:
         reasons.append(f"a {part.kind} step (prefills, decodes, verifies of chains and draft extends can)")
-    if isinstance(part.query, PaddedQuery) or (part.num_real is not part.bs and part.num_real != part.bs):
+    if isinstance(part.query, PaddedQuery) or isinstance(part.num_real, Tensor) or part.num_real != part.bs:
         reasons.append(f"a {part.kind} step with padded requests (a graph pads the whole)")
     return reasons
 

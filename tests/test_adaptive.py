@@ -4,6 +4,8 @@ the memory of the largest, and no cycle captures or allocates.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -103,6 +105,16 @@ def test_sets_lie_over_one_another_and_their_phases_beside() -> None:
     assert sets.num_bytes == 1024 + 512 + 768, "no block had room"
 
 
+def test_the_end_of_reads_is_on_the_stream_of_the_sets_own_device(monkeypatch) -> None:
+    recorded: list[object] = []
+    event = SimpleNamespace(record=lambda *stream: recorded.extend(stream))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: device)
+    second = torch.device("cuda", 1)
+    PhaseSets(second).reads_end()
+    assert recorded == [(second,)], "not on that of the current device"
+
+
 def test_the_set_that_promises_most_tokens_a_second_is_taken() -> None:
     costs = {1: (10.0, 11.0, 12.0), 64: (10.0, 25.0, 60.0)}
     policy = StepPolicy(AdaptiveSteps(tuple(DraftShape(1, n, n + 1) for n in (1, 3, 7)), costs))
@@ -118,6 +130,15 @@ def test_the_set_that_promises_most_tokens_a_second_is_taken() -> None:
         number = policy.choose(1)
         policy.observe(number, [policy.adaptive.sets[number].num_steps + 1])
     assert policy.choose(1) == 2, "all is accepted again"
+
+
+def test_what_no_verify_can_accept_is_neither_promised_nor_learnt() -> None:
+    """A tree of three nodes accepts two drafts, however many steps it has."""
+    deep, narrow = DraftShape(1, 5, 6), DraftShape(1, 5, 3)
+    policy = StepPolicy(AdaptiveSteps((deep, narrow), SAME | {1: (1.0, 1.0)}))
+    assert policy.expected_tokens(narrow) == policy.expected_tokens(DraftShape(1, 2, 3))
+    policy.observe(1, [3] * 100)
+    assert policy.rates(1)[2] > 0.9, "a draft that was not tried was not rejected"
 
 
 def test_costs_between_measured_batches() -> None:

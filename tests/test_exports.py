@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from attn_backends.cli import main
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models.exports import export
+from attn_backends_reference.models.exports import export, vllm
 from tests.engines.sglang.models import CHECKPOINTS
 from tests.engines.sglang.oracle import Draft, Model, draft_of, target_states
 
@@ -53,6 +53,15 @@ def test_modules_for_vllm_are_the_drafts_own(tmp_path: Path) -> None:
     assert all(torch.equal(found.pop(name), tensor) for name, tensor in kept.items())
     assert len(found) == 4
     assert all(torch.equal(tensor, embedding) for tensor in found.values())
+
+
+def test_a_head_of_the_targets_own_is_its_modules_too() -> None:
+    fields, own = ({"num_hidden_layers": 4, "num_nextn_predict_layers": 1} for _ in range(2))
+    embedding, head = torch.zeros(2, 3), torch.ones(2, 3)
+    target = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    (_, written), (_, modules) = vllm((fields, target), (own, {}))
+    assert written["lm_head.weight"] is modules["model.layers.4.shared_head.head.weight"] is head
+    assert modules["model.layers.4.embed_tokens.weight"] is embedding
 
 
 def test_what_is_not_exported_is_refused_by_name(tmp_path: Path) -> None:

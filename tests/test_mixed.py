@@ -107,7 +107,11 @@ def test_what_cannot_be_mixed() -> None:
         "a draft_block step": [chunk, part_of(StepKind.DRAFT_BLOCK, [3], [2], UniformQuery(4))],
         "a draft_decode step": [chunk, replace(decode, kind=StepKind.DRAFT_DECODE, num_steps=2)],
         "a ragged verify stands before another part": [ragged, chunk],
-        "padded requests": [chunk, replace(decode, num_real=1)],
+        "a decode step with padded requests": [chunk, replace(decode, num_real=1)],
+        "a target_verify step with padded requests": [
+            verify,
+            replace(verify, num_real=torch.ones(1, dtype=torch.int32)),
+        ],
         "some parts have out_cache_loc": [chunk, replace_slots(verify)],
         "different request-to-token tables": [chunk, other],
         "tables of different forms": [chunk, parts(BlockTable)[1]],

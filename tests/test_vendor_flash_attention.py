@@ -237,6 +237,10 @@ def test_a_query_in_parts_is_joined_for_kernels_that_do_not_take_it(
     assert all(map(torch.equal, whole, world.backend.forward(parts, world.cache, meta, world.layer)))
     assert seen == [parts] * joins
     assert (parts.shape, parts.dtype) == (given.q.shape, given.q.dtype)
+    latent = parts.latent
+    for wrong in (latent[:-1], latent[:, :1], latent.double(), torch.cat((latent, parts.rope), dim=-1)):
+        with pytest.raises(UnsupportedStepError, match=r"layer 0.*q(\.latent)? is "):
+            world.backend.forward(parts._replace(latent=wrong), world.cache, meta, world.layer)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -48,12 +48,12 @@ class PhaseSets:
         return PhaseSet(self)
 
     def reads_end(self) -> None:
-        """Nothing that is launched later reads the set which is alive. Another set is planned after what the current
-        stream holds now, whatever stream that is on.
+        """Nothing that is launched later reads the set which is alive. Another set is planned after what the
+        device's current stream holds now, whatever stream that is on.
         """
         if self.device.type == "cuda":
             self._reads_done = self._reads_done or torch.cuda.Event()
-            self._reads_done.record()
+            self._reads_done.record(torch.cuda.current_stream(self.device))
 
     def block(self, num_bytes: int, taken: dict[int, int]) -> Tensor:
         """The block with the least room that is enough, a new one if there is none. taken: bytes of each block."""

@@ -71,7 +71,7 @@ class StepPolicy:
 
     def __init__(self, adaptive: AdaptiveSteps) -> None:
         self.adaptive, self.current = adaptive, 0
-        depths = {topk: max(s.num_steps for s in adaptive.sets if s.topk == topk) for topk in _topks(adaptive)}
+        depths = {topk: max(_depth(s) for s in adaptive.sets if s.topk == topk) for topk in _topks(adaptive)}
         self._tried = {topk: [0.0] * depth for topk, depth in depths.items()}
         self._accepted = {topk: [0.0] * depth for topk, depth in depths.items()}
 
@@ -91,7 +91,7 @@ class StepPolicy:
         for depth in range(len(tried)):
             tried[depth] *= decay
             accepted[depth] *= decay
-        for depth in range(of.num_steps):
+        for depth in range(_depth(of)):
             tried[depth] += sum(count > depth for count in counts)
             accepted[depth] += sum(count > depth + 1 for count in counts)
 
@@ -105,8 +105,13 @@ class StepPolicy:
 
     def expected_tokens(self, shape: DraftShape) -> float:
         """Tokens that a request emits in a cycle of a set."""
-        return 1 + sum(accumulate(self.rates(shape.topk)[: shape.num_steps], mul))
+        return 1 + sum(accumulate(self.rates(shape.topk)[: _depth(shape)], mul))
 
 
 def _topks(adaptive: AdaptiveSteps) -> set[int]:
     return {each.topk for each in adaptive.sets}
+
+
+def _depth(shape: DraftShape) -> int:
+    """The deepest draft that a verify can accept: a draft tree may have fewer nodes than steps."""
+    return min(shape.num_steps, shape.num_draft_tokens - 1)

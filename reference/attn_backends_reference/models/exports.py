@@ -21,7 +21,7 @@ from attn_backends_reference.models import folders
 Fields = dict[str, Any]
 Tensors = dict[str, Tensor]
 TARGET, DRAFT = "DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMMTP"
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MIN_HIDDEN = 512
 SGLANG_FIELDS: Fields = {
     "moe_layer_freq": 1,
@@ -94,14 +94,13 @@ def vllm(
     (fields, tensors), (own, modules) = target, draft
     num, first = num_modules or own["num_nextn_predict_layers"], fields["num_hidden_layers"]
     common = {"num_nextn_predict_layers": num, "tie_word_embeddings": False}
+    head = tensors.get(HEAD, tensors[EMBEDDING])
+    shared = {"embed_tokens": tensors[EMBEDDING], "shared_head.head": head}
     kept: Tensors = {}
     for layer in range(first, first + num):
         kept |= _module(modules, layer)
-        kept |= {
-            f"model.layers.{layer}.{name}.weight": tensors[EMBEDDING] for name in ("embed_tokens", "shared_head.head")
-        }
-    head = {"lm_head.weight": tensors.get("lm_head.weight", tensors[EMBEDDING])}
-    return [(fields | common, tensors | head), (own | common, kept)]
+        kept |= {f"model.layers.{layer}.{name}.weight": tensor for name, tensor in shared.items()}
+    return [(fields | common, tensors | {HEAD: head}), (own | common, kept)]
 
 
 ENGINES: dict[str, Callable[..., list[tuple[Fields, Tensors]]]] = {"sglang": sglang, "vllm": vllm}
@@ -113,7 +112,7 @@ def repeated(fields: Fields, tensors: Tensors, copies: int) -> tuple[Fields, Ten
     """
     sizes = {"hidden_size": copies * fields["hidden_size"], "tie_word_embeddings": False}
     if "model.norm.weight" in tensors:
-        tensors = {"lm_head.weight": tensors[EMBEDDING]} | tensors
+        tensors = {HEAD: tensors[EMBEDDING]} | tensors
     return fields | sizes, {name: _repeated(name, given, copies) for name, given in tensors.items()}
 
 
