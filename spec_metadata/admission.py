@@ -16,7 +16,7 @@ from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
-from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery
+from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows
 from spec_metadata.step_checks import check_device, check_paging, check_tensor
 from spec_metadata.widths import check_widths
 
@@ -56,11 +56,11 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
 
 def _longest(step: Step, capacity: Capacity) -> tuple[int, int]:
     """Committed tokens, and those that the step adds, of the request that needs most, as far as the host knows."""
-    if not isinstance(step.query, AnyPacked):
+    lens, known = most_rows(step.query), step.seq_lens_cpu
+    if lens is None and not isinstance(step.query, PaddedQuery):
         return longest_promised(step, capacity), step.num_added_at_least
-    lens, known = step.query.lens_cpu if isinstance(step.query, PackedQuery) else (), step.seq_lens_cpu
     if known is not None:  # of padding, which is behind, the host knows no exact length
-        return max(zip(known, lens, strict=False), key=sum, default=(0, 0))
+        return max(zip(known, lens or (), strict=False), key=sum, default=(0, 0))
     bound = longest_promised(step, capacity)
     if (bound <= capacity.max_context and step.paging.row_tokens >= capacity.max_tokens) or step.max_committed is None:
         bound = 0

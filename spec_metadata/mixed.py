@@ -16,7 +16,7 @@ from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
+from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows, packed_rows
 from spec_metadata.widths import fit_widths
 
 CAUSAL = (StepKind.PREFILL, StepKind.DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
@@ -84,7 +84,7 @@ def _part_reasons(part: Step) -> list[str]:
 
 def _widths(part: Step) -> list[int]:
     """Rows of each request, of a ragged verify its bound on them."""
-    return list(part.query.lens_cpu) if isinstance(part.query, PackedQuery) else [part.width] * part.bs
+    return list(most_rows(part.query) or [part.width] * part.bs)
 
 
 def _joined_query(parts: Sequence[Step]) -> PackedQuery | BoundedQuery:
@@ -95,8 +95,8 @@ def _joined_query(parts: Sequence[Step]) -> PackedQuery | BoundedQuery:
     known = PackedQuery.of([width for part in others for width in _widths(part)], device)
     fitted = fit_widths(last.query, torch.ones(last.bs, dtype=torch.bool, device=device))
     widths = torch.cat((known.cu_seqlens.diff(), fitted.int()))
-    num_tokens, width = known.num_tokens + last.query.num_tokens, max(known.width, last.query.width)
-    return BoundedQuery(widths, num_tokens, width, has_room=False)
+    num_tokens, width = known.num_tokens + last.query.num_tokens, max(known.width, last.width)
+    return BoundedQuery(widths, num_tokens, width, (*known.lens_cpu, *_widths(last)))
 
 
 def _joined_paging(tables: Sequence[Paging]) -> Paging:

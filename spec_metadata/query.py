@@ -58,15 +58,15 @@ class BoundedQuery:
     """A chain of each request, of a width that the device alone knows: a ragged verify. The host has bounds.
 
     widths: [bs] int32 or int64, 1 to `width`, on the step's device. num_tokens: bound on their sum, at least bs. width:
-    bound on each. has_room: whether slots and table rows have room for `width` tokens of every request, as those of a
-    verify; of a mixed step they have it for what each adds. Whoever plans the step brings widths within the bounds
+    bound on each. most: of a mixed step the host's bound on the rows of each request, for which its slots and its table
+    row have room; None for `width` of each, as a verify has. Whoever plans the step brings widths within the bounds
     (`spec_metadata.fit_widths`) and packs the rows, as a `PaddedQuery`.
     """
 
     widths: Tensor
     num_tokens: int
     width: int
-    has_room: bool = True
+    most: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,13 +96,19 @@ def packed_starts(query: AnyQuery) -> Tensor | None:
     return query.cu_seqlens if isinstance(query, AnyPacked) else None
 
 
+def most_rows(query: AnyQuery) -> tuple[int, ...] | None:
+    """Bounds of the host on the rows of each request; None where one number says all that it knows."""
+    if isinstance(query, PackedQuery):
+        return query.lens_cpu
+    return query.most if isinstance(query, BoundedQuery) else None
+
+
 def min_added(query: AnyQuery, num_steps: int) -> int:
     """Tokens that every request of a layout writes, at least; of widths of the device, those it has slots for."""
-    if isinstance(query, BoundedQuery):
-        return query.width if query.has_room else 1
-    if not isinstance(query, AnyPacked):
-        return query.width * num_steps
-    return min(query.lens_cpu, default=0) if isinstance(query, PackedQuery) else 0
+    if isinstance(query, PaddedQuery):
+        return 0
+    most = most_rows(query)
+    return query.width * num_steps if most is None else min(most, default=0)
 
 
 def check_room(num_tokens: int, bs: int) -> None:
@@ -182,6 +188,8 @@ def _check_bounds(query: BoundedQuery, bs: int) -> None:
     widths = query.widths
     if not isinstance(widths, Tensor) or widths.shape != (bs,) or widths.dtype not in (torch.int32, torch.int64):
         raise InvalidStepError(f"widths of {bs} requests must be [{bs}] int32 or int64, got {describe(widths)}")
+    if query.most is not None and len(query.most) != bs:
+        raise InvalidStepError(f"most bounds the rows of each of {bs} requests, got {len(query.most)} bounds")
     if not isinstance(query.width, Integral) or query.width < 1:
         raise InvalidStepError(f"width bounds the rows of a request and must be at least 1, got {query.width!r}")
     check_room(query.num_tokens, bs)

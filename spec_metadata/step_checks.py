@@ -20,6 +20,7 @@ from spec_metadata.query import (
     are_integers,
     check_query,
     min_added,
+    most_rows,
     packed_starts,
 )
 
@@ -186,7 +187,7 @@ def check_place(
     if exact is None:
         committed, num_added = max_committed or 0, 1
     else:
-        added = query.lens_cpu if isinstance(query, PackedQuery) else (min_added(query, num_steps),) * len(exact)
+        added = most_rows(query) or (min_added(query, num_steps),) * len(exact)
         committed, num_added = max(zip(exact, added, strict=False), key=sum, default=(0, 0))
     if committed + num_added > paging.row_tokens:
         raise InvalidStepError(

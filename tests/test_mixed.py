@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends import get_backend
 from spec_metadata import (
     BlockTable,
     BoundedQuery,
@@ -95,6 +96,35 @@ def test_bounds_of_the_host_are_those_of_all_parts() -> None:
     assert (step.seq_lens_cpu, step.max_committed) == ((2, 9, 3, 11), 20)
     step = mixed_step([replace(known[0], seq_lens_cpu=None, max_committed=None), *known[1:]])
     assert (step.seq_lens_cpu, step.max_committed) == (None, None)
+
+
+def longest(first: int, rows: int, second: int) -> Step:
+    """A chunk of so many rows after `first` tokens, and ragged verifies after `second` and 4 tokens, with slots."""
+    both = [
+        part_of(StepKind.PREFILL, [4], [first], PackedQuery.of([rows])),
+        part_of(StepKind.TARGET_VERIFY, [8, 5], [second, 4], BoundedQuery(torch.tensor([4, 4]), 5, 4)),
+    ]
+    given = [torch.zeros(part.num_writes, dtype=torch.int64) for part in both]
+    known = [tuple(part.seq_lens.tolist()) for part in both]
+    return mixed_step(
+        [
+            replace(part, out_cache_loc=slots, seq_lens_cpu=lens)
+            for part, slots, lens in zip(both, given, known, strict=True)
+        ]
+    )
+
+
+def test_a_part_that_is_too_long_is_refused_beside_a_ragged_verify() -> None:
+    backend = get_backend("fa3")(CAPACITY, GEOMETRY, "cpu", kernel="torch")
+    fitting = longest(8, 16, 20)
+    backend.init_forward_metadata(fitting)
+    meta = backend.capture(CAPACITY.prefill_bucket(24), fitting.paging)
+    backend.replay(meta, fitting)
+    for step in (longest(9, 16, 20), longest(8, 16, 21)):
+        with pytest.raises(InvalidStepError, match="together 25; the capacity holds 24"):
+            backend.init_forward_metadata(step)
+        with pytest.raises(InvalidStepError, match="together 25; the capacity holds 24"):
+            backend.replay(meta, step)
 
 
 def test_what_cannot_be_mixed() -> None:

@@ -10,8 +10,9 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import BoundStep, Bucket, Capacity, PackedQuery, Paging, RequestTable, Step, TokenBucket
+from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket
 from spec_metadata.admission import check_values, longest_promised, most_committed
+from spec_metadata.query import most_rows
 
 CopyInputs = Callable[[Step], None]
 """Fills the static inputs of captured metadata from a step of one layout."""
@@ -50,9 +51,9 @@ class Captured:
         return is_known and longest_promised(step, self.capacity) <= self._longest
 
     def admit(self, step: Step) -> None:
-        """Bind the inputs of a step, and remember its layout. A packed one has lengths of its own every time."""
+        """Bind the inputs of a step, and remember its layout. Packed rows have lengths of their own every time."""
         self.copy_inputs, self._layout = self.bind_inputs(step), None
-        if not isinstance(step.query, PackedQuery):
+        if most_rows(step.query) is None:
             self._layout, self._table = step.layout, _table_of(step.paging, self.captured_on)
             self._longest = most_committed(step, self.capacity)
 
