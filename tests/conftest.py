@@ -6,7 +6,7 @@ test files only.
 
 import os
 import zipfile
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -22,15 +22,28 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked `one_in(n)`, all cases but every n-th are `full`."""
-    seen: Counter[str] = Counter()
+    """Of a test that is marked `one_in(n)`, every n-th case is quick, and of a cross the first with each value that no
+    other quick one has. The others are `full`.
+    """
+    crosses: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        mark = item.get_closest_marker("one_in")
-        if mark is not None:
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % mark.args[0]:
-                item.add_marker(pytest.mark.full)
-            seen[test] += 1
+        if item.get_closest_marker("one_in") and not item.get_closest_marker("full"):
+            crosses[item.nodeid.partition("[")[0]].append(item)
+    for cases in crosses.values():
+        quick = cases[:: cases[0].get_closest_marker("one_in").args[0]]
+        seen = set().union(*map(values_of, quick))
+        for case in cases:
+            if case not in quick and values_of(case) <= seen:
+                case.add_marker(pytest.mark.full)
+            seen |= values_of(case)
+
+
+def values_of(case: pytest.Item) -> set[tuple[str, str]]:
+    """What a case has of each parameter of a cross; nothing of a test with one list of cases."""
+    crossed = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    lists = [names.split(",") if isinstance(names, str) else names for names in crossed]
+    given = [[case.callspec.params[name.strip()] for name in names] for names in lists]
+    return {(str(names), repr(values)) for names, values in zip(lists, given, strict=True)} if len(lists) > 1 else set()
 
 
 @pytest.fixture(autouse=True)

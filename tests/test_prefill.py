@@ -64,7 +64,7 @@ def test_results_are_those_of_eager_prefill(
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 def test_so_are_the_states_of_several_layers(
     graphs: PrefillGraphs, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,7 +92,7 @@ def test_fields_of_a_user_go_in_and_come_out() -> None:
 
 @pytest.mark.parametrize("place", [Place("mla", "flashinfer_mla", 4), Place("gqa", "fa3", 8, (1, 2))], ids=str)
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_drafts_after_it_are_those_of_a_full_recompute(place: Place, graphs: PrefillGraphs) -> None:
     """Requests join and leave, and some share pages with others."""
     scene = random_arrivals(12, 6, 24, 12, seed=2)
@@ -112,7 +112,6 @@ def eagerly(model: str, backend: str) -> tuple[Capacity, list[list[int]], list[l
     ("model", "backend"), [pytest.param("gqa", "fa3", marks=pytest.mark.full), ("v4", "dsv4")], ids=["gqa", "v4"]
 )
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
-@pytest.mark.one_in(2)
 def test_eagle_equals_plain_decoding(model: str, backend: str, graphs: PrefillGraphs) -> None:
     """Whatever a model hands to its attention beside queries, keys and values; see below for one that hands nothing."""
     capacity, given, expected = eagerly(model, backend)
