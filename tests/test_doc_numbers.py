@@ -259,6 +259,8 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"reach (\S+) to (\S+) of the vendors'",
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed", "triton"),
     ),
+    (README, r"ours reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
+    (README, r"heads, and\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
     (MEASURED, r"heads reach \[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
