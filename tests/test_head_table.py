@@ -17,7 +17,7 @@ def test_the_page_says_which_formats_load() -> None:
     assert all(line.endswith("| yes | yes |") for line in lines[2:])
     assert {head.format for head in HEADS} - FORMATS.keys() == {"block draft"}
     rows = [line for line in page.splitlines() if line.endswith("| yes | yes |") and line not in lines]
-    assert len(rows) >= 34
+    assert len(rows) >= 40
     assert len(HEADS) == 76 == sum(f"| {head.name} |" in page for head in HEADS)
 
 
