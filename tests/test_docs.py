@@ -64,7 +64,6 @@ def desk(tmp_path_factory) -> Path:
 LONG = {  # commands that take longest, and what of them `make test` runs beside
     "attn-backends demo --backend fa3": "the demo of one prompt and one draft, `test_cli`",
     "attn-backends demo --backend my_package.my_mla:MyMLABackend": "the demo of another package's backend, `test_cli`",
-    "attn-backends conformance fa3 --quick": "the same with `--select 'graph.*'`",
     "attn-backends conformance seqmajor --quick": "the same cases by `pytest` alone",
     'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
     'attn-backends generate --config mtp --prompt "def main():"': "MTP in `test_examples`",

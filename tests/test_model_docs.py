@@ -69,7 +69,7 @@ def test_every_table_of_a_file_has_a_heading() -> None:
 
 
 def test_the_file_is_one_that_is_taken() -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
+    text, *_ = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     run = validated(RunOptions, tomllib.loads(text), Path("llama.toml"))
     assert set(RunOptions.model_fields) == run.model_fields_set
     assert run.model is not None

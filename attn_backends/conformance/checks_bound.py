@@ -9,10 +9,9 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.checks_ragged import ragged
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
-from attn_backends.conformance.situations import graph, growing, idle, joined, one_page_size, padded
+from attn_backends.conformance.situations import graph, growing, idle, joined, one_page_size, padded, ragged_verifies
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import (
     BlockTable,
@@ -158,7 +157,7 @@ def _widths(step: Step) -> Tensor:
     return step.query.widths
 
 
-@check("graph.bound_ragged", lambda subject: [case for case in ragged(subject) if case.path == "graph"])
+@check("graph.bound_ragged", lambda subject: [case for case in ragged_verifies(subject) if case.path == "graph"])
 def bound_ragged(subject: Subject, case: Case) -> Measured:
     """A ragged verify that is planned from an engine's own buffers has the widths that they hold at its replay."""
     world, found = world_of(setup_of(subject, case)), []

@@ -17,29 +17,7 @@ from attn_backends.conformance.exercise import (
     setup_of,
     world_of,
 )
-from attn_backends.conformance.situations import growing, in_rows, one_page_size, padded, shrinking, situations
-from spec_metadata import StepKind
-
-SPARE = 2  # rows of a graph that no batch fills
-
-
-def _chains(subject: Subject) -> list[Case]:
-    """A verify of chains at every page size, where its packed rows can be captured."""
-    declared = subject.capabilities.get(StepKind.TARGET_VERIFY)
-    if declared is None or not declared.captures_packed or declared.max_width is not None:
-        return []
-    return situations(subject, StepKind.TARGET_VERIFY, topks=(1,))
-
-
-def ragged(subject: Subject) -> list[Case]:
-    """Eagerly, and through graphs that were captured on other widths."""
-    found = []
-    for case in _chains(subject):
-        found.append(replace(case, widths=(3, 1, 4, 2)))
-        for transition in (growing, shrinking, padded):
-            through = in_rows(transition(case))
-            found.append(replace(through, num_tokens=through.num_tokens + SPARE))
-    return found
+from attn_backends.conformance.situations import one_page_size, ragged_chains, ragged_verifies
 
 
 def _measured(ran: Ran) -> Measured:
@@ -48,7 +26,7 @@ def _measured(ran: Ran) -> Measured:
     return measured
 
 
-@check("math.ragged_verify", ragged)
+@check("math.ragged_verify", ragged_verifies)
 def ragged_verify(subject: Subject, case: Case) -> Measured:
     """Row j of a verify sees the committed tokens and j + 1 more, however many rows the device gives its request."""
     return _measured(run_case(subject, case))
@@ -56,7 +34,7 @@ def ragged_verify(subject: Subject, case: Case) -> Measured:
 
 def _over_the_bound(subject: Subject) -> list[Case]:
     cases = []
-    for case in one_page_size(_chains)(subject):
+    for case in one_page_size(ragged_chains)(subject):
         three = replace(case, lens=case.lens[:3], widths=(4, 4, 4))
         cases += [three, replace(three, path="graph", captured_lens=(2, 1), captured_widths=(1, 3), bs=3, num_tokens=9)]
     return cases

@@ -19,6 +19,7 @@ Cases = Callable[[Subject], list[Case]]
 
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 3
+SPARE = 2  # rows of a graph that no ragged batch fills
 UNIFORM_KINDS = (
     StepKind.DECODE,
     StepKind.DRAFT_DECODE,
@@ -232,3 +233,22 @@ def in_every_dtype(cases: Cases) -> Cases:
     return lambda subject: [
         replace(case, dtype=dtype) for case in cases(subject) for dtype in dtypes(subject, StepKind(case.kind))[1:]
     ]
+
+
+def ragged_chains(subject: Subject) -> list[Case]:
+    """Verifies of chains at every page size, where packed rows of them can be captured."""
+    declared = subject.capabilities.get(StepKind.TARGET_VERIFY)
+    if declared is None or not declared.captures_packed or declared.max_width is not None:
+        return []
+    return situations(subject, StepKind.TARGET_VERIFY, topks=(1,))
+
+
+def ragged_verifies(subject: Subject) -> list[Case]:
+    """Ragged ones of these, eagerly and through graphs that were captured on other widths."""
+    found = []
+    for case in ragged_chains(subject):
+        found.append(replace(case, widths=(3, 1, 4, 2)))
+        for transition in (growing, shrinking, padded):
+            through = in_rows(transition(case))
+            found.append(replace(through, num_tokens=through.num_tokens + SPARE))
+    return found

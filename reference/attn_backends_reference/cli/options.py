@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from attn_backends.backend import AttentionBackend
@@ -64,15 +65,18 @@ def load_config(args: argparse.Namespace, config: str | None, backend: str | Non
 
 def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) -> list[str]:
     """Lines that say which kernel runs which phases, and of each better one why it does not."""
-    run_by: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    run_by: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {}
     for phase, kind in phases.items():
         backend: AttentionBackend = getattr(backends, phase)
         choice = backend.choices[kind]
-        run_by.setdefault((backend.name, choice.kernel.name, choice.passed_over), []).append(phase)
+        run_by.setdefault((backend.name, choice.kernel.name), {})[phase] = choice.passed_over
     lines = []
-    for (name, kernel, passed_over), named in run_by.items():
-        lines.append(f"{name}, kernel {kernel}: {', '.join(named)}")
-        lines += [f"  passed over {reason}" for reason in passed_over]
+    for (name, kernel), passed_over in run_by.items():
+        lines.append(f"{name}, kernel {kernel}: {', '.join(passed_over)}")
+        for reason in dict.fromkeys(chain.from_iterable(passed_over.values())):
+            named = [phase for phase, reasons in passed_over.items() if reason in reasons]
+            where = "" if len(named) == len(passed_over) else f" ({', '.join(named)})"
+            lines.append(f"  passed over {reason}{where}")
     return lines
 
 
