@@ -18,9 +18,9 @@ class AttentionLayer:
 
     id: index of its cache. num_heads, num_kv_heads: local query and KV heads; 1 KV head for absorbed MLA. head_dim,
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
-    scale: multiplies query·key; for MLA that of the heads before absorption. group: cache group. window: keys that a
-    row sees at most, itself included (None: all). sinks: [num_heads] float32, of each query head the logit of a key
-    without value, to which scale is not applied; -inf for no sink. k_scale, v_scale: stored = value / scale; from
+    scale: multiplies query·key, above 0; for MLA that of the heads before absorption. group: cache group. window: keys
+    that a row sees at most, itself included (None: all). sinks: [num_heads] float32, of each query head the logit of a
+    key without value, to which scale is not applied; -inf for no sink. k_scale, v_scale: stored = value / scale; from
     2**-63 to 2**63, half of float32's exponents, which leaves the other half to the values. Raises
     `UnsupportedStepError` for sizes, scales and sinks that can't be.
     """
@@ -46,7 +46,7 @@ class AttentionLayer:
         if not reasons:
             divisors = {"k_scale": self.k_scale, "v_scale": self.v_scale}
             reasons += [f"{name} is {x!r}, not from 2**-63 to 2**63" for name, x in divisors.items() if not _divides(x)]
-            reasons += _product_reasons(self.scale, self.k_scale)
+            reasons += _scale_reasons(self.scale, self.k_scale)
         if not reasons and self.num_heads % self.num_kv_heads:
             reasons.append(f"{self.num_heads} query heads can't share {self.num_kv_heads} KV heads evenly")
         if not reasons and self.sinks is not None:
@@ -131,10 +131,12 @@ def _divides(value: float) -> bool:
     return 2.0**-63 <= value <= 2.0**63
 
 
-def _product_reasons(scale: float, k_scale: float) -> list[str]:
+def _scale_reasons(scale: float, k_scale: float) -> list[str]:
     """Why kernels can't multiply scores, to the base of two, with one float32 for both scales; empty if they can."""
-    product, limits = abs(scale * k_scale) * math.log2(math.e), torch.finfo(torch.float32)
-    if product == 0.0 or limits.tiny <= product <= limits.max:
+    if scale <= 0:
+        return [f"scale is {scale!r}, not above 0 (kernels scale the largest score, and look for no other)"]
+    product, limits = scale * k_scale * math.log2(math.e), torch.finfo(torch.float32)
+    if limits.tiny <= product <= limits.max:
         return []
     return [
         f"scale * k_scale is {scale * k_scale:g}; times log2(e), as kernels multiply by it, it leaves float32's range"

@@ -76,14 +76,12 @@ class Kernel(Generic[Plan]):
     capabilities: per step kind; a kind that is missing is not supported. unavailable_reasons: why it can't run on a
     device, empty if it can. architectures: major CUDA compute capabilities that it is built for, none if it runs on any
     device. source: what other kernels of the backend are further sources of, such as FlashAttention-3 from another
-    package; its name if it stands alone.
-    takes_parts: whether launch takes a `LatentQuery`, too, where a layer is MLA; else its parts are joined before.
-    schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone. workspaces: the
-    buffers that a schedule plans into, one leading row for each forward with a plan of its own. along: (planner, plan,
-    shape, workspaces of all forwards) -> whether a captured step's planner writes all schedules from now on, by its own
-    launch; None if it never does. scratch: buffers that
-    hold nothing between two launches, one set for all launches of a backend, which therefore belong on one stream; of
-    sizes that no step changes.
+    package; its name if it stands alone. takes_parts: whether launch takes a `LatentQuery`, too; else its parts are
+    joined before. schedule: (plan, shape, buffers) -> Schedule, None for a kernel that is launched on the plan alone.
+    workspaces: the buffers that a schedule plans into, one leading row for each forward with a plan of its own. along:
+    (planner, plan, shape, workspaces of all forwards) -> whether a captured step's planner writes all schedules from
+    now on, by its own launch; None if it never does. scratch: buffers that hold nothing between two launches, one set
+    for all launches of a backend, which therefore belong on one stream; of sizes that no step changes.
     """
 
     name: str

@@ -53,8 +53,7 @@ class ForwardMetadata(Generic[Plan]):
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
     [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
     metadata. kept: [num_rows] int64, the query rows that are stored, which write_slots are of; None for all of them,
-    which attend, too. reads_alone: whether
-    they attend and are not stored.
+    which attend, too. reads_alone: whether they attend and are not stored.
     """
 
     owner: Owner
