@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attn_backends import get_backend
 from attn_backends.errors import CaptureError, ConfigError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.memory.phase_sets import PhaseSets
@@ -17,7 +18,7 @@ from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle import adaptive, engine
 from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
 from attn_backends_reference.eagle.requests import DraftShape
-from spec_metadata import Capacity, InvalidStepError
+from spec_metadata import BlockTable, BoundInputs, CacheGeometry, Capacity, InvalidStepError, StepKind
 from tests import serving_laws as laws
 from tests.serving_scenes import NEWLINE, TREE, arrivals, eagle_worker, endless
 
@@ -89,6 +90,22 @@ def test_a_set_whose_memory_another_one_took_is_refused() -> None:
     first._within.revive()
     with pytest.raises(CaptureError, match="overwritten by another set of phases, which takes turns with its own"):
         replays[1].graph.replay()
+
+
+def test_a_graph_that_plans_from_an_engines_buffers_does_not_make_its_set_alive() -> None:
+    """A CUDA graph could not: the other set's metadata would be taken for what was planned."""
+    capacity, geometry, sets = Capacity(2, 16, 4), CacheGeometry(9, 4), PhaseSets(torch.device("cpu"))
+    backend, own, other = get_backend("fa3")(capacity, geometry, "cpu", kernel="torch"), sets.add(), sets.add()
+    paging, graph = BlockTable(torch.zeros(2, capacity.max_pages, dtype=torch.int32), geometry), RecordedGraph()
+    bucket, lens = capacity.bucket(StepKind.DECODE, 2), torch.zeros(2, dtype=torch.int32)
+    meta = backend.capture(bucket, paging, BoundInputs(lens, lens_include_rows=True), within=own)
+    graph.capture(lambda: backend.refresh(meta))
+    graph.replay()
+    other.revive()
+    with pytest.raises(CaptureError, match=r"in the memory of another set of phases: call PhaseSet\.revive"):
+        graph.replay()
+    own.revive()
+    graph.replay()
 
 
 def test_sets_lie_over_one_another_and_their_phases_beside() -> None:

@@ -61,6 +61,8 @@ class Captured:
         """Before it is planned again: what a replay copied must be there still; an engine's buffers are elsewhere. A
         graph that is recorded around it does so too.
         """
+        if self.phase.within is not None:
+            repeat_at_replays(self._check_alive)
         repeat_at_replays(self.begin)
         if self.bound is None:
             self.check_phase()
@@ -82,6 +84,14 @@ class Captured:
         if self.phase.within is not None:
             self.phase.within.revive()
         self.phase.planned = self
+
+    def _check_alive(self) -> None:
+        """Before a recorded graph plans: it makes no set of phases alive, because a CUDA graph makes none."""
+        if self.phase.within is not None and not self.phase.within.is_alive:
+            raise CaptureError(
+                f"a graph plans ({self.bucket}) in the memory of another set of phases: call PhaseSet.revive of its "
+                "own set before it"
+            )
 
     def check_phase(self) -> None:
         """Refuse to be used after another bucket of its phase. A graph that is recorded around it refuses so too, and
