@@ -207,6 +207,7 @@ def test_what_is_refused(load) -> None:
         (eagle + table % (5, 6, "1"), "eagle.adaptive: a set of topk=1, num_steps=5.* is larger than the capacity"),
         (eagle + 'worker = "mtp"\n' + table % (2, 3, "1"), "worker = 'mtp' drafts one number of tokens"),
         (eagle + table % (2, 3, "1, 2"), "ms of bs = 1 must be a positive number for each of 1 sets"),
+        (eagle + (table % (2, 3, "1")).replace("{bs", "{bs = 1, ms = [2]}, {bs"), r"bs must differ .* got \[1, 1\]"),
         (eagle + "verify_rows = 4\n" + table % (2, 3, "1"), "verify_threshold and verify_rows cut"),
         (eagle + table % (2, 3, '"x"'), r"eagle.adaptive.cycle_ms.0.ms.0: must be a number, got 'x'"),
     ]:

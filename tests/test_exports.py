@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,8 +69,10 @@ def test_what_is_not_exported_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="only DeepseekV3ForCausalLM is exported"):
         export(CHECKPOINTS / "gqa" / "target", MTP, "vllm", tmp_path)
     export(TARGET, MTP, "vllm", tmp_path)
-    with pytest.raises(CheckpointError, match="is there already"):
+    shutil.rmtree(tmp_path / "target")
+    with pytest.raises(CheckpointError, match="draft is there already"):
         export(TARGET, MTP, "vllm", tmp_path)
+    assert not (tmp_path / "target").exists(), "half of it was written"
 
 
 def test_the_command_prints_where_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

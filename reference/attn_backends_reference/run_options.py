@@ -73,6 +73,8 @@ class AdaptiveOptions(Options):
         for each in value:
             if num_sets and (len(each.ms) != num_sets or min(each.ms) <= 0):
                 raise ValueError(f"ms of bs = {each.bs} must be a positive number for each of {num_sets} sets")
+        if len({each.bs for each in value}) < len(value):
+            raise ValueError(f"bs must differ from row to row, got {[each.bs for each in value]}")
         return value
 
 

@@ -64,6 +64,8 @@ def export(target: Path, draft: Path, engine: str, out: Path, **options: int) ->
     if any(".mlp.experts." in name for name in models[1][1]):
         raise CheckpointError(f"{draft} has experts already, as {engine} loads them; name the folder there as it is")
     written = [out / "target", out / "draft"]
+    if there := [folder for folder in written if folder.exists()]:
+        raise CheckpointError(f"{there[0]} is there already; name another --out")
     for folder, (fields, tensors) in zip(written, ENGINES[engine](*models, **options), strict=True):
         _write(folder, fields, tensors)
     return written
@@ -163,10 +165,7 @@ def _read(folder: Path, architecture: str) -> tuple[Fields, Tensors]:
 def _write(folder: Path, fields: Fields, tensors: Tensors) -> None:
     from safetensors.torch import save_file
 
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise CheckpointError(f"{folder} is there already; name another --out") from None
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     whole = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
