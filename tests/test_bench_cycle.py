@@ -147,6 +147,7 @@ def test_a_mode_that_raises_is_listed_and_the_others_are_measured(stage, monkeyp
     assert len(measured) == 5
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_said_and_the_next_is_measured(stage, monkeypatch):
     make = Setting.of
 

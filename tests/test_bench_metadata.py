@@ -139,6 +139,7 @@ def test_a_phase_is_prepared_behind_the_one_before_it_from_lengths_that_change(b
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.one_in(2)
 def test_fused_is_the_fused_planner(name, bench, monkeypatch):
     """On Triton's interpreter; `tests/test_fused_plans.py` compares all that it writes."""
     interpreted("triton_plan", "_plan_pages")
@@ -194,6 +195,7 @@ def test_what_the_graph_plans_is_not_the_hosts(bench):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.one_in(3)
 def test_rows_of_every_phase_and_their_cycle(name, bench):
     page_size = 256 if name == "dsv4" else 64
     batch = batch_of(page_size)

@@ -65,6 +65,7 @@ def test_states_that_a_rejection_needs_are_missed(expected, monkeypatch):
     assert tokens(found) != expected
 
 
+@pytest.mark.full
 def test_a_shared_beginning_brings_its_states_along():
     """Whole pages of a prompt that was committed before are not computed again; the states are found in them."""
     (text,) = texts(300)
@@ -91,6 +92,7 @@ WITH_THE_OTHER_LAG = [pytest.param(phase, 1 - lag, marks=pytest.mark.full) for p
 
 
 @pytest.mark.parametrize(("phase", "lag"), FAILURES + WITH_THE_OTHER_LAG)
+@pytest.mark.one_in(3)
 def test_a_step_that_fails_loses_its_requests(phase, lag, expected, monkeypatch):
     """It has overwritten states that it would begin with again. What came before is right, and others go on."""
     worker, run, ran = eagle_worker("v4", "dsv4", CAPACITY, chunk=50, seed=3, host_lag=lag), Runner.run, []

@@ -82,6 +82,7 @@ def test_prompts_shorter_than_the_modules_are_many():
 
 
 @pytest.mark.parametrize("num_steps", [2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.one_in(2)
 def test_edges_of_chunks(num_steps):
     laws.check_chunks(num_steps)
 

@@ -95,6 +95,7 @@ TRAINED = [pytest.param(draft, marks=() if draft == "gqa-tree" else pytest.mark.
 
 
 @pytest.mark.parametrize("draft", TRAINED)
+@pytest.mark.one_in(2)
 def test_embeddings_are_worth_their_tokens_to_a_trained_draft(draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are plain decoding's either way: a draft that is fed something else is only slower, so nobody notices."""
     path = {"prefill_buckets": (64, 256), "chunk": 20}

@@ -34,6 +34,7 @@ def in_tiers(mutants: list[Mutant]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("mutant", list(in_tiers(HERE)))
+@pytest.mark.one_in(2)
 def test_mutant_is_killed_by_the_checks_that_it_names(mutant: Mutant) -> None:
     """By a fail, never by an error; and the backend without it passes the same cases, as laws do in their own tests."""
     assert mutant.killed_by, "it names no check"

@@ -15,7 +15,7 @@ def test_there_are_twenty_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_an_unusual_backend_conforms(name: str) -> None:
     """On a case of every fifth check, another fifth for the next backend; all cases are in the full tier."""
     subject = Subject(UNUSUAL[name], "torch")
