@@ -129,6 +129,7 @@ def test_output_that_the_shell_closed_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_an_interrupted_pytest_run_leaves_an_incomplete_report(tmp_path):
     path = tmp_path / "rows.json"
     (tmp_path / "conftest.py").write_text(

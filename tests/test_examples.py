@@ -30,6 +30,7 @@ def test_own_worker_stays_short():
 
 
 @pytest.mark.parametrize("preset", ["chain", "tree", "eagle3", "block", "mtp"])
+@pytest.mark.one_in(2)
 def test_stream_prints_every_text(preset, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["stream.py", preset])
     requests = runpy.run_path(str(EXAMPLES / "stream.py"))["requests"]

@@ -61,6 +61,7 @@ def test_fused_compressed(kind: str, rings: str, table: type, pad: int) -> None:
     check_equal(form.form, Case(kind, page_size, list(RINGS).index(rings), form=table, pad=pad))
 
 
+@pytest.mark.full
 def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests, keys, pages and entries than a block, and more rows than programs."""
     module = interpreted("triton_plan_compressed", "_plan_compressed")

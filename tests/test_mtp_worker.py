@@ -104,6 +104,7 @@ def test_room_at_the_end_of_the_context_and_of_short_texts(lag):
     laws.check_room(lag)
 
 
+@pytest.mark.full
 def test_a_request_takes_as_many_cycles_on_every_path():
     laws.check_paths()
 

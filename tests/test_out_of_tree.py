@@ -72,6 +72,7 @@ link = "https://example.org/1"
 """
 
 
+@pytest.mark.full
 def test_an_expected_failure_is_strict_data(run, tmp_path):
     (tmp_path / "variants.py").write_text(VARIANTS)
     door = [*DOOR, "--attn-select", "graph.padded", "--attn-quick", "--attn-config", "known.toml"]

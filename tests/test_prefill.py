@@ -112,6 +112,7 @@ def eagerly(model: str, backend: str) -> tuple[Capacity, list[list[int]], list[l
     ("model", "backend"), [pytest.param("gqa", "fa3", marks=pytest.mark.full), ("v4", "dsv4")], ids=["gqa", "v4"]
 )
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+@pytest.mark.one_in(2)
 def test_eagle_equals_plain_decoding(model: str, backend: str, graphs: PrefillGraphs) -> None:
     """Whatever a model hands to its attention beside queries, keys and values; see below for one that hands nothing."""
     capacity, given, expected = eagerly(model, backend)
