@@ -16,8 +16,8 @@ from attn_backends.compressed_cache import CompressedCache, EntryPools, FloatPag
 from attn_backends.compressed_layer import CompressedLayer, Compressor
 from attn_backends.contract.kernel import LayerShape
 from attn_backends.kernels import fp8_pages
-from benchmarks.shapes import DTYPE, MAX_VERIFIED, one_step, planned
-from spec_metadata import BlockTable, CacheGeometry, Capacity
+from benchmarks.shapes import DTYPE, MAX_VERIFIED, Pool, one_step, planned
+from spec_metadata import CacheGeometry, Capacity
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.compressed import Compression
 
@@ -32,29 +32,10 @@ _DISTINCT_PAGES = 64  # pages of random rows, of which all others are copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CompressedPool:
-    """Full requests in shuffled pages. context: tokens of each request, the rows of the step included. pages:
-    [batch_size, max_pages] int64. caches: so many that the rows that a layer reads are not in L2.
-    """
-
-    batch_size: int
-    context: int
-    capacity: Capacity
-    geometry: CacheGeometry
-    pages: Tensor
-    caches: tuple[CompressedCache, ...]
-
-    @property
-    def table(self) -> BlockTable:
-        """The pages as an engine hands them on."""
-        return BlockTable(self.pages, self.geometry)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class CompressedProblem:
     """One attention call. q: [batch_size * width, num_heads, 512]. entry_slots: [batch_size * width, 512] int32."""
 
-    pool: CompressedPool
+    pool: Pool
     layer: CompressedLayer
     width: int
     q: Tensor
@@ -124,9 +105,9 @@ def _compressor(dim: int, device: torch.device) -> Compressor:
     return Compressor(torch.zeros(COMPRESSION.ratio, 2 * dim, device=device), ones, 1e-6, ones[: fp8_pages.ROPE // 2])
 
 
-def _fill_pool(batch_size: int, context: int, device: torch.device, num_rows: int) -> CompressedPool:
-    """A pool of random rows, the same for the same arguments on the same device. num_rows: query rows of a step, at
-    the least.
+def _fill_pool(batch_size: int, context: int, device: torch.device, num_rows: int) -> Pool:
+    """A pool of random rows, the same for the same arguments on the same device, with so many caches that the rows that
+    a layer reads are not in L2. num_rows: query rows of a step, at the least.
     """
     capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=MAX_VERIFIED - 1, num_draft_tokens=MAX_VERIFIED)
     geometry = CacheGeometry(1 + batch_size * capacity.max_pages, PAGE_SIZE)
@@ -158,10 +139,10 @@ def _fill_pool(batch_size: int, context: int, device: torch.device, num_rows: in
         CompressedCache(random(rows), EntryPools(random(entries), states), index)
         for _ in range(ceil_div(COLD_BYTES, num_rows * read_by_a_row))
     )
-    return CompressedPool(batch_size, context, capacity, geometry, order.view(batch_size, -1), caches)
+    return Pool(batch_size, context, capacity, geometry, order.view(batch_size, -1), caches)
 
 
-def _selection(pool: CompressedPool, width: int, generator: torch.Generator) -> Tensor:
+def _selection(pool: Pool, width: int, generator: torch.Generator) -> Tensor:
     """[batch_size * width, 512] int32: slots of as many entries that a row sees, at random, then -1."""
     device, ratio, per_page = pool.pages.device, COMPRESSION.ratio, PAGE_SIZE // COMPRESSION.ratio
     ends = pool.context - width + 1 + torch.arange(width, device=device)

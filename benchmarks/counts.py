@@ -12,7 +12,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.host import Work
+from benchmarks.timing import Work
 
 REPEATS = 3
 _MARK = "attn-backends benchmarks "

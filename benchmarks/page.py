@@ -1,6 +1,6 @@
-"""`docs/kernels.md`: what kernels reach on a GPU, from the results of `benchmarks attention --set kernels` and others.
+"""`docs/kernels.md`, `docs/cycles.md` and their pictures, from the results of `python -m benchmarks` on a GPU.
 
-python -m benchmarks.page [FOLDER] [--output docs/kernels.md]
+python -m benchmarks.page [FOLDER] [--output docs]
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import Results, read
 from benchmarks import plot
+from benchmarks.memory import ALL, TOTAL
+from benchmarks.rows import Row
 from benchmarks.shapes import MAX_VERIFIED
+from benchmarks.speculation import CYCLE
+from benchmarks.targets import by_target, check_targets
 
 COMMAND = "python -m benchmarks.page"
-PAGE, FOLDER = Path("docs/kernels.md"), Path("docs/results/h200")
-SHOWN = ("kernels_*.json", "trees.json")
+OUT, FOLDER = Path("docs"), Path("docs/results/h200")
 COPY = "copy"
 _DECODES = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 32768), (32, 32768), (128, 32768), (128, 131072))
 _PREFILLS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (1, 32768), (8, 32768))
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
 _SIZES = ("backend", "kernel", "heads", "width")
-_READ = """Times are medians of replays of CUDA graphs; kernels take turns. Columns are requests x context; width is the
-query rows of a request. Cells are times the peer's time: below 1 our kernel is the faster. Least and most are over all
-sizes that were measured, not only those shown.
+_KERNELS = """Times are medians of replays of CUDA graphs; kernels take turns. Columns are requests x context; width is
+the query rows of a request. Cells are times the peer's time: below 1 our kernel is the faster. Least and most are over
+all sizes that were measured, not only those shown.
 
 Roof is the largest share, at any size, of what the device's copy bandwidth and matrix products allow, measured in the
 same run. A kernel that mostly reads can beat a copy, which writes as much as it reads. A line without cells had no
@@ -38,60 +41,68 @@ verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_back
 [prefill](../attn_backends/kernels/triton_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
 [trees](../attn_backends/kernels/triton_tree.py).
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
+_CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
+an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
+replay less that of an empty graph; kernels is the sum of what its kernels take."""
 
-Row = Mapping[str, Any]
+
+class Page(NamedTuple):
+    """A page of results. shown: patterns of its files. parts: its text below the targets, from the files' results."""
+
+    title: str
+    about: str
+    shown: Sequence[str]
+    parts: Callable[[Mapping[str, Results], Mapping[str, Path]], Iterator[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page and its pictures; 2 if a result is missing or can't be read."""
-    return write_page(COMMAND, __doc__, PAGE, _with_pictures, arguments)
-
-
-def write_page(
-    command: str,
-    about: str | None,
-    page: Path,
-    make: Callable[[Path, Path], str],
-    arguments: Sequence[str] | None,
-) -> int:
-    """The command line of a page of results; 2 if it can't be made. page: where it lies. make: (folder of results, file
-    of the page) -> its text.
-    """
-    parser = argparse.ArgumentParser(prog=command, description=about)
+    """Write the pages and the pictures; 2 if a result is missing or can't be read."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="of results; default: %(default)s")
-    parser.add_argument("--output", type=Path, default=page, metavar="FILE", help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=OUT, metavar="FOLDER", help="default: %(default)s")
     args = parser.parse_args(arguments)
     try:
-        args.output.write_text(make(args.folder, args.output), encoding="utf-8")
+        for path, text in written(args.folder, args.output).items():
+            path.write_text(text, encoding="utf-8")
     except (AttnBackendsError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 
 
-def results_of(folder: Path, shown: Sequence[str]) -> list[Path]:
-    """The files of results that a page sums up. shown: their names, as patterns."""
-    paths = [path for form in shown for path in sorted(folder.glob(form))]
-    if not paths:
-        raise ConfigError(f"{folder} holds none of {', '.join(shown)}; run `make gpu-results` on a GPU")
-    return paths
+def written(folder: Path, output: Path) -> dict[Path, str]:
+    """Every file and its text. folder: of results, beside which pictures lie. output: of the pages."""
+    files = {}
+    for name, page in PAGES.items():
+        paths = [path for form in page.shown for path in sorted(folder.glob(form))]
+        if not paths:
+            raise ConfigError(f"{folder} holds none of {', '.join(page.shown)}; run `make gpu-results` on a GPU")
+        found = {path.stem: read(path) for path in paths}
+        links = {path.stem: Path(os.path.relpath(path, output)) for path in paths}
+        devices = sorted({result.head.device for result in found.values() if "bytes" not in result.rows[0]})
+        blocks = [
+            f"# {page.title}",
+            f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
+            "[benchmarks.md](benchmarks.md).",
+            page.about,
+            "## Targets",
+            _table(("target", "backend", "kernel", "met", "at worst", "case", ""), _targets(found.values())),
+            *page.parts(found, links),
+        ]
+        files[output / name] = "\n\n".join(blocks) + "\n"
+        for path in paths:
+            spans = plot.spans(found[path.stem].rows, without=COPY)
+            if spans:
+                files[path.with_suffix(".svg")] = plot.to_svg(_question(path.stem, found[path.stem]), spans)
+    return files
 
 
-def summed_up(folder: Path, beside: Path) -> str:
-    """The page of a folder of results. `beside` is the folder of the page, which its links start from."""
-    paths = results_of(folder, SHOWN)
-    links = {path.stem: Path(os.path.relpath(path, beside)) for path in paths}
-    return page({path.stem: read(path) for path in paths}, links)
-
-
-def pictures(folder: Path) -> dict[Path, str]:
-    """The pictures of a folder of results, each with the file beside its rows where it belongs."""
-    found = {}
-    for path in results_of(folder, SHOWN):
-        result = read(path)
-        if spans := plot.spans(result.rows, without=COPY):
-            found[path.with_suffix(".svg")] = plot.to_svg(_question(path.stem, result), spans)
-    return found
+def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
+    """A line for each target and kernel: how many cases met it, and the worst."""
+    for result in results:
+        for worst, num_met, num in by_target(check_targets(result.rows, result.own.get("ceilings", {}))):
+            share = "" if worst.met is None else f"{num_met} of {num}"
+            yield worst.target, worst.backend, worst.kernel, share, worst.value, worst.case, _VERDICTS[worst.met]
 
 
 def _question(name: str, result: Results) -> str:
@@ -102,63 +113,33 @@ def _question(name: str, result: Results) -> str:
     return f"Our kernels, times the time of {' and '.join(peers)}, on {result.head.device}"
 
 
-def _with_pictures(folder: Path, written: Path) -> str:
-    """The page, after its pictures were written."""
-    for path, svg in pictures(folder).items():
-        path.write_text(svg, encoding="utf-8")
-    return summed_up(folder, written.parent)
+def _head(name: str, result: Results, link: Path) -> str:
+    head = result.head
+    cut = "" if result.is_complete else " The run was cut short; these rows were done."
+    said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()}).{cut}"
+    return f"## {name}\n\n{said}"
 
 
-def page(results: Mapping[str, Results], links: Mapping[str, Path]) -> str:
-    """The page. results: by the names of their parts. links: to their files, beside which their pictures are."""
-    devices = sorted({result.head.device for result in results.values()})
-    blocks = [
-        "# Kernels beside each other",
-        f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
-        "[benchmarks.md](benchmarks.md).",
-        _READ,
-        "## Targets",
-        _table(("target", "backend", "kernel", "cases", "least", "most", ""), _targets(results.values())),
-    ]
+def _of_kernels(results: Mapping[str, Results], links: Mapping[str, Path]) -> Iterator[str]:
     for name, result in results.items():
-        blocks += _part(name, result, links[name])
-    return "\n\n".join(blocks) + "\n"
+        ceilings = result.own.get("ceilings", {})
+        yield _head(name, result, links[name])
+        if ceilings:
+            copy, product = ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"]
+            yield f"A copy moves {copy:.2f} TB/s, a matrix product {product:.0f} TFLOP/s."
+        if any(row["peer"] != COPY for row in result.rows):
+            yield f"![{_question(name, result)}]({links[name].with_suffix('.svg').as_posix()})"
+        yield _compared(result.rows, ceilings)
+        absent = [
+            f"- {each['backend']}/{each['kernel']}: {each['reason']}"
+            + (f" ({len(each['cases'])} cases)" if each["cases"] else "")
+            for each in result.own.get("missing", ())
+        ]
+        if absent:
+            yield "Not measured:\n\n" + "\n".join(absent)
 
 
-def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
-    """A line for each target, kernel and verdict, over its cases."""
-    groups: dict[tuple[Any, ...], list[float]] = {}
-    for reached in (reached for result in results for reached in result.own.get("targets", ())):
-        same = tuple(reached[name] for name in ("target", "backend", "kernel", "met"))
-        groups.setdefault(same, []).append(reached["value"])
-    for (*names, met), values in groups.items():
-        yield *names, len(values), f"{min(values):.2f}", f"{max(values):.2f}", _VERDICTS[met]
-
-
-def _part(name: str, result: Results, link: Path) -> Iterator[str]:
-    """What a file of results says."""
-    yield f"## {name}"
-    head, ceilings = result.head, result.own.get("ceilings")
-    said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()})."
-    said += "" if result.is_complete else " The run was cut short; these rows were done."
-    if ceilings is not None:
-        copy, product = ceilings["copy_tb_per_s"], ceilings["matmul_tflop_per_s"]
-        said += f" A copy moves {copy:.2f} TB/s, a matrix product {product:.0f} TFLOP/s."
-    yield said
-    if any(row["peer"] != COPY for row in result.rows):
-        yield f"![{_question(name, result)}]({link.with_suffix('.svg').as_posix()})"
-    yield _compared(result.rows, ceilings)
-    absent = [
-        f"- {each['backend']}/{each['kernel']}: {each['reason']}"
-        + (f" ({len(each['cases'])} cases)" if each["cases"] else "")
-        for each in result.own.get("missing", ())
-    ]
-    if absent:
-        yield "Not measured:"
-        yield "\n".join(absent)
-
-
-def _compared(rows: Sequence[Row], ceilings: Mapping[str, float] | None) -> str:
+def _compared(rows: Sequence[Row], ceilings: Mapping[str, float]) -> str:
     """A line for each kernel, number of heads, width and peer; a peer of another one's has its roof there."""
     is_prefill = any(row["width"] > MAX_VERIFIED for row in rows)
     measured = {(row["batch_size"], row["context"]) for row in rows}
@@ -166,7 +147,7 @@ def _compared(rows: Sequence[Row], ceilings: Mapping[str, float] | None) -> str:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((*(row[name] for name in _SIZES), row["peer"]), []).append(row)
-    roofs = {} if ceilings is None else {group: f"{_roof(own, ceilings):.2f}" for group, own in groups.items()}
+    roofs = {group: f"{_roof(own, ceilings):.2f}" for group, own in groups.items()} if ceilings else {}
     peers = {(backend, peer) for backend, *_, peer in groups}
     columns = [*_SIZES, "peer", *(f"{batch} x {context}" for batch, context in shapes), "least", "most"]
     lines = []
@@ -193,10 +174,30 @@ def _roof(rows: Iterable[Row], ceilings: Mapping[str, float]) -> float:
     return max(max(row["tb_per_s"] / copy, row["tflop_per_s"] / product) for row in rows)
 
 
+def _of_cycles(results: Mapping[str, Results], links: Mapping[str, Path]) -> Iterator[str]:
+    names = ("backend", "kernel", "page_size", "batch_size", "context")
+    for name, result in results.items():
+        yield _head(name, result, links[name])
+        if "bytes" in result.rows[0]:
+            whole = [row for row in result.rows if (row["phase"], row["buffer"]) == (ALL, TOTAL)]
+            columns = ("backend", "page_size", "topk", "paging")
+            lines = ((*(row[name] for name in columns), f"{row['bytes'] / 1e6:.1f}") for row in whole)
+            yield _table((*columns, "static buffers of all phases, MB"), lines)
+        else:
+            cycles = [row for row in result.rows if row["phase"] == CYCLE]
+            lines = (tuple(row[name] for name in (*names, "us", "kernel_us", "nodes")) for row in cycles)
+            yield _table((*names, "elapsed, us", "kernels, us", "nodes"), lines)
+
+
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
+    lines = [[column.replace("_", " ") for column in columns], ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
+
+PAGES = {
+    "kernels.md": Page("Kernels beside each other", _KERNELS, ("kernels_*.json", "trees.json"), _of_kernels),
+    "cycles.md": Page("What planning a cycle costs", _CYCLES, ("plan_graphs.json", "bench_memory.json"), _of_cycles),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -31,7 +31,7 @@ def spans(rows: Iterable[Row], without: str) -> list[Span]:
     """A span for each kernel, number of heads, width and peer. without: a peer that says nothing."""
     groups: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        if row["peer"] != without:
+        if row.get("peer", without) != without:
             name = f"{row['backend']} {row['kernel']}: {row['heads']} heads, width {row['width']}"
             groups.setdefault((name, row["peer"]), []).append(row["ratio"])
     return [Span(name, min(own), median(own), max(own), len(own)) for (name, _), own in groups.items()]

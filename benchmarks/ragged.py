@@ -8,8 +8,9 @@ of any backend is fastest. A mixed step and its halves are planned outside of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,70 +18,77 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Workload
-from benchmarks.attention import check_same
-from benchmarks.kernels import Runnable
-from benchmarks.rows import Missing, Row, Stage, missing
-from benchmarks.shapes import DTYPE, LAYERS, PAGE_SIZE, Pool, fill_pool
+from benchmarks.layers import capture, check_same
+from benchmarks.rows import Asked, Missing, Row, Stage, compared, each, missing
+from benchmarks.shapes import DTYPE, LAYERS, PAGE_SIZE, Pool, fill_pool, one_step
 from benchmarks.timing import take_turns
-from spec_metadata import BlockTable, BoundedQuery, PackedQuery, Step, StepKind, mixed_step
-from spec_metadata.layout import HostBounds
+from spec_metadata import BoundedQuery, Step, StepKind, mixed_step
 
 BOUND, MEAN, NUM_WIDTHS = 8, 2.5, 4
-BUDGET = 0.6  # of the uniform verify's time, on the kernel that `auto` takes
 CHUNKS, VERIFIED = (512, 2048), 4
+
+
+class Place(NamedTuple):
+    """What rows are of. width: query rows of a request."""
+
+    pool: Pool
+    layer: AttentionLayer
+    width: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        chunk = f", beside a chunk of {self.chunk}" if self.chunk else ""
+        return f"batch {self.pool.batch_size}, {self.layer.num_heads} heads, width {self.width}{chunk}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verify:
     """A verify that is captured once and planned again for each replay. output: what the graph writes."""
 
+    backend: type[AttentionBackend]
+    kernel: str
     output: Tensor
     replay: Callable[[], None]
 
 
-def measure_ragged(
-    kernels: Runnable, batch_sizes: Sequence[int], contexts: Sequence[int], stage: Stage
-) -> Iterator[Row | Missing]:
+def ragged(asked: Asked) -> Iterator[Row | Missing]:
     """Every kernel that captures packed verifies, on every dense layer, beside the best uniform one."""
+    found, absent = asked.runnable()
+    yield from absent
     for format, layers in LAYERS.items():
-        takers = [(b, k.name) for b, own in kernels.items() if format in b.formats for k in own]
-        for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes if takers):
-            pool = fill_pool(format, batch_size, context, stage.device, [BOUND])
+        takers = [(b, k.name) for b, own in found.items() if format in b.formats for k in own]
+        for context, batch_size in asked.sizes if takers else ():
+            pool = fill_pool(format, batch_size, context, asked.stage.device, [BOUND])
             for layer in layers:
-                yield from _compare(pool, layer, takers, stage)
+                yield from _beside_uniform(Place(pool, layer, BOUND), takers, asked.stage)
 
 
-def _compare(
-    pool: Pool, layer: AttentionLayer, takers: Sequence[tuple[type[AttentionBackend], str]], stage: Stage
+def _beside_uniform(
+    place: Place, takers: Sequence[tuple[type[AttentionBackend], str]], stage: Stage
 ) -> Iterator[Row | Missing]:
-    case = f"batch {pool.batch_size}, context {pool.context}, {layer.num_heads} heads"
-    made: dict[tuple[str, str, bool], Verify] = {}
-    kinds = {}
+    made: dict[bool, list[Verify]] = {False: [], True: []}
     for backend, kernel in takers:
-        kinds[backend.name] = backend
-        for ragged in (False, True):
+        for is_ragged, own in made.items():
             try:
-                made[backend.name, kernel, ragged] = captured(pool, layer, backend, kernel, stage, ragged=ragged)
+                own.append(verify_of(place, backend, kernel, stage, is_ragged=is_ragged))
             except Exception as error:  # of a vendor, which may raise anything; the others are measured all the same
-                yield missing(backend, kernel, f"{'ragged' if ragged else 'uniform'}, {case}", error)
-    times = dict(zip(made, take_turns([each.replay for each in made.values()], stage.rounds, stage.clock), strict=True))
-    uniform = {key: us for key, us in times.items() if not key[2]}
-    if not uniform:
+                yield missing(backend, kernel, f"{'ragged' if is_ragged else 'uniform'}, {place}", error)
+    every = [*made[False], *made[True]]
+    times = dict(zip(every, take_turns([one.replay for one in every], stage.rounds, stage.clock), strict=True))
+    if not made[False]:
         return
-    best = min(uniform, key=uniform.__getitem__)
-    first = widths_of(pool.batch_size)[(1 + stage.rounds) % NUM_WIDTHS]  # those of the last replay
-    for key, us in times.items():
-        if not key[2]:
-            continue
+    best = min(made[False], key=times.__getitem__)
+    last = widths_of(place.pool.batch_size)[(1 + stage.rounds) % NUM_WIDTHS]  # of the last replay
+    num_calls = len(place.pool.caches)
+    for one in made[True]:
         try:
-            check_same(made[key].output[: int(first.sum())], rows_of(made[best].output, first))
+            check_same(one.output[: int(last.sum())], rows_of(best.output, last))
         except Exception as error:
-            yield missing(kinds[key[0]], key[1], f"ragged, {case}", error)
+            yield missing(one.backend, one.kernel, f"ragged, {place}", error)
             continue
-        peer = f"{best[0]} {best[1]}, {BOUND} rows"
-        yield _row(
-            "ragged", key[0], key[1], pool, layer, BOUND, us / len(pool.caches), peer, times[best] / len(pool.caches)
-        )
+        peer = f"{best.backend.name} {best.kernel}, {BOUND} rows"
+        us = times[one] / num_calls
+        yield compared("ragged", one.backend.name, one.kernel, place, us, peer, times[best] / num_calls)
 
 
 def widths_of(batch_size: int) -> list[Tensor]:
@@ -101,31 +109,35 @@ def rows_of(uniform: Tensor, widths: Tensor) -> Tensor:
     return uniform[kept.flatten().nonzero().flatten().to(uniform.device)]
 
 
-def captured(
-    pool: Pool, layer: AttentionLayer, backend: type[AttentionBackend], kernel: str, stage: Stage, *, ragged: bool
-) -> Verify:
+def verify_of(place: Place, backend: type[AttentionBackend], kernel: str, stage: Stage, *, is_ragged: bool) -> Verify:
     """A verify of the last rows of a pool's requests. Queries of a row are the same, ragged or not."""
-    made = backend(pool.capacity, pool.geometry, stage.device, kernel={StepKind.TARGET_VERIFY: kernel})
+    pool, layer, device = place.pool, place.layer, stage.device
+    made = backend(pool.capacity, pool.geometry, device, kernel={StepKind.TARGET_VERIFY: kernel})
     bs, num_tokens = pool.batch_size, pool.batch_size * BOUND
-    bucket = pool.capacity.verify_bucket(bs, num_tokens)
-    meta = made.capture(bucket if ragged else pool.capacity.bucket(StepKind.TARGET_VERIFY, bs), pool.table)
-    generator = torch.Generator(stage.device).manual_seed(layer.num_heads)
+    uniform = pool.capacity.bucket(StepKind.TARGET_VERIFY, bs)
+    meta = made.capture(pool.capacity.verify_bucket(bs, num_tokens) if is_ragged else uniform, pool.table)
+    generator = torch.Generator(device).manual_seed(layer.num_heads)
     shape = (num_tokens, layer.num_heads, layer.head_dim)
-    rows = torch.randn(shape, dtype=DTYPE, device=stage.device, generator=generator)
-    every = [each.to(stage.device) for each in widths_of(bs)]
-    queries = [_packed(rows, each) for each in widths_of(bs)] if ragged else [rows]
-    steps = cycle([_step(pool, BoundedQuery(each, num_tokens, BOUND) if ragged else BOUND) for each in every])
+    rows = torch.randn(shape, dtype=DTYPE, device=device, generator=generator)
+    widths = widths_of(bs)
+    queries = [_packed(rows, own) for own in widths] if is_ragged else [rows]
+    verify = one_step(pool, BOUND)
+    bounded = [replace(verify, query=BoundedQuery(own.to(device), num_tokens, BOUND)) for own in widths]
+    steps = cycle(bounded if is_ragged else [verify])
     q, packed, graph = queries[0].clone(), cycle(queries), stage.make_graph()
-    made.replay(meta, next(steps))
-    q.copy_(next(packed))
+
+    def plan() -> None:
+        made.replay(meta, next(steps))
+        q.copy_(next(packed))
+
+    plan()
     output = graph.capture(lambda: [made.forward(q, cache, meta.at(), layer).out for cache in pool.caches][-1])
 
     def replay() -> None:
-        made.replay(meta, next(steps))
-        q.copy_(next(packed))
+        plan()
         graph.replay()
 
-    return Verify(output, replay)
+    return Verify(backend, kernel, output, replay)
 
 
 def _packed(rows: Tensor, widths: Tensor) -> Tensor:
@@ -134,109 +146,44 @@ def _packed(rows: Tensor, widths: Tensor) -> Tensor:
     return torch.cat((kept, rows[: rows.shape[0] - kept.shape[0]]))
 
 
-def _step(pool: Pool, query: int | BoundedQuery) -> Step:
-    committed = pool.context - BOUND
-    lens = torch.full((pool.batch_size,), committed, dtype=torch.int32, device=pool.pages.device)
-    host: HostBounds = {"max_committed": committed, "seq_lens_cpu": [committed] * pool.batch_size}
-    return Step.target_verify(query, lens, pool.table, **host)
-
-
-def measure_mixed(
-    backends: Sequence[type[AttentionBackend]], batch_sizes: Sequence[int], contexts: Sequence[int], stage: Stage
-) -> Iterator[Row | Missing]:
+def mixed(asked: Asked) -> Iterator[Row | Missing]:
     """A chunk of a prompt with decodes, or verifies, as one step and as two, on the kernels that `auto` takes."""
     for format, layers in LAYERS.items():
-        for context, batch_size in ((context, bs) for context in contexts for bs in batch_sizes):
-            pool = fill_pool(format, 1 + batch_size, context, stage.device, [BOUND])
-            for backend in (each for each in backends if format in each.formats):
-                for layer in layers:
-                    for width, chunk in ((width, chunk) for width in (1, VERIFIED) for chunk in CHUNKS):
-                        case = f"chunk {chunk}, batch {batch_size}, {layer.num_heads} heads, width {width}"
-                        try:
-                            yield _mixed(pool, layer, backend, width, chunk, stage)
-                        except Exception as error:  # of a vendor
-                            yield missing(backend, "auto", case, error)
+        takers = [backend for backend in asked.backends if format in backend.formats]
+        for context, batch_size in asked.sizes if takers else ():
+            pool = fill_pool(format, 1 + batch_size, context, asked.stage.device, [BOUND])
+            places = [
+                Place(pool, layer, width, chunk) for layer in layers for width in (1, VERIFIED) for chunk in CHUNKS
+            ]
+            cases = ((backend, "auto", place) for backend in takers for place in places)
+            yield from each(cases, lambda backend, _, place: _beside_halves(place, backend, asked.stage))
 
 
-def _mixed(
-    pool: Pool, layer: AttentionLayer, backend: type[AttentionBackend], width: int, chunk: int, stage: Stage
-) -> Row:
+def _beside_halves(place: Place, backend: type[AttentionBackend], stage: Stage) -> Row:
+    pool, layer = place.pool, place.layer
     workload = Workload(PAGE_SIZE, (layer,), DTYPE)
     made = backend(pool.capacity, pool.geometry, stage.device, workload=workload)
-    halves = [_part(pool, slice(0, 1), chunk), _part(pool, slice(1, None), width)]
-    num_rows, outputs, graphs = chunk + width * (pool.batch_size - 1), [], []
+    halves = [
+        one_step(pool, place.chunk, requests=slice(0, 1)),
+        one_step(pool, place.width, requests=slice(1, None)),
+    ]
+    num_rows = place.chunk + place.width * (pool.batch_size - 1)
     q = torch.randn(num_rows, layer.num_heads, layer.head_dim, dtype=DTYPE, device=stage.device)
-    for steps in ([mixed_step(halves)], halves):
-        metas = [made.init_forward_metadata(step) for step in steps]
-        sizes = [step.num_tokens for step in steps]
 
-        def attend(metas: list = metas, sizes: list[int] = sizes) -> Tensor:
-            return [
-                torch.cat(
-                    [
-                        made.forward(own, cache, meta.at(), layer).out
-                        for own, meta in zip(q.split(sizes), metas, strict=True)
-                    ]
-                )
-                if len(metas) > 1
-                else made.forward(q, cache, metas[0].at(), layer).out
-                for cache in pool.caches
-            ][-1]
+    def attend(steps: Sequence[Step]) -> Callable[..., Tensor]:
+        planned = [made.init_forward_metadata(step) for step in steps]
+        queries = q.split([step.num_tokens for step in steps])
 
-        graphs.append(stage.make_graph())
-        outputs.append(graphs[-1].capture(attend))
-    us, peer_us = (
-        each / len(pool.caches) for each in take_turns([g.replay for g in graphs], stage.rounds, stage.clock)
-    )
-    check_same(*outputs)
+        def call(cache: Any) -> Tensor:
+            out = [made.forward(own, cache, meta.at(), layer).out for own, meta in zip(queries, planned, strict=True)]
+            return out[0] if len(out) == 1 else torch.cat(out)
+
+        return call
+
+    both = [capture(attend(steps), pool.caches, stage) for steps in ([mixed_step(halves)], halves)]
+    times = take_turns([one.graph.replay for one in both], stage.rounds, stage.clock)
+    us, peer_us = (time / len(pool.caches) for time in times)
+    check_same(both[0].output, both[1].output)
     names = [made.kernel_of(step.kind).name for step in halves]
-    return _row(
-        "mixed",
-        backend.name,
-        names[0],
-        pool,
-        layer,
-        width,
-        us,
-        f"chunk {chunk}, two steps: {', '.join(names)}",
-        peer_us,
-    )
-
-
-def _part(pool: Pool, requests: slice, width: int) -> Step:
-    """The last rows of some requests: a chunk, decodes or verifies."""
-    pages = pool.pages[requests]
-    committed, table = pool.context - width, BlockTable(pages, pool.geometry)
-    lens = torch.full((len(pages),), committed, dtype=torch.int32, device=pages.device)
-    host: HostBounds = {"max_committed": committed, "seq_lens_cpu": [committed] * len(pages)}
-    if width == 1:
-        return Step.decode(lens, table, **host)
-    if width > VERIFIED:
-        return Step.prefill(PackedQuery.of([width] * len(pages), pages.device), lens, table, **host)
-    return Step.target_verify(width, lens, table, **host)
-
-
-def _row(
-    bench: str,
-    backend: str,
-    kernel: str,
-    pool: Pool,
-    layer: AttentionLayer,
-    width: int,
-    us: float,
-    peer: str,
-    peer_us: float,
-) -> Row:
-    return Row(
-        bench=bench,
-        backend=backend,
-        kernel=kernel,
-        batch_size=pool.batch_size,
-        context=pool.context,
-        heads=layer.num_heads,
-        width=width,
-        us=round(us, 2),
-        peer=peer,
-        peer_us=round(peer_us, 2),
-        ratio=round(us / peer_us, 4),
-    )
+    peer = f"chunk {place.chunk}, two steps: {', '.join(names)}"
+    return compared("mixed", backend.name, names[0], place, us, peer, peer_us)

@@ -1,9 +1,10 @@
-"""What a benchmark has to say: a row for each comparison, a reason for each that is missing; and where it measures."""
+"""What a set of measurements is asked for, and what it gives: rows as they are written, and why others are missing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,109 +15,13 @@ from attn_backends.graphs import Graph
 from attn_backends.results import without_folders
 from benchmarks.timing import Clock
 
+TORCH = "torch"  # a kernel that no engine runs on a GPU
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One comparison. context: keys of a request. heads: query heads. width: query rows of a request. us: device time
-    of one call. peer: what it is compared with, peer_us: its time, ratio: us / peer_us.
-    """
-
-    bench: str
-    backend: str
-    kernel: str
-    batch_size: int
-    context: int
-    heads: int
-    width: int
-    us: float
-    peer: str
-    peer_us: float
-    ratio: float
+Row = Mapping[str, Any]
+Runnable = Mapping[type[AttentionBackend], Sequence[Kernel]]
 
 
-@dataclass(frozen=True, slots=True)
-class KernelRow(Row):
-    """One kernel on one problem. tb_per_s: bytes that it must read and write, by its time. tflop_per_s: operations of
-    the two products, by its time.
-    """
-
-    tb_per_s: float
-    tflop_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class MetadataRow:
-    """What preparing the metadata of one step costs in one way.
-
-    phase: draft, verify or draft_extend, or the whole cycle of the three. mode: torch and fused plan before a replay,
-    in_graph as a part of it; vendor is what the kernel's vendor plans, by its own call; sglang is what SGLang does.
-    context: committed tokens of each request. host_us: until the call returns. gpu_us: of all that runs on the device.
-    launches: kernels on the device, those of graphs too. copies: between host and device, or on the device. syncs: how
-    often the host waits for the device. to_host: copies into the host's memory.
-    """
-
-    bench: str
-    backend: str
-    kernel: str
-    phase: str
-    mode: str
-    batch_size: int
-    context: int
-    page_size: int
-    topk: int
-    host_us: float
-    gpu_us: float
-    launches: int
-    copies: int
-    syncs: int
-    to_host: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryRow:
-    """Bytes of one static buffer of a captured phase at the whole capacity: of batch_size requests, of context tokens.
-
-    phase: draft, verify or draft_extend; all, the memory that they share; or workspace, of a kernel. buffer: its name,
-    or total. paging: the form of the engine's table, none for a workspace. peer_bytes: what SGLang 0.5.23 allocates for
-    the same, measured on an H200 by `torch.cuda.memory_allocated` around its `init_cuda_graph_state`; None where it was
-    not.
-    """
-
-    bench: str
-    backend: str
-    batch_size: int
-    context: int
-    page_size: int
-    topk: int
-    paging: str
-    phase: str
-    buffer: str
-    bytes: int
-    peer_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CycleRow:
-    """One whole cycle of the worker. model: whose attention it is. kernel: of the verify. mode: eager; graph_before and
-    graph, one graph a phase, planned before it or in it; loop, one graph for the whole cycle. context: committed tokens
-    of each request. peer: what it is compared with, peer_us: its time, ratio: us / peer_us.
-    """
-
-    bench: str
-    backend: str
-    kernel: str
-    model: str
-    batch_size: int
-    context: int
-    mode: str
-    us: float
-    peer: str
-    peer_us: float
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
+class Missing(NamedTuple):
     """What has no row, and why. case: a description; empty where the whole kernel is missing. failed: neither not here,
     refused nor too large.
     """
@@ -128,24 +33,14 @@ class Missing:
     failed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """All cases of a kernel that have no row for one reason; none where the whole kernel is missing."""
+class Size(NamedTuple):
+    """Requests, and tokens of each."""
 
-    backend: str
-    kernel: str
-    reason: str
-    failed: bool
-    cases: tuple[str, ...]
+    context: int
+    batch_size: int
 
-
-def by_reason(missing: Iterable[Missing]) -> list[Absent]:
-    """What has no row, in the order of the first of each kernel and reason."""
-    found: dict[tuple[str, str, str, bool], list[str]] = {}
-    for each in missing:
-        cases = found.setdefault((each.backend, each.kernel, each.reason, each.failed), [])
-        cases += [each.case] if each.case else []
-    return [Absent(*same, tuple(cases)) for same, cases in found.items()]
+    def __str__(self) -> str:
+        return f"batch {self.batch_size}, context {self.context}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,14 +53,82 @@ class Stage:
     rounds: int
 
 
-Contender = tuple[type[AttentionBackend], Kernel]
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What to measure, and where. own: what a set says besides its rows, by key of the result."""
+
+    stage: Stage
+    backends: Sequence[type[AttentionBackend]]
+    batch_sizes: Sequence[int]
+    contexts: Sequence[int]
+    page_size: int | None = None
+    topk: int | None = None
+    own: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[Size]:
+        """All sizes, those of a context behind each other."""
+        return [Size(context, batch_size) for context in self.contexts for batch_size in self.batch_sizes]
+
+    def runnable(self, reasons: Callable[[Kernel], list[str]] = lambda kernel: []) -> tuple[Runnable, list[Missing]]:
+        """The kernels of each backend but torch that run here, and those that don't. reasons: further ones."""
+        found: dict[type[AttentionBackend], list[Kernel]] = {}
+        absent = []
+        for backend in self.backends:
+            for kernel in (kernel for kernel in backend.kernels if kernel.name != TORCH):
+                why = reasons(kernel) or kernel.unavailable_reasons(self.stage.device)
+                if why:
+                    absent.append(Missing(backend.name, kernel.name, "", "; ".join(why), failed=False))
+                else:
+                    found.setdefault(backend, []).append(kernel)
+        return found, absent
 
 
-def missing(backend: type[AttentionBackend], kernel: str, case: str, error: Exception) -> Missing:
+def compared(bench: str, backend: str, kernel: str, problem: Any, us: float, peer: str, peer_us: float) -> Row:
+    """One comparison on a problem. us: device time of one call. peer: what it is compared with, peer_us: its time."""
+    return {
+        "bench": bench,
+        "backend": backend,
+        "kernel": kernel,
+        "batch_size": problem.pool.batch_size,
+        "context": problem.pool.context,
+        "heads": problem.layer.num_heads,
+        "width": problem.width,
+        "us": round(us, 2),
+        "peer": peer,
+        "peer_us": round(peer_us, 2),
+        "ratio": round(us / peer_us, 4),
+    }
+
+
+def missing(backend: type[AttentionBackend], kernel: str, case: object, error: Exception) -> Missing:
     """What an error says. A refusal, a kernel that has no such step, and too little memory are no failures."""
     reason = str(error) if isinstance(error, AttnBackendsError) else f"{type(error).__name__}: {error}"
     is_full = any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__cause__))
     if is_full:
         reason = "it does not fit into the device's memory"
     failed = not is_full and not isinstance(error, UnsupportedStepError | BackendUnavailableError)
-    return Missing(backend.name, kernel, case, without_folders(reason), failed)
+    return Missing(backend.name, kernel, str(case), without_folders(reason), failed)
+
+
+def each(
+    cases: Iterable[tuple[type[AttentionBackend], str, object]], measure: Callable[..., Row]
+) -> Iterator[Row | Missing]:
+    """A row of each (backend, kernel, case). A vendor may raise anything; the others are measured all the same."""
+    for backend, kernel, case in cases:
+        try:
+            yield measure(backend, kernel, case)
+        except Exception as error:
+            yield missing(backend, kernel, case, error)
+
+
+def by_reason(absent: Iterable[Missing]) -> list[dict[str, Any]]:
+    """What has no row, in the order of the first of each kernel and reason, with all its cases."""
+    found: dict[tuple[str, str, str, bool], list[str]] = {}
+    for one in absent:
+        cases = found.setdefault((one.backend, one.kernel, one.reason, one.failed), [])
+        cases += [one.case] if one.case else []
+    return [
+        {"backend": backend, "kernel": kernel, "reason": reason, "failed": failed, "cases": cases}
+        for (backend, kernel, reason, failed), cases in found.items()
+    ]

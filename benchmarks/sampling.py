@@ -1,29 +1,22 @@
 """What the choice at every row costs on a GPU beside an argmax, and whether it is the definition's in float64.
 
-    python -m benchmarks.sampling --json FILE
-
 Times are of CUDA graphs of one call that take turns, median; memory is the peak beyond the logits of an eager call. A
 choice that is not the definition's is a tie in float32: of two races (`close_races`), or of the mass of top_p
-(`boundaries`). Exits with 1 if a choice has no such reason (`wrong`), or misses a target at 128 requests.
+(`boundaries`). One that has no such reason is `wrong`.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from attn_backends import results
-from attn_backends.cli.consoles import output_console
-from attn_backends.graphs import CudaGraph
 from attn_backends.kernels.sampling_operators import choose
-from benchmarks.timing import CudaClock, take_turns
+from benchmarks.rows import Asked, Row
+from benchmarks.timing import take_turns
 from spec_metadata import Sampling, SamplingParams, sampling
 
 WIDTH, VOCAB = 4, 129280
@@ -39,30 +32,6 @@ MIXES = {
 LOGITS = {"flat": 1.0, "peaked": 3.0}  # and the deviation of each
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE = 1e-5  # of two times in float32; and of a mass, over the row's
-MAX_GREEDY, MAX_US, MAX_BYTES = 1.2, 3000.0, 300e6
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """over_argmax: `us` over an argmax's in the same turns. rows: choices compared, and how many of them differ why."""
-
-    mix: str
-    logits: str
-    dtype: str
-    requests: int
-    us: float
-    over_argmax: float
-    peak_bytes: int
-    rows: int
-    boundaries: int
-    close_races: int
-    wrong: int
-
-    @property
-    def misses(self) -> bool:
-        """It is wrong, or misses a target."""
-        is_slow = self.over_argmax > MAX_GREEDY if self.mix == "greedy" else self.us > MAX_US
-        return self.wrong > 0 or (self.requests == 128 and (is_slow or self.peak_bytes > MAX_BYTES))
 
 
 def batch(mix: str, requests: int) -> SamplingParams:
@@ -70,13 +39,6 @@ def batch(mix: str, requests: int) -> SamplingParams:
     ways = MIXES[mix]
     given = [ways[i % len(ways)] for i in range(requests)]
     return SamplingParams.of([Sampling(x.temperature, x.top_p, x.top_k, i) for i, x in enumerate(given)], "cuda")
-
-
-def captured(region: Callable[[], Tensor]) -> CudaGraph:
-    """A graph of a call."""
-    graph = CudaGraph()
-    graph.capture(region)
-    return graph
 
 
 def peak(region: Callable[[], Tensor]) -> int:
@@ -121,40 +83,31 @@ def reason(logits: Tensor, params: SamplingParams, position: Tensor, pair: list[
     return "close_races" if is_close and all(bool(kept[rank]) for rank in ranks) else "wrong"
 
 
-def measured(requests: int, name: str, dtype: str, rounds: int) -> Iterator[Row]:
-    """The rows of one tensor of logits."""
+def choices(asked: Asked) -> Iterator[Row]:
+    """Every mix of requests, on every tensor of logits. over_argmax: us over an argmax's in the same turns. rows:
+    choices compared, and how many of them differ why.
+    """
+    for requests, name, dtype in product(asked.batch_sizes, LOGITS, DTYPES):
+        logits = random_logits(requests, name, dtype)
+        positions = torch.arange(requests * WIDTH, device="cuda").view(requests, WIDTH) + 4096
+        regions: dict[str, Callable[[], Tensor]] = {"argmax": partial(logits.argmax, dim=-1)}
+        regions |= {mix: partial(choose, logits, batch(mix, requests), positions) for mix in MIXES}
+        graphs = [asked.stage.make_graph() for _ in regions]
+        for graph, region in zip(graphs, regions.values(), strict=True):
+            graph.capture(region)
+        argmax_us, *times = take_turns([graph.replay for graph in graphs], asked.stage.rounds, asked.stage.clock)
+        for mix, us in zip(MIXES, times, strict=True):
+            region = regions[mix]
+            about = {"bench": "sampling", "mix": mix, "logits": name, "dtype": dtype, "requests": requests}
+            cost = {"us": round(us, 1), "over_argmax": round(us / argmax_us, 3), "peak_bytes": peak(region)}
+            reasons = compared(logits, batch(mix, requests), positions, region())
+            yield {**about, **cost, "rows": requests * WIDTH, **reasons}
+
+
+def random_logits(requests: int, name: str, dtype: str) -> Tensor:
+    """[requests, WIDTH, VOCAB], made request by request: float32 of all of them beside them would be the peak."""
     generator = torch.Generator("cuda").manual_seed(requests)
     logits = torch.empty(requests, WIDTH, VOCAB, dtype=DTYPES[dtype], device="cuda")
-    for each in logits:  # in pieces: float32 of all of them beside them would be the peak
+    for each in logits:
         each.copy_(LOGITS[name] * torch.randn(WIDTH, VOCAB, device="cuda", generator=generator))
-    positions = torch.arange(requests * WIDTH, device="cuda").view(requests, WIDTH) + 4096
-    regions = {mix: partial(choose, logits, batch(mix, requests), positions) for mix in MIXES}
-    graphs = [captured(lambda: logits.argmax(dim=-1)), *(captured(region) for region in regions.values())]
-    argmax_us, *times = take_turns([graph.replay for graph in graphs], rounds, CudaClock())
-    for (mix, region), us in zip(regions.items(), times, strict=True):
-        reasons = compared(logits, batch(mix, requests), positions, region())
-        times_us = (round(us, 1), round(us / argmax_us, 3))
-        yield Row(mix, name, dtype, requests, *times_us, peak(region), requests * WIDTH, **reasons)
-
-
-def main() -> int:
-    """Measure all; 1 if a choice is wrong or a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--requests", type=int, nargs="+", default=[128, 32, 1], metavar="N")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N")
-    arguments = parser.parse_args()
-    console, rows = output_console(), list[Row]()
-    for requests in arguments.requests:
-        for name in LOGITS:
-            for dtype in DTYPES:
-                for row in measured(requests, name, dtype, arguments.rounds):
-                    rows.append(row)
-                    console.print("MISSED" if row.misses else "met", asdict(row))
-    command = ["python", "-m", "benchmarks.sampling", "--json", str(arguments.json)]
-    results.write(arguments.json, results.head(command, "cuda"), [asdict(row) for row in rows])
-    return int(any(row.misses for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step
 from spec_metadata.capacity import ceil_div
 from spec_metadata.layout import HostBounds
 
-BATCH_SIZES = (1, 32, 128)
-CONTEXTS = (4096, 32768)
 WIDTHS = (1, 4)  # decode, and the verify of a chain of three drafted tokens
 MAX_VERIFIED = 16  # query rows of a verify; more are a prefill
 PREFILL_CHUNK = 1024
@@ -29,9 +27,8 @@ COLD_BYTES = 256 * 2**20  # several times the L2 of an H200
 
 LAYERS = {
     CacheFormat.LATENT: tuple(AttentionLayer(0, heads, 1, 576, 512, 192**-0.5) for heads in (16, 128)),
-    CacheFormat.KV: (AttentionLayer(0, 32, 8, 128, 128, 128**-0.5),),
-}  # DeepSeek-V3 on 8 GPUs and on one, Llama-3-8B
-MORE_LAYERS = {CacheFormat.KV: (AttentionLayer(0, 64, 8, 128, 128, 128**-0.5),)}  # Llama-3-70B, on the same cache
+    CacheFormat.KV: tuple(AttentionLayer(0, heads, 8, 128, 128, 128**-0.5) for heads in (32, 64)),
+}  # DeepSeek-V3 on 8 GPUs and on one; Llama-3-8B and 70B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +44,7 @@ class Pool:
     capacity: Capacity
     geometry: CacheGeometry
     pages: Tensor
-    caches: tuple[PagedCache, ...]
+    caches: tuple[Any, ...]
 
     @property
     def table(self) -> BlockTable:
@@ -98,30 +95,10 @@ class Problem:
         return f"batch {pool.batch_size}, context {pool.context}, {self.layer.num_heads} heads, width {self.width}"
 
 
-class Requests(Protocol):
-    """Full requests of one context, with room in their pages."""
-
-    @property
-    def batch_size(self) -> int:
-        """Requests."""
-
-    @property
-    def context(self) -> int:
-        """Tokens of each, the rows of the step included."""
-
-    @property
-    def table(self) -> BlockTable:
-        """Their pages."""
-
-    @property
-    def capacity(self) -> Capacity:
-        """What a backend must have room for."""
-
-
-def planned(requests: Requests, step: Step, backend: Callable[..., Any], kernel: str) -> tuple[Any, Any]:
+def planned(pool: Pool, step: Step, backend: Callable[..., Any], kernel: str) -> tuple[Any, Any]:
     """A backend and its metadata of a step, as engines have it: captured, of a prefill eager."""
-    table = requests.table
-    made = backend(requests.capacity, table.geometry, table.table.device, kernel={step.kind: kernel})
+    table = pool.table
+    made = backend(pool.capacity, table.geometry, table.table.device, kernel={step.kind: kernel})
     if step.kind is StepKind.PREFILL:
         return made, made.init_forward_metadata(step)
     meta = made.capture(step.bucket(), step.paging)
@@ -129,17 +106,17 @@ def planned(requests: Requests, step: Step, backend: Callable[..., Any], kernel:
     return made, meta
 
 
-def one_step(requests: Requests, width: int, tree_mask: Tensor | None = None) -> Step:
-    """The last tokens of every request: a decode of one, a verify, or of more than `MAX_VERIFIED` a prefill."""
-    committed, paging = requests.context - width, requests.table
-    lens = torch.full((requests.batch_size,), committed, dtype=torch.int32, device=paging.table.device)
-    host: HostBounds = {"max_committed": committed, "seq_lens_cpu": [committed] * requests.batch_size}
+def one_step(pool: Pool, width: int, tree_mask: Tensor | None = None, requests: slice = slice(None)) -> Step:
+    """The last tokens of some requests: a decode of one, a verify, or of more than `MAX_VERIFIED` a prefill."""
+    pages, committed = pool.pages[requests], pool.context - width
+    table = BlockTable(pages, pool.geometry)
+    lens = torch.full((len(pages),), committed, dtype=torch.int32, device=pages.device)
+    host: HostBounds = {"max_committed": committed, "seq_lens_cpu": [committed] * len(pages)}
     if width == 1:
-        return Step.decode(lens, paging, **host)
+        return Step.decode(lens, table, **host)
     if width > MAX_VERIFIED:
-        query = PackedQuery.of([width] * requests.batch_size, lens.device)
-        return Step.prefill(query, lens, paging, **host)
-    return Step.target_verify(width, lens, paging, tree_mask=tree_mask, **host)
+        return Step.prefill(PackedQuery.of([width] * len(pages), pages.device), lens, table, **host)
+    return Step.target_verify(width, lens, table, tree_mask=tree_mask, **host)
 
 
 def fill_pool(
@@ -182,8 +159,7 @@ def dense_problems(
 ) -> Iterator[Problem]:
     """The problems of a size, which share a pool."""
     pool = fill_pool(format, batch_size, context, device, widths)
-    layers = (*LAYERS[format], *MORE_LAYERS.get(format, ()))
-    return (problem(pool, layer, width) for layer in layers for width in widths)
+    return (problem(pool, layer, width) for layer in LAYERS[format] for width in widths)
 
 
 def prefill_widths(batch_size: int, context: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ PHASES = {
     "draft_extend": StepKind.DRAFT_EXTEND,
 }
 CYCLE = "cycle"  # the three of them
+NUM_STEPS = 3
 
 
 def speculative(max_bs: int, max_context: int, page_size: int, topk: int, num_steps: int) -> Capacity:
@@ -54,33 +55,23 @@ class Tables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Requests of one length between two cycles. context: committed tokens of each."""
+    """Requests between two cycles. lens: [batch_size] int32, committed tokens of each. host: what the host knows."""
 
-    tables: Tables
-    batch_size: int
-    context: int
+    capacity: Capacity
+    paging: RequestTable
+    lens: Tensor
+    host: HostBounds
 
-    def step(self, kind: StepKind, *, exact: bool) -> Step:
-        """The step of a phase. exact: whether the host tells lengths as they are, or only a bound on them."""
-        capacity, paging = self.tables.capacity, self.tables.paging(self.batch_size)
-        lens = torch.full((self.batch_size,), self.context, dtype=torch.int32, device=paging.table.device)
-        lens_cpu = [self.context] * self.batch_size if exact else None
-        host: HostBounds = {"max_committed": self.context, "seq_lens_cpu": lens_cpu}
+    @classmethod
+    def of(cls, tables: Tables, batch_size: int, context: int) -> Batch:
+        """Requests of one length, of which the host knows a bound."""
+        lens = torch.full((batch_size,), context, dtype=torch.int32, device=tables.table.device)
+        return cls(tables.capacity, tables.paging(batch_size), lens, {"max_committed": context})
+
+    def step(self, kind: StepKind) -> Step:
+        """The step of a phase, made anew as a worker does in each cycle."""
         if kind is StepKind.DRAFT_DECODE:
-            return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **host)
+            return Step.draft_decode(1, self.capacity.num_steps, self.lens, self.paging, **self.host)
         if kind is StepKind.DRAFT_EXTEND:
-            return Step.draft_extend(UniformQuery(capacity.extend_width), lens, paging, **host)
-        width = capacity.num_draft_tokens
-        mask = None
-        if capacity.topk > 1:
-            mask = torch.ones(width, width, dtype=torch.bool, device=lens.device).tril().expand(self.batch_size, -1, -1)
-        return Step.target_verify(width, lens, paging, tree_mask=mask, **host)
-
-    def __str__(self) -> str:
-        capacity = self.tables.capacity
-        return f"batch {self.batch_size}, context {self.context}, page size {capacity.page_size}, topk {capacity.topk}"
-
-
-def as_new(step: Step) -> Step:
-    """The step once more, as the new object that a worker makes each cycle."""
-    return replace(step)
+            return Step.draft_extend(UniformQuery(self.capacity.extend_width), self.lens, self.paging, **self.host)
+        return Step.target_verify(self.capacity.num_draft_tokens, self.lens, self.paging, **self.host)

@@ -1,22 +1,19 @@
-"""What kernels, metadata and cycles are meant to reach, and whether measured rows do."""
+"""What is meant to be reached on an H200, and whether measured rows do."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.ceilings import Ceilings
 from benchmarks.memory import ALL, MAX_BS, MAX_CONTEXT, TOTAL
-from benchmarks.speculation import CYCLE, PHASES
+from benchmarks.rows import Row
+from benchmarks.speculation import CYCLE
 
-OURS = "triton"
-Measured = Mapping[str, Any]  # a row as written: any of `rows`
+Value = Callable[[Row, Mapping[str, float]], float | None]  # of a row and the device's ceilings
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
+class Reached(NamedTuple):
     """A target on one row. value: what was measured. met: None where nothing was promised."""
 
     target: str
@@ -26,244 +23,144 @@ class Reached:
     value: float
     met: bool | None
 
-    @property
-    def verdict(self) -> str:
-        """ "met", "missed" or "no target"."""
-        return {True: "met", False: "missed", None: "no target"}[self.met]
-
-
-class Beside(NamedTuple):
-    """What a row is compared with: all rows of the run, and the device's ceilings if they were measured."""
-
-    rows: Sequence[Measured]
-    ceilings: Ceilings | None
-
-    def like(self, row: Measured, **other: Any) -> Measured | None:
-        """The row that differs from one in these fields alone, as far as fields that are not measured go."""
-        wanted = {**{name: row[name] for name in _SAME if name in row}, **other}
-        return next((each for each in self.rows if all(each.get(name) == x for name, x in wanted.items())), None)
-
-
-_SAME = ("bench", "backend", "kernel", "phase", "mode", "batch_size", "context", "page_size", "topk")
-
 
 class Target(NamedTuple):
-    """What a row must be to count (bench, and other fields), the value of it, and its bounds."""
+    """What a row must be to count (values allowed for its fields), the value of it, and its bounds."""
 
     name: str
-    bench: str
-    fields: Mapping[str, tuple[Any, ...]]
-    value: Callable[[Measured, Beside], float | None]
+    fields: Mapping[str, Any]
+    value: Value
     least: float = -math.inf
     most: float = math.inf
 
-    def counts(self, row: Measured) -> bool:
+    def counts(self, row: Row) -> bool:
         """Whether a row is one that the target speaks of."""
-        return row["bench"] == self.bench and all(row[name] in allowed for name, allowed in self.fields.items())
+        allowed = ((row.get(name), value) for name, value in self.fields.items())
+        return all(found in value if isinstance(value, tuple) else found == value for found, value in allowed)
 
 
-def of_the_copy(row: Measured, beside: Beside) -> float | None:
+def field(name: str, unit: float = 1) -> Value:
+    """A field in some unit; None where a row leaves it out."""
+    return lambda row, ceilings: None if row.get(name) is None else row[name] / unit
+
+
+def _of_the_copy(row: Row, ceilings: Mapping[str, float]) -> float | None:
     """Share of the bandwidth of a copy."""
-    return None if beside.ceilings is None else row["tb_per_s"] / beside.ceilings.copy_tb_per_s
+    return row["tb_per_s"] / ceilings["copy_tb_per_s"] if ceilings else None
 
 
-def of_the_vendor(row: Measured, beside: Beside) -> float | None:
+def _of_the_vendor(row: Row, ceilings: Mapping[str, float]) -> float | None:
     """Speed as a share of the vendor's kernel; None where none ran."""
     return None if row["peer"] == "copy" else row["peer_us"] / row["us"]
 
 
-def of_the_chain(row: Measured, beside: Beside) -> float:
-    """Time of the tree by that of the chain."""
-    return row["us"] / row["peer_us"]
+_LATENTS: dict[str, Any] = {
+    "bench": "kernels",
+    "backend": ("flashinfer_mla", "trtllm_mla", "fa3"),
+    "kernel": ("triton", "gluon"),
+}
+_LATENTS |= {"width": 1, "batch_size": 128, "context": 4096}
+_STATIC = {"bench": "memory", "phase": ALL, "buffer": TOTAL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
+_DECODE = {"bench": "kernels", "kernel": "triton", "width": 1}
+_CYCLE = {"phase": CYCLE, "context": 4096}
+_EAGER = {"bench": "eager"}
+_SAMPLED = {"bench": "sampling", "requests": 128}
+_PLANNING = {"flashmla": (14, 20), "vllm_flash_attn": (10, 14), "flashmla_sparse": (30, 40), "flashinfer_fa3": (18, 30)}
+_MIXES = ("temperature", "top_k", "top_p", "top_k, top_p", "wide top_k, top_p", "mixed")
 
 
-def field(name: str) -> Callable[[Measured, Beside], float]:
-    """A field as it is."""
-    return lambda row, beside: row[name]
+def _planned(kernel: str, most: tuple[float, float]) -> Iterator[Target]:
+    place = {**_CYCLE, "kernel": kernel, "page_size": (1,) if kernel == "flashinfer_fa3" else (64, 256)}
+    for batch_size, us in zip((32, 128), most, strict=True):
+        yield Target("planning of a cycle, us of the device", {**place, "batch_size": batch_size}, field("us"), most=us)
+    yield Target("nodes of a cycle", place, field("nodes"), most=8 if kernel == "flashmla_sparse" else 4)
 
 
-def launches_and_copies(row: Measured, beside: Beside) -> float:
-    """All that is started on the device."""
-    return row["launches"] + row["copies"]
-
-
-def megabytes(row: Measured, beside: Beside) -> float:
-    """10^6 bytes."""
-    return row["bytes"] / 1e6
-
-
-def growth(**smaller: Any) -> Callable[[Measured, Beside], float | None]:
-    """Host time by that of the smaller size."""
-
-    def value(row: Measured, beside: Beside) -> float | None:
-        base = beside.like(row, **smaller)
-        return None if base is None else row["host_us"] / base["host_us"]
-
-    return value
-
-
-def of_the_vendors_kernel(row: Measured, beside: Beside) -> float | None:
-    """Device time beyond that of our kernel, whose metadata is all of our making: the vendor's scheduler and copies."""
-    own = None if row["kernel"] == OURS else beside.like(row, kernel=OURS)
-    return None if own is None else row["gpu_us"] - own["gpu_us"]
-
-
-def of_sglangs_host(row: Measured, beside: Beside) -> float | None:
-    """Host time as a share of SGLang's beside it; None where SGLang is not installed."""
-    peer = beside.like(row, mode="sglang", kernel="")
-    return None if peer is None else row["host_us"] / peer["host_us"]
-
-
-def phases(row: Measured, beside: Beside) -> float:
-    """Phases of the cycle that were captured, and so have a row."""
-    return sum(beside.like(row, phase=phase) is not None for phase in PHASES)
-
-
-_DECODE = {"kernel": (OURS,), "width": (1,)}
-_CYCLE = {"phase": (CYCLE,), "mode": ("in_graph",), "topk": (1,)}
-_IN_GRAPH = {**_CYCLE, "backend": ("trtllm_mla", "fa3", "dsv4")}
-_OURS = {**_IN_GRAPH, "kernel": (OURS,)}
-_PAGES = {"page_size": (64, 256)}
-# The aim of a cycle whose kernel plans on the host: FlashInfer's did, and does where its version is unknown to us.
-_FLASHINFER = {**_CYCLE, "backend": ("flashinfer_mla",), "kernel": ("flashinfer_fa2", "flashinfer_fa3")}
-_STATIC = {"phase": (ALL,), "buffer": (TOTAL,), "batch_size": (MAX_BS,), "context": (MAX_CONTEXT,)}
-_WORDS = {
-    "model": "{}",
-    "mode": "{}",
-    "batch_size": "batch {}",
-    "context": "context {}",
-    "heads": "{} heads",
-    "width": "width {}",
-    "page_size": "page size {}",
-    "topk": "topk {}",
-    "paging": "{}",
-}  # of a case
-
-
-def _at(batch_size: int, context: int = 4096) -> dict[str, tuple[int, ...]]:
-    return {"batch_size": (batch_size,), "context": (context,)}
-
-
-_LATENTS = {"kernel": (OURS, "gluon"), "width": (1,), "backend": ("flashinfer_mla", "trtllm_mla", "fa3")}
 TARGETS = (
-    Target(
-        "MLA of 16 heads, of a copy's bandwidth",
-        "kernels",
-        {**_LATENTS, "heads": (16,), "batch_size": (128,), "context": (4096,)},
-        of_the_copy,
-        least=0.75,
-    ),
+    Target("a layer, times the raw call", {"bench": "attention"}, field("ratio"), most=1.03),
+    Target("MLA of 16 heads, of a copy's bandwidth", {**_LATENTS, "heads": 16}, _of_the_copy, least=0.75),
+    Target("MLA of 128 heads, of the vendor's speed", {**_LATENTS, "heads": 128}, _of_the_vendor),
     Target(
         "32 heads over 8, of FlashAttention-3's speed",
-        "kernels",
-        {**_DECODE, "heads": (32,), "batch_size": (64,), "context": (8192,)},
-        of_the_vendor,
+        {**_DECODE, "heads": 32, "batch_size": 64, "context": 8192},
+        _of_the_vendor,
         least=0.75,
     ),
     Target(
         "128 rows over 128 keys and 512 selected entries, of FlashMLA's speed",
-        "kernels",
-        {**_DECODE, "backend": ("dsv4",), "batch_size": (128,)},
-        of_the_vendor,
+        {**_DECODE, "backend": "dsv4", "batch_size": 128},
+        _of_the_vendor,
         least=0.6,
     ),
     Target(
         "a tree's verify, times the chain's",
-        "trees",
-        {"batch_size": (32, 128), "context": (4096,)},
-        of_the_chain,
+        {"bench": "trees", "batch_size": (32, 128), "context": 4096},
+        field("ratio"),
         most=1.25,
     ),
     Target(
-        "MLA of 128 heads, of the vendor's speed",
-        "kernels",
-        {**_LATENTS, "heads": (128,), "batch_size": (128,), "context": (4096,)},
-        of_the_vendor,
+        "a ragged verify of 128 heads, times the best uniform one",
+        {"bench": "ragged", "heads": 128},
+        field("ratio"),
+        most=0.6,
     ),
-    Target("launches and copies of a cycle, at most 6", "metadata", _OURS, launches_and_copies, most=6),
-    Target("synchronisations of a cycle", "metadata", _OURS, field("syncs"), most=0),
-    Target("copies to the host in a cycle", "metadata", _OURS, field("to_host"), most=0),
-    Target("host time of a cycle, us, at most 25", "metadata", _IN_GRAPH, field("host_us"), most=25),
-    Target(
-        "device time of a cycle of 32 requests, us, at most 15",
-        "metadata",
-        {**_OURS, **_PAGES, **_at(32)},
-        field("gpu_us"),
-        most=15,
-    ),
-    Target(
-        "device time of a cycle of 128 requests, us, at most 25",
-        "metadata",
-        {**_OURS, **_PAGES, **_at(128)},
-        field("gpu_us"),
-        most=25,
-    ),
-    Target(
-        "device time of 128 requests at page size 1, us, at most 60",
-        "metadata",
-        {**_OURS, "backend": ("fa3",), "page_size": (1,), **_at(128)},
-        field("gpu_us"),
-        most=60,
-    ),
-    Target("device time that the vendor's kernel adds, us", "metadata", {**_CYCLE, **_at(32)}, of_the_vendors_kernel),
-    Target("device time that the vendor's kernel adds, us", "metadata", {**_CYCLE, **_at(128)}, of_the_vendors_kernel),
-    Target("host time, of SGLang's, at most a third", "metadata", _FLASHINFER, of_sglangs_host, most=1 / 3),
-    Target("phases that are captured", "metadata", _FLASHINFER, phases, least=3),
-    Target(
-        "host time at context 131072, times that at 4096, at most 1.1",
-        "metadata",
-        {**_IN_GRAPH, **_at(32, 131072)},
-        growth(context=4096),
-        most=1.1,
-    ),
-    Target(
-        "host time of 512 requests, times that of one, at most 1.2",
-        "metadata",
-        {**_IN_GRAPH, "batch_size": (512,)},
-        growth(batch_size=1),
-        most=1.2,
-    ),
+    Target("a mixed step, times its halves", {"bench": "mixed"}, field("ratio"), most=1.0),
+    *(target for kernel, most in _PLANNING.items() for target in _planned(kernel, most)),
+    Target("copying a cycle's inputs, us of the host", _CYCLE, field("host_us"), most=20),
+    Target("an eager layer over its raw calls, us of the host", _EAGER, field("over_us"), most=60),
+    Target("an eager step's metadata, us of the host", _EAGER, field("metadata_us"), most=80),
+    Target("operators that making steps asks for", {"bench": "steps"}, field("operators"), most=0),
+    Target("making a cycle's steps, us", {"bench": "steps", "bounds": ("none", "max_committed")}, field("us"), most=15),
+    Target("choices that are wrong", {"bench": "sampling"}, field("wrong"), most=0),
+    Target("a greedy choice, times an argmax", {**_SAMPLED, "mix": "greedy"}, field("over_argmax"), most=1.2),
+    Target("a sampled choice, us", {**_SAMPLED, "mix": _MIXES}, field("us"), most=3000),
+    Target("memory of a choice, MB", _SAMPLED, field("peak_bytes", 1e6), most=300),
     Target(
         "static buffers, MB, at most 4",
-        "memory",
-        {**_STATIC, "backend": ("trtllm_mla", "fa3"), "page_size": (64,)},
-        megabytes,
+        {**_STATIC, "backend": ("trtllm_mla", "fa3"), "page_size": 64},
+        field("bytes", 1e6),
         most=4,
     ),
     Target(
         "static buffers, MB, at most 140",
-        "memory",
-        {**_STATIC, "backend": ("flashinfer_mla", "fa3"), "page_size": (1,)},
-        megabytes,
+        {**_STATIC, "backend": ("flashinfer_mla", "fa3"), "page_size": 1},
+        field("bytes", 1e6),
         most=140,
     ),
-    Target(
-        "a cycle, times one without planning, at most 1.05",
-        "cycle",
-        {"backend": ("trtllm_mla", "fa3"), "mode": ("graph_before", "graph", "loop"), "context": (4096,)},
-        field("ratio"),
-        most=1.05,
-    ),
-)  # on an H200; those without a bound promise nothing
+)  # those without a bound promise nothing
+_CASE: tuple[str, ...] = (
+    "mix",
+    "logits",
+    "table",
+    "slots",
+    "bounds",
+    "batch_size",
+    "requests",
+    "context",
+    "heads",
+    "width",
+    "page_size",
+)
+_CASE += ("topk", "paging")
 
 
-def check_targets(rows: Iterable[Measured], ceilings: Ceilings | None = None) -> Iterator[Reached]:
-    """Each target on each row that it speaks of."""
-    rows = list(rows)
-    beside = Beside(rows, ceilings)
+def check_targets(rows: Iterable[Row], ceilings: Mapping[str, float]) -> list[Reached]:
+    """Each target on each row that it speaks of. ceilings: of the device; empty where they were not measured."""
+    rows, found = list(rows), []
     for target in TARGETS:
         promised = not (math.isinf(target.least) and math.isinf(target.most))
         for row in filter(target.counts, rows):
-            value = target.value(row, beside)
+            value = target.value(row, ceilings)
             if value is not None:
                 met = target.least <= value <= target.most if promised else None
-                yield Reached(target.name, row["backend"], row.get("kernel", ""), _case(row), round(value, 3), met)
+                names = (row.get("backend", ""), row.get("kernel", ""))
+                found.append(Reached(target.name, *names, case_of(row), round(value, 3), met))
+    return found
 
 
-def _case(row: Measured) -> str:
-    """The sizes of a row in words."""
-    said = {name: words.format(row[name]) for name, words in _WORDS.items() if row.get(name) is not None}
-    return ", ".join(said.values())
+def case_of(row: Row) -> str:
+    """The sizes of a row, for a reader."""
+    return ", ".join(f"{name.replace('_', ' ')} {row[name]}" for name in _CASE if row.get(name) not in (None, ""))
 
 
 def by_target(reached: Iterable[Reached]) -> Iterator[tuple[Reached, int, int]]:

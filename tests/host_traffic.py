@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_backends import graphs
 from attn_backends_reference.eagle import launches
 from benchmarks.counts import Counts
-from benchmarks.host import Work
+from benchmarks.timing import Work
 
 
 class HostTraffic(TorchDispatchMode):

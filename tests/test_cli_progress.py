@@ -38,7 +38,7 @@ def test_the_demo_writes_its_rows_as_they_come(tmp_path, monkeypatch):
 
 def test_a_benchmark_writes_its_rows_as_they_come(tmp_path, monkeypatch):
     path, counts = tmp_path / "rows.json", []
-    measure = memory.measure_memory
+    measure = memory.static_memory
 
     def watched(backend, capacity):
         found = json.loads(path.read_text())
@@ -46,7 +46,7 @@ def test_a_benchmark_writes_its_rows_as_they_come(tmp_path, monkeypatch):
         assert found["incomplete"] is True
         return measure(backend, capacity)
 
-    monkeypatch.setattr(memory, "measure_memory", watched)
+    monkeypatch.setattr(memory, "static_memory", watched)
     assert benchmark(["memory", "--backend", "fa3", "--json", str(path)]) == 0
     assert counts[0] == 0 < counts[1] < len(json.loads(path.read_text())["rows"])
 

@@ -20,6 +20,7 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.planning.metadata import Metadata
 from attn_backends.vendors import flashinfer_work
 from benchmarks.rows import Stage
+from benchmarks.speculation import NUM_STEPS
 from benchmarks.timing import CudaClock
 from spec_metadata import Step, StepKind
 from spec_metadata.plans import csr
@@ -30,7 +31,6 @@ from tests.flashinfer_stand_in import Module, OnCpuByVendor, WarmedUp, install, 
 from tests.gpu.syncs import (
     BATCH_SIZE,
     CONTEXT,
-    NUM_STEPS,
     PLACES,
     PLANNINGS,
     backends_of,

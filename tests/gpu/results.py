@@ -21,7 +21,6 @@ from attn_backends import results
 from attn_backends.conformance import summary
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.registry import BUILT_IN
-from benchmarks.metadata import PAGE_SIZES
 
 LIMIT = 600
 OUT = Path("docs/results/h200")
@@ -39,20 +38,17 @@ PARTS = {
     "demo_bfloat16": f"{REFERENCE} demo --device cuda --dtype bfloat16 --json {{file}}",
     "demo_8bit": f"{REFERENCE} demo --backend dsv4 --device cuda --dtype bfloat16 --cache-dtype float8_e4m3fn "
     "--json {file}",
-    "bench_attention": "benchmarks attention --json {file}",
+    "bench_attention": "benchmarks raw --json {file}",
     **{
-        f"kernels_{name}": f"benchmarks attention --set kernels --backend {name} --json {{file}}"
+        f"kernels_{name}": f"benchmarks kernels --backend {name} --json {{file}}"
         for name in BUILT_IN
         if name != "reference"
     },
-    "kernels_prefill": "benchmarks attention --set prefill --json {file}",
-    "trees": "benchmarks attention --set trees --json {file}",
-    "ragged": "benchmarks attention --set ragged --json {file}",
-    "mixed": "benchmarks attention --set mixed --json {file}",
-    "adaptive_times": "benchmarks.adaptive --times {file}",
-    "bench_memory": "benchmarks memory --json {file}",
-    **{f"bench_metadata_{name}": f"benchmarks metadata --backend {name} --json {{file}}" for name in PAGE_SIZES},
-    "bench_cycle": "benchmarks cycle --backend trtllm_mla --backend fa3 --json {file}",
+    "kernels_prefill": "benchmarks prefill --json {file}",
+    **{name: f"benchmarks {name} --json {{file}}" for name in ("trees", "ragged", "mixed", "sampling")},
+    **{f"bench_{name}": f"benchmarks {name} --json {{file}}" for name in ("memory", "eager", "steps")},
+    "plan_graphs": "benchmarks plans --json {file}",
+    "adaptive_times": "training.adaptive --times {file}",
     "planners": "tests.gpu.planners --json {file}",
     "compressed": "tests.gpu.compressed --json {file}",
     "serving": "tests.gpu.serving --json {file}",

@@ -28,51 +28,71 @@ from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
 from attn_backends_reference.eagle.launches import Launch
-from attn_backends_reference.eagle.options import PhaseBackends
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.worker import EagleWorker
+from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_target
 from benchmarks.counts import Probe, count_on_cuda
-from benchmarks.cycle import Setting, SteadyWorker
-from benchmarks.host import Work
 from benchmarks.rows import Stage
-from benchmarks.speculation import PHASES, speculative
-from benchmarks.stacks import StackShape, stack
-from benchmarks.timing import CudaClock
-from spec_metadata import CacheGeometry, StepKind
-from tests.serving_scenes import models
+from benchmarks.speculation import NUM_STEPS, PHASES, speculative
+from benchmarks.timing import CudaClock, Work
+from spec_metadata import CacheGeometry, Capacity, StepKind
 
-BATCH_SIZE, CONTEXT, NUM_STEPS = 4, 300, 3
-LATENTS = StackShape("latents", 256, 2, 16, 1, nope=128, rope=64, value=128, rank=512, query_rank=64, vocabulary=256)
-GROUPED = StackShape("grouped queries", 256, 2, 8, 2, nope=0, rope=128, value=128, vocabulary=256)
+BATCH_SIZE, CONTEXT = 4, 300
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What runs. shape: of a stack, None for the shipped model with compressed keys."""
+    """What runs. model: a shipped one."""
 
     backend: str
-    shape: StackShape | None
+    model: str
     page_size: int
     topks: tuple[int, ...] = (1, 4)
+    dtype: torch.dtype = torch.bfloat16
 
 
 PLACES = (
-    Place("flashinfer_mla", LATENTS, 64),
-    Place("trtllm_mla", LATENTS, 64),
-    Place("fa3", GROUPED, 64),
-    Place("dsv4", None, 256, topks=(1,)),
+    Place("flashinfer_mla", "mla", 64),
+    Place("trtllm_mla", "mla", 64),
+    Place("fa3", "gqa", 64),
+    Place("dsv4", "v4", 256, topks=(1,), dtype=torch.float32),
 )
 PLANNINGS = ("before", "in_graph")
 KERNELS = ("auto", "triton", "torch")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Setting:
+    """The models of a place, and room for a batch of requests of `CONTEXT` committed tokens."""
+
+    backend: type[AttentionBackend]
+    target: TargetModel
+    draft: DraftModel
+    capacity: Capacity
+    geometry: CacheGeometry
+    stage: Stage
+
+
+class SteadyWorker(EagleWorker):
+    """The worker, every cycle of which begins at the same committed lengths."""
+
+    def __init__(self, setting: Setting, backends: PhaseBackends, **options: Any) -> None:
+        options |= {"host_lag": 0 if num_host_plans(backends.draft) else 1}
+        super().__init__(
+            setting.target, setting.draft, backends, setting.capacity, setting.geometry, WorkerOptions(**options)
+        )
+        self.committed = [CONTEXT] * BATCH_SIZE
+        self.rows = [self.slots.admit() for _ in range(BATCH_SIZE)]
+        for row in self.rows:
+            self.slots.reserve(row, setting.capacity.max_kv_len)
 
 
 def setting_of(place: Place, topk: int, stage: Stage) -> Setting:
     """The models of a place, and room for a batch."""
     capacity = speculative(BATCH_SIZE, CONTEXT, place.page_size, topk, NUM_STEPS)
     geometry = CacheGeometry(1 + BATCH_SIZE * capacity.max_pages, place.page_size)
-    if place.shape is None:
-        target, draft = models("v4", stage.device.type)
-    else:
-        target, draft = stack(place.shape, capacity.max_kv_len, stage.device)
-    return Setting(get_backend(place.backend), target, draft, capacity, geometry, BATCH_SIZE, CONTEXT, stage)
+    target = load_target(place.model, place.dtype, stage.device)
+    return Setting(get_backend(place.backend), target, load_draft(place.model, target), capacity, geometry, stage)
 
 
 def backends_of(setting: Setting, kernels: Sequence[str]) -> dict[str, AttentionBackend]:

@@ -24,7 +24,7 @@ from attn_backends import results
 from attn_backends.adapters import sglang, tensorrt_llm, vllm
 from attn_backends.conformance.scenes import Batch
 from benchmarks.counts import Probe, count_on_cuda
-from benchmarks.host import Work
+from benchmarks.timing import Work
 from spec_metadata import PackedQuery, StepKind, idle_step
 from tests.engine_batches import (
     cache_manager,

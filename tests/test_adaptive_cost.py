@@ -1,4 +1,4 @@
-"""`benchmarks attention --set ragged` and `--set mixed`, and the cost model of steps that adapt."""
+"""The cost model of steps that adapt: what it plays is what was measured."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 
 from attn_backends import results
-from attn_backends.cache import CacheFormat
-from attn_backends.layer import AttentionLayer
-from attn_backends.registry import get_backend
-from benchmarks import adaptive, ragged, shapes
-from benchmarks.adaptive import LENGTH, STEPS, PlayedRow, cycle_ms, missed, play, simulate
-from benchmarks.ragged import BOUND, MEAN, measure_mixed, measure_ragged, rows_of, widths_of
-from benchmarks.rows import Missing, Row
-from tests.test_bench_sets import stage as stage
+from training import adaptive
+from training.adaptive import LENGTH, STEPS, PlayedRow, cycle_ms, missed, play, simulate
 
-LAYER = AttentionLayer(0, 8, 8, 128, 128, 0.1)
 ROWS = [
     {"batch_size": bs, "width": width, "target_ms": 5 + max(bs * width - 64, 0) * 0.03, "draft_ms": 0.3}
     for bs in (1, 8, 32, 128)
@@ -33,44 +25,6 @@ def trace(rate: float) -> list[int]:
 
 
 TRACES = {"predictable": trace(0.7), "random": trace(0.1)}
-
-
-@pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(ragged, "LAYERS", {CacheFormat.KV: (LAYER,)})
-    monkeypatch.setattr(ragged, "CHUNKS", (20,))
-    for module in (ragged, shapes):
-        monkeypatch.setattr(module, "DTYPE", torch.float32)
-
-
-def test_a_ragged_verify_is_beside_the_best_uniform_one(stage, small) -> None:
-    fa3 = get_backend("fa3")
-    [row] = measure_ragged({fa3: [k for k in fa3.kernels if k.name == "torch"]}, [3], [64], stage)
-    assert isinstance(row, Row)
-    assert (row.bench, row.batch_size, row.width, row.peer) == ("ragged", 3, BOUND, "fa3 torch, 8 rows")
-    assert row.ratio == row.us / row.peer_us == 1, "a replay takes a tick"
-
-
-def test_outputs_that_differ_are_no_rows(stage, small, monkeypatch) -> None:
-    monkeypatch.setattr(ragged, "rows_of", lambda rows, widths: rows_of(rows, widths).flip(0))
-    fa3 = get_backend("fa3")
-    [absent] = measure_ragged({fa3: [k for k in fa3.kernels if k.name == "torch"]}, [3], [64], stage)
-    assert isinstance(absent, Missing)
-    assert "the outputs differ" in absent.reason
-
-
-def test_widths_have_the_mean_and_change() -> None:
-    found = widths_of(128)
-    assert all(int(each.sum()) == int(128 * MEAN) for each in found)
-    assert all(1 <= int(each.min()) <= int(each.max()) <= BOUND for each in found)
-    assert len({tuple(each.tolist()) for each in found}) == len(found)
-
-
-def test_a_mixed_step_is_beside_its_halves(stage, small) -> None:
-    rows = list(measure_mixed([get_backend("fa3")], [3], [64], stage))
-    assert [(row.bench, row.width, row.peer) for row in rows] == [
-        ("mixed", width, "chunk 20, two steps: torch, torch") for width in (1, 4)
-    ]
 
 
 def test_the_cost_of_a_cycle_is_that_of_its_forwards() -> None:

@@ -1,4 +1,6 @@
-"""SGLang's own metadata of the same steps, as its graph runners prepare it before a replay; used where it is installed.
+"""What SGLang's own classes take to prepare the phases of a cycle, beside our planning in the same run.
+
+    python -m tests.engines.sglang.gpu.plans --json FILE
 
 Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of its wheel's test
 kit, over our request table and without a cache, on batches that carry what these classes read. Lengths and rows are
@@ -9,20 +11,29 @@ host are there already, which an engine has to fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_backends.errors import BackendUnavailableError, UnsupportedStepError
+from attn_backends import results
+from attn_backends.errors import BackendUnavailableError
+from attn_backends.graphs import CudaGraph
+from attn_backends.registry import get_backend
 from attn_backends.selection.packages import is_installed
 from attn_backends.selection.providers import load
-from benchmarks.host import Work, nothing
-from benchmarks.speculation import Batch, Tables
+from benchmarks import plans
+from benchmarks.counts import count_on_cuda
+from benchmarks.rows import Asked, Row, Stage
+from benchmarks.speculation import NUM_STEPS, Tables, speculative
+from benchmarks.timing import CALIBRATION, CudaClock, Work, nothing, take_host_turns
 
 BACKENDS = {"flashinfer_mla": "flashinfer", "trtllm_mla": "trtllm_mla", "fa3": "fa3"}
 HEADS, RANK, ROPE = 16, 512, 64
@@ -43,6 +54,15 @@ _TINY = 64  # hidden size and vocabulary of the model that is never run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Requests of one length between two cycles. context: committed tokens of each."""
+
+    tables: Tables
+    batch_size: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Backends:
     """What prepares each phase, over one table."""
 
@@ -56,8 +76,6 @@ def works(backend: str, batch: Batch) -> dict[str, tuple[str, Work]]:
     """By phase, SGLang's class and what it does before a replay. Raises if it is not here or has no such step."""
     if not is_installed("sglang"):
         raise BackendUnavailableError("SGLang", ["sglang is not installed"])
-    if batch.tables.capacity.topk > 1:
-        raise UnsupportedStepError("SGLang", [f"topk={batch.tables.capacity.topk} (this adapter drafts chains)"])
     made = _backends(backend, batch.tables)
     batches = {"draft": _draft(batch), "verify": _verify(batch), "draft_extend": _draft_extend(batch)}
     found = {}
@@ -200,3 +218,50 @@ def _positions(batch: Batch, width: int) -> Tensor:
 def _slots(batch: Batch, num: int) -> Tensor:
     """[batch_size * num] int64: of each request's next tokens."""
     return batch.tables.table[1 : 1 + batch.batch_size, batch.context : batch.context + num].flatten().long()
+
+
+def rows(asked: Asked) -> Iterator[Row]:
+    """A row of each phase of each class at every size, then ours."""
+    for backend in asked.backends:
+        for page_size in plans.PAGE_SIZES[backend.name]:
+            capacity = speculative(max(asked.batch_sizes), plans.CAPACITY_CONTEXT, page_size, 1, NUM_STEPS)
+            tables = Tables.of(capacity, asked.stage.device)
+            for size in asked.sizes:
+                found = works(backend.name, Batch(tables, size.batch_size, size.context))
+                prepared = [work for _, work in found.values()]
+                *times, loop_us = take_host_turns(
+                    [*prepared, CALIBRATION], asked.stage.rounds // 10, asked.stage.device
+                )
+                for (phase, (name, _)), host_us, count in zip(
+                    found.items(), times, count_on_cuda(prepared), strict=True
+                ):
+                    yield {
+                        "bench": "sglang",
+                        "backend": backend.name,
+                        "kernel": name,
+                        "phase": phase,
+                        "page_size": page_size,
+                        **size._asdict(),
+                        "host_us": round(host_us, 2),
+                        "kernel_us": round(count.gpu_us, 2),
+                        "nodes": count.launches + count.copies,
+                        "loop_us": round(loop_us, 1),
+                    }
+    yield from (row for row in plans.plans(asked) if isinstance(row, dict))
+
+
+def main() -> int:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
+    args = parser.parse_args()
+    stage = Stage(torch.device("cuda", 0), CudaGraph, CudaClock(), 200)
+    asked = Asked(stage, [get_backend(name) for name in BACKENDS], (1, 32, 128), (4096,))
+    head = results.head(["python", "-m", "tests.engines.sglang.gpu.plans", "--json", str(args.json)], "cuda")
+    results.write(args.json, head, rows(asked))
+    return 0
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """What steps that adapt are worth, by a cost model: measured times of forwards, and measured acceptance.
 
-    python -m benchmarks.adaptive --times FILE             # on a GPU: an 8B-shaped target and its draft
-    python -m benchmarks.adaptive --traces FILE            # on a CPU: what a trained draft has accepted
-    python -m benchmarks.adaptive --json FILE TIMES TRACES # what both files say; exits with 1 if a target is missed
+    python -m training.adaptive --times FILE             # on a GPU: an 8B-shaped target and its draft
+    python -m training.adaptive --traces FILE            # on a CPU: what a trained draft has accepted
+    python -m training.adaptive --json FILE TIMES TRACES # what both files say; exits with 1 if a target is missed
 
 A cycle of n steps costs n - 1 draft forwards, a verify of n + 1 rows and a draft extend of as many. A trace says for
 every place of a text how many drafts in a row the target accepts there, so any number of steps can be played on it.
