@@ -164,9 +164,9 @@ class Layout:
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The buffers in a memory [num_bytes] uint8, by name."""
-        typed = {dtype: memory[: self.num_bytes].view(dtype) for dtype in self._dtypes}
+        typed, begin = {dtype: memory.view(dtype) for dtype in self._dtypes}, memory.storage_offset()
         return {
-            name: typed[dtype].as_strided(sizes, strides, typed[dtype].storage_offset() + first)
+            name: typed[dtype].as_strided(sizes, strides, begin // dtype.itemsize + first)
             for name, dtype, sizes, strides, first in self._views
         }
 
@@ -213,7 +213,7 @@ class Arena:
     """One allocation of declared buffers at the largest extent; buckets are prefix views of it.
 
     checking: surround every buffer with guard words, which `check_guards` compares. memory: [num_bytes] uint8 to lie
-    in, `allocation_size` of them at least (None: its own).
+    in, `allocation_size` of them (None: its own).
     """
 
     def __init__(

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from numbers import Integral
+from typing import NamedTuple
 
 from spec_metadata.errors import InvalidStepError, describe
 
@@ -30,7 +32,7 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Capacity:
     """The largest step that an engine will ever build.
 
@@ -113,7 +115,7 @@ class Capacity:
         """Query rows of a draft block."""
         return self.num_draft_tokens if self.block_size is None else self.block_size
 
-    @property
+    @cached_property
     def draft_room(self) -> int:
         """Tokens past the committed ones that a verify, the draft loop or a draft extend may write.
 
@@ -121,17 +123,17 @@ class Capacity:
         """
         return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1, self.block_width)
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Tokens of a request: context plus draft room, never context alone. A table row must hold so many."""
         return self.max_context + self.draft_room
 
-    @property
+    @cached_property
     def max_pages(self) -> int:
         """Pages of a request."""
         return ceil_div(self.max_tokens, self.page_size)
 
-    @property
+    @cached_property
     def max_kv_len(self) -> int:
         """Tokens of a request's pages: `max_tokens`, rounded up to pages."""
         return self.max_pages * self.page_size
@@ -247,8 +249,7 @@ def check_bucket(bucket: AnyBucket) -> None:
         raise InvalidStepError(f"a bucket of verifies holds the root of each request, got ({bucket})")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """The sizes that buffer declarations are expressions of; made from a bucket (captured) or a step (eager).
 
     max_pages: of one request. num_pages: of the cache, the range of page ids.

@@ -175,19 +175,13 @@ class Step:
 
     def extent(self, capacity: Capacity) -> Extent:
         """Sizes of the buffers of an eager plan of this step: no more pages than its table has."""
+        bs, width, num_tokens, num_writes = self.bs, self.width, self.num_tokens, self.num_writes
         committed = capacity.max_context if self.max_committed is None else self.max_committed
-        room = max(self.num_writes // max(self.bs, 1), self.width, capacity.draft_room)
-        row_tokens = self.paging.row_tokens if self.bs else capacity.max_kv_len  # of no request it may be of any width
-        return Extent(
-            bs=self.bs,
-            width=self.width,
-            num_tokens=self.num_tokens,
-            num_forwards=self.num_forwards,
-            num_writes=self.num_writes,
-            page_size=capacity.page_size,
-            max_pages=ceil_div(min(capacity.max_kv_len, committed + room, row_tokens), capacity.page_size),
-            num_pages=self.paging.geometry.num_pages,
-        )
+        room = max(num_writes // max(bs, 1), width, capacity.draft_room)
+        row_tokens = self.paging.row_tokens if bs else capacity.max_kv_len  # of no request it may be of any width
+        most, page_size = min(capacity.max_kv_len, committed + room, row_tokens), capacity.page_size
+        pages = ceil_div(most, page_size), self.paging.geometry.num_pages
+        return Extent(bs, width, num_tokens, self.num_forwards, num_writes, page_size, *pages)
 
     def bucket(self, bs: int | None = None) -> Bucket:
         """The bucket that this step fills, at batch size `bs` (default: its own). Packed steps have none."""

@@ -255,7 +255,7 @@ LENS = torch.ones(4, dtype=torch.int32)
         ((LENS, (LENS, 3)), (LENS, (LENS, 4)), "tuple.1"),
         (LENS, LENS.clone(), "Tensor.value"),
         (7, 8, "int.value"),
-        (EXTENT, replace(EXTENT, bs=1), "Extent.bs"),
+        (WORK, replace(WORK, pad=1), "BufferSpec.pad"),
     ],
 )
 def test_a_plan_of_any_type_is_held_to_its_capture(captured, planned, name):
