@@ -42,9 +42,9 @@ from attn_backends.planning.metadata import (
     all_rows,
     check_forward,
     check_frozen,
-    check_metadata,
     check_ranges,
     own_drafted,
+    refuse_metadata,
     slots_to_write,
 )
 from attn_backends.planning.planners import bind_fused, bind_inputs, bind_torch, choose_planner
@@ -194,10 +194,16 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
         """The first half of `replay`, for a graph that records `refresh` itself: raw inputs, and the host's plans."""
-        check_metadata(self, meta)
-        check_is_step(step)
+        if not isinstance(meta, Metadata) or meta.owner is not self:
+            refuse_metadata(self, meta)
         if (captured := meta.captured) is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
+        if not isinstance(step, Step) or self.checking or meta.schedules.needs_lens or not captured.load(step):
+            self._copy_anew(meta, captured, step)
+
+    def _copy_anew(self, meta: Metadata[Plan], captured: Captured, step: Step) -> None:
+        """Copy a step that is to be checked, or that the host plans for."""
+        check_is_step(step)
         if not captured.admits(step) or self.checking:
             if reasons := misfit(meta.step, step):
                 raise UnsupportedStepError(f"a graph of {self.name}", reasons, "run the step eagerly")
@@ -217,7 +223,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         """Plan captured metadata again from its static inputs, or the engine's buffers if it is bound to those. In
         checking mode it reads the device, so it can't be recorded then.
         """
-        check_metadata(self, meta)
+        if not isinstance(meta, Metadata) or meta.owner is not self:
+            refuse_metadata(self, meta)
         if meta.captured is not None:
             meta.captured.begin()
         meta.write()

@@ -27,6 +27,8 @@ from attn_backends.errors import CaptureError
 T = TypeVar("T")
 Given = TypeVar("Given")
 _recording: ContextVar[RecordedGraph | None] = ContextVar("recording", default=None)
+being_recorded = _recording.get
+"""The graph that is being recorded now; None if none is."""
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 
 

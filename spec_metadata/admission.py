@@ -58,10 +58,10 @@ def _longest(step: Step, capacity: Capacity) -> tuple[int, int]:
     """Committed tokens, and those that the step adds, of the request that needs most, as far as the host knows."""
     lens, known = most_rows(step.query), step.seq_lens_cpu
     if lens is None and not isinstance(step.query, PaddedQuery):
-        return longest_promised(step, capacity), step.num_added_at_least
+        return step.longest(capacity), step.num_added_at_least
     if known is not None:  # of padding, which is behind, the host knows no exact length
         return max(zip(known, lens or (), strict=False), key=sum, default=(0, 0))
-    bound = longest_promised(step, capacity)
+    bound = step.longest(capacity)
     if (bound <= capacity.max_context and step.paging.row_tokens >= capacity.max_tokens) or step.max_committed is None:
         bound = 0
     return max((0, step.width), (bound, step.num_added_at_least), key=sum)
@@ -87,22 +87,7 @@ def most_committed(step: Step, capacity: Capacity) -> int:
     """
     if step.paging.row_tokens >= capacity.max_tokens:
         return min(capacity.max_kv_len, step.paging.row_tokens) - step.num_added_at_least
-    return longest_promised(step, capacity)
-
-
-def longest_promised(step: Step, capacity: Capacity) -> int:
-    """Committed tokens of the longest request of a step, as far as the host knows.
-
-    A draft extend that is no wider than the capacity's begins at the tokens that it runs again, so that a bound on what
-    is committed leaves it room.
-    """
-    if step.seq_lens_cpu is not None:
-        return max(step.seq_lens_cpu, default=0)
-    bound = capacity.max_context if step.max_committed is None else step.max_committed
-    num_added = step.num_added_at_least
-    if step.kind is StepKind.DRAFT_EXTEND and bound <= capacity.max_context and num_added <= capacity.extend_width:
-        return min(bound, capacity.max_tokens - num_added)
-    return bound
+    return step.longest(capacity)
 
 
 def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:

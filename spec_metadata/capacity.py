@@ -100,12 +100,12 @@ class Capacity:
         """Nodes that topk and num_steps can propose: the root, topk at depth 1, topk² at each further depth."""
         return 1 + self.topk + (self.num_steps - 1) * self.topk**2
 
-    @property
+    @cached_property
     def max_accepted(self) -> int:
         """Longest accepted path, the root included."""
         return min(self.num_steps + 1, self.num_draft_tokens)
 
-    @property
+    @cached_property
     def extend_width(self) -> int:
         """Query rows of a uniform draft extend: the positions that it runs again, and the accepted ones or more."""
         return self.num_rerun + (self.max_accepted if self.num_extended is None else self.num_extended)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
 from spec_metadata.errors import InvalidStepError, describe
-from spec_metadata.paging import Paging
+from spec_metadata.paging import Paging, RequestTable
 from spec_metadata.query import (
     AnyPacked,
     AnyQuery,
@@ -130,7 +130,8 @@ class Step:
     @property
     def num_added_at_least(self) -> int:
         """Tokens that every request writes, at least."""
-        return min_added(self.query, self.num_steps)
+        query = self.query
+        return query.width * self.num_steps if type(query) is UniformQuery else min_added(query, self.num_steps)
 
     @property
     def is_tree(self) -> bool:
@@ -147,8 +148,8 @@ class Step:
         """What decides how the tensors of a step without host lengths are read, but for a request table, which is read
         in place; steps of one layout differ in values alone. Without what follows from the rest, as replays compare it.
         """
-        lens, slots, pages, mask = self.seq_lens, self.out_cache_loc, self.paging.static_input(), self.tree_mask
-        query = self.query
+        lens, slots, paging, mask, query = self.seq_lens, self.out_cache_loc, self.paging, self.tree_mask, self.query
+        pages = paging.rows if isinstance(paging, RequestTable) else paging.table
         return (
             self.kind,
             type(query),
@@ -166,6 +167,20 @@ class Step:
             pages.stride(),
             None if mask is None else mask.stride(),
         )
+
+    def longest(self, capacity: Capacity) -> int:
+        """Committed tokens of the longest request, as far as the host knows.
+
+        A draft extend that is no wider than the capacity's begins at the tokens that it runs again, so that a bound on
+        what is committed leaves it room.
+        """
+        if self.seq_lens_cpu is not None:
+            return max(self.seq_lens_cpu, default=0)
+        bound = capacity.max_context if self.max_committed is None else self.max_committed
+        if self.kind is not StepKind.DRAFT_EXTEND or bound > capacity.max_context:
+            return bound
+        num_added = self.num_added_at_least
+        return min(bound, capacity.max_tokens - num_added) if num_added <= capacity.extend_width else bound
 
     def flat_slots(self) -> Tensor:
         """[num_writes] int32 or int64: out_cache_loc, or what stands for it where it was left out, looked up now."""

@@ -151,7 +151,7 @@ class Schedules(Generic[Plan]):
 
     plans: of the forwards. lens: exact host lengths of each plan, None where the kernel does not need them.
     allocate: shape -> what its schedules plan into, the kernel's workspaces and scratch. planner: what plans a captured
-    step, whose launch may write schedules along.
+    step, whose launch may write schedules along. needs_lens: whether a replay must plan on the host.
     """
 
     def __init__(
@@ -169,6 +169,7 @@ class Schedules(Generic[Plan]):
         self._workspaces: dict[LayerShape, Buffers] = {}
         self._planner, self._along = planner, set[LayerShape]()
         self._named = frozenset[LayerShape]()
+        self.needs_lens = lens is not None
 
     def name(self, shapes: Iterable[LayerShape]) -> None:
         """Plan for layers of these shapes, and refuse all others from now on."""
@@ -190,11 +191,6 @@ class Schedules(Generic[Plan]):
         if made is None:
             made = self._made[key] = Scheduled(plan, self._make(plan, *key))
         return made
-
-    @property
-    def needs_lens(self) -> bool:
-        """Whether a replay must plan on the host."""
-        return self._lens is not None
 
     def plan_host(self, lens: Sequence[HostLens]) -> None:
         """The host half of a replay."""

@@ -292,7 +292,8 @@ def _read_of(step: Step, static: Step) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     slots = static.out_cache_loc if step.out_cache_loc is None else step.out_cache_loc
     assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
     assert slots is not None, "a graph reads them from a buffer"
-    return step.seq_lens, num_real, slots, step.paging.static_input()
+    paging = step.paging
+    return step.seq_lens, num_real, slots, paging.table if isinstance(paging, BlockTable) else paging.rows
 
 
 def _sizes_of(static: Step, num_writes: int, num_columns: int) -> StaticSizes:

@@ -66,6 +66,12 @@ class PhaseMemory:
         views = {name: tensor for arena in self.arenas for name, tensor in arena.view(extent).items()}
         return Buffers(views, extent)
 
+    def take(self, captured: object) -> None:
+        """Hold the step of what was captured in it, in memory that is alive."""
+        if self.within is not None:
+            self.within.revive()
+        self.planned = captured
+
     def reset(self) -> None:
         """Make the contents those of fresh buffers."""
         for arena in self.arenas:

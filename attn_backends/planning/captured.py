@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import repeat_at_replays
+from attn_backends.graphs import being_recorded, repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
 from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket
-from spec_metadata.admission import check_values, longest_promised, most_committed
+from spec_metadata.admission import check_values, most_committed
 from spec_metadata.query import most_rows
 
 CopyInputs = Callable[[Step], None]
@@ -40,6 +40,16 @@ class Captured:
     _table: Hashable = field(default=None, init=False)
     _longest: int = field(default=-1, init=False)
 
+    def load(self, step: Step) -> bool:
+        """Copy a step into the static inputs if one like it was taken already; False, with nothing written, if not."""
+        if not self.admits(step):
+            return False
+        if being_recorded():
+            repeat_at_replays(self.take_phase)
+        self.phase.take(self)
+        self.copy_inputs(step)
+        return True
+
     def admits(self, step: Step) -> bool:
         """Whether a step like this one was taken already. One that is bound takes none."""
         if self.bound is not None:
@@ -47,8 +57,8 @@ class Captured:
                 f"metadata of ({self.bucket}) reads the engine's buffers: write those, then refresh it or replay the "
                 "graph that does"
             )
-        is_known = step.layout == self._layout and _table_of(step.paging, self.captured_on) == self._table
-        return is_known and longest_promised(step, self.capacity) <= self._longest
+        is_known = _table_of(step.paging, self.captured_on) == self._table and step.layout == self._layout
+        return is_known and step.longest(self.capacity) <= self._longest
 
     def admit(self, step: Step) -> None:
         """Bind the inputs of a step, and remember its layout. Packed rows have lengths of their own every time."""
@@ -61,9 +71,10 @@ class Captured:
         """Before it is planned again: what a replay copied must be there still; an engine's buffers are elsewhere. A
         graph that is recorded around it does so too.
         """
-        if self.phase.within is not None:
-            repeat_at_replays(self._check_alive)
-        repeat_at_replays(self.begin)
+        if being_recorded():
+            if self.phase.within is not None:
+                repeat_at_replays(self._check_alive)
+            repeat_at_replays(self.begin)
         if self.bound is None:
             self.check_phase()
         else:
@@ -80,10 +91,9 @@ class Captured:
 
     def take_phase(self) -> None:
         """Have its phase hold its step, and that of no other bucket. A graph that is recorded around it does so too."""
-        repeat_at_replays(self.take_phase)
-        if self.phase.within is not None:
-            self.phase.within.revive()
-        self.phase.planned = self
+        if being_recorded():
+            repeat_at_replays(self.take_phase)
+        self.phase.take(self)
 
     def _check_alive(self) -> None:
         """Before a recorded graph plans: it makes no set of phases alive, because a CUDA graph makes none."""
@@ -97,7 +107,8 @@ class Captured:
         """Refuse to be used after another bucket of its phase. A graph that is recorded around it refuses so too, and
         to attend to the pages of other requests.
         """
-        repeat_at_replays(self._check_replay)
+        if being_recorded():
+            repeat_at_replays(self._check_replay)
         other = self.phase.planned
         if other is not self:
             by = "by another set of phases, which takes turns with its own"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -158,19 +158,17 @@ def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
     return meta.write_slots.shape[0]
 
 
-def check_metadata(backend: Owner, meta: Metadata) -> None:
+def refuse_metadata(backend: Owner, meta: Metadata) -> NoReturn:
     """Refuse what is not the metadata of a step, or was planned by another backend."""
     if not isinstance(meta, Metadata):
         raise UnsupportedStepError(
             backend.name, [f"a {type(meta).__name__} where a step's metadata belongs"], "pass what capture() returned"
         )
-    _check_owner(backend, meta.owner, meta.step.kind)
+    _refuse_owner(backend, meta.owner, meta.step.kind)
 
 
-def _check_owner(backend: Owner, owner: Owner, kind: StepKind) -> None:
+def _refuse_owner(backend: Owner, owner: Owner, kind: StepKind) -> NoReturn:
     """Refuse metadata that another backend planned: also one of the same class has tables and memory of its own."""
-    if owner is backend:
-        return
     mine, its = backend.capacity, owner.capacity
     raise UnsupportedStepError(
         backend.name,
@@ -188,7 +186,8 @@ def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
         raise UnsupportedStepError(
             backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
         )
-    _check_owner(backend, meta.owner, meta.kind)
+    if meta.owner is not backend:
+        _refuse_owner(backend, meta.owner, meta.kind)
     if meta.captured is not None:
         meta.captured.check_phase()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from attn_backends.backend import AttentionBackend, Metadata
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import torch_attention
-from attn_backends.planning import metadata
+from attn_backends.planning.metadata import check_forward
 from spec_metadata import Buffers, Capacity, InvalidStepError, PackedQuery, RequestTable, Step, StepKind
 from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant
@@ -113,7 +114,7 @@ def idle_tables_of_one_width(patch: pytest.MonkeyPatch) -> None:
 @mutant("staleness asked of one entry point of many", "graph.stale_everywhere", graph=True)
 def staleness_asked_by_at_alone(patch: pytest.MonkeyPatch) -> None:
     """`store` and `forward` take what another graph has overwritten since `at` was called."""
-    patch.setattr(base, "check_forward", lambda backend, meta: metadata._check_owner(backend, meta.owner, meta.kind))
+    patch.setattr(base, "check_forward", lambda backend, meta: check_forward(backend, replace(meta, captured=None)))
 
 
 @mutant("staleness asked of one entry point of many", "graph.stale_everywhere", graph=True)
