@@ -83,7 +83,7 @@ class AttentionBackend(ABC, Generic[Plan]):
     name for every kind that it has, the others as "auto"; or a name for each kind to support. workload: layers and
     dtypes that "auto" must support (default: the geometry only). planner: "torch", the definition; "fused", one launch
     a phase; or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a
-    worker (None: its own). checking: tests' and debuggers' mode, which reads the device back (docs/adapters.md).
+    worker (None: its own). phases: its buffers. checking: tests' and debuggers' mode, which reads the device back (docs/adapters.md).
     """
 
     name: ClassVar[str]
@@ -110,7 +110,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.planner = choose_planner(self.name, planner, self.device, has_fused=self.has_fused())
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
-        self._memory, self._layers = BackendMemory(self.name, *place), CheckedLayers()
+        self.phases, self._layers = BackendMemory(self.name, *place), CheckedLayers()
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -153,7 +153,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self._admit(step)
         step = closed(step, self.capacity)
         specs = (WRITE_SLOTS, *self.buffers(step.kind))
-        return self._metadata(step, self._memory.fresh(step.kind, specs, step.extent(self.capacity)), step)
+        return self._metadata(step, self.phases.fresh(step.kind, specs, step.extent(self.capacity)), step)
 
     def capture(
         self,
@@ -177,8 +177,8 @@ class AttentionBackend(ABC, Generic[Plan]):
         reasons = self.unsupported_reasons(padding) or self.capture_reasons(bucket)
         if reasons := reasons or (self.kernel_of(bucket.kind).bound_reasons(bucket.kind) if inputs else []):
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
-        phase = self._memory.phase(bucket, paging, bound=inputs is not None, within=within)
-        buffers = phase.view(self._memory.extent(bucket))
+        phase = self.phases.phase(bucket, paging, bound=inputs is not None, within=within)
+        buffers = phase.view(self.phases.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
         captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
@@ -212,7 +212,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
         lens = self._host_lens(known, meta.step.bs) if meta.schedules.needs_lens else None
         if self.checking:
-            self._memory.check()
+            self.phases.check()
             captured.phase.reset()
         captured.take_phase()
         captured.copy_inputs(step)
@@ -285,15 +285,7 @@ class AttentionBackend(ABC, Generic[Plan]):
 
     def static_bytes(self, paging: Paging) -> dict[str, dict[str, int]]:
         """Bytes of static buffers, by phase and name (`BackendMemory.sizes`). paging: a table of the engine's form."""
-        return self._memory.sizes(paging)
-
-    def captured_bytes(self, bucket: AnyBucket, paging: Paging) -> int:
-        """Bytes that the phase of a bucket takes in a set of phases, but for its kernel's workspaces."""
-        return self._memory.own_bytes(bucket, paging)
-
-    def check_buffers(self) -> None:
-        """In checking mode: raise if anybody wrote next to a static buffer."""
-        self._memory.check()
+        return self.phases.sizes(paging)
 
     def _admit(self, step: Step) -> None:
         if reasons := self.unsupported_reasons(step):
@@ -312,12 +304,12 @@ class AttentionBackend(ABC, Generic[Plan]):
         if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
-        allocate = partial(self._memory.of_kernel, kernel, buffers.extent, phase)
+        allocate = partial(self.phases.of_kernel, kernel, buffers.extent, phase)
         schedules = Schedules(kernel, plans, lens, allocate, write if captured else None)
         chains = chain_parts(step) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
-            self._memory.check()
+            self.phases.check()
             check_ranges(meta, self.buffers(meta.step.kind))
         return meta
 

@@ -263,7 +263,7 @@ def bytes_in_set(
     given = phase.safe_inputs(max(buckets))
     inputs = [getattr(given, name) for name in classify(type(given))]
     of_inputs = sum(aligned(each.numel() * each.element_size()) for each in inputs)
-    return of_inputs + aligned(backend.captured_bytes(phase.bucket(max(buckets)), paging))
+    return of_inputs + aligned(backend.phases.own_bytes(phase.bucket(max(buckets)), paging))
 
 
 def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:

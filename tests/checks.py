@@ -85,7 +85,7 @@ def check_replay(
     for forward, (one, two) in enumerate(zip(replay, expected, strict=True)):
         check_identical(f"output of forward {forward}", one.out, two.out)
         check_identical(f"LSE of forward {forward}", one.lse, two.lse)
-    backend.check_buffers()
+    backend.phases.check()
 
 
 def check_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: list[AttentionOutput]) -> None:

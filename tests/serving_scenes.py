@@ -132,7 +132,7 @@ def eagle(
 def check_nothing_kept(worker: EagleWorker) -> None:
     """No request left anything behind: rows, pages, or writes beside a buffer."""
     for phase in PHASES:
-        getattr(worker.backends, phase).check_buffers()
+        getattr(worker.backends, phase).phases.check()
     assert worker.slots.num_free_rows == worker.capacity.max_bs, "a request kept its row"
     assert worker.slots.num_free_pages == worker.slots.geometry.num_pages - 1, "a request kept pages"
 

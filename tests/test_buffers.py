@@ -147,11 +147,11 @@ def test_guard_words_see_a_write_next_to_a_buffer(name: str, before: bool) -> No
 def test_a_backend_reports_broken_guard_words() -> None:
     world = World(Setup(FA3Backend, CacheFormat.KV, 4))
     meta = world.backend.capture(world.capacity.bucket(StepKind.DECODE, 5), world.paging())
-    world.backend.check_buffers()
+    world.backend.phases.check()
     last = meta.buffers["page_table"]
     last.as_strided((1,), (1,), last.storage_offset() + last.numel()).zero_()
     with pytest.raises(CaptureError, match="page_table"):
-        world.backend.check_buffers()
+        world.backend.phases.check()
 
 
 @pytest.mark.parametrize(("value", "problem"), [(10, False), (11, True), (-1, True), (0, False)])

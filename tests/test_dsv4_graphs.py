@@ -88,7 +88,7 @@ def check_replays(kind: StepKind, *, block_table: bool, record_refresh: bool, de
         check_rows(replayed, expected, step.num_tokens)
         for one, two in zip(after, memory(engine), strict=True):
             assert torch.equal(outside_reserved(one), outside_reserved(two))
-    backend.check_buffers()
+    backend.phases.check()
 
 
 def check_rows(one: Sequence[AttentionOutput], two: Sequence[AttentionOutput], num_tokens: int) -> None:

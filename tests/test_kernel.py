@@ -147,13 +147,13 @@ def test_workspaces_of_graphs_are_declared_buffers_with_guard_words():
     meta = world.backend.capture(world.capacity.bucket(StepKind.DECODE, 2), world.paging())
     world.backend.replay(meta, scene.step())
     attend(world, scene, meta)
-    world.backend.check_buffers()
+    world.backend.phases.check()
     planned = meta.schedules.planned(0, LayerShape.of(world.layer, torch.float32, torch.float32)).schedule.lens
     assert planned.tolist() == [6, 4]
     storage = planned.new_empty(0).set_(planned.untyped_storage())
     storage[planned.storage_offset() + planned.numel() :] = 0
     with pytest.raises(CaptureError, match="planned_lens"):
-        world.backend.check_buffers()
+        world.backend.phases.check()
 
 
 def test_workspaces_of_two_buckets_lie_in_one_arena():

@@ -90,7 +90,7 @@ def check_replay_after_warmup(world: World, captured: Batch, replayed: Batch, *,
     (backend.copy_inputs if plans_itself else backend.replay)(meta, second.step())
     graph.replay()
     compare_outputs(second, static, outputs)
-    backend.check_buffers()
+    backend.phases.check()
 
 
 def batches(kind: StepKind, topk: int, page_size: int) -> tuple[Batch, Batch]:

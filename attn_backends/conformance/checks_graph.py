@@ -272,7 +272,7 @@ def guards(subject: Subject, case: Case) -> Measured:
     captured = Captured(world, case)
     captured.run(scene_of(world, batch_of(case), case.seed + 1), case)
     try:
-        world.backend.check_buffers()
+        world.backend.phases.check()
     except Exception as error:
         raise CheckFailure("buffers", str(error)) from error
     return Measured()
