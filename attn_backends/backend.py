@@ -83,7 +83,8 @@ class AttentionBackend(ABC, Generic[Plan]):
     name for every kind that it has, the others as "auto"; or a name for each kind to support. workload: layers and
     dtypes that "auto" must support (default: the geometry only). planner: "torch", the definition; "fused", one launch
     a phase; or "auto" for that where it runs. memory: tables that captured phases share, one for all backends of a
-    worker (None: its own). phases: its buffers. checking: tests' and debuggers' mode, which reads the device back (docs/adapters.md).
+    worker (None: its own). phases: its buffers. checking: tests' and debuggers' mode, which reads the device back
+    (docs/adapters.md).
     """
 
     name: ClassVar[str]

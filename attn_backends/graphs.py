@@ -27,22 +27,20 @@ from attn_backends.errors import CaptureError
 T = TypeVar("T")
 Given = TypeVar("Given")
 _recording: ContextVar[RecordedGraph | None] = ContextVar("recording", default=None)
-being_recorded = _recording.get
-"""The graph that is being recorded now; None if none is."""
+being_recorded = _recording.get  # the graph that is being recorded now, or None
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
 
 
 def is_capturing() -> bool:
     """Whether what runs now goes into a graph: a CUDA graph's capture on the current stream, or a recording."""
-    is_recording = _recording.get() is not None
-    return is_recording or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(being_recorded()) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def repeat_at_replays(call: Callable[[], None]) -> None:
     """Make the graph that is being recorded, if any, call a host function before each of its replays. An example is a
     check that its memory still holds its step, which a CUDA graph does not check.
     """
-    graph = _recording.get()
+    graph = being_recorded()
     if graph is not None and graph.host_calls[-1:] != [call]:
         graph.host_calls.append(call)
 
@@ -53,7 +51,7 @@ def run_at_replays(call: Callable[[], object]) -> None:
     For what torch's dispatcher does not see, such as a launch of a Triton kernel in its interpreter, or what no graph
     may do, such as looking at values in a test. The call finds its tensors where they were, and holds them.
     """
-    graph = _recording.get()
+    graph = being_recorded()
     if graph is None:
         call()
         return
@@ -277,7 +275,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if _recording.get() is None:  # inside of `run_at_replays`
+        if being_recorded() is None:  # inside of `run_at_replays`
             return func(*args, **kwargs)
         reason = _refusal(func, args, kwargs)
         if reason:
