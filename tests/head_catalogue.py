@@ -126,14 +126,13 @@ FORMATS = {
         source=f"{VLLM} models/llama_eagle3.py: layers before which states are, biases, several layers",
         config=EAGLE3
         | {"architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 16, "attention_bias": True, "mlp_bias": True}
-        | {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "num_hidden_layers": 2, "hidden_act": "gelu"}
+        | {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "num_hidden_layers": 2}
         | {"norm_before_residual": True},
-        tensors={f"model.{name}": sizes for name, sizes in ENDS.items() if name != "lm_head.weight"}
-        | {"lm_head.weight": "D H"}
+        tensors=ENDS
         | MAPS
-        | layer("model.layers.0.", FIRST, *NORMS, biases=BIASES)
-        | layer("model.layers.1.", gqa("H"), "input_layernorm", "post_attention_layernorm", biases=BIASES),
-        facts={"taps": TAPS, "num_layers": 2, "act": "gelu", "residual_normed": True},
+        | layer("layers.0.", FIRST, *NORMS, biases=BIASES)
+        | layer("layers.1.", gqa("H"), "input_layernorm", "post_attention_layernorm", biases=BIASES),
+        facts={"taps": TAPS, "num_layers": 2, "residual_normed": True},
     ),
     "speculators": Format(
         catalogue="speculators",
@@ -158,13 +157,16 @@ FORMATS = {
         catalogue="speculators",
         source=f"{SPECULATORS} src/speculators/models/eagle3/model_definitions.py (Qwen3DecoderEagle3FirstLayer)",
         config=speculators(
-            BASE | {"model_type": "qwen3", "head_dim": 16, "layer_types": ["full_attention"]}, fc_norm=True
+            BASE
+            | {"model_type": "qwen3", "head_dim": 16, "layer_types": ["full_attention"]}
+            | {"rope_parameters": {"rope_type": "default", "rope_theta": 900.0}},
+            fc_norm=True,
         ),
         tensors=ENDS
         | MAPS
         | layer("layers.0.", FIRST | {"q_norm": "HEAD", "k_norm": "HEAD"}, *NORMS)
         | {f"fc_norm.{i}.weight": "T" for i in range(3)},
-        facts={"taps": TAPS, "fc_norms": [f"fc_norm.{i}" for i in range(3)], "qk_norm": True},
+        facts={"taps": TAPS, "fc_norms": [f"fc_norm.{i}" for i in range(3)], "qk_norm": True, "theta": 900.0},
     ),
     "MLA": Format(
         catalogue="Kimi-K2.x",
@@ -194,11 +196,12 @@ FORMATS = {
         source=f"{EAGLE} eagle/testbug/model/config.json (max_sequence_length), eagle/model/cnets1.py (qkv_bias, bias)",
         config={key: value for key, value in BASE.items() if key != "max_position_embeddings"}
         | {"architectures": ["LlamaForCausalLM"], "qkv_bias": True, "bias": False, "max_sequence_length": 80}
-        | {"num_hidden_layers": 2, "rope_theta": 300.0, "head_dim": 16, "model_type": "qwen2"},
+        | {"num_hidden_layers": 2, "rope_theta": 300.0, "model_type": "qwen2"},
         tensors=layer("layers.0.", gqa("H"), "post_attention_layernorm", biases=QKV_BIASES)
         | layer("layers.1.", gqa("H"), "input_layernorm", "post_attention_layernorm", biases=QKV_BIASES)
         | {"fc.weight": "H 2H"},
         facts={"eagle": 1, "num_layers": 2, "theta": 300.0},
+        sizes=OWN_HEAD_DIM,
     ),
 }
 _MLA, _ROPE = FORMATS["MLA"], {"rope_type": "linear", "rope_theta": 400.0, "factor": 4.0}
@@ -227,9 +230,10 @@ VARIANTS = {
         source=f"{EAGLE} eagle/testbug/model/config.json (max_sequence_length)",
         config=_NO_POSITIONS
         | IDS
-        | {"architectures": ["LlamaForCausalLM"], "head_dim": 16, "draft_vocab_size": 40, "max_sequence_length": 80},
+        | {"architectures": ["LlamaForCausalLM"], "head_dim": 16, "draft_vocab_size": 40, "max_sequence_length": 80}
+        | {"hidden_act": "gelu"},
         tensors=ENDS | MAPS | layer("midlayer.", FIRST, *NORMS),
-        facts={"taps": TAPS},
+        facts={"taps": TAPS, "act": "gelu"},
     ),
     "MLA, further keys": Format(
         catalogue="Kimi-K2.x",

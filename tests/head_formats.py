@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -147,7 +148,6 @@ def speculators(layer: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
         "eagle_aux_hidden_state_layer_ids": [tap + 1 for tap in TAPS],
         "embed_requires_grad": False,
         "fc_norm": False,
-        "model_type": "speculator_model",
         "norm_before_fc": False,
         "norm_before_residual": False,
         "norm_output": False,
@@ -160,8 +160,15 @@ def speculators(layer: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
     } | keys
 
 
-def write(format: Format, folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """A folder of the format with random tensors, which it returns. config: another one than the format's."""
+def write(
+    format: Format,
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    given: Mapping[str, Tensor] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """A folder of the format with random tensors, which it returns. config: another one than the format's. given:
+    tensors that take the place of random ones.
+    """
     generator, tensors = torch.Generator().manual_seed(7), dict[str, Tensor]()
     for name, sizes in format.tensors.items():
         shape = format.shape(sizes)
@@ -175,7 +182,7 @@ def write(format: Format, folder: Path, config: Mapping[str, Any] | None = None)
         "d2t": ids - torch.arange(len(ids)),
         "t2d": torch.zeros(SIZES["V"], dtype=torch.bool).index_fill_(0, ids, True),
     }
-    tensors |= {name: maps[name] for name in format.tensors if name in MAPS}
+    tensors |= {name: maps[name] for name in format.tensors if name in MAPS} | dict(given)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(format.config if config is None else config)))
     if format.pickled:

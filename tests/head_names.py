@@ -38,6 +38,17 @@ ARCHITECTURES = {
     "gemma4": "Gemma4ForConditionalGeneration",
     "other": "of a block draft",
 }
+NOT_SERVED = {
+    "llama4": "its layers attend within chunks of 8,192 positions",
+    "qwen3_next": "most of its layers keep a state, no keys and values",
+    "qwen3_vl": "its positions have three axes (`mrope_section`)",
+    "minicpm": "its folder needs Python of its own",
+    "granite": "it scales embeddings and logits outside of its layers",
+    "ling": "its folder needs Python of its own",
+    "gemma4": "its layers have two head sizes, and some read another's keys",
+    "other": "a block draft",
+}
+"""Why a target, or such a head, does not run here."""
 NAMES = """
 S llama yuhuili/EAGLE3-Vicuna1.3-13B
 S llama yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
@@ -119,13 +130,15 @@ B other RedHatAI/gemma-4-31B-it-speculator.dflash
 
 
 class Named(NamedTuple):
-    """A head. format: one of `head_catalogue.FORMATS`, or a block draft."""
+    """A head. format: one of `head_catalogue.FORMATS`, or a block draft. why_not: why it can't run, empty if it can."""
 
     name: str
     format: str
     architecture: str
+    why_not: str
 
 
 HEADS = [
-    Named(name, FORMATS[form], ARCHITECTURES[kind]) for form, kind, name in map(str.split, NAMES.strip().splitlines())
+    Named(name, FORMATS[form], ARCHITECTURES[kind], NOT_SERVED.get(kind, ""))
+    for form, kind, name in map(str.split, NAMES.strip().splitlines())
 ]

@@ -21,6 +21,7 @@ from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
 from tests.head_catalogue import FORMATS
 from tests.head_formats import write
+from tests.head_judges import SGLANG, VLLM
 from tests.head_names import HEADS, Named
 from tests.head_runs import BUDGET, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
 from tests.serving_scenes import PHASES
@@ -30,10 +31,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "heads.md"
 
 def format_table() -> list[str]:
     """The lines of the table of formats."""
-    lines = ["| format | heads of | source | loads | logits equal an independent forward's |", "|---|---|---|---|---|"]
+    titles = "format | heads of | source | loads | logits equal an independent forward's | drafts in vLLM | in SGLang"
+    lines = [f"| {titles} |", "|---|---|---|---|---|---|---|"]
     for name, form in FORMATS.items():
         loads, equal = (said(value) for value in format_results(name))
-        lines.append(f"| {name} | {form.catalogue} | {form.source} | {loads} | {equal} |")
+        judged = f"{VLLM[name].words} | {SGLANG[name].words}"
+        lines.append(f"| {name} | {form.catalogue} | {form.source} | {loads} | {equal} | {judged} |")
     return lines
 
 
@@ -41,7 +44,8 @@ def head_table() -> list[str]:
     """The lines of the table of named heads."""
     lines = ["| head | format | target | format loads | target and head run |", "|---|---|---|---|---|"]
     for head, loads, ran in head_results():
-        lines.append(f"| {head.name} | {head.format} | `{head.architecture}` | {said(loads)} | {said(ran)} |")
+        why = f": {head.why_not}" * bool(head.why_not)
+        lines.append(f"| {head.name} | {head.format} | `{head.architecture}` | {said(loads)} | {said(ran)}{why} |")
     return lines
 
 
@@ -69,7 +73,7 @@ def head_results() -> Iterator[tuple[Named, bool, bool]]:
     loads = {name: format_results(name)[0] for name in FORMATS}
     tiny = {
         rm.family_of(name).architecture: name
-        for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "gpt_oss", "mla", "mla_glm")
+        for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "olmoe", "gpt_oss", "mla", "mla_glm")
     }
     tiny = {
         family.architecture: tiny[family.architecture] for family in served_families() if family.architecture in tiny

@@ -1,11 +1,12 @@
 """Folders of targets as they are published, tiny: their config.json, and their tensors by name and shape.
 
 Keys are those of the config.json of meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-v0.1, Qwen/Qwen2.5-7B,
-Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-R1, moonshotai/Kimi-K2-Instruct,
-zai-org/GLM-4.7-Flash and openai/gpt-oss-20b; numbers are as small as the sizes, so that each of them shows in a text of
-40 tokens. Tensors: transformers' modules of the families of one MLP; deepseek-ai/DeepSeek-V2 modeling_deepseek.py,
-DeepSeek-V3 README_WEIGHTS.md (R1's and GLM's are the same), MoonshotAI/Kimi-K2 docs/deploy_guidance.md (V3's);
-openai/gpt-oss gpt_oss/torch/weights.py.
+Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, mistralai/Mixtral-8x7B-Instruct-v0.1, allenai/OLMoE-1B-7B-0924,
+deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2, DeepSeek-R1, moonshotai/Kimi-K2-Instruct, zai-org/GLM-4.7-Flash and
+openai/gpt-oss-20b; numbers are as small as the sizes, so that each of them shows in a text of 40 tokens. Tensors:
+transformers' modules of the families of one MLP; deepseek-ai/DeepSeek-V2 modeling_deepseek.py, DeepSeek-V3
+README_WEIGHTS.md (R1's and GLM's are the same), MoonshotAI/Kimi-K2 docs/deploy_guidance.md (V3's); openai/gpt-oss
+gpt_oss/torch/weights.py.
 """
 
 from __future__ import annotations
@@ -154,7 +155,16 @@ def _llama(
     }
     layer |= {"self_attn.o_proj.weight": "H P"}
     layer |= dict(each.split(" ", 1) for each in more)
-    if "num_experts" in config:
+    if config["model_type"] == "mixtral":
+        layer["block_sparse_moe.gate.weight"] = "E H"
+        projections = {"w1": "I H", "w2": "H I", "w3": "I H"}
+        experts = [f"block_sparse_moe.experts.{expert}." for expert in range(EXPERTS)]
+        layer |= {f"{expert}{name}.weight": of_name for expert in experts for name, of_name in projections.items()}
+    elif config["model_type"] == "olmoe":
+        layer |= {"mlp.gate.weight": "E H"}
+        for expert in range(EXPERTS):
+            layer |= _mlp(f"mlp.experts.{expert}", "I")
+    elif "num_experts" in config:
         layer["mlp.gate.weight"] = "E H"
         for expert in range(EXPERTS):
             layer |= _mlp(f"mlp.experts.{expert}", "M")
@@ -255,6 +265,19 @@ TARGETS = {
         | {"num_experts_per_tok": 2, "output_router_logits": False, "router_aux_loss_coef": 0.001},
         *QK_NORMS,
         idle=("max_window_layers", "sliding_window", "use_sliding_window", "intermediate_size"),
+    ),
+    "Mixtral": _llama(
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_key_value_heads": 2}
+        | {"num_experts_per_tok": 2, "num_local_experts": EXPERTS, "output_router_logits": False, "head_dim": 16}
+        | {"rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": WINDOW},
+    ),
+    "OLMoE": _llama(
+        {"architectures": ["OlmoeForCausalLM"], "clip_qkv": 0.5, "hidden_size": 64, "model_type": "olmoe"}
+        | {"norm_topk_prob": True, "num_experts": EXPERTS, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+        | {"output_router_logits": False, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100.0}
+        | {"router_aux_loss_coef": 0.01},
+        *("self_attn.q_norm.weight P", "self_attn.k_norm.weight G"),
+        sizes={"H": 64},
     ),
     "DeepSeek-V2-Lite": _deepseek(
         V2

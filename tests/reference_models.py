@@ -18,6 +18,8 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -35,7 +37,7 @@ from attn_backends_reference.models import DraftModel, ForwardAttention, TargetM
 from attn_backends_reference.models.decoder import Family, PagedModel
 from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2, GLM4_MOE_LITE
 from attn_backends_reference.models.draft import EagleDraft
-from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Paging, RequestTable, Step
 
 VOCAB, HIDDEN = 64, 32
@@ -97,6 +99,8 @@ CONFIGS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "qwen3_bias": (Qwen3Config, GQA | {"attention_bias": True, "max_window_layers": 1} | WINDOWED),
     "qwen3_moe": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     "qwen3_moe_window": (Qwen3MoeConfig, GQA | QWEN_EXPERTS | WINDOWED),
+    "mixtral": (MixtralConfig, GQA | GPT_OSS_EXPERTS | {"sliding_window": WINDOW}),
+    "olmoe": (OlmoeConfig, COMMON | {"num_experts": 8, "num_key_value_heads": 2, "clip_qkv": 0.5}),
     "gpt_oss": (GptOssConfig, GQA | GPT_OSS_EXPERTS | {"head_dim": 64, "sliding_window": WINDOW}),
 }
 BACKENDS: dict[str, tuple[type[AttentionBackend], int]] = {
@@ -115,6 +119,8 @@ FAMILIES = {
     Qwen3MoeConfig: QWEN3_MOE,
     Glm4MoeLiteConfig: GLM4_MOE_LITE,
     GptOssConfig: GPT_OSS,
+    MixtralConfig: MIXTRAL,
+    OlmoeConfig: OLMOE,
 }
 
 

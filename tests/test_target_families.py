@@ -35,6 +35,8 @@ WINDOWS = {
     "qwen3_bias": [None, rm.WINDOW],
     "qwen3_moe": [None, None],
     "qwen3_moe_window": [rm.WINDOW, rm.WINDOW],
+    "mixtral": [rm.WINDOW, rm.WINDOW],
+    "olmoe": [None, None],
     "gpt_oss": [rm.WINDOW, None],
 }
 

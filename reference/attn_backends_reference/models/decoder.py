@@ -42,7 +42,8 @@ class Family:
     drafts of our own or MTP modules can't be loaded. cache_format: what its attention layers store. attach: make
     transformers' decoder layers of a configuration attend through an `Attention` passed as `attention=`; returns their
     attention layers. target, draft: the classes of its models. renamed: whether checkpoints name tensors otherwise than
-    transformers' modules, experts aside. experts_apart: whether they hold each expert's projections by themselves.
+    transformers' modules, experts aside. experts: how they name an MLP of experts, and an expert's gate, up and down
+    projections; None if they hold those of all experts together.
     """
 
     architecture: str
@@ -53,7 +54,7 @@ class Family:
     draft: type[EagleDraft]
     mtp_architecture: str | None = None
     renamed: bool = False
-    experts_apart: bool = True
+    experts: tuple[str, str, str, str] | None = ("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

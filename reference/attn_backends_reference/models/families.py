@@ -17,6 +17,7 @@ def served_families() -> tuple[Family, ...]:
         ) from error
     from attn_backends_reference.models.deepseek import DEEPSEEK, DEEPSEEK_V2, GLM4_MOE_LITE
     from attn_backends_reference.models.deepseek_v4 import DEEPSEEK_V4
-    from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE
+    from attn_backends_reference.models.llama import GPT_OSS, LLAMA, MISTRAL, MIXTRAL, OLMOE, QWEN2, QWEN3, QWEN3_MOE
 
-    return LLAMA, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V4, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GLM4_MOE_LITE
+    grouped = (MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, OLMOE, GPT_OSS)
+    return LLAMA, DEEPSEEK, DEEPSEEK_V2, DEEPSEEK_V4, *grouped, GLM4_MOE_LITE

@@ -1,5 +1,5 @@
-"""Llama and the families that differ from it within transformers' own layers: Mistral, Qwen2, Qwen3 and Qwen3-MoE, and
-gpt-oss.
+"""Llama and the families that differ from it within transformers' own layers: Mistral, Mixtral, Qwen2, Qwen3,
+Qwen3-MoE, OLMoE and gpt-oss.
 
 All attend by grouped queries over cached keys and values, so biases, norms of queries and keys, experts and rotary
 embeddings are transformers' business. Sliding windows and sinks are the backend's.
@@ -69,4 +69,6 @@ MISTRAL = _family("MistralForCausalLM")
 QWEN2 = _family("Qwen2ForCausalLM")
 QWEN3 = _family("Qwen3ForCausalLM")
 QWEN3_MOE = _family("Qwen3MoeForCausalLM")
-GPT_OSS = replace(_family("GptOssForCausalLM"), experts_apart=False)
+OLMOE = _family("OlmoeForCausalLM")
+MIXTRAL = replace(_family("MixtralForCausalLM"), experts=("block_sparse_moe", "w1", "w3", "w2"))
+GPT_OSS = replace(_family("GptOssForCausalLM"), experts=None)

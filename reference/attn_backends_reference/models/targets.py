@@ -126,7 +126,9 @@ def open_target(folder: str | Path) -> TargetFolder:
     if not family.renamed:
         tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
         expected = weights.expected_shapes(_empty_model(path, config))
-        weights.check_shapes(found, weights.experts_apart(expected) if family.experts_apart else expected, tied)
+        weights.check_shapes(
+            found, weights.experts_apart(expected, family.experts) if family.experts else expected, tied
+        )
     return TargetFolder(path, family, config, found)
 
 

@@ -103,18 +103,21 @@ def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def experts_apart(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The same names and shapes with each expert's projections by themselves, as most folders publish them."""
+def experts_apart(
+    shapes: Mapping[str, tuple[int, ...]], names: tuple[str, str, str, str]
+) -> dict[str, tuple[int, ...]]:
+    """The same with each expert's projections apart, as most folders publish them. names: of `Family.experts`."""
+    inside, gate, up, down = names
     apart: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         prefix, _, last = name.rpartition("mlp.experts.")
         if last not in ("gate_up_proj", "down_proj"):
-            apart[name] = shape
+            apart[name.replace(".mlp.", f".{inside}.")] = shape
             continue
         experts, rows, columns = shape
-        names, rows = (["down_proj"], rows) if last == "down_proj" else (["gate_proj", "up_proj"], rows // 2)
+        projections, rows = ([down], rows) if last == "down_proj" else ([gate, up], rows // 2)
         for expert in range(experts):
-            apart |= {f"{prefix}mlp.experts.{expert}.{each}.weight": (rows, columns) for each in names}
+            apart |= {f"{prefix}{inside}.experts.{expert}.{each}.weight": (rows, columns) for each in projections}
     return apart
 
 

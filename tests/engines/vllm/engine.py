@@ -104,11 +104,10 @@ def build(row: Row, models: Path) -> Any:
         enable_chunked_prefill=row.chunked,
         enable_prefix_caching=row.caching,
         **({} if row.block_size is None else {"block_size": row.block_size}),
-        num_gpu_blocks_override=48,
         kv_cache_memory_bytes=1 << 28,
         seed=0,
         disable_log_stats=False,
-        **options | dict(row.others),
+        **{"num_gpu_blocks_override": 48} | options | dict(row.others),
     )
 
 
