@@ -71,6 +71,7 @@ gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a G
 
 $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }
+	@echo "installing torch and the rest into .venv, once: some minutes, without a word"
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint requirements-cpu.txt --editable '.[test]' --editable ./reference
 	@touch $@

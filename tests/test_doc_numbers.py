@@ -107,10 +107,39 @@ def of_work_lists(name: str, digits: int) -> tuple[str, str]:
     return spread((row[name] for row in found), digits)
 
 
-def planned_cycle(kernel: str, page_size: int) -> tuple[str, str]:
-    """Kernels and nodes of a cycle's planning at 128 requests of 4,096 tokens, of all backends that have the kernel."""
-    about = {"phase": "cycle", "kernel": kernel, "page_size": page_size, "batch_size": 128, "context": 4096}
-    (found,) = {(f"{row['kernel_us']:.0f}", str(row["nodes"])) for row in rows("h200/plan_graphs", **about)}
+VLLM, SGLANG_RUN = "engine_vllm_throughput", "engine_sglang_throughput"
+LLAMA = ("llama-fa3-vllm_flash_attn", "llama-flash_attn")
+DEEPSEEK = ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla")
+COSTS = [
+    ("vLLM, Llama, tokens/s: `fa3`", VLLM, "tokens_per_s", LLAMA, BATCHES),
+    (
+        "vLLM, DeepSeek, tokens/s: `trtllm_mla`",
+        VLLM,
+        "tokens_per_s",
+        ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
+        (1, 32),
+    ),
+    ("vLLM, DeepSeek, tokens/s: `fa3`", VLLM, "tokens_per_s", DEEPSEEK, (32, 128)),
+    (
+        "SGLang, Llama, tokens/s: `fa3`",
+        SGLANG_RUN,
+        "tokens_per_s",
+        ("llama-attn_fa3.vllm_flash_attn-page64", "llama-fa3-page64"),
+        BATCHES,
+    ),
+    ("vLLM, Llama, metadata, host us: `fa3`", VLLM, "metadata_us", LLAMA, (128,)),
+    ("vLLM, DeepSeek, metadata, host us: `fa3`", VLLM, "metadata_us", DEEPSEEK, (128,)),
+]
+"""Of the README's table of costs: what a row is called, the run, its key, our side and the other, numbers of requests."""
+
+
+def costs() -> list[tuple[str, ...]]:
+    """Rows of the README's table of costs, without whose the other side is."""
+    found = []
+    for what, run, key, sides, batches in COSTS:
+        for batch in batches:
+            pair = [row[key] for side in sides for row in rows(f"h200/{run}", side=side, batch=batch)]
+            found.append((what, str(batch), *(f"{value:,.0f}" for value in pair)))
     return found
 
 
@@ -159,10 +188,6 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
     (README, r"\[(\S+) cases, none failed", executed),
     (README, r"\[(\S+), (\S+) wrong outputs", fuzzed),
-    (README, r"`flashmla` \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("flashmla", 64)),
-    (README, r"`vllm_flash_attn` \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("vllm_flash_attn", 64)),
-    (README, r"`flashmla_sparse` \| 256 \| (\S+) \| (\S+) \|", lambda: planned_cycle("flashmla_sparse", 256)),
-    (README, r"our kernels \| 64 \| (\S+) \| (\S+) \|", lambda: planned_cycle("triton", 64)),
     (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
@@ -203,8 +228,6 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"reach (\S+) to (\S+) of the vendors'",
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed", "triton"),
     ),
-    (README, r"ours reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
-    (README, r"heads, and\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
     (MEASURED, r"heads reach \[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
@@ -256,3 +279,9 @@ def test_the_table_of_a_cycle_says_what_the_results_say(backend, kernel, page_si
     assert [[size, *(cell.strip() for cell in cells.split("|")[:3])] for size, cells in found] == [
         table_row(backend, kernel, page_size)
     ]
+
+
+def test_the_table_of_costs_says_what_the_results_say():
+    _, table = (ROOT / README).read_text().split("| what | requests | ours | theirs | whose |\n")
+    found = re.findall(r"^\| (.+?) \| (\d+) \| (\S+) \| (\S+) \|", table.split("\n\n")[0], re.MULTILINE)
+    assert found == costs()

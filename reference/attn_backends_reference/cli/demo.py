@@ -22,7 +22,7 @@ from attn_backends.errors import ConfigError
 from attn_backends.registry import get_backend
 from attn_backends_reference.cli.options import add_runtime, choices_in_words, load_config
 from attn_backends_reference.config import RunConfig
-from attn_backends_reference.eagle.engine import build_engine
+from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.report import ExactScores, Row, demo_prompts, run_row
 from attn_backends_reference.run_options import PHASES, PhaseNames
 from spec_metadata import StepKind
@@ -41,6 +41,7 @@ BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
 BUCKETS = (8,)  # one graph of each phase, which every batch of the prompts fits; each more takes time to compile
 OURS = {CacheFormat.KV: "fa3", CacheFormat.LATENT: "flashinfer_mla"}  # whose model a backend without a file is shown on
+SHOWN_TOKENS = 48  # of the text that is printed first
 PAGE_SIZE = 16  # of such a backend, if it takes it
 
 
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             bar.describe(f"{what}: loading models")
             engine = build_engine(config)
             bar.describe(f"{what}: decoding; the first step of each kind makes its kernels and graphs")
+            if not rows:
+                _show_text(engine, what, min(prompts, key=len))
             rows.append(run_row(engine, prompts, bar.advance, exact))
             recording.add(asdict(rows[-1]))
             chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
@@ -124,6 +127,13 @@ def _page_size(backend: type[AttentionBackend], kernel: str, device: torch.devic
     if not common:
         raise ConfigError(f"backend {backend.name}: no page size is declared for every kind of step on {device}")
     return PAGE_SIZE if PAGE_SIZE in common else min(common)
+
+
+def _show_text(engine: Engine, what: str, prompt: str) -> None:
+    """Print what one prompt is continued by, before the long comparison."""
+    (completion,) = engine.generate([engine.tokenizer.encode(prompt)], SHOWN_TOKENS)
+    text = engine.tokenizer.decode(completion.tokens)
+    output_console().print(escape(f"{what}: after {prompt!r} comes\n{text}\n"), soft_wrap=True)
 
 
 def _print(rows: Iterable[Row], lines: Iterable[str]) -> None:

@@ -73,10 +73,13 @@ def choices_in_words(backends: PhaseBackends, phases: Mapping[str, StepKind]) ->
     lines = []
     for (name, kernel), passed_over in run_by.items():
         lines.append(f"{name}, kernel {kernel}: {', '.join(passed_over)}")
-        for reason in dict.fromkeys(chain.from_iterable(passed_over.values())):
-            named = [phase for phase, reasons in passed_over.items() if reason in reasons]
+        rejected: dict[str, list[str]] = {}
+        for each in dict.fromkeys(chain.from_iterable(passed_over.values())):
+            better, reason = each.split(": ", 1)
+            named = [phase for phase, reasons in passed_over.items() if each in reasons]
             where = "" if len(named) == len(passed_over) else f" ({', '.join(named)})"
-            lines.append(f"  passed over {reason}{where}")
+            rejected.setdefault(reason + where, []).append(better)
+        lines += [f"  passed over {', '.join(names)}: {reason}" for reason, names in rejected.items()]
     return lines
 
 
