@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--attn-kernel", default="auto", metavar="NAME", help="one of its kernels (default: auto, every one that runs)")
     add("--attn-device", default="cpu", metavar="DEVICE", help="such as cpu or cuda (default: cpu)")
     add("--attn-quick", action="store_true", help="a few cases of each check, spread evenly")
-    add("--attn-select", default="*", metavar="PATTERN", help="checks to run, such as 'graph.*'")
+    add("--attn-select", default="*", metavar="PATTERN", help="checks to run, such as 'graph.*,math.decode'")
     add("--attn-profile", default="", metavar="NAME", help="one part of the suite, such as chain-graph")
     add("--attn-effort", type=int, default=0, metavar="N", help="N random cases more of each group of checks")
     add("--attn-seed", type=int, default=0, metavar="SEED", help="of the random cases (default: 0)")

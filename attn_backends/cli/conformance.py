@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     check_output("--json", args.json)
     check_output("--report", args.report)
     case = read_case(args.case) if args.case else None
-    selection = Selection(args.select, args.quick, args.profile, args.effort, args.seed, args.contract)
+    selection = Selection(",".join(args.select or "*"), args.quick, args.profile, args.effort, args.seed, args.contract)
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
     for expected in known.values():
@@ -204,7 +204,9 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
     suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
-    suite.add_argument("--select", default="*", metavar="PATTERN", help="ids of checks, such as 'graph.*'")
+    suite.add_argument(
+        "--select", action="append", metavar="PATTERN", help="ids of checks, such as 'graph.*,math.decode'; may be repeated"
+    )
     suite.add_argument("--profile", default="", metavar="NAME", help=f"one part of the suite: {', '.join(PROFILES)}")
     suite.add_argument(
         "--effort", type=int, default=0, metavar="N", help="N random cases more of each group of checks, each printed"

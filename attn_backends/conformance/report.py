@@ -29,10 +29,15 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.15rem; margin-top: 2rem }
 table { border-collapse: collapse } th, td { border: 1px solid #ddd; padding: .25rem .6rem; text-align: left }
 th { background: #f5f5f5; font-weight: 600 } td { vertical-align: top } thead th { position: sticky; top: 0 }
-code, pre { font: 13px/1.45 ui-monospace, monospace } pre { margin: .3rem 0; white-space: pre-wrap }
-main { overflow-x: auto }
+body { overflow-wrap: anywhere } code, pre { font: 13px/1.45 ui-monospace, monospace }
+pre { margin: .3rem 0; white-space: pre-wrap } td { overflow-wrap: normal }
 a { text-decoration: none } details { margin: .3rem 0 } summary { cursor: pointer } .quiet { color: #757575 }
 .chip { border-radius: .6rem; color: #fff; display: inline-block; font-size: .85rem; margin: 1px; padding: 0 .55rem }
+@media (max-width: 48rem) {
+  body { margin: 1rem auto } table, tbody, tr, td { display: block } thead, tr:has(> th) { display: none }
+  tr { border: 1px solid #ddd; margin: .4rem 0; padding: .3rem .6rem } td { border: 0; overflow-wrap: anywhere; padding: 0 }
+  td[data-is]:not(:empty)::before { color: #757575; content: attr(data-is) " " }
+}
 """
 _OPEN_TARGET = """
 const open = () => { const cell = document.getElementById(location.hash.slice(1)); if (cell) cell.open = true };
@@ -68,6 +73,7 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         *(["<h2>What is wrong</h2>"] if wrong else []),
         *(_problem(row, names.get(row.backend, row.backend), device) for row in wrong),
         "<h2>Checks and kernels</h2>",
+        "<p class=quiet>A coloured cell leads to its cases, and to the command that runs one of them again.</p>",
         *_matrix(cells),
         *(["<h2>Refused, expected and not run</h2>", *_reasons(listed)] if listed else []),
         "<h2>Cases</h2>",
@@ -121,8 +127,14 @@ def _matrix(cells: Cells) -> Iterable[str]:
         shown = [f'<a href="#{_anchor(key)}">{_chips(cells[key])}</a>' if key in cells else "" for key in keys]
         about = escape(CATALOGUE[check].about) if check in CATALOGUE else ""
         told = [f"<code>{escape(check)}</code>", about, *shown]
-        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in told)}</tr>"
+        yield f"<tr>{_labelled(['', '', *columns], told)}</tr>"
     yield "</table>"
+
+
+def _labelled(names: Iterable[str], cells: Iterable[str]) -> str:
+    """Cells of a row with the names of their columns, which a phone shows beside each."""
+    labels = (f' data-is="{escape(name, quote=True)}"' if name else "" for name in names)
+    return "".join(f"<td{label}>{cell}</td>" for label, cell in zip(labels, cells, strict=True))
 
 
 def _problem(row: Row, backend: str, device: str) -> str:
@@ -175,5 +187,5 @@ def _case_line(row: Row) -> str:
     name = escape(row.case.name) if row.case else "-"
     reason = f"<br><span class=quiet>{escape(row.reason)}</span>" if row.reason else ""
     numbers = (f"{value:.3g}" if value is not None else "" for value in (row.max_err, row.budget))
-    cells = "".join(f"<td>{cell}</td>" for cell in (escape(row.path), *numbers, f"{row.ms:.0f}"))
+    cells = _labelled(("", "error", "budget", "ms"), (escape(row.path), *numbers, f"{row.ms:.0f}"))
     return f"<tr><td>{colour}</td><td{words}><code>{name}</code>{reason}</td>{cells}</tr>"

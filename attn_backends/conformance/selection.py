@@ -62,13 +62,16 @@ class Selection:
 def selected_cases(
     subject: Subject, select: str = "*", most: int | None = None, holds: Callable[[Case], bool] | None = None
 ) -> list[Case]:
-    """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. most: of each check, spread
-    evenly. holds: whether a case is wanted. Of another project's backend, those that its driver runs.
+    """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. select: patterns, with commas
+    between. most: of each check, spread evenly. holds: whether a case is wanted. Of another project's backend, those
+    that its driver runs.
     """
-    chosen = [check for id, check in CATALOGUE.items() if fnmatchcase(id, select)]
+    patterns = select.split(",")
+    unknown = [pattern for pattern in patterns if not any(fnmatchcase(id, pattern) for id in CATALOGUE)]
+    if unknown:
+        raise ConfigError(f"no check's id matches {unknown[0]!r}; there are {', '.join(CATALOGUE)}")
+    chosen = [check for id, check in CATALOGUE.items() if any(fnmatchcase(id, pattern) for pattern in patterns)]
     chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
-    if not chosen:
-        raise ConfigError(f"no check's id matches {select!r}; there are {', '.join(CATALOGUE)}")
     exempt = [pattern for each in exemptions(subject.backend) for pattern in each.checks]
     chosen = [check for check in chosen if not any(fnmatchcase(check.id, pattern) for pattern in exempt)]
     return [case for check in chosen for case in _thinned(list(filter(holds or _any, check.cases(subject))), most)]

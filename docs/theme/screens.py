@@ -2,7 +2,7 @@
 
     pip install playwright pillow; make docs; python docs/theme/screens.py REPORT.html
 
-`CHROMIUM` names the browser if Playwright has none of its own. Pictures have a palette of 64 colours, to be small.
+`CHROMIUM` names the browser if Playwright has none of its own. Pictures have a palette of 24 colours, to be small.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(report: str) -> None:
                 if window.evaluate("document.documentElement.scrollWidth") > width:
                     too_wide.append(f"{name}-{kind}")
                 shot = Image.open(io.BytesIO(window.screenshot())).convert("RGB")
-                small = shot.quantize(64, dither=Image.Dither.NONE)
+                small = shot.quantize(24, dither=Image.Dither.NONE)
                 small.save(ROOT / "docs" / "pictures" / f"{name}-{kind}.png", optimize=True)
         browser.close()
     server.shutdown()
