@@ -205,7 +205,10 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
     suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
     suite.add_argument(
-        "--select", action="append", metavar="PATTERN", help="ids of checks, such as 'graph.*,math.decode'; may be repeated"
+        "--select",
+        action="append",
+        metavar="PATTERN",
+        help="ids of checks, such as 'graph.*,math.decode'; may be repeated",
     )
     suite.add_argument("--profile", default="", metavar="NAME", help=f"one part of the suite: {', '.join(PROFILES)}")
     suite.add_argument(
