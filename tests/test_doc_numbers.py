@@ -130,7 +130,7 @@ COSTS = [
     ("vLLM, Llama, metadata, host us: `fa3`", VLLM, "metadata_us", LLAMA, (128,)),
     ("vLLM, DeepSeek, metadata, host us: `fa3`", VLLM, "metadata_us", DEEPSEEK, (128,)),
 ]
-"""Of the README's table of costs: what a row is called, the run, its key, our side and the other, numbers of requests."""
+"""Of the README's table of costs: what a row is called, the run, its key, both sides, numbers of requests."""
 
 
 def costs() -> list[tuple[str, ...]]:

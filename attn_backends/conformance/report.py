@@ -35,7 +35,8 @@ a { text-decoration: none } details { margin: .3rem 0 } summary { cursor: pointe
 .chip { border-radius: .6rem; color: #fff; display: inline-block; font-size: .85rem; margin: 1px; padding: 0 .55rem }
 @media (max-width: 48rem) {
   body { margin: 1rem auto } table, tbody, tr, td { display: block } thead, tr:has(> th) { display: none }
-  tr { border: 1px solid #ddd; margin: .4rem 0; padding: .3rem .6rem } td { border: 0; overflow-wrap: anywhere; padding: 0 }
+  tr { border: 1px solid #ddd; margin: .4rem 0; padding: .3rem .6rem }
+  td { border: 0; overflow-wrap: anywhere; padding: 0 }
   td[data-is]:not(:empty)::before { color: #757575; content: attr(data-is) " " }
 }
 """
