@@ -97,7 +97,7 @@ def table_row(backend: str, kernel: str, page_size: int) -> list[str]:
 
 
 def of_schedules(name: str, digits: int) -> tuple[str, str]:
-    assert all(row["passed"] for row in rows("h200/schedules"))
+    assert all(row.get("passed") or row.get("status") == "pass" for row in rows("h200/schedules"))
     return spread((row[name] for row in rows("h200/schedules")), digits)
 
 

@@ -2,7 +2,7 @@
 
 The interpreter multiplies no bfloat16, truncates where a GPU rounds to it, and knows neither NaN nor subnormals of
 8-bit floats: stores of these types are compared on values that they hold exactly, and the rest on a GPU
-(`tests/gpu/operators.py`).
+(`attn-backends conformance --device cuda`).
 """
 
 from __future__ import annotations

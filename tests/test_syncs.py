@@ -22,8 +22,8 @@ from tests.gpu.syncs import (
     PLANNINGS,
     Place,
     backends_of,
+    counted,
     cycles,
-    rows,
     setting_of,
     worker_of,
 )
@@ -48,7 +48,7 @@ def traffic(monkeypatch):
 
 
 def rows_of(probe, place=PLACE):
-    return list(rows(STAGE, probe, ("auto",), (place,)))
+    return list(counted(STAGE, probe, ("auto",), (place,)))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.backend)

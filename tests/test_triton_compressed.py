@@ -1,7 +1,7 @@
 """The Triton kernels of compressed layers, run by the interpreter, and their operators, against the torch definitions.
 
 The interpreter multiplies no bfloat16 and truncates where a GPU rounds to it, so queries are float32 here and what is
-written as bfloat16 holds exactly; the rest is compared on a GPU (`tests/gpu/sparse.py`).
+written as bfloat16 holds exactly; the rest is compared on a GPU (`attn-backends conformance dsv4 --device cuda`).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from attn_backends.conformance.scenes import Batch
 from spec_metadata import PackedQuery, StepKind
 from spec_metadata.upload import to_device, upload
 from tests.engine_batches import cache_manager, paged_scene, trtllm_metadata
-from tests.gpu.uploads import makers, rows
+from tests.gpu.uploads import counted, makers
 from tests.host_traffic import HostTraffic
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -75,5 +75,5 @@ def test_host_values_arrive(values: list[int]) -> None:
 @pytest.mark.parametrize("name", makers(CPU))
 def test_steps_of_host_lengths_wait_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU's results count, on a CPU in the device's place."""
-    found = {row["made"]: row for row in rows(CPU, HostTraffic(monkeypatch).probe)}
+    found = {row["made"]: row for row in counted(CPU, HostTraffic(monkeypatch).probe)}
     assert found[name]["waits"] == 0

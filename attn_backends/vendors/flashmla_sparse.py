@@ -98,7 +98,7 @@ class VendorRowSchedule(RowSchedule):
 
     Only a launch can plan for windows and entries. But FlashMLA distributes groups of 64 keys by one scheduler for all
     kernels. So the planning call of its dense kernel, which is recordable, does it for as many keys as there are in
-    whole groups of either pool. `tests/gpu/sparse.py` holds the two to each other.
+    whole groups of either pool.
     """
 
     def refresh(self) -> None:

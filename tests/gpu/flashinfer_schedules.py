@@ -1,31 +1,24 @@
 """FlashInfer's MLA kernels by our lists of work and by FlashInfer's own: errors, speed, and what a plan takes on a GPU.
 
-    python -m tests.gpu.flashinfer_schedules --json docs/results/h200/flashinfer_schedules.json
-
 A row is a batch on `fa2` or `fa3`. Our launch must write what its torch definition writes. Attention by it may be off
 from float32 by twice what it is by FlashInfer's own plan and a rounding step, over the longest request and a few more,
 and from FlashInfer's by eight rounding steps of the largest output anywhere. Its speed must be at least 0.95 of that
 by FlashInfer's plan: the median of five rounds in turn, each of a graph of ten launches. First, a graph that holds our
-plan and a launch is replayed on other lengths. Under four minutes, of which FlashInfer compiles for one.
+plan and a launch is replayed on other lengths. Cases that `SECONDS` do not suffice for are left out, the least telling.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attn_backends import results
 from attn_backends.contract.kernel import LayerShape
 from attn_backends.kernels.work_operators import ITEM_FIELDS, NUM_WORDS, WorkLists, list_work
 from attn_backends.vendors.flashinfer_work import FLOAT_WORKSPACE, INT_WORKSPACE, MLASchedule, VendorMLASchedule
@@ -38,6 +31,7 @@ PAGE_SIZE, RANK, HEAD_DIM, SCALE = 64, 512, 576, 192**-0.5
 LONGEST, MOST_TOKENS = 131072, 131072 + 128 * 4096
 ROUNDS, LAUNCHES, LEAST_SPEED, ROUNDING = 5, 10, 0.95, 2**-9
 MODULES = ("fa3", "fa2")
+SECONDS = 220.0  # no case begins later
 
 
 class Case(NamedTuple):
@@ -187,7 +181,7 @@ def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
     torch.cuda.synchronize()
     speed = statistics.median(theirs / ours for ours, theirs in rounds)
     times = {"us": us, "vendor_us": vendor_us, "speed": speed, "us_plan": us_plan, "vendor_host_us": vendor_plan_us}
-    return {**found, **times, "pass": found["accurate"] and found["defined"] and speed >= LEAST_SPEED}
+    return {**found, **times, "status": _status(found["accurate"] and found["defined"] and speed >= LEAST_SPEED)}
 
 
 def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
@@ -212,48 +206,29 @@ def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
     replayed = [planned.out.clone(), planned.lse.clone()]
     launch()
     same = all(torch.equal(*pair) for pair in zip(replayed, (planned.out, planned.lse), strict=True))
-    return {"backend": backend, "name": "replay", "pass": same and bool(planned.out.isfinite().all())}
+    return {"backend": backend, "name": "replay", "status": _status(same and bool(planned.out.isfinite().all()))}
 
 
-def main() -> int:
-    """Run every case, print a line for each, and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file to write")
-    parser.add_argument("--seconds", type=float, default=220.0, help="begin no case later than that")
-    arguments = parser.parse_args()
+def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """A replay on each module, then every case that there is time for."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    begun, rows = time.perf_counter(), []
+    begun = time.perf_counter()
     latents = torch.randn(MOST_TOKENS // PAGE_SIZE, PAGE_SIZE, HEAD_DIM, device=DEVICE).bfloat16()
-
-    def add(about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
-        try:
-            found = measure()
-        except Exception as error:  # one case that can't run must not hide the others
-            found = {"pass": False, "error": f"{type(error).__name__}: {str(error)[:300]}"}
-        rows.append({**about, **{k: float(f"{v:.4g}") if type(v) is float else v for k, v in found.items()}})
-        print(json.dumps(rows[-1]), flush=True)
-
     for backend in MODULES:
-        add({}, lambda backend=backend: replay_row(backend, latents))
-    left_out = 0
+        yield _row({}, lambda backend=backend: replay_row(backend, latents))
     for case in cases():
-        if time.perf_counter() - begun > arguments.seconds:
-            left_out += 1
-            continue
-        add(case._asdict(), lambda case=case: row_of(case, latents))
-    for backend in MODULES:
-        timed = [row for row in rows if row["backend"] == backend and "speed" in row]
-        if timed:
-            slowest, plans = min(timed, key=lambda row: row["speed"]), [row["us_plan"] for row in timed]
-            about = f"{sum(row['pass'] for row in timed)}/{len(timed)} pass, plan {min(plans)} to {max(plans)} us"
-            print(backend, about, "slowest", slowest, flush=True)
-    print(f"{left_out} cases left out, {time.perf_counter() - begun:.0f} s", flush=True)
-    if arguments.json:
-        command = ["python", "-m", "tests.gpu.flashinfer_schedules", *sys.argv[1:]]
-        results.write(arguments.json, results.head(command, "cuda"), rows)
-    return int(any(not row["pass"] for row in rows))
+        if time.perf_counter() - begun <= SECONDS:
+            yield _row(case._asdict(), lambda case=case: row_of(case, latents))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _row(about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        found = measure()
+    except Exception as error:  # one case that can't run must not hide the others
+        found = {"status": "fail", "error": f"{type(error).__name__}: {str(error)[:300]}"}
+    return {**about, **{k: float(f"{v:.4g}") if type(v) is float else v for k, v in found.items()}}
+
+
+def _status(is_right: bool) -> str:
+    return "pass" if is_right else "fail"

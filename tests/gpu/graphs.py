@@ -1,23 +1,17 @@
 """What CUDA graphs promise beside right numbers: replays allocate nothing, memory is shared safely, failures are clean.
 
-    python -m tests.gpu.graphs --json FILE
-
-Needs a CUDA GPU; runs each backend on the best kernel of every step kind, at a small size.
+Runs each backend on the best kernel of every step kind, at a small size.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import torch
 
-from attn_backends import results
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, allocate_kv, allocate_latent
 from attn_backends.errors import CaptureError
@@ -194,19 +188,7 @@ def run(name: str, check: Callable[[Engine], bool]) -> dict[str, Any]:
     return {"backend": name, "kernel": kernel, "check": check.__name__, "status": status}
 
 
-def main() -> int:
-    """Run every check on every backend; 1 if one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
-    path = parser.parse_args().json
+def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Every check on every backend."""
     torch.manual_seed(0)
-    rows = [run(name, check) for name in ("flashinfer_mla", "trtllm_mla", "fa3", "reference") for check in CHECKS]
-    for row in rows:
-        print(*row.values(), flush=True)
-    command = ["python", "-m", "tests.gpu.graphs", "--json", str(path)]
-    results.write(path, results.head(command, "cuda"), rows)
-    return int(any(row["status"] == "fail" for row in rows))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return (run(name, check) for name in ("flashinfer_mla", "trtllm_mla", "fa3", "reference") for check in CHECKS)

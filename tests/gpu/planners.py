@@ -1,25 +1,19 @@
 """Compare the fused planners and input copies with their definitions on a GPU, on thousands of random batches.
 
-    python -m tests.gpu.planners --json FILE [--batches N]
-
 Every batch must be equal in every integer that a planner must write, and hold in all others what it held. A row counts
-the batches of a planner and kind of step, those that differ, and those that the driver launched too (`cuda_launch`);
-the command exits with 1 if one differs, or was launched by Triton alone though its launch is bound.
+the batches of a planner and kind of step, those that differ, and those that the driver launched too (`cuda_launch`).
+It fails if one differs, or was launched by Triton alone though its launch is bound.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from attn_backends import results
 from attn_backends.kernels import cuda_launch
 from spec_metadata import BlockTable, RequestTable
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, Case
@@ -82,15 +76,10 @@ class CountedStart:
         return error
 
 
-def main() -> int:
-    """Compare all; 1 if a batch differs, or was not launched as it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--batches", type=int, default=500, help="random batches of each planner (%(default)s)")
-    arguments = parser.parse_args()
-    compared, differ, by_driver = (Counter[tuple[str, str]]() for _ in range(3))
-    start, by_triton = CountedStart(), 0
-    in_turns = list(comparisons(range(arguments.batches)))
+def rows(_device: str = "cuda", batches: int = 500) -> Iterator[dict[str, Any]]:
+    """A row of each planner and kind of step, over as many random batches of each planner."""
+    compared, differ, by_driver, by_triton = (Counter[tuple[str, str]]() for _ in range(4))
+    start, in_turns = CountedStart(), list(comparisons(range(batches)))
     Random(0).shuffle(in_turns)  # small after large, as memory of many sizes is used again
     for what, compare in in_turns:
         compared[what] += 1
@@ -101,16 +90,8 @@ def main() -> int:
             differ[what] += 1
             print(*what, type(error).__name__, str(error)[:500], flush=True)
         by_driver[what] += start.number > before
-        by_triton += start.number == before and what not in NOT_BOUND
-    rows = [
-        {"planner": what[0], "kind": what[1], "batches": n, "differ": differ[what], "by_driver": by_driver[what]}
-        for what, n in sorted(compared.items())
-    ]
-    print(f"{compared.total()} batches, {differ.total()} differ, {by_triton} not launched by the driver", flush=True)
-    command = ["python", "-m", "tests.gpu.planners", "--json", str(arguments.json)]
-    results.write(arguments.json, results.head(command, "cuda"), rows)
-    return int(differ.total() + by_triton > 0 or not rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        by_triton[what] += start.number == before and what not in NOT_BOUND
+    for what, number in sorted(compared.items()):
+        about = {"planner": what[0], "kind": what[1], "batches": number, "differ": differ[what]}
+        failed = differ[what] + by_triton[what] > 0
+        yield about | {"by_driver": by_driver[what], "status": "fail" if failed else "pass"}

@@ -21,6 +21,7 @@ from attn_backends import results
 from attn_backends.conformance import summary
 from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.registry import BUILT_IN
+from tests.gpu.__main__ import NAMES
 
 LIMIT = 600
 OUT = Path("docs/results/h200")
@@ -49,16 +50,7 @@ PARTS = {
     **{f"bench_{name}": f"benchmarks {name} --json {{file}}" for name in ("memory", "eager", "steps")},
     "plan_graphs": "benchmarks plans --json {file}",
     "adaptive_times": "training.adaptive --times {file}",
-    "planners": "tests.gpu.planners --json {file}",
-    "compressed": "tests.gpu.compressed --json {file}",
-    "serving": "tests.gpu.serving --json {file}",
-    "syncs": "tests.gpu.syncs --json {file}",
-    "uploads": "tests.gpu.uploads --json {file}",
-    "schedules": "tests.gpu.schedules --json {file}",
-    "mtp": "tests.gpu.mtp --json {file}",
-    "prefill": "tests.gpu.prefill --json {file}",
-    "graphs": "tests.gpu.graphs --json {file}",
-    "sparse": "tests.gpu.sparse --json {file}",
+    **{name: f"tests.gpu {name} --json {{file}}" for name in NAMES},
     "sanitizer": "tests.gpu.sanitize --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",
 }  # the arguments of `python -m`

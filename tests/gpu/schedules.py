@@ -1,25 +1,20 @@
 """FlashMLA on schedules that we plan beside FlashMLA's own: what planning takes, and what attention takes on each.
 
-    python -m tests.gpu.schedules --json FILE
-
 A row is one problem: dense MLA decode of some requests, in CUDA graphs that take turns. Both schedules are looked at:
-every block of keys belongs to one part (`tests/share_outs.py`). Exit code 1 if a schedule is no partition, outputs
+every block of keys belongs to one part (`tests/share_outs.py`). It fails if a schedule is no partition, outputs
 differ by more than rounding, or equal schedules give other bits.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_backends import results
 from attn_backends.cache import PagedLatent
 from attn_backends.contract.kernel import LayerShape, Scheduled
 from attn_backends.layer import AttentionLayer
@@ -124,29 +119,11 @@ def measured(name: str, lens: list[int], num_heads: int, width: int) -> dict[str
         "vendors_splits": int(made["vendor"].splits[-1]),
         "is_partition": is_partition,
         "max_err": error,
-        "passed": is_partition and error <= TOLERANCE * scale and same_bits,
+        "status": "pass" if is_partition and error <= TOLERANCE * scale and same_bits else "fail",
     }
 
 
-def main() -> int:
-    """Measure all problems; 1 if one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, metavar="FILE")
-    args = parser.parse_args()
-    words = ("python", "-m", "tests.gpu.schedules", "--json", str(args.json))
-    passed = True
-    with results.Recording(args.json, results.head(words, str(DEVICE))) as recording:
-        for num_heads in HEADS:
-            for width in WIDTHS:
-                for name, lens in problems():
-                    row = measured(name, lens, num_heads, width)
-                    recording.add(row)
-                    passed = passed and row["passed"]
-                    sys.stdout.write(f"{row}\n")
-                    sys.stdout.flush()
-    recording.finish()
-    return 0 if passed else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Every problem."""
+    for num_heads, width, (name, lens) in product(HEADS, WIDTHS, problems()):
+        yield measured(name, lens, num_heads, width)

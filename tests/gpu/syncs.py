@@ -1,7 +1,5 @@
 """How often the host waits in a cycle of the worker, and what it copies to a GPU and back, by torch's profiler.
 
-    python -m tests.gpu.syncs --json FILE
-
 Cycles of draft, verify, accept and draft extend through graphs, planned before them or in them. Launching one waits
 for nothing: the host sends which rows of the table take part, and for kernels that plan there (`needs_host_lens`) the
 lists of work of the phases; tokens and their counts set out for it. Reading waits once, for these two. So a cycle with
@@ -11,12 +9,9 @@ fails, and so does one with less, of which the profiler has missed something.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +139,7 @@ def measured(setting: Setting, backend: AttentionBackend, planning: str, probe: 
     return {"host_lag": worker.host_lag, **found, **verdict}
 
 
-def rows(
+def counted(
     stage: Stage, probe: Probe, kernels: Sequence[str] = KERNELS, places: Sequence[Place] = PLACES
 ) -> Iterator[dict[str, Any]]:
     """A row for each backend, kernel, shape of drafts and place of planning."""
@@ -155,20 +150,7 @@ def rows(
             yield about | measured(setting, backend, planning, probe)
 
 
-def main() -> int:
-    """Count on every backend; 1 if a cycle waits or copies otherwise than it must."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
-    args = parser.parse_args()
-    found = []
-    for row in rows(Stage(torch.device("cuda"), CudaGraph, CudaClock(), rounds=1), count_on_cuda):
-        found.append(row)
-        print(*row.values(), flush=True)
-    command = ["python", "-m", "tests.gpu.syncs", "--json", str(args.json)]
-    results.write(args.json, results.head(command, "cuda"), found)
-    return int(any(row["status"] == "fail" for row in found))
-
-
-if __name__ == "__main__":
+def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Counted on every backend."""
     torch.set_grad_enabled(False)
-    sys.exit(main())
+    return counted(Stage(torch.device("cuda"), CudaGraph, CudaClock(), rounds=1), count_on_cuda)

@@ -1,26 +1,20 @@
 """How often the host waits for a busy device while it makes steps from lengths that it knows: never.
 
-    python -m tests.gpu.uploads --json uploads.json
-
 A row says what was made, the waits, the copies to the device, one for each list of host values, and the launches, of
 which SGLang's tree mask may take 32. On a CPU the same runs with a count of reads in place of the profiler
-(`tests/test_uploads.py`). Exit code 1 if a row fails.
+(`tests/test_uploads.py`).
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_backends import results
 from attn_backends.adapters import sglang, tensorrt_llm, vllm
 from attn_backends.conformance.scenes import Batch
 from benchmarks.counts import Probe, count_on_cuda
@@ -86,7 +80,7 @@ def makers(device: torch.device) -> Makers:
     }
 
 
-def rows(device: torch.device, probe: Probe) -> Iterator[dict[str, Any]]:
+def counted(device: torch.device, probe: Probe) -> Iterator[dict[str, Any]]:
     """A row for each, with what it counts."""
     for name, (num_copies, make) in makers(device).items():
         (found,) = probe([Work(lambda make=make: make)])
@@ -97,20 +91,6 @@ def rows(device: torch.device, probe: Probe) -> Iterator[dict[str, Any]]:
         yield {"made": name, **counts, "status": "pass" if right else "fail", **reason}
 
 
-def main() -> int:
-    """Count; 1 if anything waits."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
-    args = parser.parse_args()
-    found = []
-    for row in rows(torch.device("cuda"), count_on_cuda):
-        found.append(row)
-        print(*row.values(), flush=True)
-    command = ["python", "-m", "tests.gpu.uploads", "--json", str(args.json)]
-    results.write(args.json, results.head(command, "cuda"), found)
-    return int(any(row["status"] == "fail" for row in found))
-
-
-if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    sys.exit(main())
+def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
+    """Counted on the GPU."""
+    return counted(torch.device("cuda"), count_on_cuda)
