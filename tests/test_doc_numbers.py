@@ -111,7 +111,7 @@ VLLM, SGLANG_RUN = "engine_vllm_throughput", "engine_sglang_throughput"
 LLAMA = ("llama-fa3-vllm_flash_attn", "llama-flash_attn")
 DEEPSEEK = ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla")
 COSTS = [
-    ("vLLM, Llama, tokens/s: `fa3`", VLLM, "tokens_per_s", LLAMA, BATCHES),
+    ("vLLM, Llama, tokens/s: `fa3`", VLLM, "tokens_per_s", LLAMA, (128,)),
     (
         "vLLM, DeepSeek, tokens/s: `trtllm_mla`",
         VLLM,
@@ -119,7 +119,7 @@ COSTS = [
         ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
         (1, 32),
     ),
-    ("vLLM, DeepSeek, tokens/s: `fa3`", VLLM, "tokens_per_s", DEEPSEEK, (32, 128)),
+    ("vLLM, DeepSeek, tokens/s: `fa3`", VLLM, "tokens_per_s", DEEPSEEK, BATCHES),
     (
         "SGLang, Llama, tokens/s: `fa3`",
         SGLANG_RUN,
