@@ -100,7 +100,7 @@ class CompressedTarget(TargetModel):
     def __init__(self, family: Family, model: PreTrainedModel) -> None:
         # transformers keeps norms and hyper-connections in float32, whose outputs its own projections then refuse
         for parameter in model.parameters():
-            parameter.data = parameter.data.to(model.lm_head.weight.dtype)
+            parameter.data = parameter.data.to(model.get_output_embeddings().weight.dtype)
         super().__init__(family, model)
 
 
