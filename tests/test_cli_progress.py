@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from attn_backends.cli import consoles, main
+from attn_backends.cli import HELP, consoles, main
 from attn_backends_reference.cli import demo
 from benchmarks import memory
 from benchmarks.__main__ import main as benchmark
@@ -73,16 +73,23 @@ def test_a_compiled_kernel_is_counted_at_its_first_use(terminal, monkeypatch):
     assert "fa3 tree; 2 kernels compiled at their first use, 4 s" in terminal.getvalue()
 
 
-def test_loading_a_model_is_shown(terminal):
-    assert main(["generate", "--prompt", "a", "--max-new-tokens", "1"]) == 0
-    assert "loading mla" in terminal.getvalue()
+SHOWN = {
+    "conformance": ("fa3 --kernel torch --select plan.write_slots --quick", "fa3 (torch) plan."),
+    "explain": ("fa3 trtllm_mla --example decode", "2/2 backends"),
+    "inspect": ("gqa", "reading what gqa says of itself"),
+    "export": ("mla --draft mla-mtp --to vllm --out FOLDER", "writing target and mtp for vllm"),
+    "generate": ("--prompt a --max-new-tokens 1", "loading mla"),
+    "demo": ("--backend trtllm_mla", "trtllm_mla chain, eager: loading models"),
+}
+"""A line of every command that can take longer than two seconds, and what a terminal shows of it."""
 
 
-def test_reading_metadata_is_shown(terminal, capsys):
-    assert main(["explain", "fa3", "trtllm_mla", "--example", "decode"]) == 0
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
-    assert "trtllm_mla" in shown
-    assert "2/2 backends" in shown
+@pytest.mark.parametrize("command", sorted(HELP.keys() - {"list", "info"}))
+def test_every_command_that_takes_long_shows_what_it_does(command, terminal, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "run_row", lambda *args: ROW)
+    words, expected = SHOWN[command]
+    assert main([command, *words.replace("FOLDER", str(tmp_path / "out")).split()]) == 0
+    assert expected in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
 
 
 def test_progress_is_shown_on_a_terminal():

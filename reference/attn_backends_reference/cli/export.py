@@ -7,14 +7,15 @@ import json
 from pathlib import Path
 
 from attn_backends.cli import Command
-from attn_backends.cli.consoles import output_console
+from attn_backends.cli.consoles import output_console, progress
 from attn_backends_reference.models import EMBEDDED_DRAFTS, EMBEDDED_TARGETS, exports, folders
 
 
 def run(args: argparse.Namespace) -> int:
     """Write both folders and print where they are."""
     target, draft = folders.find(args.folder, EMBEDDED_TARGETS), folders.find(args.draft, EMBEDDED_DRAFTS)
-    written = exports.export(target, draft, args.to, args.out)
+    with progress(f"writing {target.name} and {draft.name} for {args.to}", "folders"):
+        written = exports.export(target, draft, args.to, args.out)
     names = dict(zip(("target", "draft"), map(str, written), strict=True))
     if args.json:
         output_console().print_json(json.dumps(names))

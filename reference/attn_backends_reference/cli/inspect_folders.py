@@ -10,7 +10,7 @@ from typing import Any
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import Command
-from attn_backends.cli.consoles import output_console
+from attn_backends.cli.consoles import output_console, progress
 from attn_backends.kernels.device_memory import free_bytes
 from attn_backends_reference.cli.options import add_run, add_runtime, choices_in_words, in_bytes, load_config
 from attn_backends_reference.config import RunConfig
@@ -24,12 +24,14 @@ SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "max_position_embeddi
 
 def run(args: argparse.Namespace) -> int:
     """Print it; 2 if something of it is refused."""
-    found, console = open_target(args.model), output_console()
-    config = load_config(args, args.config, args.backend)
-    engine = Engine(config, found.empty(), (), ByteTokenizer())
-    refused = [*_refusals(engine), *_too_much(engine, found)]
-    kernels = choices_in_words(engine.backends, config.phases)
-    described = _described(found, engine)
+    console = output_console()
+    with progress(f"reading what {args.model} says of itself", "folders"):
+        found = open_target(args.model)
+        config = load_config(args, args.config, args.backend)
+        engine = Engine(config, found.empty(), (), ByteTokenizer())
+        refused = [*_refusals(engine), *_too_much(engine, found)]
+        kernels = choices_in_words(engine.backends, config.phases)
+        described = _described(found, engine)
     if args.json:
         own = {"draft": [*_draft(config)], "notes": [*config.notes], "kernels": [*kernels], "refused": refused}
         console.print_json(json.dumps(described | own))
