@@ -5,7 +5,7 @@ On a GPU the streams are CUDA's, elsewhere a model of their order (`stream_order
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +20,14 @@ from attn_backends.conformance.checks_turns import in_pairs, same_pages
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, Ran, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import graph, growing, one_page_size
+from attn_backends.conformance.situations import (
+    UNIFORM_KINDS,
+    graph,
+    graphable,
+    growing,
+    is_declared,
+    one_page_size,
+)
 from attn_backends.conformance.stream_order import Name, Streams, streams_of
 from attn_backends.layer import AttentionOutput
 from attn_backends.memory.phase_sets import PhaseSets
@@ -38,8 +45,9 @@ class _OnStream:
         self.captured, self.scene, self.before = captured, scene, before
 
     def run(self) -> None:
-        """Restore the cache and replay."""
+        """Restore the cache, hand in the model's inputs and replay."""
         self.captured.world.memory.copy_(self.before)
+        self.captured.fill(self.scene)
         self.ran = self.captured.replay(self.scene, self.before)
         self.after = self.captured.world.memory.clone()
 
@@ -47,7 +55,8 @@ class _OnStream:
         """What came out, once the streams have finished."""
         self.captured.world.memory.copy_(self.after)
         compare_memory(self.ran.scene, self.ran.before, padded=True)
-        return compare_outputs(self.ran.scene, self.ran.inputs, self.ran.outputs)
+        given = self.scene.inputs(self.captured.case.bs, self.captured.case.num_tokens)
+        return compare_outputs(self.ran.scene, given, self.ran.outputs)
 
 
 @check("streams.planned_beside_a_graph", in_pairs)
@@ -55,28 +64,74 @@ def planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
     """A phase is planned on a second stream after the main one's writes of its inputs, while another one's graph runs;
     its own graph runs after an event of that. Either stream may lag.
     """
+    return _planned_beside(subject, replace(case, after=""), [case.after])
+
+
+def _two_others(subject: Subject, case: Case) -> list[str]:
+    """Kinds that are captured beside a case's own."""
+    others = (str(kind) for kind in UNIFORM_KINDS if graphable(subject, kind) and kind != case.kind)
+    return [kind for kind in others if is_declared(subject, replace(case, kind=kind))][-2:]
+
+
+def _in_threes(subject: Subject) -> list[Case]:
+    cases = one_page_size(graph(growing))(subject)
+    return [case for case in cases if len(_two_others(subject, case)) == 2]
+
+
+@check("streams.two_planned_beside_a_graph", _in_threes)
+def two_planned_beside_a_graph(subject: Subject, case: Case) -> Measured:
+    """Two phases are planned ahead on a second stream while a third one's graph runs, as the rest of a cycle is."""
+    return _planned_beside(subject, case, _two_others(subject, case))
+
+
+def _planned_beside(subject: Subject, case: Case, others: Sequence[str]) -> Measured:
+    """Phases of other kinds are planned on the second stream while a graph of the case's kind runs on the main one."""
     world, found = world_of(setup_of(subject, case)), []
-    phases = Captured(world, case), Captured(world, replace(case, kind=case.after, after=""))
-    scenes = same_pages(world, case)
+    phases = [Captured(world, replace(case, kind=kind)) for kind in (case.kind, *others)]
+    scenes = same_pages(world, case, others)
     for late in (Name.SIDE, Name.MAIN):
-        first, second = (
+        first, *rest = graphs = [
             _OnStream(phase, scene, prepare_memory(scene, case)) for phase, scene in zip(phases, scenes, strict=True)
-        )
-        phases[1].plan(phases[1].scene.step())  # not what is planned below
+        ]
+        for each in rest:
+            each.captured.plan(each.captured.scene.step())  # not what is planned below
         phases[0].load(scenes[0])
-        step = phases[1].fill(scenes[1])
-        inputs = inputs_of(step)
+        steps = [each.captured.fill(each.scene) for each in rest]
+        inputs = [tensor for step in steps for tensor in inputs_of(step)]
         true = [tensor.clone() for tensor in inputs]
         overwrite(inputs)
         streams = streams_of(world.device, late)
         streams.launch(Name.MAIN, partial(fill, inputs, true))
         hand_over(streams, Name.MAIN, Name.SIDE)
-        streams.launch(Name.SIDE, partial(phases[1].world.backend.replay, phases[1].meta, step))
+        for each, step in zip(rest, steps, strict=True):
+            streams.launch(Name.SIDE, partial(each.captured.plan, step))
         streams.launch(Name.MAIN, first.run)
         hand_over(streams, Name.SIDE, Name.MAIN)
-        streams.launch(Name.MAIN, second.run)
+        for each in rest:
+            streams.launch(Name.MAIN, each.run)
         streams.finish()
-        found += [first.measured(), second.measured()]
+        found += [each.measured() for each in graphs]
+    return nearest(found)
+
+
+@check("streams.planned_again", one_page_size(graph(growing)))
+def planned_again(subject: Subject, case: Case) -> Measured:
+    """A phase is planned for its next step on a second stream, after the event that ends the reads of its graph on the
+    main one; the graph runs again after an event of that. Either stream may lag.
+    """
+    world, found = world_of(setup_of(subject, case)), []
+    captured, scenes = Captured(world, case), same_pages(world, case, [case.kind])
+    for late in Name:
+        graphs = [_OnStream(captured, scene, prepare_memory(scene, case)) for scene in scenes]
+        captured.load(scenes[0])
+        streams = streams_of(world.device, late)
+        end_reads(streams, [graphs[0].run], Name.SIDE)
+        plan = captured.bring if case.refresh else captured.plan
+        streams.launch(Name.SIDE, partial(plan, scenes[1].step()))
+        hand_over(streams, Name.SIDE, Name.MAIN)
+        streams.launch(Name.MAIN, graphs[1].run)
+        streams.finish()
+        found += [each.measured() for each in graphs]
     return nearest(found)
 
 
@@ -172,7 +227,7 @@ def sets_switch_behind_reads(subject: Subject, case: Case) -> Measured:
     world, room = world_of(setup_of(subject, case)), torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device=subject.device)
     sets = PhaseSets(world.device)
     first, second = (InSet(world, case, sets.add()) for _ in range(2))
-    scenes = same_pages(world, replace(case, after=case.kind))
+    scenes = same_pages(world, case, [case.kind])
     memory, found = [prepare_memory(scene, case) for scene in scenes], []
     first.load(scenes[0])
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -193,7 +193,7 @@ def planned_ahead(subject: Subject, case: Case) -> Measured:
     """A phase stays planned while another one of the same requests is planned at other lengths; then the graphs run."""
     world = world_of(setup_of(subject, case))
     phases = [Captured(world, replace(case, kind=kind, after="")) for kind in (case.kind, case.after)]
-    scenes = same_pages(world, case)
+    scenes = same_pages(world, replace(case, after=""), [case.after])
     for captured, scene in zip(phases, scenes, strict=True):
         captured.load(scene)
     found: list[Measured] = []
@@ -204,10 +204,10 @@ def planned_ahead(subject: Subject, case: Case) -> Measured:
     return nearest(found)
 
 
-def same_pages(world: World, case: Case) -> list[Scene]:
-    """A step of a case's kind and one of the kind after it, of the same requests and pages; of fewer tokens then."""
+def same_pages(world: World, case: Case, others: Sequence[str]) -> list[Scene]:
+    """A step of a case's kind and some of other kinds, of the same requests and pages; these of fewer tokens."""
     lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
-    batches = [batch_of(case), batch_of(replace(case, kind=case.after, lens=lens))]
+    batches = [batch_of(case), *(batch_of(replace(case, kind=kind, lens=lens)) for kind in others)]
     room = world.table.shape[1]  # all pages of a row
     return [scene_of(world, batch, case.seed + i, case.seed, room) for i, batch in enumerate(batches)]
 
