@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import load_mtp, load_target, open_target
@@ -122,6 +125,45 @@ def test_the_bytes_are_told_before_anything_is_read(folder: Path, tmp_path: Path
     assert found.num_bytes(torch.bfloat16) == sum(2 * tensor.numel() for tensor in states(loaded).values())
     assert sum(read) == found.weights.num_bytes
     assert found.weights.num_bytes < open_target(twin(folder, tmp_path / "twin")).weights.num_bytes
+
+
+LOADING = """
+import re, sys, threading, time, torch
+from attn_backends_reference.models import load_target, open_target
+
+def taken():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+load_target("mla", torch.bfloat16)  # what is imported and allocated once
+found = open_target(sys.argv[1])
+before, seen, done = taken(), [], threading.Event()
+watch = threading.Thread(target=lambda: [seen.append(taken()) or time.sleep(0.001) for _ in iter(done.is_set, True)])
+watch.start()
+target = found.load(torch.bfloat16, "cpu")
+done.set()
+watch.join()
+print((max(seen) - before) / found.num_bytes(torch.bfloat16))
+"""
+
+
+@pytest.mark.full
+def test_the_bytes_told_are_within_a_tenth_of_the_peak(tmp_path: Path) -> None:
+    """In a process of its own: of 8-bit blocks, most of them experts, which are stacked layer by layer."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 192, "n_routed_experts": 16, "num_hidden_layers": 30}
+    save_in_blocks(AutoModelForCausalLM.from_config(rm.tiny_config("mla_experts", **sizes)), tmp_path)
+    ran = subprocess.run([sys.executable, "-c", LOADING, tmp_path], capture_output=True, text=True, check=True)
+    assert 0.95 < float(ran.stdout) < 1.1
+
+
+def save_in_blocks(model: PreTrainedModel, folder: Path) -> None:
+    """A target whose layers' weights are 8-bit blocks of 128, with scales of one."""
+    model.bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name, each in tensors.items() if is_quantized(name, each) and "gate.weight" not in name]:
+        blocks = [-(-size // 128) for size in tensors[name].shape]
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(blocks)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, quantization_config=QUANTIZATION | {"weight_block_size": [128, 128]})
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import resources
@@ -29,6 +30,7 @@ SAME_MODELS = {"kimi_k2": "deepseek_v3"}
 """Types of models that transformers has under another name: Kimi-K2 is DeepSeek-V3's architecture
 (https://github.com/MoonshotAI/Kimi-K2/blob/main/docs/deploy_guidance.md)."""
 SHOWN_TENSORS = 4
+READING_AHEAD_OFF = "HF_DEACTIVATE_ASYNC_LOAD"  # documented by transformers
 
 
 def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
@@ -108,6 +110,20 @@ def without_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def without_reading_ahead() -> Iterator[None]:
+    """transformers reads a weight when it needs it. Its threads would read all experts first and then stack copies."""
+    before = os.environ.get(READING_AHEAD_OFF)
+    os.environ[READING_AHEAD_OFF] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[READING_AHEAD_OFF]
+        else:
+            os.environ[READING_AHEAD_OFF] = before
 
 
 def error_in_words(error: Exception) -> str:

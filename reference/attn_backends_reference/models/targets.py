@@ -6,7 +6,7 @@ Nothing here touches the network, and Python that a folder brings along is never
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,9 @@ class TargetFolder:
         import transformers
 
         class_ = getattr(transformers, self.family.architecture)
-        with folders.without_progress_bars(), self.weights.opened(on_bytes) as unread:
+        has_experts = any(".experts." in name for name in self.weights.tensors)
+        ahead = folders.without_reading_ahead() if has_experts else nullcontext()
+        with folders.without_progress_bars(), ahead, self.weights.opened(on_bytes) as unread:
             loaded: Any = class_.from_pretrained(
                 None,
                 config=self.config,
