@@ -1,12 +1,21 @@
-"""Documents, public docstrings, errors and help say things plainly: short sentences, the field's terms, no idioms."""
+"""Documents, public docstrings, errors and help say things plainly: short sentences, the field's terms, no idioms; and
+three passages of every page answer a question each.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from tests.words import MOST_WORDS, of_docstrings, of_documents, of_messages, public, sentences, wrong
+
+ROOT = Path(__file__).parent.parent
+PASSAGES = tomllib.loads((ROOT / "tests" / "passages.toml").read_text())
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("source", [of_documents, of_docstrings, of_messages], ids=lambda source: source.__name__)
@@ -53,3 +62,18 @@ def test_sentences_of_markdown(text, expected):
 def test_public_docstrings_are_read_and_private_ones_are_not():
     source = """class A:\n  def b(self):\n    def c(): 1\n  def _d(self): 1\nclass _E:\n  def f(self): 1"""
     assert [getattr(node, "name", "") for node in public(ast.parse(source))] == ["", "A", "b", "c"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_three_passages_of_the_page_answer_their_questions(page):
+    text = " ".join((ROOT / page).read_text().split())
+    assert len(PASSAGES[page]) == 3, f"{page} has three passages, with questions and answers, in tests/passages.toml"
+    for quote, question, answer in PASSAGES[page]:
+        assert quote in text, f"{page} no longer says {quote!r}: renew the passage, its question and its answer"
+        assert question.endswith("?")
+        facts = set(re.findall(r"`[^`]+`|\d[\d.,]*\d|\d", answer))
+        assert all(fact in quote for fact in facts), f"{page}: {answer!r} says what {quote!r} does not"
+
+
+def test_no_passages_are_of_a_page_that_is_gone():
+    assert set(PASSAGES) == set(PAGES)
