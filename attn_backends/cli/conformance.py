@@ -28,10 +28,11 @@ from attn_backends.conformance import (
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
 from attn_backends.conformance.failures import FailedGroup, explained, failed_groups
+from attn_backends.conformance.floors import of_report
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import conformance_rows, judged, report_of
+from attn_backends.conformance.runner import conformance_rows, floors_of, judged, report_of
 from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import resolve
 from attn_backends.contract import CONTRACT
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             bar.advance()
     complete = () if case else selection.complete_profiles
     report = replace(report, rows=tuple(rows), profiles=passed(rows, complete) if complete else {})
+    if selection.is_whole and not case:
+        report = replace(report, floors=floors_of(names, args.kernel, args.device))
     try:
         recording.finish(**report.own)
         if args.report:
@@ -141,6 +144,9 @@ def _print(report: Report, code: int, args: argparse.Namespace) -> None:
         _print_failures(console, failed_groups(rows), args)
     for kernel, names in report.profiles.items():
         console.print(f"{escape(kernel)} {told(names)}", soft_wrap=True)
+    for floor in of_report(report.floors):
+        verdict = {True: "[green]fast enough[/]", False: "[yellow]slow[/]", None: "[bright_black]no time[/]"}[floor.met]
+        console.print(f"{verdict} {escape(str(floor))}", soft_wrap=True)
     console.print(f"executed {report.executed} of {len(report.rows)}:{_counts(report.rows)}; exit code {code}")
 
 

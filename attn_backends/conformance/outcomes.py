@@ -28,6 +28,7 @@ class Outcome(StrEnum):
     ERROR = "error"
 
 
+_OWN = ("suite_version", "contract", "profiles", "floors")  # of a report, beside the head and rows of every result
 EXECUTED = frozenset({Outcome.PASS, Outcome.FAIL, Outcome.REFUSED, Outcome.XFAIL})
 
 
@@ -85,7 +86,8 @@ def _three_digits(value: float | None) -> float | None:
 class Report:
     """All rows of a run. device: the name of what it ran on. versions, date, commit, command: as in `results.Head`.
     contract: that was checked, "" in reports from before it had a version. profiles: that each `backend/kernel` passes,
-    of those that the run has all cases of.
+    of those that the run has all cases of. floors: how fast kernels are beside what their device allows (`Floor`), of
+    a run of all cases on a GPU.
     """
 
     suite_version: str
@@ -97,6 +99,7 @@ class Report:
     command: str = ""
     contract: str = ""
     profiles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    floors: Sequence[Mapping[str, Any]] = ()
 
     @property
     def head(self) -> Head:
@@ -124,7 +127,7 @@ class Report:
     @property
     def own(self) -> dict[str, Any]:
         """What a report has beside the head and rows of every result."""
-        own = {"suite_version": self.suite_version, "contract": self.contract, "profiles": self.profiles}
+        own = {name: getattr(self, name) for name in _OWN}
         return {name: value for name, value in own.items() if value}
 
     def to_json(self) -> str:
@@ -144,5 +147,5 @@ class Report:
             raise ConfigError("not a conformance report: it names no suite_version")
         if not results.is_complete:
             raise ConfigError(f"the run was interrupted after {len(results.rows)} rows; run its command again")
-        own = {name: results.own[name] for name in ("suite_version", "contract", "profiles") if name in results.own}
+        own = {name: results.own[name] for name in _OWN if name in results.own}
         return cls(rows=tuple(map(Row.from_dict, results.rows)), **own, **asdict(results.head))

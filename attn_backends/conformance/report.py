@@ -10,6 +10,7 @@ from pathlib import Path
 from attn_backends.conformance import commands
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, group_of
 from attn_backends.conformance.failures import has_failed
+from attn_backends.conformance.floors import Floor, of_report
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import told
 from attn_backends.results import write_text
@@ -73,6 +74,8 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         *(f"<p>{escape(kernel)} {told(names)}</p>" for kernel, names in report.profiles.items()),
         *(["<h2>What is wrong</h2>"] if wrong else []),
         *(_problem(row, names.get(row.backend, row.backend), device) for row in wrong),
+        "<h2>How fast</h2>",
+        *_floors(of_report(report.floors)),
         "<h2>Checks and kernels</h2>",
         "<p class=quiet>A coloured cell leads to its cases, and to the command that runs one of them again.</p>",
         *_matrix(cells),
@@ -105,8 +108,8 @@ def _present(rows: Iterable[Row]) -> list[tuple[Outcome, int]]:
     return [(outcome, counts[outcome]) for outcome in WORST_FIRST if counts[outcome]]
 
 
-def _chip(outcome: Outcome, count: int | None = None) -> str:
-    text = outcome if count is None else f"{count} {outcome}"
+def _chip(outcome: Outcome, count: int | None = None, text: str = "") -> str:
+    text = text or (outcome if count is None else f"{count} {outcome}")
     return f'<span class=chip style="background: var(--{outcome})">{text}</span>'
 
 
@@ -116,6 +119,21 @@ def _chips(rows: Iterable[Row]) -> str:
 
 def _anchor(key: tuple[str, str]) -> str:
     return escape("--".join(key).replace(" ", "_"), quote=True)
+
+
+def _floors(found: Sequence[Floor]) -> Iterable[str]:
+    """A line for each floor; none of them fails a run."""
+    if not found:
+        yield "<p class=quiet>Times are taken in a run of all cases on a GPU.</p>"
+        return
+    verdicts = {True: _chip(Outcome.PASS, text="fast enough"), False: _chip(Outcome.XFAIL, text="slow"), None: ""}
+    yield "<table><thead><tr><th>kernel<th>what<th>measured<th>at most<th>verdict<th></tr></thead>"
+    for floor in found:
+        value = "not measured" if floor.value is None else f"{floor.value:.2f}"
+        kernel = escape(f"{floor.backend}/{floor.kernel}")
+        cells = [kernel, escape(floor.floor), value, f"{floor.most:g}", verdicts[floor.met], escape(floor.reason)]
+        yield f"<tr>{_labelled(['', '', 'measured', 'at most', '', ''], cells)}</tr>"
+    yield "</table>"
 
 
 def _matrix(cells: Cells) -> Iterable[str]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+import torch
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.conformance.expectations import ExpectedFailure, check_expectations, unmet
+from attn_backends.conformance.floors import floors
+from attn_backends.conformance.foreign.driver import ForeignBackend
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.outcomes import SUITE_VERSION, Report, Row
 from attn_backends.conformance.profiles import passed
@@ -38,7 +42,17 @@ def run_conformance(
         rows.append(row)
         if on_row:
             on_row(row)
-    return report_of(device, rows, ["run_conformance", found.name, device], selection)
+    report = report_of(device, rows, ["run_conformance", found.name, device], selection)
+    return replace(report, floors=floors_of([found], kernel, device)) if selection.is_whole else report
+
+
+def floors_of(backends: Sequence[Backend], kernel: str, device: str) -> list[dict[str, Any]]:
+    """How fast the kernels are that run here, beside what the device allows: on a GPU, whose times mean something."""
+    if torch.device(device).type != "cuda":
+        return []
+    ours = [each for each in map(resolve, backends) if not issubclass(each, ForeignBackend)]
+    subjects = [subject for each in ours for subject in resolve_subjects(each, kernel, device)[0]]
+    return [floor.to_dict() for subject in subjects for floor in floors(subject)]
 
 
 def report_of(device: str, rows: Sequence[Row], command: Sequence[str], selection: Selection) -> Report:

@@ -52,6 +52,11 @@ class Selection:
         return known + random_cases(subject, drawn_from, self.effort, self.seed)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether no check is left out."""
+        return self.select == "*" and not self.profile
+
+    @property
     def complete_profiles(self) -> tuple[str, ...]:
         """The profiles of which a run has all cases."""
         if self.quick or self.select != "*":
