@@ -350,10 +350,10 @@ def test_a_command_sets_its_number_of_threads(variable, options, threads, monkey
 
 
 def test_threads_are_at_least_one_and_in_the_help(capsys):
-    for arguments, code in ((["demo", "--threads", "0"], 2), (["demo", "--help"], 0)):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == code
+    assert main(["demo", "--threads", "0"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--help"])
+    assert stop.value.code == 0
     output = capsys.readouterr()
     assert "'0' is not a number of at least 1" in output.err
     assert "default: OMP_NUM_THREADS if it is set, else 1" in " ".join(output.out.split())

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from attn_backends.cli import EXIT_CODES, HELP, find, main, run_command
+from attn_backends.errors import ConfigError
 from attn_backends.results import read
 from benchmarks import __main__ as benchmarks
 
@@ -30,6 +32,12 @@ def test_the_help_has_an_example_that_is_understood_and_the_exit_codes(program, 
 
 
 @pytest.mark.parametrize("program", COMMANDS)
+def test_words_that_are_not_understood_are_one_line_that_leads_to_the_help(program):
+    with pytest.raises(ConfigError, match=f"--nope; {program} --help shows what there is, with an example$"):
+        run_command(program, replace(COMMANDS[program], add_arguments=lambda parser: None), ["--nope"])
+
+
+@pytest.mark.parametrize("program", COMMANDS)
 def test_every_command_reports_as_json(program):
     parser = argparse.ArgumentParser()
     COMMANDS[program].add_arguments(parser)
@@ -37,8 +45,10 @@ def test_every_command_reports_as_json(program):
 
 
 def test_the_help_lists_every_command(capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    for words in (["--help"], []):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
     shown = capsys.readouterr().out
     assert all(f"  {name:12} {text}" in shown for name, text in HELP.items())
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from textwrap import fill, indent
+from typing import NoReturn
 
 import torch
 
@@ -60,6 +61,14 @@ class Command:
     example: str
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all errors of commands are, and lead to its help."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `ConfigError`; argparse would print the usage of every option and exit."""
+        raise ConfigError(f"{message}; {self.prog} --help shows what there is, with an example")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 1 if a comparison failed, 2 if something can't be used or written,
     `INTERRUPTED`, or `CLOSED` if the reader of its output went away. The `--json` file has what was done all the same.
@@ -67,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def run() -> int:
-        given = _parser().parse_args(words)
+        given = _parser().parse_args(words or ["--help"])
         return run_command(f"attn-backends {given.command}", find(given.command), given.rest)
 
     return guarded(run)
@@ -75,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(program: str, command: Command, words: Sequence[str]) -> int:
     """Run a command with its arguments. program: what its help calls it."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog=program,
         description=fill(command.description, HELP_WIDTH),
         epilog=f"example:\n  {command.example}\n\n{fill(EXIT_CODES, HELP_WIDTH)}",
@@ -172,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     added = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     lines = [f"{name:12} {text}" for name, text in HELP.items()]
     lines += [f"{name:12} of {entry.value.partition(':')[0]}" for name, entry in added.items() if name not in HELP]
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="attn-backends",
         description="Attention backends for EAGLE speculative decoding.",
         epilog="commands:\n" + indent("\n".join(lines), "  ") + f"\n\n{EXIT_CODES}",
