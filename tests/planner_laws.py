@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_backends.kernels import plan_operators
 from attn_backends.kernels.schedule_operators import share_out
+from attn_backends.kernels.work_operators import NUM_WORDS, WorkLists, list_work
 from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
@@ -94,7 +95,7 @@ def check_equal(form: Form, case: Case) -> None:
         expected[WRITE_SLOTS.name][forward].copy_(write_slots(step, forward))
     form.write(step, expected)
     masks, plan = form.specified(step, expected), form.bind(step, fused)
-    made = share_out_along(plan, fused)
+    made = written_along(plan, fused)
     for launch in launches(case):
         plan()
         for name, given in fused.items():
@@ -104,30 +105,54 @@ def check_equal(form: Form, case: Case) -> None:
                 f"{name} of {case.kind}, {launch}, lengths {case.lens}:\n{given}\n{wanted}"
             )
             given.fill_(GARBAGE)
-        check_shared_out(made, expected)
+        check_along(made, expected)
         for tensor in made:
             tensor.fill_(GARBAGE)
 
 
-def share_out_along(plan: Callable[[], None], buffers: Buffers) -> tuple[Tensor, ...]:
-    """FlashMLA's share-outs to some parts, and their scratch, that a block table's launch is to write along."""
-    if buffers.get("cache_seqlens", torch.empty(0)).numel() == 0:  # of another form, or an idle step
-        return ()
+def written_along(plan: Callable[[], None], buffers: Buffers) -> tuple[Tensor, ...]:
+    """A vendor's schedule that a launch is to write along: of a block table FlashMLA's share-outs to some parts, and
+    their scratch; of CSR FlashInfer's lists of work.
+    """
+    if next((buffers[name] for name in ("cache_seqlens", "kv_len") if name in buffers), torch.empty(0)).numel() == 0:
+        return ()  # of another form, or an idle step
     assert isinstance(plan, plan_operators.PagePlanner)
-    made = _share_outs(buffers["cache_seqlens"])
-    assert plan.share_out(*made)
-    assert not plan.share_out(*made), "a launch writes one for each forward"
+    made = _garbage_along(buffers)
+    for is_first in (True, False):
+        if "kv_len" in buffers:
+            assert plan.list_work(WorkLists(*made), *_listed(buffers)) is is_first, "a launch writes one"
+        else:
+            assert plan.share_out(*made) is is_first, "a launch writes one for each forward"
     return made
 
 
-def check_shared_out(made: tuple[Tensor, ...], expected: Buffers) -> None:
+def check_along(made: tuple[Tensor, ...], expected: Buffers) -> None:
     """What was written along is what the definition makes of the expected lengths."""
-    if made:
-        wanted, lens = _share_outs(expected["cache_seqlens"].cpu()), expected["cache_seqlens"].cpu()
-        for forward, *of_forward in zip(lens, *wanted, strict=True):
+    if not made:
+        return
+    given = {name: tensor.cpu() for name, tensor in expected.items()}
+    wanted = tuple(tensor.cpu() for tensor in _garbage_along(expected))
+    if "kv_len" in given:
+        rows = given["qo_indptr"], given["kv_indptr"], given["kv_len"]
+        num_tokens, num_heads, causal = _listed(expected)
+        list_work(*rows, WorkLists(*wanted), num_tokens=num_tokens, num_heads=num_heads, causal=causal)
+    else:
+        for forward, *of_forward in zip(given["cache_seqlens"], *wanted, strict=True):
             share_out(forward, *of_forward)
-        for name, ours, theirs in zip(("parts", "splits", "marks"), made, wanted, strict=True):
-            assert torch.equal(ours.cpu(), theirs), f"{name} of {lens}:\n{ours}\n{theirs}"
+    for number, (ours, theirs) in enumerate(zip(made, wanted, strict=True)):
+        assert torch.equal(ours.cpu(), theirs), f"tensor {number} of a schedule:\n{ours}\n{theirs}"
+
+
+def _listed(buffers: Buffers) -> tuple[int, int, bool]:
+    """num_tokens, num_heads, causal of lists."""
+    return buffers.extent.num_tokens, 24, buffers.extent.bs % 2 == 0
+
+
+def _garbage_along(buffers: Buffers) -> tuple[Tensor, ...]:
+    if "kv_len" not in buffers:
+        return _share_outs(buffers["cache_seqlens"])
+    words = torch.full((NUM_WORDS,), GARBAGE, dtype=torch.int32, device=buffers["kv_len"].device)
+    return WorkLists.of(words, 5, 1 + buffers.extent.bs % 2)
 
 
 def _share_outs(lens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

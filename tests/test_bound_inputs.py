@@ -22,7 +22,7 @@ from spec_metadata import (
 from spec_metadata.bound_inputs import check_bound
 from tests.bound_batches import CPU, conventions, engine, spoil, statics
 from tests.plan_batches import KINDS, PACKED_KINDS, Case
-from tests.planner_laws import FORMS, RINGS, check_shared_out, share_out_along
+from tests.planner_laws import FORMS, RINGS, check_along, written_along
 from tests.triton_interpreter import interpreted
 
 UNIFORM = [kind for kind in KINDS if kind not in PACKED_KINDS]
@@ -88,9 +88,9 @@ def test_one_launch_reads_and_plans_as_the_definitions_do(name: str, kind: str, 
                 wanted[WRITE_SLOTS.name][forward].copy_(write_slots(expected, forward))
             form.write(expected, wanted)
             plan = form.bind(static, fused, given.bind(static, case))
-            made = share_out_along(plan, fused)
+            made = written_along(plan, fused)
             plan()
-            check_shared_out(made, wanted)
+            check_along(made, wanted)
             check_same(static, expected)
             for buffer, mask in form.specified(expected, wanted).items():
                 assert torch.equal(fused[buffer] * mask, wanted[buffer] * mask), buffer

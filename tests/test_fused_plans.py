@@ -15,7 +15,7 @@ from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_
 from spec_metadata.plans import block_table
 from tests.bound_batches import engine, statics
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case
-from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage
+from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
 from tests.triton_interpreter import interpreted
 
 PAGE_SIZES = (1, 16, 64, 256)
@@ -91,7 +91,7 @@ def test_fused_block_table_refuses_a_packed_query() -> None:
 @pytest.mark.parametrize("name", FORMS)
 def test_many_requests_and_long_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests than a block of lengths, and more pages, and rows, than a block of them."""
-    monkeypatch.setattr(interpreted("triton_plan", "_plan_pages"), "_BLOCK", 8)
+    monkeypatch.setattr(interpreted("triton_plan", "_plan_pages"), "BLOCK_PAGES", 8)
     check_equal(FORMS[name], Case("verify chain", 64, 0, sizes=(20,), context=200))
     check_equal(FORMS[name], Case("draft chain", 1, 0, sizes=(3,), context=90))
     check_equal(FORMS[name], Case("draft tree", 1, 2, sizes=(3,), context=90))
@@ -237,7 +237,12 @@ def test_one_compilation_serves_every_batch_of_its_variant(monkeypatch: pytest.M
             kind in COMPRESSED_KINDS
         )
         for form in forms:
-            form.bind(case.step, garbage(form.specs, case))()
+            for is_along in (False, True):
+                buffers = garbage(form.specs, case)
+                plan = form.bind(case.step, buffers)
+                if is_along:
+                    written_along(plan, buffers)
+                plan()
             num_launches += 1
             if kind not in PACKED_KINDS:
                 own = seed % 3 == 0

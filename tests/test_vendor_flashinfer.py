@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.cache import PagedLatent
-from attn_backends.conformance import Subject, run_case, selected_cases
+from attn_backends.conformance import Subject, run_case, selected_cases, worlds
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import World
@@ -25,6 +25,8 @@ from spec_metadata import StepKind, pad_step
 from spec_metadata.buffers import Producer
 from tests.checks import check_eager, check_replay
 from tests.flashinfer_stand_in import Module, OnCpu, OnCpuByVendor, install, setup_of
+from tests.triton_interpreter import interpreted
+from tests.vendor_stand_ins import planned_once
 
 module = pytest.fixture(install)
 PLANNED = pytest.mark.parametrize("backend", [OnCpu, OnCpuByVendor], ids=["by us", "by FlashInfer"])
@@ -42,6 +44,19 @@ def test_a_replay_is_right_for_other_lengths_and_padding(
     shortest = 0 if topk > 1 else 1
     first, second = Batch(kind, (9, 4)), Batch(kind, (shortest, 12, 5))
     check_replay(World(setup_of(page_size, topk, backend)), first, second, MAX_BS)
+
+
+@pytest.mark.parametrize("kind", [StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY])
+def test_a_captured_step_is_planned_and_listed_by_one_launch(
+    module: Module, kind: StepKind, monkeypatch: pytest.MonkeyPatch
+):
+    interpreted("triton_plan_work", "_plan_and_list")
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    planned_once(monkeypatch, MLASchedule)
+    for recorded in (False, True):
+        world = World(replace(setup_of(4), checking=not recorded))
+        check_replay(world, Batch(kind, (9, 4)), Batch(kind, (3, 12, 5)), MAX_BS, record_refresh=recorded)
 
 
 @PLANNED

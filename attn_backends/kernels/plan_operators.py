@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels.devices import is_watched, on_its_device, undispatched
+from attn_backends.kernels.work_operators import WorkLists
 from spec_metadata import BoundStep, Buffers, Paging, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
@@ -38,8 +39,8 @@ _STEP = (
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
     f"plan_pages({_STEP}, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
-    "Tensor(e!) write_slots, Tensor(f!)[] share_out, int width, int num_steps, int first, int advance, int page_size, "
-    "int reserved_page, int known_real, int max_pages) -> ()",
+    "Tensor(e!) write_slots, Tensor(f!)[] along, int[] listed, int width, int num_steps, int first, int advance, "
+    "int page_size, int reserved_page, int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
@@ -166,21 +167,21 @@ def _bind_pages(
 ) -> Callable[[], None]:
     inputs, sizes = StepInputs.of(step, bound), (*_sizes(step, keys), buffers.extent.max_pages)
 
-    def launch(share_out: Sequence[Tensor]) -> _Repeated:
-        return _Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], share_out, *sizes)
+    def launch(along: Sequence[Tensor], listed: Sequence[int]) -> _Repeated:
+        return _Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], along, listed, *sizes)
 
     return PagePlanner(launch)
 
 
 class PagePlanner:
-    """What writes page lists and write slots with every call, and along with them, by the same launch, a share-out.
+    """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule.
 
-    launch: the tensors of a share-out, or none -> what launches.
+    launch: the tensors of a schedule, or none, and the numbers of a list of work -> what launches.
     """
 
-    def __init__(self, launch: Callable[[Sequence[Tensor]], Callable[[], None]]) -> None:
-        self._launch, self._shares = launch, False
-        self._write = launch(())
+    def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Callable[[], None]]) -> None:
+        self._launch, self._has_along = launch, False
+        self._write = launch((), ())
 
     def __call__(self) -> None:
         """Launch."""
@@ -192,9 +193,18 @@ class PagePlanner:
         parts: [num_forwards, num_parts, 8] int32, splits: [num_forwards, bs + 1] int32 and marks: [num_forwards, bs, 2]
         int32, as of `schedule_operators.share_out`, of a request or more.
         """
-        if self._shares:
+        return self._write_along((parts, splits, marks), ())
+
+    def list_work(self, lists: WorkLists, num_tokens: int, num_heads: int, causal: bool) -> bool:
+        """Write FlashInfer's lists of work along from now on; False where another schedule is written already.
+        Arguments as of `work_operators.list_work`, of CSR of one length a request.
+        """
+        return self._write_along(lists, (num_tokens, num_heads, int(causal)))
+
+    def _write_along(self, tensors: Sequence[Tensor], listed: Sequence[int]) -> bool:
+        if self._has_along:
             return False
-        self._write, self._shares = self._launch((parts, splits, marks)), True
+        self._write, self._has_along = self._launch(tensors, listed), True
         return True
 
 
@@ -252,10 +262,15 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
 
 
 def _pages(*arguments: Any) -> Prepared:
+    num = len(StepInputs._fields)
+    inputs, (*outputs, along, listed), counts = StepInputs(*arguments[:num]), arguments[num:-8], arguments[-8:]
+    if listed:
+        from attn_backends.kernels import triton_plan_work
+
+        return triton_plan_work.plan_and_list(inputs, outputs, WorkLists(*along), listed, *counts)
     from attn_backends.kernels import triton_plan
 
-    num = len(StepInputs._fields)
-    return triton_plan.plan_pages(StepInputs(*arguments[:num]), *arguments[num:])
+    return triton_plan.plan_pages(inputs, *outputs, along, *counts)
 
 
 def _compressed(*arguments: Any) -> Prepared:

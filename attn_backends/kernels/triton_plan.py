@@ -24,6 +24,7 @@ from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
 from attn_backends.kernels.triton_share_out import constants, share_blocks
 from attn_backends.kernels.triton_step import (
+    StepSizes,
     arguments_of,
     committed_tokens,
     first_row,
@@ -37,7 +38,7 @@ from attn_backends.kernels.triton_step import (
     visible_keys,
 )
 
-_BLOCK = 1024
+BLOCK_PAGES = 1024
 _MOST_PROGRAMS = 2048
 
 
@@ -108,7 +109,7 @@ def _share_forward(
 
 
 @triton.jit
-def _plan_request(
+def plan_request(
     seq_lens,
     num_real,
     given_starts,
@@ -194,11 +195,11 @@ def _plan_pages(
     given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
     outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
     if parts is None:
-        _plan_request(*given, *outputs, BLOCK)
+        plan_request(*given, *outputs, BLOCK)
     else:
         forward = tl.program_id(0) - number(step.bs) - 1
         if forward < 0:
-            _plan_request(*given, *outputs, BLOCK)
+            plan_request(*given, *outputs, BLOCK)
         elif tl.program_id(1) == 0:
             read = (seq_lens, num_real, given_starts, rows, bound, lens, parts, splits, marks, step, sizes)
             _share_forward(*read, forward, PARTS, KEYS, COST, REQUESTS)
@@ -215,19 +216,28 @@ def plan_pages(
     *counts: int,
 ) -> Prepared:
     """The launch; arguments as of the operator (`plan_operators`), the counts from `width` on."""
-    bs, num_forwards = inputs.seq_lens.shape[0], write_slots.shape[0]
-    *of_step, max_pages = counts
-    step = step_sizes(inputs, *of_step, num_forwards, max_pages)
-    num_lens, shared = lens.shape[0], share_out[0].shape[1] if share_out else 0
-    strides = [each.stride(0) for each in (lens, pages, write_slots)]
-    share_strides = [each.stride(0) for each in share_out] or [0, 0, 0]
-    sizes = opaque(PageSizes._make([*strides, num_lens, pages.shape[-1], *share_strides, shared, bs.bit_length()]))
     given, variant = arguments_of(inputs)
-    launch = _launch(lens.device, (bs + 1 + (num_lens if shared else 0), num_parts(bs + 1, max_pages), 1))
-    outputs = (starts, page_starts, lens, pages, write_slots, *(share_out or (None, None, None)), step, sizes)
-    compiled_for = (_BLOCK, *constants(shared or 1))
+    shared, max_pages = share_out[0].shape[1] if share_out else 0, counts[-1]
+    num_programs = inputs.seq_lens.shape[0] + 1 + (lens.shape[0] if shared else 0)
+    launch = _launch(lens.device, (num_programs, num_parts(inputs.seq_lens.shape[0] + 1, max_pages), 1))
+    sizes = sizes_of(inputs, lens, pages, write_slots, share_out, *counts)
+    outputs = (starts, page_starts, lens, pages, write_slots, *(share_out or (None, None, None)), *sizes)
+    compiled_for = (BLOCK_PAGES, *constants(shared or 1))
     variant = (*variant, starts is None, page_starts is None, not shared, *compiled_for)
     return Prepared(launch, variant, (*given, *outputs, *compiled_for))
+
+
+def sizes_of(
+    inputs: StepInputs, lens: Tensor, pages: Tensor, write_slots: Tensor, share_out: Sequence[Tensor], *counts: int
+) -> tuple[StepSizes, PageSizes]:
+    """The sizes of a step and of its page lists, as kernels take them."""
+    *of_step, max_pages = counts
+    shared = share_out[0].shape[1] if share_out else 0
+    strides = [each.stride(0) for each in (lens, pages, write_slots)]
+    share_strides = [each.stride(0) for each in share_out] or [0, 0, 0]
+    steps = inputs.seq_lens.shape[0].bit_length()
+    sizes = PageSizes._make([*strides, lens.shape[0], pages.shape[-1], *share_strides, shared, steps])
+    return step_sizes(inputs, *of_step, write_slots.shape[0], max_pages), opaque(sizes)
 
 
 @cache
@@ -238,4 +248,4 @@ def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
 @cache
 def num_parts(num_rows: int, num_columns: int) -> int:
     """Programs that share a row of so many columns, of which there are `num_rows`."""
-    return max(1, min(triton.cdiv(num_columns, _BLOCK), _MOST_PROGRAMS // num_rows))
+    return max(1, min(triton.cdiv(num_columns, BLOCK_PAGES), _MOST_PROGRAMS // num_rows))

@@ -1,10 +1,13 @@
-"""FlashInfer's work lists as one Triton launch of one program: `work_operators.list_work`.
+"""FlashInfer's work lists as one Triton launch of one program: `work_operators.list_work`. The launch that plans a
+captured step writes them too (`triton_plan_work`).
 
 Four passes over tiles, a block of them at a time: their keys, the length of a chunk, what is left beside chunks, and
 the lists. Every word is written once, so that no thread waits for another's.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -202,20 +205,14 @@ def _list_tiles(
     return partial, partials, q_indptr * heads + first_row, num_rows, whole, taken, left_items
 
 
-@unspecialized
-def _list_work(
-    qo_indptr,
-    kv_indptr,
-    kv_len,
+@triton.jit
+def write_lists(
+    batch,
     items,
     merges,
     work_indptr,
     item_stride,
     merge_stride,
-    n,
-    slots,
-    steps,
-    heads,
     num_clusters,
     SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -225,7 +222,8 @@ def _list_work(
     SLOTS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    batch = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads)
+    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to heads."""
+    _, _, _, _, slots, _, _ = batch
     chunk = _chunk(batch, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS)
     distance, pitch, num_chunks, pieces = _cut(batch, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
     cut = (chunk, distance, pitch, num_chunks)
@@ -251,6 +249,59 @@ def _list_work(
     _store_merges(merges, merge_stride, block, idle, none, none, none, none, 0)
 
 
+@unspecialized
+def _list_work(
+    qo_indptr,
+    kv_indptr,
+    kv_len,
+    items,
+    merges,
+    work_indptr,
+    item_stride,
+    merge_stride,
+    n,
+    slots,
+    steps,
+    heads,
+    num_clusters,
+    SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    COST: tl.constexpr,
+    TRIED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads), (items, merges, work_indptr)
+    sizes = (item_stride, merge_stride, num_clusters)
+    write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, BLOCKS)
+
+
+class ListSizes(NamedTuple):
+    """Strides and sizes of lists. n: requests. slots: places for tiles. steps: of a search among requests."""
+
+    item_stride: int
+    merge_stride: int
+    n: int
+    slots: int
+    steps: int
+    heads: int
+    num_clusters: int
+
+
+def sizes_of(lists: WorkLists, n: int, num_tokens: int, num_heads: int) -> ListSizes:
+    """The sizes of n requests' lists."""
+    slots, num_clusters = num_slots(num_tokens, num_heads, n, lists.tile_rows), lists.work_indptr.shape[0] - 1
+    return ListSizes(lists.items.stride(0), lists.merges.stride(0), n, slots, n.bit_length(), num_heads, num_clusters)
+
+
+def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int | bool, ...]:
+    """What kernels are compiled for, from `SIZE` on."""
+    block = min(triton.next_power_of_2(sizes.slots), _MOST_SLOTS)
+    num_blocks = triton.next_power_of_2(lists.merges.shape[1] + 1)
+    return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, num_blocks
+
+
 def list_work(
     qo_indptr: Tensor,
     kv_indptr: Tensor,
@@ -261,11 +312,7 @@ def list_work(
     causal: bool,
 ) -> None:
     """`work_operators.list_work`."""
-    n, size, num_clusters = kv_len.shape[0], lists.tile_rows, lists.work_indptr.shape[0] - 1
-    slots = num_slots(num_tokens, num_heads, n, size)
-    block = min(triton.next_power_of_2(slots), _MOST_SLOTS)
-    constants = (size, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, triton.next_power_of_2(lists.merges.shape[1] + 1))
-    strides = (lists.items.stride(0), lists.merges.stride(0))
-    numbers = (n, slots, n.bit_length(), num_heads, num_clusters)
+    sizes = sizes_of(lists, kv_len.shape[0], num_tokens, num_heads)
+    constants = constants_of(lists, sizes, causal)
     launch = Launch(_list_work, kv_len.device, (1, 1, 1), _WARPS)
-    launch(constants, qo_indptr, kv_indptr, kv_len, *lists, *strides, *numbers, *constants)
+    launch(constants, qo_indptr, kv_indptr, kv_len, *lists, *sizes, *constants)

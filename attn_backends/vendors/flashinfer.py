@@ -34,6 +34,7 @@ from attn_backends.vendors.flashinfer_work import (
     VENDOR_INT_WORKSPACE,
     MLASchedule,
     VendorMLASchedule,
+    listed_along,
     refuse,
 )
 from spec_metadata import StepKind
@@ -83,6 +84,7 @@ def mla_kernel(backend: str, architectures: frozenset[int], version: str | None)
         architectures=architectures,
         schedule=partial(MLASchedule, backend),
         workspaces=(INT_WORKSPACE,),
+        along=listed_along,
         scratch=(FLOAT_WORKSPACE,),
     )
     return kernel if version is None or version in KNOWN_VERSIONS else planned_by_vendor(kernel, backend)
@@ -99,6 +101,7 @@ def planned_by_vendor(kernel: Kernel[CsrPlan], backend: str) -> Kernel[CsrPlan]:
         capabilities=capabilities,
         schedule=partial(VendorMLASchedule, backend),
         workspaces=(VENDOR_INT_WORKSPACE,),
+        along=None,
     )
 
 

@@ -4,8 +4,9 @@ A list says which cluster of thread blocks attends which rows to which keys. A r
 with the page ids and nothing else of the metadata. Its grid and the places inside the workspaces follow from the number
 of query rows and the device, so a graph that holds a run is right for other lengths once these are planned.
 
-Where the installed version's format is known we write the lists, in one launch (`work_operators.list_work`), from the
-lengths on the device. FlashInfer's own scheduler needs them on the host; it plans for versions of unknown format.
+Where the installed version's format is known we write the lists, from the lengths on the device: for a captured step in
+the launch that plans it, else in one of its own (`work_operators.list_work`). FlashInfer's own scheduler needs the
+lengths on the host; it plans for versions of unknown format.
 
 What is called is the module beneath `flashinfer.mla.BatchMLAPagedAttentionWrapper`, its `run` and `plan`. The wrapper
 takes no integer workspace from its caller (it allocates 8 MiB, of which the kernel can use 0.6). In its graph mode it
@@ -27,6 +28,7 @@ from torch import Tensor
 from attn_backends.contract.kernel import LayerShape, Schedule
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.kernels.work_operators import (
     BLOCK_ROWS,
     MAX_PROCESSORS,
@@ -96,12 +98,7 @@ class MLASchedule(Schedule):
 
     def _prepare(self) -> Any:
         """Where the lists are to be written; returns what `run` needs to find them."""
-        num_tokens, num_heads, num_requests = self._csr.num_tokens, self._shape.num_heads, self._csr.kv_len.shape[0]
-        num_blocks = gpu_of(self._work.device).num_processors
-        size = cluster_size(num_tokens, num_heads, num_requests)
-        tiles = num_slots(num_tokens, num_heads, num_requests, size * BLOCK_ROWS)
-        refuse("FlashInfer's MLA lists of work", _room_reasons(num_tokens, num_heads, tiles, num_blocks))
-        self.lists = WorkLists.of(self._work.view(torch.int32), max(num_blocks // size, 1), size)
+        self.lists = lists_in(self._work, self._csr, self._shape)
         return layout_of(self.lists, self._work)
 
     def refresh(self) -> None:
@@ -178,6 +175,24 @@ def cluster_size(num_tokens: int, num_heads: int, num_requests: int) -> int:
     tile at its last whole token.
     """
     return 2 if max(num_tokens * num_heads // num_requests, num_heads) > BLOCK_ROWS else 1
+
+
+def lists_in(work: Tensor, csr: CsrPlan, shape: LayerShape) -> WorkLists:
+    """The lists of a plan in an integer workspace; refuses a plan of more tiles than they have room for."""
+    num_tokens, num_heads, num_requests = csr.num_tokens, shape.num_heads, csr.kv_len.shape[0]
+    num_blocks = gpu_of(work.device).num_processors
+    size = cluster_size(num_tokens, num_heads, num_requests)
+    tiles = num_slots(num_tokens, num_heads, num_requests, size * BLOCK_ROWS)
+    refuse("FlashInfer's MLA lists of work", _room_reasons(num_tokens, num_heads, tiles, num_blocks))
+    return WorkLists.of(work.view(torch.int32), max(num_blocks // size, 1), size)
+
+
+def listed_along(planner: object, csr: CsrPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> bool:
+    """Have a fused planner write the lists by the launch that plans a captured step."""
+    if not isinstance(planner, PagePlanner):
+        return False
+    lists = lists_in(buffers[INT_WORKSPACE.name][0], csr, shape)
+    return planner.list_work(lists, csr.num_tokens, shape.num_heads, csr.causal)
 
 
 def layout_of(lists: WorkLists, work: Tensor) -> list[int]:
