@@ -176,7 +176,7 @@ def _bind_pages(
 class PagePlanner:
     """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule.
 
-    launch: the tensors of a schedule, or none, and the numbers of a list of work -> what launches.
+    launch: the tensors of a schedule, or none, and the numbers of work lists -> what launches.
     """
 
     def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Callable[[], None]]) -> None:
@@ -196,7 +196,7 @@ class PagePlanner:
         return self._write_along((parts, splits, marks), ())
 
     def list_work(self, lists: WorkLists, num_tokens: int, num_heads: int, causal: bool) -> bool:
-        """Write FlashInfer's lists of work along from now on; False where another schedule is written already.
+        """Write FlashInfer's work lists along from now on; False where another schedule is written already.
         Arguments as of `work_operators.list_work`, of CSR of one length a request.
         """
         return self._write_along(lists, (num_tokens, num_heads, int(causal)))
