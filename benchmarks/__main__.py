@@ -25,6 +25,7 @@ from benchmarks.timing import CudaClock
 
 DENSE = ("flashinfer_mla", "trtllm_mla", "fa3")
 ALL = (*DENSE, "dsv4")
+PLANNED = tuple(plans.PAGE_SIZES)
 QUICK_ROUNDS = 5
 
 
@@ -42,49 +43,21 @@ class Set(NamedTuple):
     needs_gpu: bool = True
 
 
+LONG = (4096, 32768)
 SETS = {
-    "raw": Set(layers.raw, "a layer beside the vendor's raw call", DENSE, (1, 32, 128), (4096, 32768), 50, 5),
-    "kernels": Set(
-        layers.kernels,
-        "vendors' kernels and ours beside each other, decodes and verifies",
-        ALL,
-        (1, 8, 32, 64, 128, 256),
-        (1024, 4096, 8192, 32768, 131072),
-        least_context=17,
-    ),
-    "prefill": Set(
-        layers.prefill, "the same of prompts", ALL, (1, 8), (1024, 8192, 32768), rounds=10, least_context=17
-    ),
-    "trees": Set(
-        layers.trees, "the verify of a tree beside that of a chain", DENSE, (1, 32, 128), (4096, 32768), 20, 17
-    ),
+    "raw": Set(layers.raw, "a layer beside the vendor's raw call", DENSE, (1, 32, 128), LONG, 50, 5),
+    "kernels": Set(layers.kernels, "kernels beside each other", ALL, layers.BATCH_SIZES, layers.CONTEXTS, 20, 17),
+    "prefill": Set(layers.prefill, "the same of prompts", ALL, (1, 8), (1024, 8192, 32768), 10, 17),
+    "trees": Set(layers.trees, "the verify of a tree beside that of a chain", DENSE, (1, 32, 128), LONG, 20, 17),
     "ragged": Set(
-        ragged.ragged, "verifies of widths that the device decides, beside the best uniform one", DENSE, (128,), (4096,)
+        ragged.ragged, "verifies of widths of the device beside a uniform one", DENSE, (128,), (4096,), 20, 9
     ),
-    "mixed": Set(
-        ragged.mixed, "a chunk with decodes or verifies as one step, beside two", DENSE, (32, 128), (4096,), 10, 2049
-    ),
-    "plans": Set(
-        plans.plans,
-        "planning of a cycle, as graphs that hold nothing else",
-        tuple(plans.PAGE_SIZES),
-        (1, 32, 128, 512),
-        (4096, 131072),
-        200,
-        options=("page_size",),
-    ),
+    "mixed": Set(ragged.mixed, "a step of chunks and decodes beside two", DENSE, (32, 128), (4096,), 10, 2049),
+    "plans": Set(plans.plans, "planning a cycle", PLANNED, (1, 32, 128, 512), (4096, 131072), 200, 1, ("page_size",)),
     "eager": Set(host.eager, "the host's time of eager layers and metadata", tuple(host.KERNELS), (8,), (4096,), 20, 5),
     "steps": Set(host.steps, "the host's time of making a cycle's steps", (), (1, 32, 128), (4096,), needs_gpu=False),
     "sampling": Set(sampling.choices, "the choice of tokens beside an argmax", (), (1, 32, 128), (1,)),
-    "memory": Set(
-        memory.memory,
-        "bytes of static buffers at a capacity",
-        tuple(memory.CASES),
-        (memory.MAX_BS,),
-        (memory.MAX_CONTEXT,),
-        options=("page_size", "topk"),
-        needs_gpu=False,
-    ),
+    "memory": Set(memory.memory, "static buffers", *memory.SIZES, 0, 1, ("page_size", "topk"), needs_gpu=False),
 }
 
 
@@ -101,7 +74,8 @@ def _run(args: argparse.Namespace) -> int:
     asked = _asked(args, chosen)
     rows, absent = list[Row](), list[Missing]()
     device, what = asked.stage.device.type, f"benchmarks {args.what}"
-    recording = results.Recording(args.json, results.head(args.words, device), rounds=asked.stage.rounds)
+    rounds = {"rounds": asked.stage.rounds} if chosen.rounds else {}
+    recording = results.Recording(args.json, results.head(args.words, device), **rounds)
     with recording, progress(what, "rows") as bar:
         for row in chosen.measure(asked):
             if isinstance(row, Missing):

@@ -28,6 +28,7 @@ from benchmarks.shapes import DTYPE, WIDTHS, Problem, dense_problems, prefill_wi
 from benchmarks.timing import fewer_rounds, take_turns
 from spec_metadata import StepKind
 
+BATCH_SIZES, CONTEXTS = (1, 8, 32, 64, 128, 256), (1024, 4096, 8192, 32768, 131072)  # of kernels
 KERNEL_WIDTHS = (1, 4, 8, 16)
 NUM_NODES, TOPK = 16, 4  # of a tree
 TURNS_US = 1e5  # of all kernels on a problem together

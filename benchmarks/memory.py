@@ -28,6 +28,7 @@ CASES = {
     "flashinfer_mla": ((1, 1), (1, 4)),
     "dsv4": ((256, 1),),
 }  # page size and topk
+SIZES = tuple(CASES), (MAX_BS,), (MAX_CONTEXT,)
 TOTAL, ALL, WORKSPACE = "total", "all", "workspace"
 
 

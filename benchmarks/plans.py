@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
@@ -21,7 +22,6 @@ from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.graphs import Graph
 from attn_backends.selection.providers import VENDOR_KERNELS
-from benchmarks.counts import count_on_cuda
 from benchmarks.rows import Asked, Missing, Row, Stage, missing
 from benchmarks.shapes import DTYPE, LAYERS
 from benchmarks.speculation import CYCLE, NUM_STEPS, PHASES, Batch, Tables, speculative
@@ -81,8 +81,8 @@ def _rows(backend: type[AttentionBackend], kernel: str, batch: Batch, tables: Ta
     replays = [graph.replay for graph in graphs.values()]
     *times, least = take_turns([*replays, empty.replay], stage.rounds, stage.clock)
     host_us, loop_us = _copying(made, batch, stage)
-    counts = count_on_cuda([Work(lambda: _nothing_else, replay) for replay in replays])
-    for phase, us, count in zip(graphs, times, counts, strict=True):
+    for phase, us in zip(graphs, times, strict=True):
+        nodes = nodes_of(graphs[phase])
         yield {
             "bench": "plans",
             "backend": backend.name,
@@ -92,8 +92,8 @@ def _rows(backend: type[AttentionBackend], kernel: str, batch: Batch, tables: Ta
             "batch_size": len(batch.lens),
             "context": batch.host["max_committed"],
             "us": round(us - least, 2),
-            "kernel_us": round(count.gpu_us, 2),
-            "nodes": count.launches + count.copies,
+            "kernel_us": round(sum(nodes), 2),
+            "nodes": len(nodes),
             "host_us": round(host_us, 2) if phase == CYCLE else None,
             "loop_us": round(loop_us, 1) if phase == CYCLE else None,
         }
@@ -136,5 +136,10 @@ def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> list[floa
     return take_host_turns([Work.of(copy), CALIBRATION], max(1, stage.rounds // 10), stage.device)
 
 
-def _nothing_else() -> None:
-    """What the host does beside the graph."""
+def nodes_of(graph: Graph) -> list[float]:
+    """What each kernel, copy and fill of a replay takes on the device, in microseconds, by torch's profiler."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [event for event in profiled.events() or () if event.device_type.name == "CUDA"]
+    return [event.time_range.end - event.time_range.start for event in events]

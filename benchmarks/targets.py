@@ -63,7 +63,6 @@ _LATENTS |= {"width": 1, "batch_size": 128, "context": 4096}
 _STATIC = {"bench": "memory", "phase": ALL, "buffer": TOTAL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
 _DECODE = {"bench": "kernels", "kernel": "triton", "width": 1}
 _CYCLE = {"phase": CYCLE, "context": 4096}
-_EAGER = {"bench": "eager"}
 _SAMPLED = {"bench": "sampling", "requests": 128}
 _PLANNING = {"flashmla": (14, 20), "vllm_flash_attn": (10, 14), "flashmla_sparse": (30, 40), "flashinfer_fa3": (18, 30)}
 _MIXES = ("temperature", "top_k", "top_p", "top_k, top_p", "wide top_k, top_p", "mixed")
@@ -76,57 +75,33 @@ def _planned(kernel: str, most: tuple[float, float]) -> Iterator[Target]:
     yield Target("nodes of a cycle", place, field("nodes"), most=8 if kernel == "flashmla_sparse" else 4)
 
 
+_TREES = {"bench": "trees", "batch_size": (32, 128), "context": 4096}
+_GROUPED = {**_DECODE, "heads": 32, "batch_size": 64, "context": 8192}
+_SPARSE = {**_DECODE, "backend": "dsv4", "batch_size": 128}
+_STEPS = {"bench": "steps", "bounds": ("none", "max_committed")}
+_PAGES_OF_64 = {**_STATIC, "backend": ("trtllm_mla", "fa3"), "page_size": 64}
+_PAGES_OF_1 = {**_STATIC, "backend": ("flashinfer_mla", "fa3"), "page_size": 1}
 TARGETS = (
     Target("a layer, times the raw call", {"bench": "attention"}, field("ratio"), most=1.03),
     Target("MLA of 16 heads, of a copy's bandwidth", {**_LATENTS, "heads": 16}, _of_the_copy, least=0.75),
     Target("MLA of 128 heads, of the vendor's speed", {**_LATENTS, "heads": 128}, _of_the_vendor),
-    Target(
-        "32 heads over 8, of FlashAttention-3's speed",
-        {**_DECODE, "heads": 32, "batch_size": 64, "context": 8192},
-        _of_the_vendor,
-        least=0.75,
-    ),
-    Target(
-        "128 rows over 128 keys and 512 selected entries, of FlashMLA's speed",
-        {**_DECODE, "backend": "dsv4", "batch_size": 128},
-        _of_the_vendor,
-        least=0.6,
-    ),
-    Target(
-        "a tree's verify, times the chain's",
-        {"bench": "trees", "batch_size": (32, 128), "context": 4096},
-        field("ratio"),
-        most=1.25,
-    ),
-    Target(
-        "a ragged verify of 128 heads, times the best uniform one",
-        {"bench": "ragged", "heads": 128},
-        field("ratio"),
-        most=0.6,
-    ),
+    Target("32 heads over 8, of FlashAttention-3's speed", _GROUPED, _of_the_vendor, least=0.75),
+    Target("128 keys and 512 selected entries, of FlashMLA's speed", _SPARSE, _of_the_vendor, least=0.6),
+    Target("a tree's verify, times the chain's", _TREES, field("ratio"), most=1.25),
+    Target("a ragged verify, times a uniform one", {"bench": "ragged", "heads": 128}, field("ratio"), most=0.6),
     Target("a mixed step, times its halves", {"bench": "mixed"}, field("ratio"), most=1.0),
     *(target for kernel, most in _PLANNING.items() for target in _planned(kernel, most)),
     Target("copying a cycle's inputs, us of the host", _CYCLE, field("host_us"), most=20),
-    Target("an eager layer over its raw calls, us of the host", _EAGER, field("over_us"), most=60),
-    Target("an eager step's metadata, us of the host", _EAGER, field("metadata_us"), most=80),
+    Target("an eager layer over its raw calls, us of the host", {"bench": "eager"}, field("over_us"), most=60),
+    Target("an eager step's metadata, us of the host", {"bench": "eager"}, field("metadata_us"), most=80),
     Target("operators that making steps asks for", {"bench": "steps"}, field("operators"), most=0),
-    Target("making a cycle's steps, us", {"bench": "steps", "bounds": ("none", "max_committed")}, field("us"), most=15),
+    Target("making a cycle's steps, us", _STEPS, field("us"), most=15),
     Target("choices that are wrong", {"bench": "sampling"}, field("wrong"), most=0),
     Target("a greedy choice, times an argmax", {**_SAMPLED, "mix": "greedy"}, field("over_argmax"), most=1.2),
     Target("a sampled choice, us", {**_SAMPLED, "mix": _MIXES}, field("us"), most=3000),
     Target("memory of a choice, MB", _SAMPLED, field("peak_bytes", 1e6), most=300),
-    Target(
-        "static buffers, MB, at most 4",
-        {**_STATIC, "backend": ("trtllm_mla", "fa3"), "page_size": 64},
-        field("bytes", 1e6),
-        most=4,
-    ),
-    Target(
-        "static buffers, MB, at most 140",
-        {**_STATIC, "backend": ("flashinfer_mla", "fa3"), "page_size": 1},
-        field("bytes", 1e6),
-        most=140,
-    ),
+    Target("static buffers, MB, at most 4", _PAGES_OF_64, field("bytes", 1e6), most=4),
+    Target("static buffers, MB, at most 140", _PAGES_OF_1, field("bytes", 1e6), most=140),
 )  # those without a bound promise nothing
 _CASE: tuple[str, ...] = (
     "mix",

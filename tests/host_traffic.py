@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_backends import graphs
 from attn_backends_reference.eagle import launches
-from benchmarks.counts import Counts
 from benchmarks.timing import Work
+from tests.counts import Counts
 
 
 class HostTraffic(TorchDispatchMode):

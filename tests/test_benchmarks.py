@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._C._autograd import DeviceType
 
 from attn_backends.cache import CacheFormat, PagedLatent
 from attn_backends.compressed_cache import CompressedFormat
@@ -22,9 +21,8 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
 from benchmarks import __main__ as command
-from benchmarks import compressed, counts, host, layers, memory, peers, plans, ragged, rows, sampling, shapes
+from benchmarks import compressed, host, layers, memory, peers, plans, ragged, rows, sampling, shapes
 from benchmarks.compressed import COMPRESSION, TOPK, WINDOW, compressed_problems
-from benchmarks.counts import Counts, count_on_cuda, counts_by_mark
 from benchmarks.layers import NUM_NODES, compare_kernels, everywhere, measure_ceilings, tree_mask
 from benchmarks.peers import Peer
 from benchmarks.ragged import BOUND, MEAN, rows_of, widths_of
@@ -136,45 +134,6 @@ def test_the_host_is_timed_without_arguments_and_without_the_collector(monkeypat
         take_host_turns([Work.of(lambda: 1 // (gc.isenabled() or 0))], 1, CPU)
     assert gc.isenabled()
     assert CALIBRATION.ready()() == 10_000 * 9_999 // 2
-
-
-def event(name, start, end, device=DeviceType.CPU):
-    return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
-
-
-on_device = partial(event, device=DeviceType.CUDA)
-EVENTS = [
-    event("cudaDeviceSynchronize", 5, 9),
-    event("first", 10, 30),
-    event("first, host", 10, 20),
-    on_device("first", 12, 19),
-    event("cudaLaunchKernel", 11, 12),
-    event("cudaStreamSynchronize", 13, 14),
-    event("cudaMemcpy", 14, 15),
-    event("cudaMemcpyAsync", 15, 16),
-    on_device("kernel", 12, 14.5),
-    on_device("Memset (Device)", 16, 17),
-    on_device("Memcpy HtoD (Pinned -> Device)", 21, 24),
-    event("cudaDeviceSynchronize", 22, 29),
-    on_device("what makes the arguments of the second", 32, 35),
-    event("second", 40, 60),
-    event("second, host", 40, 50),
-    event("cudaGraphLaunch", 41, 42),
-    on_device("node of a graph", 45, 52),
-]
-
-
-def test_the_device_is_counted_until_it_was_waited_for_and_the_host_until_it_waits(monkeypatch):
-    monkeypatch.setattr(counts, "_MARK", "first")  # ranges are shown on the device too
-    assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2, 1), Counts(7, 1, 0, 0)]
-
-
-def test_times_are_medians_and_counts_the_most(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert count_on_cuda([Work.of(lambda: torch.zeros(3) + 1)]) == [Counts(0.0, 0, 0, 0)], "the marks are found"
-    seen = [Counts(9.0, 1, 0, 0), Counts(1.0, 2, 0, 0), Counts(2.0, 1, 0, 1)]
-    monkeypatch.setattr(counts, "counts_by_mark", lambda names, events: seen)
-    assert count_on_cuda([Work.of(lambda: None)]) == [Counts(2.0, 2, 0, 1)]
 
 
 # Layers
@@ -531,7 +490,7 @@ def test_a_cycle_is_planned_by_graphs_that_read_an_engines_buffers(name, stage, 
             planned.append(meta.step.kind)
             super().refresh(meta)
 
-    monkeypatch.setattr(plans, "count_on_cuda", lambda works: [Counts(2.0, 3, 1, 0)] * len(works))
+    monkeypatch.setattr(plans, "nodes_of", lambda graph: [0.5] * 4)
     asked = Asked(stage, [Watched], (2,), (600,), page_size=256 if name == "dsv4" else 64)
     monkeypatch.setattr(plans, "CAPACITY_CONTEXT", 1024)
     found, absent = split(plans.plans(asked))

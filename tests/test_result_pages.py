@@ -8,8 +8,9 @@ from xml.etree import ElementTree
 import pytest
 
 from attn_backends import results
-from benchmarks import page, plot
 from benchmarks.targets import by_target, check_targets
+from docs.pages import __main__ as page
+from docs.pages import plot
 
 ROOT = Path(__file__).parent.parent
 TEN = {"copy_tb_per_s": 10.0, "matmul_tflop_per_s": 100.0}

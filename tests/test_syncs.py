@@ -12,10 +12,10 @@ from torch._C._autograd import DeviceType
 from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.eagle import launches
 from attn_backends_reference.eagle.worker import EagleWorker
-from benchmarks.counts import Counts, counts_by_mark
 from benchmarks.rows import Stage
 from benchmarks.speculation import NUM_STEPS
 from benchmarks.timing import CudaClock
+from tests.counts import Counts, counts_by_mark
 from tests.gpu.syncs import (
     CONTEXT,
     PLACES,
@@ -28,7 +28,7 @@ from tests.gpu.syncs import (
     worker_of,
 )
 from tests.host_traffic import HostTraffic
-from tests.test_benchmarks import event, on_device
+from tests.test_counts import event, on_device
 
 STAGE = Stage(torch.device("cpu"), RecordedGraph, CudaClock(), rounds=1)
 PLACE = PLACES[2]

@@ -26,11 +26,11 @@ from attn_backends_reference.eagle.launches import Launch
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_target
-from benchmarks.counts import Probe, count_on_cuda
 from benchmarks.rows import Stage
 from benchmarks.speculation import NUM_STEPS, PHASES, speculative
 from benchmarks.timing import CudaClock, Work
 from spec_metadata import CacheGeometry, Capacity, StepKind
+from tests.counts import Probe, count_on_cuda
 
 BATCH_SIZE, CONTEXT = 4, 300
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from attn_backends.adapters import sglang, tensorrt_llm, vllm
 from attn_backends.conformance.scenes import Batch
-from benchmarks.counts import Probe, count_on_cuda
 from benchmarks.timing import Work
 from spec_metadata import PackedQuery, StepKind, idle_step
+from tests.counts import Probe, count_on_cuda
 from tests.engine_batches import (
     cache_manager,
     common_metadata,

@@ -30,10 +30,10 @@ from attn_backends.registry import get_backend
 from attn_backends.selection.packages import is_installed
 from attn_backends.selection.providers import load
 from benchmarks import plans
-from benchmarks.counts import count_on_cuda
 from benchmarks.rows import Asked, Row, Stage
 from benchmarks.speculation import NUM_STEPS, Tables, speculative
 from benchmarks.timing import CALIBRATION, CudaClock, Work, nothing, take_host_turns
+from tests.counts import count_on_cuda
 
 BACKENDS = {"flashinfer_mla": "flashinfer", "trtllm_mla": "trtllm_mla", "fa3": "fa3"}
 HEADS, RANK, ROPE = 16, 512, 64

@@ -1,6 +1,6 @@
 """`docs/kernels.md`, `docs/cycles.md` and their pictures, from the results of `python -m benchmarks` on a GPU.
 
-python -m benchmarks.page [FOLDER] [--output docs]
+python -m docs.pages [FOLDER] [--output docs]
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import Results, read
-from benchmarks import plot
 from benchmarks.memory import ALL, TOTAL
 from benchmarks.rows import Row
 from benchmarks.shapes import MAX_VERIFIED
 from benchmarks.speculation import CYCLE
 from benchmarks.targets import by_target, check_targets
+from docs.pages import plot
 
-COMMAND = "python -m benchmarks.page"
+COMMAND = "python -m docs.pages"
 OUT, FOLDER = Path("docs"), Path("docs/results/h200")
 COPY = "copy"
 _DECODES = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 32768), (32, 32768), (128, 32768), (128, 131072))
