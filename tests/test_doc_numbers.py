@@ -143,6 +143,14 @@ def costs() -> list[tuple[str, ...]]:
     return found
 
 
+def reported() -> tuple[str, str]:
+    """Of the page of bugs that users reported: how many concern a backend, and how many of these are caught."""
+    (found,) = re.findall(
+        r"(\S+) concern promises of an attention backend: \*\*(\S+) of these", text_of("docs/real-bugs.md")
+    )
+    return found
+
+
 def fuzzed() -> tuple[str, str]:
     (file,) = (ROOT / "docs" / "results" / "h200").glob("fuzz_fused.json")
     own = results.read(file).own
@@ -188,6 +196,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
     (README, r"\[(\S+) cases, none failed", executed),
     (README, r"\[(\S+), (\S+) wrong outputs", fuzzed),
+    (README, r"of (\S+) that users reported, \[(\S+) are", reported),
     (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),

@@ -116,7 +116,7 @@ def page(kills: Kills) -> str:
         f"{len(MUTANTS)} mutants are killed on a CPU, by {len(checks)} checks.",
         "",
         "A check must kill the mutants whose numbers are under *must kill*: the gate `tests/test_mutants.py` runs its "
-        "smallest failing case. It fails on others too, where `--everywhere` has looked.",
+        "smallest failing case. What else it kills is listed where `--everywhere` has looked.",
         "",
         "## Mutants",
         "",
