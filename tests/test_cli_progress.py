@@ -92,6 +92,15 @@ def test_every_command_that_takes_long_shows_what_it_does(command, terminal, tmp
     assert expected in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue())
 
 
+def test_a_narrow_terminal_cuts_the_words_and_not_the_numbers(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(consoles, "error_console", lambda: Console(file=shown, force_terminal=True, width=80))
+    with consoles.progress("what is done, at a length that no terminal of this width holds " * 2, "tokens", 640) as bar:
+        bar.advance(320)
+        bar.describe("what is done, " * 12)
+    assert "320/640 tokens" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+
+
 def test_progress_is_shown_on_a_terminal():
     """Of the command in a process of its own."""
     ours, theirs = pty.openpty()

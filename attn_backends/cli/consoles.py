@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
+BAR_WIDTH = 20
 FILE_WIDTH = 240  # more than any table takes
 
 
@@ -81,10 +83,17 @@ class Bar:
 def progress(what: str, unit: str, total: int | None = None) -> Iterator[Bar]:
     """A bar on standard error, if that is a terminal. total: of units, None if unknown."""
     console = error_console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False))
-    counted = (BarColumn(), MofNCompleteColumn(), TextColumn(unit)) if total is not None else ()
+    rest = Column(ratio=1, no_wrap=True)  # on a narrow terminal the words are cut, not the numbers
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False, table_column=rest))
+    counted = (BarColumn(BAR_WIDTH), MofNCompleteColumn(), TextColumn(unit)) if total is not None else ()
     shown = Progress(
-        *columns, *counted, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal
+        *columns,
+        *counted,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        expand=True,
+        disable=not console.is_terminal,
     )
     with shown:
         bar = Bar(shown, total)
