@@ -67,7 +67,7 @@ docs: .venv-docs/installed  ## the site in build/site; a link, an anchor or a na
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
-	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu.results --out $(OUT) $(PARTS)
+	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu_results --out $(OUT) $(PARTS)
 
 $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }

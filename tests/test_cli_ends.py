@@ -19,7 +19,7 @@ from attn_backends.cli import main
 from attn_backends.conformance import Report
 from attn_backends.conformance.matrix import main as write_matrix
 from attn_backends.errors import ConfigError
-from tests.gpu.results import is_done
+from tests.gpu_results import is_done
 
 ROOT = Path(__file__).parent.parent
 LONG = ("conformance", "fa3", "--kernel", "torch")

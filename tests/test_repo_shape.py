@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.code_lines import BUDGETS, of_room, sources
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "spec_metadata": ROOT,
@@ -181,3 +183,9 @@ def test_there_are_two_commands_to_set_up():
 def test_the_example_of_the_readme_is_short():
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(example.splitlines()) <= 20
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_a_room_keeps_to_its_budget_of_code_lines(room):
+    most, places = BUDGETS[room]
+    assert 0 < of_room(places, sources()) <= most, "python -m tests.code_lines"

@@ -17,7 +17,7 @@ from attn_backends.conformance.matrix import COMMAND, page, shown
 from attn_backends.conformance.outcomes import EXECUTED
 from attn_backends.errors import ConfigError
 from attn_backends.results import Head, Results
-from tests.gpu import results as gpu_results
+from tests import gpu_results
 from tests.gpu.sanitize import memory_errors, verdict
 
 ROOT = Path(__file__).parent.parent

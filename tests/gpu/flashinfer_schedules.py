@@ -10,7 +10,6 @@ plan and a launch is replayed on other lengths. Cases that `SECONDS` do not suff
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -20,8 +19,10 @@ import torch
 from torch import Tensor
 
 from attn_backends.contract.kernel import LayerShape
+from attn_backends.graphs import CudaGraph
 from attn_backends.kernels.work_operators import ITEM_FIELDS, NUM_WORDS, WorkLists, list_work
 from attn_backends.vendors.flashinfer_work import FLOAT_WORKSPACE, INT_WORKSPACE, MLASchedule, VendorMLASchedule
+from benchmarks.timing import CudaClock, take_turns
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.csr import CsrPlan, csr_rows
 from spec_metadata.visibility import HostLens
@@ -137,25 +138,11 @@ def is_defined(case: Case, plan: CsrPlan, lists: WorkLists) -> bool:
     return all(torch.equal(one.cpu(), two) for one, two in pairs)
 
 
-def recorded(launch: Callable[[], None], times: int) -> torch.cuda.CUDAGraph:
+def recorded(launch: Callable[[], None], times: int) -> CudaGraph:
     """A graph of so many launches."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(times):
-            launch()
+    graph = CudaGraph()
+    graph.capture(lambda: [launch() for _ in range(times)])
     return graph
-
-
-def microseconds(graph: torch.cuda.CUDAGraph, times: int) -> float:
-    """Of each launch in a graph."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) * 1000 / times
 
 
 def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
@@ -170,16 +157,14 @@ def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
     for each in (ours, theirs):
         each.run(latent)
     found = {**accuracy(case, plan, ours, theirs, latent), "defined": is_defined(case, plan, ours.schedule.lists)}
-    graphs = [recorded(lambda each=each: each.run(latent), LAUNCHES) for each in (ours, theirs)]
-    rounds = [[microseconds(graph, LAUNCHES) for graph in graphs] for _ in range(ROUNDS + 1)][1:]
-    us, vendor_us = (statistics.median(times) for times in zip(*rounds, strict=True))
-    planning = recorded(ours.schedule.refresh, LAUNCHES)
-    us_plan = statistics.median(microseconds(planning, LAUNCHES) for _ in range(ROUNDS))
+    launches = [lambda each=each: each.run(latent) for each in (ours, theirs)]
+    replays = [recorded(launch, LAUNCHES).replay for launch in (*launches, ours.schedule.refresh)]
+    us, vendor_us, us_plan = (each / LAUNCHES for each in take_turns(replays, ROUNDS, CudaClock()))
     start = time.perf_counter()
     theirs.schedule.plan_host(host)
     vendor_plan_us = (time.perf_counter() - start) * 1e6
     torch.cuda.synchronize()
-    speed = statistics.median(theirs / ours for ours, theirs in rounds)
+    speed = vendor_us / us
     times = {"us": us, "vendor_us": vendor_us, "speed": speed, "us_plan": us_plan, "vendor_host_us": vendor_plan_us}
     return {**found, **times, "status": _status(found["accurate"] and found["defined"] and speed >= LEAST_SPEED)}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from attn_backends.cache import PagedLatent
 from attn_backends.contract.kernel import LayerShape, Scheduled
+from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends.vendors import flashmla
+from benchmarks.timing import CudaClock, take_turns
 from spec_metadata.plans.block_table import BlockTablePlan
 from tests.share_outs import shared_out
 
@@ -40,24 +41,11 @@ def _random_lens(n: int) -> list[int]:
     return torch.randint(1, 2 * CONTEXT, (n,), generator=rng).tolist()
 
 
-def graph_of(work: Callable[[], object], repeats: int) -> torch.cuda.CUDAGraph:
-    """A graph of some repetitions of work."""
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            work()
-    return graph
-
-
-def microseconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    """What one of a graph's repetitions takes."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return 1000 * start.elapsed_time(end) / repeats
+def repeated(work: Callable[[], object]) -> Callable[[], None]:
+    """The replay of a graph of `REPEATS` times some work."""
+    graph = CudaGraph()
+    graph.capture(lambda: [work() for _ in range(REPEATS)])
+    return graph.replay
 
 
 def measured(name: str, lens: list[int], num_heads: int, width: int) -> dict[str, Any]:
@@ -97,14 +85,9 @@ def measured(name: str, lens: list[int], num_heads: int, width: int) -> dict[str
         [total if end < 0 else end for end, total in zip(shared_out(*found), blocks, strict=True)] == blocks
         for found in ((schedule.parts.cpu(), schedule.splits.cpu()) for schedule in made.values())
     )
-    attend = {way: graph_of(launch(way), REPEATS) for way in made}
-    plan_it = {way: graph_of(made[way].refresh, REPEATS) for way in made}
-    times: dict[str, list[float]] = {}
-    for _ in range(ROUNDS):
-        for way in made:
-            times.setdefault(way, []).append(microseconds(attend[way], REPEATS))
-            times.setdefault(f"plan {way}", []).append(microseconds(plan_it[way], REPEATS))
-    us = {way: median(found[1:]) for way, found in times.items()}
+    turns = {way: repeated(launch(way)) for way in made} | {f"plan {way}": repeated(made[way].refresh) for way in made}
+    times = take_turns(list(turns.values()), ROUNDS, CudaClock())
+    us = {way: time / REPEATS for way, time in zip(turns, times, strict=True)}
     same_bits = not equal or torch.equal(outputs["ours"], outputs["vendor"])
     return {
         "problem": name,

@@ -1,6 +1,6 @@
 """Every result of a GPU, part by part: what `make gpu-results` runs.
 
-    python -m tests.gpu.results [--out docs/results/h200] [PART ...]
+    python -m tests.gpu_results [--out docs/results/h200] [PART ...]
 
 Each part is one command of less than ten minutes that writes one file. A part whose file holds this commit's result is
 skipped, so an interrupted run goes on where it was. All parts must come from one machine and one commit: a folder that
