@@ -89,7 +89,10 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
 def test_info_says_which_pages_a_compressed_cache_takes(capsys):
     assert run_json(capsys, "info", "trtllm_mla")["page_multiple"] == 1
     assert main(["info", "dsv4"]) == 0
-    assert "cache: compressed, page sizes: multiples of 128" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "cache: compressed, page sizes: multiples of 128" in shown
+    assert "because buffers are declared from them" in shown, "a docstring's line breaks are not the terminal's"
+    assert "│ 1 to 128 " in shown
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rich.table import Table
 from attn_backends.backend import AttentionBackend
 from attn_backends.cli import Command
 from attn_backends.cli.consoles import output_console
-from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.capabilities import Capabilities, listed
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.planning.planners import Planner, choose_planner
 from attn_backends.registry import get_backend, list_backends
@@ -53,7 +53,8 @@ def show_info(name: str, *, as_json: bool) -> int:
     if as_json:
         console.print_json(json.dumps(described))
         return 0
-    console.print(f"[bold]{described['name']}[/]  {described['class']}\n{described['summary']}\n")
+    console.print(f"[bold]{escape(described['name'])}[/]  {described['class']}")
+    console.print(described["summary"] + "\n", markup=False)
     multiple = described["page_multiple"]
     pages = f", page sizes: multiples of {multiple}" if multiple > 1 else ""
     console.print(f"cache: {', '.join(described['formats'])}{pages}\n")
@@ -79,7 +80,7 @@ def describe(name: str) -> dict[str, Any]:
     kinds = dict.fromkeys(kind for kernel in backend.kernels for kind in kernel.capabilities)
     return {
         **summarize(backend),
-        "summary": (backend.__doc__ or "").strip(),
+        "summary": "\n\n".join(" ".join(part.split()) for part in (backend.__doc__ or "").split("\n\n")),
         "page_multiple": backend.page_multiple(),
         "planners": {device: asdict(_planner(backend, device)) for device in DEVICES},
         "capabilities": {
@@ -171,7 +172,7 @@ def _shown(field: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
+        return listed(value) or "none"
     if value is None:
         return "none" if field == "lse" else "any"
     return str(value)
