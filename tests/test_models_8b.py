@@ -1,0 +1,43 @@
+"""The H200's run of targets of 8B shape, tried small: it passes, and sees a token that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from attn_backends_reference.eagle.requests import Request, RequestOptions
+from tests import models_8b
+
+SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+CONFIG = Qwen3Config(vocab_size=512, intermediate_size=256, num_hidden_layers=8, **SIZES)
+SHAPE = models_8b.Shape(CONFIG, torch.float32, num_ids=256, batch_size=2, prompt=12, new_tokens=20)
+
+
+@pytest.mark.full
+def test_a_small_target_and_its_head_pass() -> None:
+    chain, tree = models_8b.rows("cpu", {"small": SHAPE})
+    for row, form in ((chain, "chain"), (tree, "tree")):
+        assert row["draft"] == form
+        assert (row["status"], row["texts_differ"], row["texts_wrong"]) == ("pass", 0, 0)
+        assert row["tokens_per_cycle"] >= 1.5
+        assert row["graph_steps"]["verify"] > 5
+        assert {"decode_ms", "draft_ms", "verify_ms", "draft_extend_ms"} < row.keys()
+
+
+@torch.no_grad()
+def test_a_wrong_token_is_seen_and_a_tie_is_none() -> None:
+    ids, successor = torch.arange(256), torch.arange(256).roll(1)
+    target = models_8b.target_of(SHAPE, ids, successor)
+    row = models_8b.scores(target, torch.tensor([3, 7]))[-1]
+    best, worst = int(row.argmax()), int(row.argmin())
+
+    def request(output: list[int]) -> Request:
+        made = Request(0, [3, 7], RequestOptions(2), 2, None, None)
+        made.output.extend(output)
+        return made
+
+    plain = [request([best, 5])] * 2
+    assert models_8b.wrong_texts(target, plain, [request([worst, 5]), request([best, 5])]) == [True]
+    target.head.weight[worst] = target.head.weight[best] * 0.999
+    assert models_8b.wrong_texts(target, plain, [request([worst, 5]), request([best, 5])]) == [False]
