@@ -27,6 +27,16 @@ class StepKind(StrEnum):
     IDLE = "idle"
 
 
+UNIFORM_KINDS = (
+    StepKind.DECODE,
+    StepKind.DRAFT_DECODE,
+    StepKind.DRAFT_BLOCK,
+    StepKind.TARGET_VERIFY,
+    StepKind.DRAFT_EXTEND,
+)
+"""Kinds whose requests may have one width, for which there is a `Bucket`."""
+
+
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer that is at least a / b."""
     return -(-a // b)

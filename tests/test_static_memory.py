@@ -16,7 +16,6 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.scenes import Batch, Scene
-from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import CaptureError, UnsupportedStepError
@@ -34,6 +33,7 @@ from spec_metadata import (
     TokenBucket,
     pad_step,
 )
+from spec_metadata.capacity import UNIFORM_KINDS
 from tests.checks import check_identical
 
 MB = 2**20

@@ -14,12 +14,12 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
-from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
 from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.buffers import MAX_PAGES
+from spec_metadata.capacity import UNIFORM_KINDS
 from spec_metadata.plans import ragged
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
 from tests.mutants.over_reading import OverReadingBackend

@@ -9,13 +9,12 @@ q [num_tokens, num_heads, head_dim]; the cache holds keys and values, or latents
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase, of_dense
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.plan_operators import bind_ragged
 from attn_backends.kernels.torch_attention import page_table_attention
@@ -27,26 +26,19 @@ from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import windowed
 
-_UNIFORM = Capabilities(
-    page_sizes=None,
-    dtypes=FLOAT_TYPES,
-    cache_dtypes=FP8_TYPES,
-    non_causal=True,
-    lse=LseBase.NATURAL,
-    window=True,
-    tree_window=True,
-    sinks=True,
-    kv_scales=True,
+_TORCH = of_dense(
+    Capabilities(
+        page_sizes=None,
+        dtypes=FLOAT_TYPES,
+        cache_dtypes=FP8_TYPES,
+        non_causal=True,
+        lse=LseBase.NATURAL,
+        window=True,
+        tree_window=True,
+        sinks=True,
+        kv_scales=True,
+    )
 )
-_PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
-_TORCH = {
-    StepKind.PREFILL: _PACKED,
-    StepKind.DECODE: _UNIFORM,
-    StepKind.DRAFT_DECODE: _UNIFORM,
-    StepKind.DRAFT_BLOCK: _UNIFORM,
-    StepKind.TARGET_VERIFY: _PACKED,
-    StepKind.DRAFT_EXTEND: _PACKED,
-}
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: ragged.RaggedPlan, layer: AttentionLayer) -> AttentionOutput:

@@ -6,13 +6,11 @@ sinks the share of the softmax that they leave.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase, of_dense
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import slot_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
@@ -21,26 +19,19 @@ from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import slots
 from spec_metadata.visibility import windowed
 
-_UNIFORM = Capabilities(
-    page_sizes=None,
-    dtypes=FLOAT_TYPES,
-    cache_dtypes=FP8_TYPES,
-    non_causal=True,
-    lse=LseBase.NATURAL,
-    window=True,
-    tree_window=True,
-    sinks=True,
-    kv_scales=True,
+_TORCH = of_dense(
+    Capabilities(
+        page_sizes=None,
+        dtypes=FLOAT_TYPES,
+        cache_dtypes=FP8_TYPES,
+        non_causal=True,
+        lse=LseBase.NATURAL,
+        window=True,
+        tree_window=True,
+        sinks=True,
+        kv_scales=True,
+    )
 )
-_PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
-_TORCH = {
-    StepKind.PREFILL: _PACKED,
-    StepKind.DECODE: _UNIFORM,
-    StepKind.DRAFT_DECODE: _UNIFORM,
-    StepKind.DRAFT_BLOCK: _UNIFORM,
-    StepKind.TARGET_VERIFY: _PACKED,
-    StepKind.DRAFT_EXTEND: _PACKED,
-}
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:

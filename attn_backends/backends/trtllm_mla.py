@@ -25,6 +25,7 @@ from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention, flashmla, trtllm_gen
 from attn_backends.vendors.ours import gluon_kernel, triton_kernel
 from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 from spec_metadata.plans import block_table, ragged
 
 TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
@@ -39,11 +40,7 @@ _UNIFORM = Capabilities(
 )
 _TORCH = {
     StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),
-    StepKind.DECODE: _UNIFORM,
-    StepKind.DRAFT_DECODE: _UNIFORM,
-    StepKind.DRAFT_BLOCK: _UNIFORM,
-    StepKind.TARGET_VERIFY: _UNIFORM,
-    StepKind.DRAFT_EXTEND: _UNIFORM,
+    **dict.fromkeys(UNIFORM_KINDS, _UNIFORM),
 }
 
 _FLASH_ATTENTION = {StepKind.PREFILL: flash_attention.PREFILL_OF_LATENTS}

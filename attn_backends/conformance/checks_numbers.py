@@ -29,7 +29,6 @@ from attn_backends.conformance.exercise import (
 )
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
-    UNIFORM_KINDS,
     Cases,
     any_graph,
     eager,
@@ -46,6 +45,7 @@ from attn_backends.errors import CaptureError
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import BlockTable, BufferSpec, Paging, StepKind
 from spec_metadata.buffers import out_of_range
+from spec_metadata.capacity import UNIFORM_KINDS
 
 LARGEST_SCORE = 1200.0
 """Of `math.large_scores`: its exponential, and that of its negative, is no number of float64."""

@@ -19,7 +19,6 @@ from attn_backends.conformance.situations import (
     PAGE_SIZES,
     TREE_KINDS,
     TREE_TOPK,
-    UNIFORM_KINDS,
     Cases,
     formats_of,
     is_declared,
@@ -33,6 +32,7 @@ from attn_backends.contract.capabilities import DTYPES, Capabilities
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from spec_metadata import StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 
 OTHER_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 

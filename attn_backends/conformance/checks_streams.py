@@ -21,7 +21,6 @@ from attn_backends.conformance.comparisons import compare_memory, compare_output
 from attn_backends.conformance.exercise import Captured, Ran, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
-    UNIFORM_KINDS,
     graph,
     graphable,
     growing,
@@ -32,6 +31,7 @@ from attn_backends.conformance.stream_order import Name, Streams, streams_of
 from attn_backends.layer import AttentionOutput
 from attn_backends.memory.phase_sets import PhaseSets
 from spec_metadata import Step
+from spec_metadata.capacity import UNIFORM_KINDS
 
 Call = Callable[[], None]
 _ROOM_BYTES = 2**28

@@ -28,7 +28,6 @@ from attn_backends.conformance.inputs import strided
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
     CHAIN_KINDS,
-    UNIFORM_KINDS,
     Cases,
     any_graph,
     around_pages,
@@ -43,6 +42,7 @@ from attn_backends.conformance.situations import (
 from attn_backends.conformance.worlds import World, capacity_of
 from attn_backends.errors import AttnBackendsError
 from spec_metadata import InvalidStepError, StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 
 KINDS = (StepKind.PREFILL, *UNIFORM_KINDS)
 

@@ -15,7 +15,6 @@ from attn_backends.conformance.checks_math import measure_extra, packed_extend, 
 from attn_backends.conformance.checks_scale import large
 from attn_backends.conformance.situations import (
     PACKED_KINDS,
-    UNIFORM_KINDS,
     Cases,
     eager,
     graph,
@@ -24,6 +23,7 @@ from attn_backends.conformance.situations import (
     one_page_size,
 )
 from spec_metadata import StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 
 WINDOWS = (1, 5, 16, 17, 1000)  # within a page, a page, a key more, and beyond any context
 LONG_WINDOWS = (2, 40, 64, 130)  # of blocks of 16 and of 64 keys: in one, at an edge, over several

@@ -14,19 +14,13 @@ from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import AnyFormat, capacity_of, sizes_of
 from attn_backends.contract.capabilities import DTYPES
 from spec_metadata import StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 
 Cases = Callable[[Subject], list[Case]]
 
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 3
 SPARE = 2  # rows of a graph that no ragged batch fills
-UNIFORM_KINDS = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
-)
 PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
 TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 CHAIN_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_BLOCK)  # which branches change nothing of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
 from spec_metadata import BoundedQuery, Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
+from spec_metadata.capacity import UNIFORM_KINDS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLOAT_TYPES = frozenset(DTYPES.values())
@@ -141,6 +142,13 @@ class Capabilities:
             f"a sliding window of {layer.window} tokens over a draft tree (rows of other depths begin at other keys of "
             "the prefix, and it takes one window for all)"
         ]
+
+
+def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
+    """What a dense kernel can do, by step kind: of prompts, verifies and draft extends it takes packed rows, too."""
+    packed = replace(uniform, packed=True, packed_graph=True)
+    by_kind = {StepKind.PREFILL: packed, **dict.fromkeys(UNIFORM_KINDS, uniform)}
+    return by_kind | {StepKind.TARGET_VERIFY: packed, StepKind.DRAFT_EXTEND: packed}
 
 
 def extras_reasons(layer: AttentionLayer, format: object) -> list[str]:

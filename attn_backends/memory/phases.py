@@ -25,14 +25,8 @@ from spec_metadata import (
     StepKind,
 )
 from spec_metadata.buffers import Layout, allocation_size
+from spec_metadata.capacity import UNIFORM_KINDS
 
-_CAPTURED = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
-)
 SHARED = "shared"
 MOST_LAYOUTS = 1024
 """Layouts of fresh buffers that a backend keeps; with one more it begins anew."""
@@ -120,7 +114,7 @@ class BackendMemory:
         """
         found: dict[str, dict[str, int]] = {SHARED: {}}
         for kind in self.kinds:
-            if kind in _CAPTURED:
+            if kind in UNIFORM_KINDS:
                 bucket = self.capacity.bucket(kind, self.capacity.max_bs)
                 found[kind] = {}
                 for spec in self.specs(bucket, paging):

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import PagedCache, PagedKV
-from attn_backends.contract.capabilities import Capabilities, LseBase
+from attn_backends.contract.capabilities import Capabilities, LseBase, of_dense
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
@@ -60,17 +60,9 @@ _UNIFORM = Capabilities(
     over_read=True,
     window=True,
 )
-_PACKED = replace(_UNIFORM, packed=True, packed_graph=True)
-CAPABILITIES = {
-    StepKind.PREFILL: _PACKED,
-    StepKind.DECODE: _UNIFORM,
-    StepKind.DRAFT_DECODE: _UNIFORM,
-    StepKind.DRAFT_BLOCK: _UNIFORM,
-    StepKind.TARGET_VERIFY: _PACKED,
-    StepKind.DRAFT_EXTEND: _PACKED,
-}
+CAPABILITIES = of_dense(_UNIFORM)
 PREFILL_OF_LATENTS = replace(
-    _PACKED,
+    CAPABILITIES[StepKind.PREFILL],
     page_sizes=frozenset({32, 64}),
     head_sizes=frozenset({MLA_SIZES}),
     non_causal=False,

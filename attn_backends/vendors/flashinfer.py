@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.cache import PagedCache, PagedLatent
-from attn_backends.contract.capabilities import Capabilities, LseBase
+from attn_backends.contract.capabilities import Capabilities, LseBase, of_dense
 from attn_backends.contract.kernel import Kernel, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
@@ -59,15 +59,7 @@ def mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
         rounded_lse=backend == "fa2",
         kv_scales=True,
     )
-    packed = replace(uniform, packed=True, packed_graph=True)
-    return {
-        StepKind.PREFILL: packed,
-        StepKind.DECODE: uniform,
-        StepKind.DRAFT_DECODE: uniform,
-        StepKind.DRAFT_BLOCK: uniform,
-        StepKind.TARGET_VERIFY: packed,
-        StepKind.DRAFT_EXTEND: packed,
-    }
+    return of_dense(uniform)
 
 
 def mla_kernel(backend: str, architectures: frozenset[int], version: str | None) -> Kernel[CsrPlan]:

@@ -36,9 +36,9 @@ from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
-from spec_metadata import BufferSpec, StepKind
+from spec_metadata import BufferSpec
 from spec_metadata.buffers import BS, NUM_FORWARDS, ONE, Dim
-from spec_metadata.capacity import ceil_div
+from spec_metadata.capacity import UNIFORM_KINDS, ceil_div
 from spec_metadata.plans.block_table import BlockTablePlan
 
 NAME = "flashmla"
@@ -48,13 +48,6 @@ _DENSE = Capabilities(
     head_sizes=frozenset({(576, 512)}),
     non_causal=True,
     lse=LseBase.NATURAL,
-)
-_KINDS = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
 )
 
 _NUM_PARTS = Dim("144", lambda e: 144)  # SMs of a whole GH100; no Hopper has more
@@ -162,7 +155,7 @@ def unavailable_reasons(device: torch.device) -> list[str]:
 KERNEL = Kernel(
     NAME,
     _launch,
-    dict.fromkeys(_KINDS, _DENSE),
+    dict.fromkeys(UNIFORM_KINDS, _DENSE),
     unavailable_reasons,
     architectures=frozenset({9}),
     schedule=_schedule,

@@ -21,8 +21,9 @@ from attn_backends.contract.capabilities import Capabilities, LseBase
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
-from spec_metadata import BufferSpec, StepKind
+from spec_metadata import BufferSpec
 from spec_metadata.buffers import MAX_KV_LEN, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Dim
+from spec_metadata.capacity import UNIFORM_KINDS
 from spec_metadata.plans.block_table import TABLE_PAGES, BlockTablePlan
 
 NAME = "trtllm_gen"
@@ -32,13 +33,6 @@ _DECODE = Capabilities(
     head_sizes=frozenset({(576, 512)}),
     non_causal=True,
     lse=LseBase.NATURAL,
-)
-_KINDS = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
 )
 _QK_NOPE_HEAD_DIM = 128  # of the model before absorption; the kernels of these head sizes know no other
 
@@ -112,7 +106,7 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], la
 KERNEL = Kernel(
     NAME,
     _launch,
-    dict.fromkeys(_KINDS, _DECODE),
+    dict.fromkeys(UNIFORM_KINDS, _DECODE),
     providers.vendor_reasons(NAME),
     architectures=frozenset({10}),
     schedule=RowSchedule,

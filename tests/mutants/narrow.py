@@ -6,10 +6,10 @@ import torch
 
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import CacheFormat
-from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Kernel
 from attn_backends.selection.providers import runs_anywhere
+from spec_metadata.capacity import UNIFORM_KINDS
 from tests.torch_kernels import torch_kernel
 
 _FEW = Capabilities(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.conformance.situations import UNIFORM_KINDS
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import attend
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from spec_metadata import StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 from spec_metadata.plans import slots
 
 _EXTRAS = {"tree_window": False, "cache_dtypes": frozenset()}
