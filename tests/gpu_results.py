@@ -51,6 +51,7 @@ PARTS = {
     "plan_graphs": "benchmarks plans --json {file}",
     "adaptive_times": "training.adaptive --times {file}",
     **{name: f"tests.gpu {name} --json {{file}}" for name in NAMES},
+    "models_8b": "tests.models_8b --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",
 }  # the arguments of `python -m`

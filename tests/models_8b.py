@@ -2,14 +2,18 @@
 
 Weights are random and made on the device: memory and speed are real, texts are not. Each of the draft's ids has a
 successor, whose row of the output head is that id's embedding. The target's layers disturb a quarter of tokens.
-The head reads embeddings alone, by attention of each row to itself.
+The head reads embeddings alone, by attention of each row to itself. `python -m tests.models_8b --json FILE`, on a
+GPU, exits with 1 if a row fails.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 from triton.runtime.jit import JITFunction
 
+from attn_backends import results
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
@@ -179,3 +184,23 @@ def rows(device: str = "cuda", shapes: dict[str, Shape] = SHAPES) -> Iterator[di
         for form, drafts in {"chain": CHAIN, "tree": TREE}.items():
             yield {"model": name, "draft": form} | run(shape, target, draft, prompts, drafts)
         del target, draft
+
+
+def main() -> int:
+    """Run both; 1 if a row fails."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, type=Path, metavar="FILE")
+    file, failed = parser.parse_args().json, 0
+    with results.Recording(
+        file, results.head(["python", "-m", "tests.models_8b", "--json", str(file)], "cuda")
+    ) as made:
+        for row in rows():
+            made.add(row)
+            print(*row.values(), flush=True)
+            failed += row["status"] == "fail"
+    made.finish()
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
