@@ -106,6 +106,13 @@ def test_the_html_report_says_what_checks_hold_and_what_runs_a_case_again(tmp_pa
     assert "--attn-backend my_package:Mine --attn-kernel torch --attn-device cpu -k CASE" in text
 
 
+def test_failures_after_the_first_three_are_folded(tmp_path):
+    write_html(replace(REPORT, rows=tuple(row(Outcome.FAIL) for _ in range(5))), tmp_path / "report.html")
+    shown, folded = (tmp_path / "report.html").read_text().split("<summary>2 more, from basic to derived</summary>")
+    assert shown.count("run it again") == 3
+    assert folded.count("run it again") == 2
+
+
 def test_a_refusal_has_no_picture(tmp_path):
     rows = (row(Outcome.FAIL, check="refusals.width"),)
     write_html(replace(REPORT, rows=rows, device="NVIDIA H200"), tmp_path / "report.html")

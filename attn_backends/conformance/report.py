@@ -16,6 +16,7 @@ from attn_backends.conformance.profiles import told
 from attn_backends.results import write_text
 
 WORST_FIRST = (Outcome.ERROR, Outcome.FAIL, Outcome.XFAIL, Outcome.NOT_RUN, Outcome.REFUSED, Outcome.PASS)
+SHOWN = 3  # failures that are not folded
 _MEANINGS = {
     Outcome.PASS: "a declared capability was checked and is right",
     Outcome.FAIL: "a declared capability is wrong, or an undeclared one was not refused",
@@ -72,8 +73,7 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         f"<pre>{escape(report.command)}</pre>",
         f"<p>{'<br>'.join(totals) or 'Nothing was run.'}</p>",
         *(f"<p>{escape(kernel)} {told(names)}</p>" for kernel, names in report.profiles.items()),
-        *(["<h2>What is wrong</h2>"] if wrong else []),
-        *(_problem(row, names.get(row.backend, row.backend), device) for row in wrong),
+        *_problems([_problem(row, names.get(row.backend, row.backend), device) for row in wrong]),
         "<h2>How fast</h2>",
         *_floors(of_report(report.floors)),
         "<h2>Checks and kernels</h2>",
@@ -154,6 +154,16 @@ def _labelled(names: Iterable[str], cells: Iterable[str]) -> str:
     """Cells of a row with the names of their columns, which a phone shows beside each."""
     labels = (f' data-is="{escape(name, quote=True)}"' if name else "" for name in names)
     return "".join(f"<td{label}>{cell}</td>" for label, cell in zip(labels, cells, strict=True))
+
+
+def _problems(found: Sequence[str]) -> Iterable[str]:
+    """The most basic failures, and the others folded: what is wrong there is often wrong in all."""
+    if found:
+        yield "<h2>What is wrong</h2>"
+    yield from found[:SHOWN]
+    if found[SHOWN:]:
+        more = "".join(found[SHOWN:])
+        yield f"<details><summary>{len(found) - SHOWN} more, from basic to derived</summary>{more}</details>"
 
 
 def _problem(row: Row, backend: str, device: str) -> str:
