@@ -28,6 +28,7 @@ from spec_metadata.plans import block_table, compressed, csr, ragged
 from spec_metadata.plans.compressed import Compression
 from spec_metadata.visibility import leading, query_starts
 from tests.plan_batches import Case
+from tests.specified import specified
 
 GARBAGE = 12345
 
@@ -42,14 +43,14 @@ class Form(NamedTuple):
 
 
 FORMS = {
-    "ragged": Form(ragged.BUFFERS, ragged.write_ragged, ragged.specified_ragged, plan_operators.bind_ragged),
+    "ragged": Form(ragged.BUFFERS, ragged.write_ragged, specified, plan_operators.bind_ragged),
     "block_table": Form(
         block_table.BUFFERS,
         block_table.write_block_table,
-        block_table.specified_block_table,
+        specified,
         plan_operators.bind_block_table,
     ),
-    "csr": Form(csr.BUFFERS, csr.write_csr, csr.specified_csr, plan_operators.bind_csr),
+    "csr": Form(csr.BUFFERS, csr.write_csr, specified, plan_operators.bind_csr),
 }
 
 
@@ -66,7 +67,7 @@ class Rings(NamedTuple):
         return Form(
             compressed.buffer_specs(window, tuple(rings)),
             lambda step, buffers: compressed.write_compressed(step, buffers, window, rings),
-            lambda step, buffers: compressed.specified_compressed(step, buffers, rings),
+            lambda step, buffers: specified(step, buffers, rings),
             lambda step, buffers, bound=None: plan_operators.bind_compressed(step, buffers, window, rings, bound),
         )
 

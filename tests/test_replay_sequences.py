@@ -27,8 +27,8 @@ from spec_metadata import (
     TokenBucket,
     UniformQuery,
 )
-from spec_metadata.plans.ragged import specified_ragged
 from spec_metadata.visibility import leading, query_starts
+from tests.specified import specified
 from tests.triton_interpreter import interpreted
 
 PAGE_SIZE = 4
@@ -92,7 +92,7 @@ class Engine:
 
 def written(meta: Metadata) -> dict[str, Tensor]:
     """What metadata says: its inputs and its plan, but for what nothing reads."""
-    step, masks = meta.step, specified_ragged(meta.step, meta.buffers)
+    step, masks = meta.step, specified(meta.step, meta.buffers)
     if isinstance(step.paging, BlockTable):
         num_writes = query_starts(step).diff() * step.num_steps
         masks["paging"] = leading(-(-(step.seq_lens + num_writes) // PAGE_SIZE), CAPACITY.max_pages)

@@ -4,7 +4,7 @@
     plan_compressed   windows, entries and compressor rows of dsv4
 
 The definition of what they write are the functions `write_*` of `spec_metadata.plans`, and `spec_metadata.write_slots`.
-They are equal to them in every element that `specified_*` says a planner must write, and leave the rest as it is. They
+They are equal to them in every element that a kernel may read, and leave the rest as it is. They
 read the step's tensors on the device, of either integer type and any stride. There is Triton alone: on a CPU they run
 where its interpreter does (TRITON_INTERPRET=1), for tests.
 

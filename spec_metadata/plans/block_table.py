@@ -17,7 +17,7 @@ from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.query import UniformQuery
-from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, write_pages
+from spec_metadata.visibility import dense_part, is_causal, write_pages
 
 _GROUP_TOKENS = 128
 
@@ -89,9 +89,3 @@ def write_block_table(step: Step, buffers: Buffers) -> None:
     for forward, cache_seqlens in enumerate(buffers["cache_seqlens"].unbind()):
         cache_seqlens.copy_(dense_part(step, forward).kv_lens)
     write_pages(step, dense_part(step, step.num_forwards - 1), buffers["block_table"][:, : buffers.extent.max_pages])
-
-
-def specified_block_table(step: Step, buffers: Buffers) -> dict[str, Tensor]:
-    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
-    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
-    return {"block_table": leading(num_pages, buffers["block_table"].shape[1])}

@@ -39,8 +39,6 @@ from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.layout import Step
 from spec_metadata.visibility import (
     dense_part,
-    leading,
-    num_visible_pages,
     query_starts,
     visible_pages,
     write_pages,
@@ -257,16 +255,6 @@ def write_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[C
         plan.window_lens.copy_((rows.position + 1).clamp(max=window))
         for compression, ring in rings.items():
             _write_entries(plan.entries[compression.ratio], compression, ring, rows)
-
-
-def specified_compressed(step: Step, buffers: Buffers, compressions: Iterable[Compression]) -> dict[str, Tensor]:
-    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
-    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
-    masks = {"page_table": leading(num_pages, buffers.extent.max_pages)}
-    for ratio in (each.ratio for each in compressions if not each.indexed):
-        num_entries = buffers[f"num_entries_{ratio}"] + GROUP.of(buffers.extent)
-        masks[f"entry_slots_{ratio}"] = leading(num_entries, buffers[f"entry_slots_{ratio}"].shape[-1])
-    return masks
 
 
 def _request_of_rows(step: Step) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import dense_part, is_causal, leading, num_visible_pages, query_starts, write_pages
+from spec_metadata.visibility import dense_part, is_causal, query_starts, write_pages
 
 BUFFERS = (
     BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
@@ -105,9 +105,3 @@ def write_csr(step: Step, buffers: Buffers) -> None:
 def page_lists(buffers: Buffers) -> Tensor:
     """[bs, max_pages] int32: kv_indices as rows."""
     return buffers["kv_indices"].view(buffers.extent.bs, buffers.extent.max_pages)
-
-
-def specified_csr(step: Step, buffers: Buffers) -> dict[str, Tensor]:
-    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
-    num_pages = num_visible_pages(step, dense_part(step, None))
-    return {"kv_indices": leading(num_pages, buffers.extent.max_pages).flatten()}

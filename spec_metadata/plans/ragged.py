@@ -19,8 +19,6 @@ from spec_metadata.visibility import (
     dense_part,
     drafted,
     is_causal,
-    leading,
-    num_visible_pages,
     query_starts,
     write_pages,
 )
@@ -82,9 +80,3 @@ def write_ragged(step: Step, buffers: Buffers) -> None:
     for forward, seqused_k in enumerate(buffers["seqused_k"].unbind()):
         seqused_k.copy_(dense_part(step, forward).kv_lens)
     write_pages(step, dense_part(step, step.num_forwards - 1), buffers["page_table"])
-
-
-def specified_ragged(step: Step, buffers: Buffers) -> dict[str, Tensor]:
-    """The elements [shape of the buffer] bool that a planner must have written, of buffers that have others too."""
-    num_pages = num_visible_pages(step, dense_part(step, step.num_forwards - 1))
-    return {"page_table": leading(num_pages, buffers.extent.max_pages)}
