@@ -142,7 +142,7 @@ def test_the_set_that_promises_most_tokens_a_second_is_taken() -> None:
     for _ in range(120):
         policy.observe(policy.choose(1), [1])
     assert policy.choose(1) == 0, "nothing is accepted"
-    assert policy.rates(1)[0] < 0.2
+    assert policy.rates(policy.adaptive.sets[0])[0] < 0.2
     for _ in range(120):
         number = policy.choose(1)
         policy.observe(number, [policy.adaptive.sets[number].num_steps + 1])
@@ -155,7 +155,23 @@ def test_what_no_verify_can_accept_is_neither_promised_nor_learnt() -> None:
     policy = StepPolicy(AdaptiveSteps((deep, narrow), SAME | {1: (1.0, 1.0)}))
     assert policy.expected_tokens(narrow) == policy.expected_tokens(DraftShape(1, 2, 3))
     policy.observe(1, [3] * 100)
-    assert policy.rates(1)[2] > 0.9, "a draft that was not tried was not rejected"
+    assert policy.rates(deep)[2] > 0.9, "a draft that was not tried was not rejected"
+
+
+def test_a_tree_learns_rates_of_its_own_and_borrows_until_then() -> None:
+    """More nodes hold more candidates of a depth, so what a narrow tree accepts says little of a wide one."""
+    narrow, wide = DraftShape(4, 3, 5), DraftShape(4, 3, 16)
+    policy = StepPolicy(AdaptiveSteps((narrow, wide), {1: (1.0, 1.4)}))
+    for _ in range(40):
+        policy.observe(0, [1, 2])
+    assert policy.rates(wide)[:2] == pytest.approx([0.5, 0.1], abs=0.06), "nothing else is known of it"
+    for _ in range(40):
+        policy.observe(1, [4, 4])
+    assert policy.rates(narrow)[0] < 0.75 < 0.95 < policy.rates(wide)[0]
+    assert policy.choose(1) == 1
+    chains = StepPolicy(AdaptiveSteps((DraftShape(1, 1, 2), DraftShape(1, 3, 4)), {1: (1.0, 1.0)}))
+    chains.observe(1, [4] * 50)
+    assert chains.rates(DraftShape(1, 1, 2)) == chains.rates(DraftShape(1, 3, 4))[:1], "a chain's depths are the same"
 
 
 def test_costs_between_measured_batches() -> None:

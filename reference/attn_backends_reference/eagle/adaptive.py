@@ -67,13 +67,16 @@ class AdaptiveSteps:
 
 
 class StepPolicy:
-    """Chooses a set for each cycle. current: the number of the one in use."""
+    """Chooses a set for each cycle. current: the number of the one in use.
+
+    A chain's rate of a depth is the same in every set. A tree's is not: with more nodes a verify holds more candidates
+    of a depth. So a tree learns its own rates, and what all trees of its topk have shown stands in until it has.
+    """
 
     def __init__(self, adaptive: AdaptiveSteps) -> None:
         self.adaptive, self.current = adaptive, 0
-        depths = {topk: max(_depth(s) for s in adaptive.sets if s.topk == topk) for topk in _topks(adaptive)}
-        self._tried = {topk: [0.0] * depth for topk, depth in depths.items()}
-        self._accepted = {topk: [0.0] * depth for topk, depth in depths.items()}
+        depth = max(map(_depth, adaptive.sets))
+        self._seen = {key: Rates(depth) for each in adaptive.sets for key in _keys(each)}
 
     def choose(self, bs: int) -> int:
         """The number of the set for a cycle of so many requests."""
@@ -87,29 +90,41 @@ class StepPolicy:
     def observe(self, number: int, counts: Sequence[int]) -> None:
         """Learn from a cycle that the host has read. counts: tokens that each request accepted, the root included."""
         of, decay = self.adaptive.sets[number], (1 - 1 / self.adaptive.window) ** len(counts)
-        tried, accepted = self._tried[of.topk], self._accepted[of.topk]
-        for depth in range(len(tried)):
-            tried[depth] *= decay
-            accepted[depth] *= decay
-        for depth in range(_depth(of)):
-            tried[depth] += sum(count > depth for count in counts)
-            accepted[depth] += sum(count > depth + 1 for count in counts)
+        for key in _keys(of):
+            self._seen[key].add(counts, _depth(of), decay)
 
-    def rates(self, topk: int) -> list[float]:
+    def rates(self, shape: DraftShape) -> list[float]:
         """How often a draft of each depth is accepted where the one before it was."""
-        rates, before = [], PRIOR
-        for tried, accepted in zip(self._tried[topk], self._accepted[topk], strict=True):
+        found, before = list[float](), PRIOR
+        for tried, accepted in self._seen[shape.topk].pairs:
             before = (accepted + WEIGHT * before) / (tried + WEIGHT)
-            rates.append(before)
-        return rates
+            found.append(before)
+        if shape in self._seen:
+            own = zip(self._seen[shape].pairs, found, strict=True)
+            found = [(accepted + WEIGHT * known) / (tried + WEIGHT) for (tried, accepted), known in own]
+        return found[: _depth(shape)]
 
     def expected_tokens(self, shape: DraftShape) -> float:
         """Tokens that a request emits in a cycle of a set."""
-        return 1 + sum(accumulate(self.rates(shape.topk)[: _depth(shape)], mul))
+        return 1 + sum(accumulate(self.rates(shape), mul))
 
 
-def _topks(adaptive: AdaptiveSteps) -> set[int]:
-    return {each.topk for each in adaptive.sets}
+class Rates:
+    """Drafts of each depth whose predecessors were accepted, and how many of them were; older ones count less."""
+
+    def __init__(self, depth: int) -> None:
+        self.pairs = [(0.0, 0.0)] * depth
+
+    def add(self, counts: Sequence[int], depth: int, decay: float) -> None:
+        """A cycle. counts: tokens that each request accepted, the root included. depth: of its drafts."""
+        for i, (tried, accepted) in enumerate(self.pairs):
+            new = (0, 0) if i >= depth else (sum(n > i for n in counts), sum(n > i + 1 for n in counts))
+            self.pairs[i] = (decay * tried + new[0], decay * accepted + new[1])
+
+
+def _keys(shape: DraftShape) -> list[int | DraftShape]:
+    """What learns from a cycle of a set: all sets of its topk, and a tree of its own."""
+    return [shape.topk] if shape.topk == 1 else [shape.topk, shape]
 
 
 def _depth(shape: DraftShape) -> int:
