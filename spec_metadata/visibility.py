@@ -79,7 +79,7 @@ class BlockRows:
         return torch.arange(1 - self.width, 1, dtype=torch.int32, device=self.device).repeat(self.bs)
 
 
-def dense_part(step: Step, forward: int | None = 0) -> DensePart:
+def dense_part(step: Step, forward: int | None) -> DensePart:
     """The dense part of forward `forward` of a step.
 
     A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a draft
@@ -95,7 +95,7 @@ def dense_part(step: Step, forward: int | None = 0) -> DensePart:
     return DensePart(kv_lens, causal)
 
 
-def host_lens(step: Step, bs: int, forward: int | None = 0) -> HostLens:
+def host_lens(step: Step, bs: int, forward: int | None) -> HostLens:
     """The exact lengths of a forward on the host, padded to `bs` requests; the step must bring `seq_lens_cpu`.
 
     forward: as in `dense_part`.
@@ -163,7 +163,7 @@ def real_rows(step: Step) -> Tensor:
     return torch.arange(step.bs, device=step.device) < step.num_real
 
 
-def tree_part(step: Step, forward: int = 0, ancestors: Tensor | None = None) -> TreePart | None:
+def tree_part(step: Step, forward: int, ancestors: Tensor | None = None) -> TreePart | None:
     """The tree part of a forward; None if the step is no tree.
 
     ancestors: for a draft of topk > 1, [bs, topk, forward + 1] int64: the branch on which the path of branch k stood at

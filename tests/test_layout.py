@@ -143,25 +143,25 @@ def test_what_rows_see(dtype: torch.dtype) -> None:
         "packed extend": ([9, 5, 13], True),
     }
     for name, (kv_lens, causal) in expected.items():
-        dense = dense_part(seen[name])
+        dense = dense_part(seen[name], 0)
         assert (dense.kv_lens.tolist(), dense.causal) == (kv_lens, causal), name
         assert dense.kv_lens.dtype is torch.int32
     for i in range(2):
         assert dense_part(seen["draft chain"], i).kv_lens.tolist() == [length + i + 1 for length in LENS]
         assert dense_part(seen["draft tree"], i).kv_lens.tolist() == LENS
     mask = torch.eye(4, dtype=torch.bool).expand(3, -1, -1)
-    tree = dense_part(Step.target_verify(4, lens, paging, tree_mask=mask))
+    tree = dense_part(Step.target_verify(4, lens, paging, tree_mask=mask), 0)
     assert (tree.kv_lens.tolist(), tree.causal) == (LENS, False)
 
 
 def test_tree_part_of_a_verify_is_its_mask_over_its_slots() -> None:
     mask = torch.rand(3, 4, 4) < 0.5
     step = Step.target_verify(4, SEQ_LENS, PAGING, tree_mask=mask)
-    part = tree_part(step)
+    part = tree_part(step, 0)
     assert part is not None
     assert torch.equal(part.mask, mask)
     assert part.slots.tolist() == [[slot(r, LENS[r] + j) for j in range(4)] for r in range(3)]
-    assert tree_part(Step.target_verify(4, SEQ_LENS, PAGING)) is None
+    assert tree_part(Step.target_verify(4, SEQ_LENS, PAGING), 0) is None
 
 
 def test_tree_part_of_a_draft_follows_the_ancestors() -> None:

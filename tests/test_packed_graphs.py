@@ -58,7 +58,7 @@ def test_rows_that_are_left_over_belong_to_the_last_request(paging) -> None:
     assert (padded.bs, padded.max_real, padded.num_tokens, padded.width) == (5, 4, 10, 10)
     assert starts(padded) == [0, 3, 5, 5, 5, 10]
     assert padded.seq_lens.tolist() == [0, 5, 0, 0, 0]
-    assert dense_part(padded).kv_lens.tolist() == [3, 7, 0, 0, 5]
+    assert dense_part(padded, 0).kv_lens.tolist() == [3, 7, 0, 0, 5]
     assert int(padded.num_real) == 2
     slots = padded.flat_slots()
     assert slots[:5].tolist() == step.flat_slots().tolist()
