@@ -2,7 +2,7 @@
 
 vLLM's runner reads no layers within `eagle_config`, and SGLang's none outside of it, so a target is given whose default
 layers are the folder's. SGLang gives a draft of the target's width the target's embedding, so a folder's own is a copy
-of that, as in published heads.
+of that, as in published heads. vLLM's table of YaRN's angles ends at `factor` times the original length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tests.eagle3_models import tiny_target
 from tests.head_catalogue import FORMATS
-from tests.head_formats import write
+from tests.head_formats import YARN, write
 from tests.head_forward import HeadOracle
 from tests.head_runs import TEXT, oracle_of
 
@@ -55,7 +55,10 @@ VLLM = dict.fromkeys(FORMATS, Verdict()) | {
     "SGLang's reader, tied": Verdict(
         "reads no `tie_word_embeddings`: the target's output head", reads={"head": "target"}
     ),
-    "MLA": Verdict("takes `model_type` `deepseek_v3` for MTP", error="['Eagle3DeepSeekMTPModel'] are not supported"),
+    "MLA": Verdict(
+        "equal, with `model_type` `kimi_k2`",
+        config={"model_type": "kimi_k2", "rope_scaling": YARN | {"original_max_position_embeddings": 32}},
+    ),
     "SafeAILab EAGLE-1/2": Verdict("leaves out `fc.bias`", drops=("fc.bias",)),
     "SafeAILab EAGLE-1/2, Qwen2": Verdict("equal, with `model_type` `llama`", config={"model_type": "llama"}),
 }
@@ -79,6 +82,7 @@ class Judged:
     target: Path
     head: Path
     eagle1: bool
+    is_mla: bool
     oracle: HeadOracle
     reading: HeadOracle
 
@@ -93,6 +97,7 @@ def given(name: str, verdict: Verdict, folder: Path) -> Judged:
             config["eagle_config"] = table | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
         elif "eagle_aux_hidden_state_layer_ids" in config:
             config["eagle_aux_hidden_state_layer_ids"] = [2, 3, 4]
+    facts |= {"rope": verdict.config["rope_scaling"]} if "rope_scaling" in verdict.config else {}
     form = replace(form, config=config, facts=facts, num_layers=layers)
     target = copy.deepcopy(tiny_target(layers))
     target.config.max_position_embeddings = 2 * MAX_CONTEXT
@@ -102,8 +107,8 @@ def given(name: str, verdict: Verdict, folder: Path) -> Judged:
     tensors = write(form, folder / "head", given=dict.fromkeys(copies, table.clone()))
     kept = {each: tensor for each, tensor in tensors.items() if each not in verdict.drops}
     reading = replace(form, facts=facts | dict(verdict.reads))
-    eagle1 = bool(facts.get("eagle"))
-    return Judged(folder / "target", folder / "head", eagle1, oracle_of(form, tensors), oracle_of(reading, kept))
+    kind = bool(facts.get("eagle")), "mla" in facts
+    return Judged(folder / "target", folder / "head", *kind, oracle_of(form, tensors), oracle_of(reading, kept))
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ def judge(judged: Judged) -> Run:
     """A target and a head in vLLM's engine."""
     method = "eagle" if judged.eagle1 else "eagle3"
     drafts = {"method": method, "model": str(judged.head), "num_speculative_tokens": NUM_DRAFTED}
+    drafts |= {"attention_backend": "ATTN_BACKENDS_FLASHINFER_MLA"} if judged.is_mla else {}
     others = (("speculative_config", drafts), ("num_gpu_blocks_override", 96))
     row = Row(judged.target.name, "ATTN_BACKENDS_FA3", others=others)
     assert MAX_MODEL_LEN == 2 * MAX_CONTEXT
