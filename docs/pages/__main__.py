@@ -108,9 +108,9 @@ def _targets(results: Iterable[Results]) -> Iterator[tuple[Any, ...]]:
 def _question(name: str, result: Results) -> str:
     """What a picture answers."""
     if name == "trees":
-        return f"A verify of a tree, times that of a chain of as many tokens, on {result.head.device}"
+        return f"What does a tree cost beside a chain of as many tokens, on {result.head.device}?"
     peers = sorted({row["peer"] for row in result.rows if row["peer"] != COPY})
-    return f"Our kernels, times the time of {' and '.join(peers)}, on {result.head.device}"
+    return f"Are our kernels faster than {' and '.join(peers)}, on {result.head.device}?"
 
 
 def _head(name: str, result: Results, link: Path) -> str:

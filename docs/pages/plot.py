@@ -12,7 +12,7 @@ FASTER, SLOWER, EVEN, INK, QUIET, GRID = "#0072b2", "#d55e00", "#6b7280", "#1a1a
 LEFT, WIDTH, RIGHT, ROW, TOP = 286, 280, 108, 18, 62
 SAME = 0.05  # a median that is nearer to the vendor's is told as the same
 _TICKS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-_STYLE = f"text{{font:11px ui-sans-serif,system-ui,sans-serif;fill:{INK}}}.mid{{text-anchor:middle}}.q{{fill:{QUIET}}}"
+_STYLE = f"text{{font:11px ui-sans-serif,system-ui,sans-serif;fill:{INK}}}.mid{{text-anchor:middle}}.q{{fill:{QUIET}}}.bold{{font-weight:bold}}"
 
 Row = Mapping[str, Any]
 
@@ -37,10 +37,18 @@ def spans(rows: Iterable[Row], without: str) -> list[Span]:
     return [Span(name, min(own), median(own), max(own), len(own)) for (name, _), own in groups.items()]
 
 
-def to_svg(title: str, found: Sequence[Span]) -> str:
+def answer(found: Sequence[Span]) -> str:
+    """How many medians are on each side of the other's time, and how far they go."""
+    medians = [span.middle for span in found]
+    faster, slower = (sum(sign * (middle - 1) > SAME for middle in medians) for sign in (-1, 1))
+    sides = f"{faster} faster, {len(medians) - faster - slower} as fast, {slower} slower"
+    return f"{sides}; medians {min(medians):.2f} to {max(medians):.2f} times the other's time"
+
+
+def to_svg(question: str, found: Sequence[Span]) -> str:
     """The picture: of each span a bar from the least to the most, and a dot at the median, on a logarithmic axis.
 
-    Left of the line at 1 is faster. title: whose time is the unit.
+    Left of the line at 1 is faster. question: names whose time is the unit; its answer stands below it.
     """
     least, most = min([span.least for span in found] + [0.75]), max([span.most for span in found] + [1.5])
     low, high = log2(least) - 0.1, log2(most) + 0.1
@@ -49,7 +57,8 @@ def to_svg(title: str, found: Sequence[Span]) -> str:
         return LEFT + (log2(ratio) - low) / (high - low) * WIDTH
 
     bottom = TOP + ROW * len(found)
-    parts = [_text(14, 20, title), _text(14, 36, "bar: least to most over all sizes; dot: median", "q")]
+    parts = [_text(14, 16, question), _text(14, 30, answer(found), "bold")]
+    parts.append(_text(14, 44, "bar: least to most over all sizes; dot: median", "q"))
     parts += [_text(x(1) - 8, 54, "◀ faster", "q", "end"), _text(x(1) + 8, 54, "slower ▶", "q")]
     for tick in (tick for tick in _TICKS if least <= tick <= most):
         dark = tick == 1
