@@ -12,7 +12,10 @@ FASTER, SLOWER, EVEN, INK, QUIET, GRID = "#0072b2", "#d55e00", "#6b7280", "#1a1a
 LEFT, WIDTH, RIGHT, ROW, TOP = 286, 280, 108, 18, 62
 SAME = 0.05  # a median that is nearer to the vendor's is told as the same
 _TICKS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-_STYLE = f"text{{font:11px ui-sans-serif,system-ui,sans-serif;fill:{INK}}}.mid{{text-anchor:middle}}.q{{fill:{QUIET}}}.bold{{font-weight:bold}}"
+_STYLE = (
+    f"text{{font:11px ui-sans-serif,system-ui,sans-serif;fill:{INK}}}.mid{{text-anchor:middle}}"
+    f".q{{fill:{QUIET}}}.bold{{font-weight:bold}}"
+)
 
 Row = Mapping[str, Any]
 
