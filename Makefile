@@ -18,7 +18,7 @@ SGLANG = tests/engines/sglang
 SGLANG_INSTALLED = .venv-sglang/installed
 SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang fuzz docs gpu-results
+.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang test-sglang-full fuzz docs gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -62,6 +62,9 @@ test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph
 
 test-sglang: $(SGLANG_INSTALLED)  ## SGLang's engine on our backends, without a GPU
 	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG)
+
+test-sglang-full: $(SGLANG_INSTALLED)  ## the rest of its cases, such as every format of published heads
+	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG) -m full
 
 docs: .venv-docs/installed  ## the site in build/site; a link, an anchor or a name that does not exist fails it
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet

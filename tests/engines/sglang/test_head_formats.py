@@ -13,7 +13,7 @@ READ = [name for name, verdict in SGLANG.items() if not verdict.error]
 NUM_STEPS = 3
 
 
-@pytest.mark.full
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", READ)
 def test_drafts_are_those_of_an_independent_forward(name: str, models: Path, tmp_path: Path) -> None:
     judged = given(name, SGLANG[name], tmp_path)
