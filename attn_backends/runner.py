@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints
 
+import torch
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph, PiecewiseGraph
-from attn_backends.memory.phase_sets import PhaseSet, aligned
+from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
@@ -44,6 +45,18 @@ class FieldClass(StrEnum):
 PerRequest = Annotated[Tensor, FieldClass.PER_REQUEST]
 PerToken = Annotated[Tensor, FieldClass.PER_TOKEN]
 PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
+
+
+class Rows(NamedTuple):
+    """An input that is entries of a table: gathered where the region reads it. table: [n, ...]. rows: [bs] int64."""
+
+    table: Tensor
+    rows: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the entries."""
+        return self.rows.shape + self.table.shape[1:]
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if not fitting and step.kind is StepKind.IDLE:
             return self._run_idle(step)
         if not fitting:
-            return StepResult(self._own(self._run_eagerly(step, inputs), step), None)
+            return StepResult(self._own(self._run_eagerly(step, _gathered(inputs)), step), None)
         captured = self._captured[min(fitting)]
         self._prepare()
         self._copy(captured.inputs, inputs)
@@ -179,11 +192,13 @@ class Runner(ABC, Generic[Inputs, Outputs]):
                     f"phase {self.phase.name}: input {name} is {list(source.shape)}, captured as "
                     f"{list(destination.shape)} ({kind}); a graph takes no other sizes"
                 )
-            if kind is FieldClass.PASS_THROUGH:
-                destination.copy_(source)
+            into = destination if kind is FieldClass.PASS_THROUGH else destination[: source.shape[0]]
+            if isinstance(source, Rows):
+                torch.index_select(source.table, 0, source.rows, out=into)
             else:
-                destination[: source.shape[0]].copy_(source)
-                destination[source.shape[0] :].zero_()
+                into.copy_(source)
+            if into is not destination:
+                destination[into.shape[0] :].zero_()
 
     def _own(self, outputs: Outputs, step: Step) -> Outputs:
         trimmed = _trim(outputs, step.bs, step.num_tokens)
@@ -254,18 +269,6 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         return _Captured(bucket, inputs, outputs, graph, replay)
 
 
-def bytes_in_set(
-    phase: Phase[Inputs, Outputs], backend: AttentionBackend, paging: Paging, buckets: Sequence[int]
-) -> int:
-    """Bytes that a captured phase takes in a set of phases: its inputs, and what its backend plans into."""
-    if not buckets:
-        return 0
-    given = phase.safe_inputs(max(buckets))
-    inputs = [getattr(given, name) for name in classify(type(given))]
-    of_inputs = sum(aligned(each.numel() * each.element_size()) for each in inputs)
-    return of_inputs + aligned(backend.phases.own_bytes(phase.bucket(max(buckets)), paging))
-
-
 def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:
     """A packed phase on its step's metadata, for one graph of all of it."""
     region = phase.region
@@ -332,6 +335,10 @@ def _classes(kind: type) -> Mapping[str, FieldClass]:
 def _map(value: Any, change: Callable[[Tensor, FieldClass], Tensor]) -> Any:
     classes = classify(type(value))
     return type(value)(**{name: change(getattr(value, name), kind) for name, kind in classes.items()})
+
+
+def _gathered(inputs: Any) -> Any:
+    return _map(inputs, lambda given, _: given.table[given.rows] if isinstance(given, Rows) else given)
 
 
 def _trim(value: Any, bs: int, num_tokens: int) -> Any:

@@ -91,7 +91,7 @@ class VerifyInputs(Sampled):
     mask: PerRequest
 
     @classmethod
-    def of(cls, tree: TreeFields, params: SamplingParams) -> VerifyInputs:
+    def of(cls, tree: TreeFields, params: SamplingParams | Sampled) -> VerifyInputs:
         """What the draft phase made, for requests that sample so."""
         return cls(**by_name(params), tokens=tree.tokens, parents=tree.parents, depths=tree.depths, mask=tree.mask)
 
@@ -108,7 +108,7 @@ class DecodeInputs(Sampled):
     tokens: PerRequest
 
     @classmethod
-    def of(cls, tokens: Tensor, params: SamplingParams) -> DecodeInputs:
+    def of(cls, tokens: Any, params: SamplingParams | Sampled) -> DecodeInputs:
         """The last tokens of requests that sample so."""
         return cls(**by_name(params), tokens=tokens)
 

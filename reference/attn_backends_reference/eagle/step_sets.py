@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.memory.phase_sets import PhaseSets
-from attn_backends.runner import Phase, PhaseRunner, bytes_in_set
+from attn_backends.memory.phase_sets import PhaseSets, aligned
+from attn_backends.runner import Phase, PhaseRunner, classify
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import (
     Accepted,
@@ -65,7 +65,7 @@ class StepSets:
             for capacity in capacities
         ]
         sizes = [
-            sum(bytes_in_set(*both, paging, options.buckets) for both in zip(each, used, strict=True))
+            sum(_bytes_in_set(*both, paging, options.buckets) for both in zip(each, used, strict=True))
             for each in phases
         ]
         takes_turns = len(capacities) > 1
@@ -91,3 +91,13 @@ class StepSets:
         """The last graph of a cycle was launched: another set may be planned after it."""
         if self._phase_sets is not None:
             self._phase_sets.reads_end()
+
+
+def _bytes_in_set(phase: Phase[Any, Any], backend: AttentionBackend, paging: Paging, buckets: Sequence[int]) -> int:
+    """Bytes that a captured phase takes in a set of phases: its inputs, and what its backend plans into."""
+    if not buckets:
+        return 0
+    given = phase.safe_inputs(max(buckets))
+    inputs = [getattr(given, name) for name in classify(type(given))]
+    of_inputs = sum(aligned(each.numel() * each.element_size()) for each in inputs)
+    return of_inputs + aligned(backend.phases.own_bytes(phase.bucket(max(buckets)), paging))

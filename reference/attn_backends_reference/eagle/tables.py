@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from attn_backends.runner import Rows
 from spec_metadata.upload import upload
 
 Table = TypeVar("Table")
@@ -19,5 +20,5 @@ def keep(table: Table, rows: Tensor, values: Table) -> None:
 
 
 def kept(table: Table, rows: Tensor) -> Table:
-    """The entries of some rows, in memory of their own."""
-    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))  # type: ignore[arg-type]
+    """The entries of some rows as inputs of a phase, which its runner gathers where they are read."""
+    return type(table)(*(Rows(getattr(table, field.name), rows) for field in fields(table)))  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Runner, whole
+from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Rows, Runner, whole
 from attn_backends_reference.eagle.adaptive import StepPolicy
 from attn_backends_reference.eagle.embeddings import EmbeddingForm
 from attn_backends_reference.eagle.launches import Launch, Timings
@@ -30,6 +30,7 @@ from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, Worke
 from attn_backends_reference.eagle.phases import (
     DecodeInputs,
     Model,
+    Sampled,
     VerifyInputs,
     by_name,
     decode_phase,
@@ -98,13 +99,13 @@ class TargetWorker:
         self.num_eager_steps: dict[str, int] = {}
         num_rows = capacity.max_bs + 1
         self._lens = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
-        self._sampling = SamplingParams.greedy(num_rows, target.device)
+        self._sampling = Sampled(**by_name(SamplingParams.greedy(num_rows, target.device)))
         phase = prefill_phase(Model(target, self.target_caches, backends.prefill), capacity)
         self._prefill = self._prefill_runner(phase)
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""
-        keep(self._sampling, self._index([row]), SamplingParams.of([sampling]))
+        keep(self._sampling, self._index([row]), Sampled(**by_name(SamplingParams.of([sampling]))))
 
     @torch.no_grad()
     def target_prefill(self, chunks: Sequence[Chunk]) -> Prefilled:
@@ -219,7 +220,7 @@ class PlainWorker(TargetWorker):
         """One token for each request."""
         timings, index = Timings(self.device), self._index(rows)
         step = Step.decode(self._lens[index], self.slots.paging(index), **self._bounds(max_committed))
-        inputs = DecodeInputs.of(self._last_tokens[index], kept(self._sampling, index))
+        inputs = DecodeInputs.of(Rows(self._last_tokens, index), kept(self._sampling, index))
         tokens = self._run(self._decode, step, inputs).tokens
         timings.mark("decode")
         launch = Launch(tokens.unsqueeze(1), [1] * len(rows), timings)
