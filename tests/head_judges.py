@@ -32,12 +32,14 @@ TIE = 1e-4
 class Verdict:
     """What an engine makes of a format.
 
-    words: in the table. config: keys that it is given instead of the folder's. error: what it fails with. drops, reads:
-    tensors that it leaves out and facts that it takes instead of the format's, with which its drafts are the forward's.
+    words: in the table. config: keys that it is given instead of the folder's. zeros: more tensors, and their shapes.
+    error: what it fails with. drops, reads: tensors that it leaves out and facts that it takes instead of the format's,
+    with which its drafts are the forward's.
     """
 
     words: str = "equal"
     config: Mapping[str, Any] = field(default_factory=dict)
+    zeros: Mapping[str, str] = field(default_factory=dict)
     error: str = ""
     drops: tuple[str, ...] = ()
     reads: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +72,9 @@ SGLANG = dict.fromkeys(FORMATS, Verdict()) | {
     "speculators, Qwen3's layer": Verdict("not read", error="Should have a `model_type` key in its config.json"),
     "SafeAILab EAGLE-1/2": Verdict(_RENAMED, config=_EAGLE1),
     "SafeAILab EAGLE-1/2, Qwen2": Verdict(
-        "adds a random `fc.bias`", config={"architectures": ["Qwen2ForCausalLMEagle"]}
+        "equal, under SGLang's name and with an `fc.bias` of zeros",
+        config={"architectures": ["Qwen2ForCausalLMEagle"]},
+        zeros={"fc.bias": "H"},
     ),
 }
 
@@ -104,7 +108,8 @@ def given(name: str, verdict: Verdict, folder: Path) -> Judged:
     target.save_pretrained(folder / "target")
     table = target.model.embed_tokens.weight.detach()
     copies = [each for each, sizes in form.tensors.items() if "embed" in each and form.shape(sizes) == table.shape]
-    tensors = write(form, folder / "head", given=dict.fromkeys(copies, table.clone()))
+    zeros = {each: torch.zeros(form.shape(sizes)) for each, sizes in verdict.zeros.items()}
+    tensors = write(form, folder / "head", given=dict.fromkeys(copies, table.clone()) | zeros)
     kept = {each: tensor for each, tensor in tensors.items() if each not in verdict.drops}
     reading = replace(form, facts=facts | dict(verdict.reads))
     kind = bool(facts.get("eagle")), "mla" in facts
