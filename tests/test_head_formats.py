@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attn_backends.cache import CacheFormat
-from attn_backends.errors import UnsupportedStepError
+from attn_backends.errors import CheckpointError, UnsupportedStepError
 from attn_backends.registry import get_backend
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.serving import serve
@@ -109,3 +111,30 @@ def tiny_mla() -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(rm.tiny_config("mla", num_hidden_layers=3, first_k_dense_replace=3))
     rm.randomize(model, 0)
     return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("place", "cut", "message"),
+    [
+        ("../b.safetensors", 0, r"index\.json places norm\.weight in '\.\./b\.safetensors', which is not the name of"),
+        ("c.safetensors", 0, r"index\.json places norm\.weight in c\.safetensors, which the folder lacks"),
+        ("b.safetensors", 5, r"b\.safetensors can't be read: "),
+    ],
+    ids=["outside", "missing", "cut short"],
+)
+def test_shards_that_are_wrong(place: str, cut: int, message: str, tmp_path: Path) -> None:
+    """A head in two shards loads; with one outside of its folder, missing or cut short it is refused by name."""
+    format = FORMATS["SpecForge"]
+    tensors = write(format, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    later = {name: tensors.pop(name) for name in ("norm.weight", "lm_head.weight")}
+    placed = dict.fromkeys(tensors, "a.safetensors") | dict.fromkeys(later, "b.safetensors")
+    save_file(tensors, tmp_path / "a.safetensors")
+    save_file(later, tmp_path / "b.safetensors")
+    index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "b.safetensors"
+    index.write_text(json.dumps({"weight_map": placed}))
+    load_draft(tmp_path, target_of(format))
+    index.write_text(json.dumps({"weight_map": placed | {"norm.weight": place}}))
+    shard.write_bytes(shard.read_bytes()[: len(shard.read_bytes()) - cut])
+    with pytest.raises(CheckpointError, match=message):
+        load_draft(tmp_path, target_of(format))
