@@ -17,7 +17,9 @@ NAMES = ("flashinfer_schedules", "graphs", "planners", "schedules", "syncs", "up
 
 def main() -> int:
     """Run one of them; 1 if a row fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE")
     parser.add_argument("--device", default="cuda", help="where the module can run elsewhere (default: %(default)s)")
