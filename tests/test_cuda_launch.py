@@ -201,7 +201,7 @@ from attn_backends.kernels.triton_launch import Launch
 from spec_metadata import BlockTable, BoundStep, RequestTable, pad_step
 from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
-from tests.planner_laws import FORMS, RINGS, garbage
+from tests.planner_laws import FORMS, RINGS, garbage, written_along
 from tests.ragged_verifies import CAPACITY, Ragged, static_of
 
 target = GPUTarget("cuda", 90, 32)
@@ -224,6 +224,12 @@ for kind in ("verify chain", "packed extend"):
     for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
         case = Case(kind, 256, 0)
         form.bind(case.step, garbage(form.specs, case))()
+for name in ("csr", "block_table"):
+    case, form = Case("verify chain", 64, 0), FORMS[name]
+    buffers = garbage(form.specs, case)
+    plan = form.bind(case.step, buffers)
+    written_along(plan, buffers)
+    plan()
 bound = ("block_table", "verify chain"), ("csr", "verify tree"), ("real", "verify chain")
 for (name, kind), table in product(bound, (RequestTable, BlockTable)):
     form, own = RINGS[name][1].form if name in RINGS else FORMS[name], table is BlockTable
@@ -246,4 +252,4 @@ def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 16, "scratch pointers, of each launch"
+    assert done.stdout.split() == ["2"] * 18, "scratch pointers, of each launch"
