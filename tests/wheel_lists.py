@@ -26,23 +26,27 @@ from unittest.mock import MagicMock
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
+from tests.block_formats import BLOCKS
 from tests.head_catalogue import FORMATS
 
 LISTS = Path(__file__).parent / "wheel_lists.json"
 READERS = {
     "sglang": (
         *("sglang/srt/models/llama_eagle3.py", "sglang/srt/models/kimi_k25_eagle3.py"),
-        "sglang/srt/models/deepseek_v4_nextn.py",
+        *("sglang/srt/models/deepseek_v4_nextn.py", "sglang/srt/models/dflash.py"),
+        "sglang/srt/speculative/dflash_utils.py",
     ),
     "vllm": (
         *("vllm/model_executor/models/llama_eagle3.py", "vllm/model_executor/models/deepseek_eagle3.py"),
         *("vllm/models/deepseek_v4/nvidia/mtp.py", "vllm/transformers_utils/configs/speculators/algos.py"),
+        "vllm/model_executor/models/qwen3_dflash.py",
     ),
 }
 """The files that read heads and modules, by package."""
-CONFIGS = ("config", "config_", "self.config", "eagle_config", "config_dict")
+CONFIGS = ("config", "config_", "self.config", "eagle_config", "config_dict", "text_config", "drafter_config")
+CONFIGS += ("dflash_cfg", "dflash_config", "draft_hf_config", "draft_text_config")
 """What readers call a configuration."""
 RENAMES = ("legacy_name_map", "orig_to_new_substr", "WEIGHT_NAME_REMAPPING")
 """What they call names of tensors that they replace."""
@@ -95,6 +99,16 @@ def exported(absent: StandIns) -> Iterator[tuple[str, str, nn.Module]]:
             elif form.catalogue == "speculators":
                 made = config.Eagle3SpeculatorConfig.model_validate(dict(form.config))
                 yield name, "Eagle3DraftModel", core.Eagle3DraftModel(made)
+    specforge = imported("specforge.modeling.draft.dflash", absent)
+    core = imported("speculators.models.dflash.core", absent)
+    config = imported("speculators.models.dflash.config", absent)
+    for name, form in BLOCKS.items():
+        with torch.device("meta"):
+            if form.catalogue == "speculators":
+                made = config.DFlashSpeculatorConfig.model_validate(dict(form.config))
+                yield name, "DFlashDraftModel", core.DFlashDraftModel(made)
+            else:
+                yield name, "DFlashDraftModel", specforge.DFlashDraftModel(Qwen3Config(**form.config))
 
 
 def tensors_of(module: nn.Module) -> dict[str, list[int]]:
@@ -124,7 +138,9 @@ def _keys(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.Attribute(value=of, attr=key, ctx=ast.Load()) if ast.unparse(of) in CONFIGS and key != "get":
             yield key
-        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[of, ast.Constant(value=str(key)), *_]):
+        case ast.Call(
+            func=ast.Name(id="getattr" | "hasattr" | "_cfg_get"), args=[of, ast.Constant(value=str(key)), *_]
+        ):
             yield from [key] * (ast.unparse(of) in CONFIGS)
         case ast.Call(func=ast.Attribute(value=of, attr="get"), args=[ast.Constant(value=str(key)), *_]):
             yield from [key] * (ast.unparse(of) in CONFIGS)

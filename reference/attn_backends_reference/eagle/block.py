@@ -37,7 +37,7 @@ class Roots:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextRows:
-    """hidden: [num_tokens, H], the target's. positions: [num_tokens] int64."""
+    """hidden: [num_tokens, F], what the draft takes of the target. positions: [num_tokens] int64."""
 
     hidden: PerToken
     positions: PerToken
@@ -65,6 +65,7 @@ class BlockWorker(SpeculativeWorker):
         options: WorkerOptions = DEFAULTS,
     ) -> None:
         _check(draft, capacity, options)
+        target = target.tapped(draft.feature_layers)
         super().__init__(target, backends, capacity, geometry, options)
         step = padding_step(capacity.bucket(StepKind.DRAFT_BLOCK, 1), self._paging(), capacity)
         if reasons := backends.draft.unsupported_reasons(step):
@@ -118,7 +119,8 @@ def block_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Roots, Ch
         attention = draft.attention(meta.at())
         rows = draft.model.forward(given.root, token_positions(meta.step), attention)
         masks = rows.unflatten(0, (-1, capacity.block_width))[:, 1:]
-        return Chains(torch.cat((given.root.unsqueeze(1), draft.model.logits(masks).argmax(dim=-1)), dim=1))
+        drafted = draft.model.target_ids(draft.model.logits(masks).argmax(dim=-1))
+        return Chains(torch.cat((given.root.unsqueeze(1), drafted), dim=1))
 
     def safe_inputs(bs: int) -> Roots:
         return Roots(torch.zeros(bs, dtype=torch.int64, device=draft.model.device))
@@ -141,7 +143,7 @@ def context_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Accepte
         return Accepted(
             num_accepted=torch.zeros(bs, dtype=torch.int32, device=model.device),
             tokens=torch.zeros(bs, width, dtype=torch.int64, device=model.device),
-            hidden=torch.zeros(bs, width, model.hidden_size, dtype=model.dtype, device=model.device),
+            hidden=torch.zeros(bs, width, model.feature_size, dtype=model.dtype, device=model.device),
         )
 
     return Phase("context", region, safe_inputs, Nothing, lambda bs: capacity.bucket(StepKind.DRAFT_BLOCK, bs))
@@ -156,7 +158,7 @@ def context_prefill_phase(draft: Model[BlockModel], capacity: Capacity) -> Packe
         return Nothing()
 
     def safe_inputs(num_tokens: int) -> ContextRows:
-        hidden = torch.zeros(num_tokens, model.hidden_size, dtype=model.dtype, device=model.device)
+        hidden = torch.zeros(num_tokens, model.feature_size, dtype=model.dtype, device=model.device)
         return ContextRows(hidden, torch.zeros(num_tokens, dtype=torch.int64, device=model.device))
 
     return PackedPhase(DRAFT_PREFILL, region, safe_inputs, Nothing, capacity.prefill_bucket)

@@ -21,13 +21,15 @@ EMBEDDED_BLOCKS = {"gqa-block": "gqa/block"}
 
 class BlockModel(PagedModel):
     """A block draft with the target's embedding and output head. Takes over `draft`, which has its target's dtype and
-    device. family: of its attention.
+    device. family: of its attention. feature_layers, feature_size: as of a `DraftModel`.
     """
+
+    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, family: Family, draft: BlockDraft, target: TargetModel) -> None:
         draft.eval().requires_grad_(False)
         super().__init__(family, draft.config, draft.layers, target.embedding, target.head)
-        self._draft, self.block_size = draft, draft.block_size
+        self._draft, self.block_size, self.feature_size = draft, draft.block_size, draft.fc.in_features
 
     def forward(self, root: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [bs * block_size, hidden_size] of blocks. root: [bs] int64. positions: of all rows."""
@@ -35,19 +37,28 @@ class BlockModel(PagedModel):
         return self._draft(rows.unsqueeze(0), positions.unsqueeze(0), attention=attention).squeeze(0)
 
     def store_context(self, hidden: Tensor, positions: Tensor, attention: Attention) -> None:
-        """Store the context of tokens that the target ran. hidden: [T, hidden_size], its own after the final norm."""
+        """Store the context of tokens that the target ran. hidden: [T, feature_size], what it takes of the target."""
         for index, (keys, values) in enumerate(self._draft.context(hidden.unsqueeze(0), positions.unsqueeze(0))):
             attention.store(index, KeyValues(keys.squeeze(0), values.squeeze(0)))
 
+    def target_ids(self, ids: Tensor) -> Tensor:
+        """The target's ids of those that `logits` scores, in any shape."""
+        return ids
+
 
 def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
-    """The block draft in a folder of `block_draft.save_block`, or an embedded one by name (`EMBEDDED_BLOCKS`), in the
-    target's dtype and on its device. Raises `CheckpointError` as `load_draft` does.
+    """The block draft in a folder of `block_draft.save_block` or of a published DFlash draft (`models.dflash`), or an
+    embedded one by name (`EMBEDDED_BLOCKS`), in the target's dtype and on its device. Raises `CheckpointError` as
+    `load_draft` does.
     """
+    from attn_backends_reference.models import dflash, head_keys
     from attn_backends_reference.models.block_draft import ARCHITECTURE, BlockDraft
     from attn_backends_reference.models.llama import LLAMA
 
     path = folders.find(folder, EMBEDDED_BLOCKS)
+    fields = folders.read_fields(path / "config.json")
+    if head_keys.block_drafts(head_keys.names(fields)):
+        return dflash.load_dflash(path, fields, target)
     _, config = folders.read_architecture(path, {ARCHITECTURE: LLAMA})
     check_fit(path, *({"hidden size": x.hidden_size, "vocabulary": x.vocab_size} for x in (config, target)))
     draft, given = BlockDraft(config), folders.read_tensors(folders.locate_tensors(path))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
     LlamaRMSNorm,
@@ -35,25 +35,29 @@ class BlockDraft(nn.Module):
 
     Args:
         config: Llama's, with ``block_size``, the rows of a block, beside.
+        feature_size: columns of what it takes of the target; those of a hidden state if None.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    parts: tuple[Any, Any, Any] = (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding)
+
+    def __init__(self, config: PreTrainedConfig, feature_size: int | None = None) -> None:
         super().__init__()
+        layer, norm, rotary = self.parts
         config._attn_implementation = config._attn_implementation or "sdpa"
         self.config, width = config, config.hidden_size
         self.block_size: int = config.block_size
-        self.fc = nn.Linear(width, width, bias=False)
-        self.hidden_norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([LlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.fc = nn.Linear(feature_size or width, width, bias=False)
+        self.hidden_norm = norm(width, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([layer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = norm(width, eps=config.rms_norm_eps)
+        self.rotary_emb = rotary(config)
         self.mask = nn.Parameter(torch.zeros(width))
 
     def context(self, hidden: Tensor, position_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys, rotated, and values ``[B, T, num_kv_heads, head_dim]`` of each layer.
 
         Args:
-            hidden: ``[B, T, H]``, the target's last hidden states, behind its final norm.
+            hidden: ``[B, T, F]``, the target's last hidden states, behind its final norm, or the features it takes.
             position_ids: ``[B, T]``, where they stand.
         """
         rows = self.hidden_norm(self.fc(hidden))
@@ -63,6 +67,7 @@ class BlockDraft(nn.Module):
             keys, values = (
                 proj(rows).unflatten(-1, (-1, attention.head_dim)) for proj in (attention.k_proj, attention.v_proj)
             )
+            keys = attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
             yield keys * cos + rotate_half(keys) * sin, values
 
     def embed_block(self, root: Tensor) -> Tensor:

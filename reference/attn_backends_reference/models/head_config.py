@@ -88,16 +88,14 @@ def read_eagle3(fields: Fields, where: object) -> HeadConfig:
     """
     blocks = keys.block_drafts(keys.names(fields))
     if blocks:
-        raise CheckpointError(
-            f"{where} is a block draft ({', '.join(blocks)}), which drafts all tokens in one forward; such heads are "
-            f"not served yet. Use an EAGLE-3 head or MTP modules"
-        )
+        why = "; ".join(keys.missing_parts(blocks)) or 'worker = "block" runs it'
+        raise CheckpointError(f"{where} is a block draft ({', '.join(blocks)}), which drafts all tokens at once: {why}")
     flat = keys.unwrapped(fields, where)
     is_mla = not set(keys.MLA_ARCHITECTURES).isdisjoint(keys.names(fields))
     honoured, inert = (keys.MLA_HONOURED, keys.MLA_INERT) if is_mla else (keys.GQA_HONOURED, ())
     keys.check_keys(flat, where, honoured, inert)
     eagle = keys.eagle_config(flat, where)
-    layer = _layer_config(flat, where, is_mla, "speculators_model_type" in fields)
+    layer = layer_config(flat, where, is_mla, "speculators_model_type" in fields)
     taps = _taps(flat, eagle, where)
     return HeadConfig(
         layer=layer,
@@ -105,7 +103,7 @@ def read_eagle3(fields: Fields, where: object) -> HeadConfig:
         target_hidden_size=flat.get("target_hidden_size") or layer.hidden_size,
         taps=taps,
         num_states=_num_states(flat, taps, where),
-        windows=_windows(flat, layer.num_hidden_layers, where),
+        windows=windows(flat, layer.num_hidden_layers, where),
         fc_bias=bool(flat.get("bias")),
         fc_norm=bool(flat.get("fc_norm") or flat.get("use_aux_norm")),
         norm_before_fc=bool(flat.get("norm_before_fc") or eagle.get("norm_before_fc")),
@@ -123,19 +121,19 @@ def read_eagle(fields: Fields, where: object) -> HeadConfig:
     """
     given = {key: value for key, value in fields.items() if value is not None}
     keys.check_keys(given, where, keys.EAGLE_HONOURED, ("tie_word_embeddings",))
-    layer = _layer_config(given, where, is_mla=False, in_speculators=False)
+    layer = layer_config(given, where, is_mla=False, in_speculators=False)
     return HeadConfig(
         layer=layer,
         draft_vocab_size=None,
         target_hidden_size=layer.hidden_size,
-        windows=_windows(given, layer.num_hidden_layers, where),
+        windows=windows(given, layer.num_hidden_layers, where),
         fc_bias=given.get("bias"),
         qkv_bias=bool(given.get("qkv_bias")),
         fields=fields,
     )
 
 
-def _layer_config(flat: Fields, where: object, is_mla: bool, in_speculators: bool) -> PreTrainedConfig:
+def layer_config(flat: Fields, where: object, is_mla: bool, in_speculators: bool) -> PreTrainedConfig:
     """transformers' configuration of the head's layers, of honoured keys alone."""
     types, own = (keys.MLA_TYPES, keys.MLA_KEYS) if is_mla else (keys.GQA_TYPES, keys.GQA_KEYS)
     kind = flat.get("model_type", types[0])
@@ -180,7 +178,7 @@ def _rope(flat: Fields, where: object) -> dict[str, Any]:
     return {"rope_theta": theta.pop() if theta else 10000.0} | (said[0] if said else {"rope_type": "default"})
 
 
-def _windows(flat: Fields, num_layers: int, where: object) -> tuple[int | None, ...]:
+def windows(flat: Fields, num_layers: int, where: object) -> tuple[int | None, ...]:
     """The window of each layer, which `layer_types` gives it."""
     types, window, used = (flat.get(key) for key in keys.WINDOW_KEYS)
     if types is None:

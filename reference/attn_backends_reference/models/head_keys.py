@@ -21,8 +21,15 @@ def _words(text: str) -> frozenset[str]:
 
 GQA_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
-BLOCK_DRAFTS = ("dflash", "dspark", "peagle", "domino")
-"""Drafts of a whole block in one forward, by what their architectures and types have in common."""
+BLOCK_DRAFTS = {
+    "dflash2": "a convolution over the block and a selector of candidates are missing",
+    "dflash": "",
+    "dspark": "its Markov head, which draws a block's tokens one after another, is missing",
+    "peagle": "its masks' own hidden state, and blocks whose rows are causal, are missing",
+    "domino": "its recurrent head, which draws a block's tokens one after another, is missing",
+}
+"""Drafts of a whole block in one forward, by what their architectures and types have in common, and what is missing to
+serve them; DFlash's are served."""
 MLA_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 GQA_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral")
 """Types of a model whose head has Llama's layers; of speculators, qwen3 has Qwen3's, with norms of queries and keys."""
@@ -46,6 +53,17 @@ EAGLE_HONOURED = (*COMMON_KEYS, *GQA_KEYS, *WINDOW_KEYS, "qkv_bias")
 EAGLE3_HONOURED = (*COMMON_KEYS, *NORM_KEYS, *STATE_KEYS, "eagle_config", "draft_vocab_size", "tie_word_embeddings")
 GQA_HONOURED = (*EAGLE3_HONOURED, *GQA_KEYS, *WINDOW_KEYS)
 MLA_HONOURED = (*EAGLE3_HONOURED, *MLA_KEYS)
+DFLASH_CONFIG_KEYS = (
+    *("block_size", "causal", "mask_token_id", "num_target_layers", "sample_from_anchor", "target_layer_ids"),
+)
+"""Honoured inside of ``dflash_config``."""
+DFLASH_HONOURED = (
+    *(*LAYER_KEYS, *ROPE_KEYS, *WINDOW_KEYS, *DFLASH_CONFIG_KEYS, "max_position_embeddings", "model_type"),
+    *("num_key_value_heads", "head_dim", "attention_bias", "dflash_config", "is_causal"),
+    *("aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size"),
+)
+DFLASH_INERT = ("sliding_window_non_causal", "tie_word_embeddings")
+"""Of windows, which speculators' drafts must not have, and of an output head, which is the target's or a tensor."""
 
 CHECKED = ("model_type", "num_aux_hidden_states", "use_sliding_window")
 """Honoured ones that only must not contradict others."""
@@ -100,14 +118,22 @@ def block_drafts(names: list[str]) -> list[str]:
     return [name for name in names if any(kind in name.lower() for kind in BLOCK_DRAFTS)]
 
 
-def unwrapped(fields: Fields, where: object) -> dict[str, Any]:
-    """The keys that are given a value, those of speculators' `transformer_layer_config` among them."""
+def missing_parts(names: list[str]) -> list[str]:
+    """What is missing to serve block drafts that are called so."""
+    found = [next(kind for kind in BLOCK_DRAFTS if kind in name.lower()) for name in block_drafts(names)]
+    return [BLOCK_DRAFTS[kind] for kind in dict.fromkeys(found) if BLOCK_DRAFTS[kind]]
+
+
+def unwrapped(fields: Fields, where: object, served: str = "eagle3") -> dict[str, Any]:
+    """The keys that are given a value, those of speculators' `transformer_layer_config` among them. served: the type of
+    speculators' that is read.
+    """
     flat = {key: value for key, value in fields.items() if value is not None}
     if "speculators_model_type" not in fields:
         return flat
-    if fields["speculators_model_type"] != "eagle3":
-        refuse(where, "speculators_model_type", fields["speculators_model_type"], "served are eagle3 heads")
-    if "norm_before_residual" not in flat:
+    if fields["speculators_model_type"] != served:
+        refuse(where, "speculators_model_type", fields["speculators_model_type"], f"served are {served} heads")
+    if served == "eagle3" and "norm_before_residual" not in flat:
         raise CheckpointError(
             f"{where}/config.json does not say norm_before_residual, which speculators takes for false and vLLM for "
             f"true; add what the head was trained with"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from attn_backends_reference.models.eagle3 import MAPS, Eagle3Draft, Eagle3Model
 from attn_backends_reference.models.fit import cast, check_fit
 from attn_backends_reference.models.head_config import HeadConfig, read_eagle, read_eagle3
 from attn_backends_reference.models.head_keys import Fields
+
+if TYPE_CHECKING:
+    from attn_backends_reference.models.dflash import DFlashDraft
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 RENAMES = (
@@ -46,22 +50,22 @@ def is_eagle(names: Collection[str]) -> bool:
 def load_eagle3(path: Path, fields: Fields, target: TargetModel) -> DraftModel:
     """The EAGLE-3 draft in a folder whose config.json says `fields`. Raises `CheckpointError` as `load_draft` does."""
     head = read_eagle3(fields, path)
-    _check_sizes(path, head, target)
+    check_sizes(path, head, target)
     layers = head.feature_layers(path, len(target.layers))
     draft, given = Eagle3Draft(head), renamed(path, folders.read_tensors(folders.locate_tensors(path)))
-    embedding = _take_embedding(path, head, given, target)
-    output = _shared_output(path, head, given, embedding, target)
+    embedding = take_embedding(path, head, given, target)
+    output = shared_output(path, head, given, embedding, target)
     if output is not None:
         del draft.lm_head
-    _complete_maps(head, given, draft)
-    _fill(path, draft, given)
+    complete_maps(head, given, draft)
+    fill(path, draft, given)
     return Eagle3Model(cast(draft, target), target, layers, embedding, output)
 
 
 def load_eagle(path: Path, fields: Fields, target: TargetModel) -> DraftModel:
     """The EAGLE-1 or EAGLE-2 draft in a folder, in the same way. An output head that it holds is the target's."""
     head = read_eagle(fields, path)
-    _check_sizes(path, head, target)
+    check_sizes(path, head, target)
     given = renamed(path, folders.read_tensors(folders.locate_tensors(path)))
     has_bias = "fc.bias" in given
     if head.fc_bias is not None and head.fc_bias != has_bias:
@@ -69,8 +73,8 @@ def load_eagle(path: Path, fields: Fields, target: TargetModel) -> DraftModel:
     draft = Eagle1Draft(replace(head, fc_bias=has_bias))
     if OUTPUT in given and not _same(given.pop(OUTPUT), target.head.weight):
         raise CheckpointError(f"{path} has an output head ({OUTPUT}), which is not the target's as it should be")
-    embedding = _take_embedding(path, head, given, target)
-    _fill(path, draft, given)
+    embedding = take_embedding(path, head, given, target)
+    fill(path, draft, given)
     return Eagle1Model(cast(draft, target), target, embedding)
 
 
@@ -91,7 +95,8 @@ def renamed(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _check_sizes(path: Path, head: HeadConfig, target: TargetModel) -> None:
+def check_sizes(path: Path, head: HeadConfig, target: TargetModel) -> None:
+    """Raises `CheckpointError` unless a head is made for targets of these sizes."""
     given = {"vocabulary": head.layer.vocab_size, "hidden size": head.target_hidden_size}
     check_fit(path, given, {"vocabulary": target.vocab_size, "hidden size": target.hidden_size})
 
@@ -100,7 +105,7 @@ def _same(tensor: Tensor, weight: Tensor) -> bool:
     return tensor.shape == weight.shape and torch.equal(tensor.to(weight.device, weight.dtype), weight)
 
 
-def _take_embedding(path: Path, head: HeadConfig, given: dict[str, Tensor], target: TargetModel) -> nn.Embedding:
+def take_embedding(path: Path, head: HeadConfig, given: dict[str, Tensor], target: TargetModel) -> nn.Embedding:
     """The draft's embedding: its own, or the target's, if the folder leaves it out or holds the same."""
     weight, size = given.pop(EMBEDDING, None), (target.vocab_size, head.layer.hidden_size)
     if weight is None or _same(weight, target.embedding.weight):
@@ -114,7 +119,7 @@ def _take_embedding(path: Path, head: HeadConfig, given: dict[str, Tensor], targ
     return nn.Embedding.from_pretrained(weight.to(target.device, target.dtype))
 
 
-def _shared_output(
+def shared_output(
     path: Path, head: HeadConfig, given: Mapping[str, Tensor], embedding: nn.Embedding, target: TargetModel
 ) -> nn.Linear | None:
     """The output head, where it is not the draft's own: its embedding, if the two are tied, or the target's, if the
@@ -138,7 +143,7 @@ def _shared_output(
     return target.head
 
 
-def _complete_maps(head: HeadConfig, given: dict[str, Tensor], draft: Eagle3Draft) -> None:
+def complete_maps(head: HeadConfig, given: dict[str, Tensor], draft: Eagle3Draft | DFlashDraft) -> None:
     """Adds the maps of the draft's vocabulary that a folder may leave out."""
     if head.num_ids == head.layer.vocab_size:
         given.setdefault("d2t", draft.d2t)
@@ -169,7 +174,8 @@ def check_maps(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _fill(path: Path, draft: nn.Module, given: Mapping[str, Tensor]) -> None:
+def fill(path: Path, draft: nn.Module, given: Mapping[str, Tensor]) -> None:
+    """Gives a draft its tensors. Raises `CheckpointError` unless they are its own, in name and shape."""
     needed = draft.state_dict()
     shapes = folders.compare_shapes(given, needed)
     folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
