@@ -16,11 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "contract, machinery, backends, vendors, adapters": (
-        6920,
+        7110,
         (
             "spec_metadata/",
             "attn_backends/adapters/",
             "attn_backends/backends/",
+            "attn_backends/config/",
             "attn_backends/contract/",
             "attn_backends/memory/",
             "attn_backends/planning/",
@@ -61,12 +62,11 @@ def sources() -> list[str]:
 
 
 def of_room(places: tuple[str, ...], files: list[str]) -> int:
-    """Code lines of a room. A place that ends in *.py is of its folder alone, without what commands write."""
+    """Code lines of a room. A place that ends in *.py is of its folder alone."""
     found = [
         path
         for path in files
-        if path != "attn_backends/results.py"
-        and any(
+        if any(
             Path(path).match(place) and path.count("/") == 1 if "*" in place else path.startswith(place)
             for place in places
         )
