@@ -101,10 +101,21 @@ def test_inspect_tells_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys
     )
 
 
-def test_inspect_of_a_folder_that_can_not_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["GraniteForCausalLM"], "model_type": "granite"}')
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("GraniteForCausalLM", ""),
+        ("DeepseekV41ForCausalLM", ", which needs layers that attend to another layer's entries (kv_source_layer_ids"),
+    ],
+)
+def test_inspect_of_a_folder_that_can_not_be_served(
+    name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], "model_type": "granite"}))
     assert inspect(str(tmp_path)) == 2
-    assert "has architectures ['GraniteForCausalLM']; supported here: LlamaForCausalLM, " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"has architectures ['{name}']{why}" in said
+    assert "; supported here: LlamaForCausalLM, " in said
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -51,13 +51,21 @@ def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTraine
     return read_architecture(path, known)
 
 
+V41 = "DeepseekV41ForCausalLM"
+V41_NEEDS = "layers that attend to another layer's entries (kv_source_layer_ids, index_source_layer_ids)"
+"""What is missing to serve it; docs/models.md has the rest."""
+
+
 def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
     """The checkpoint's architecture, one of `known`, and its configuration, without its quantization, which
     transformers would try to apply itself.
     """
     named = read_fields(path / "config.json").get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
-        raise CheckpointError(f"{path} has architectures {named}; supported here: {', '.join(known)} (config.json)")
+        lacks = f", which needs {V41_NEEDS}" if named == [V41] else ""
+        raise CheckpointError(
+            f"{path} has architectures {named}{lacks}; supported here: {', '.join(known)} (config.json)"
+        )
     config = load_config(path)
     config.__dict__.pop("quantization_config", None)
     _check_servable(path, config)
