@@ -46,7 +46,7 @@ NOT_SERVED = {
     "granite": "it scales embeddings and logits outside of its layers",
     "ling": "its folder needs Python of its own",
     "gemma4": "its layers have two head sizes, and some read another's keys",
-    "other": "a block draft",
+    "other": "a block draft; of these, DFlash's format alone loads",
 }
 """Why a target, or such a head, does not run here."""
 NAMES = """
