@@ -306,7 +306,7 @@ def plan_writes_past_its_buffer(patch: pytest.MonkeyPatch) -> None:
 
     def longer(self: FlashInferMLABackend, step: Step, buffers: Buffers) -> None:
         write(self, step, buffers)
-        for phase in self._memory._phases.values() if self.checking else ():
+        for phase in self.phases._phases.values() if self.checking else ():
             whole = phase.arenas[0]._full["kv_indices"]
             whole.as_strided((1,), (1,), whole.storage_offset() + whole.numel()).zero_()
 

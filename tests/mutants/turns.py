@@ -93,7 +93,7 @@ def known_layout_taken_at_any_length(patch: pytest.MonkeyPatch) -> None:
 @mutant("two instances given each other's metadata", "refusals.anothers_metadata")
 def metadata_of_any_instance_taken(patch: pytest.MonkeyPatch) -> None:
     """Metadata is asked for the class of its backend, not for the instance."""
-    patch.setattr(metadata, "_check_owner", lambda backend, owner, kind: None)
+    patch.setattr(metadata, "_refuse_owner", lambda backend, owner, kind: None)
 
 
 @mutant("a store that counts its calls", "cache.stores_in_any_order")

@@ -248,7 +248,7 @@ def eager_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
 
     def short(self: Step, capacity: Capacity) -> Extent:
         whole = extent(self, capacity)
-        return replace(whole, max_pages=min(whole.max_pages, context_pages(capacity)))
+        return whole._replace(max_pages=min(whole.max_pages, context_pages(capacity)))
 
     patch.setattr(Step, "extent", short)
 
@@ -267,5 +267,7 @@ def graph_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
 @mutant("SGLang #27460 and #27338: buffers without the factor topk", "math.draft_extend")
 def draft_room_without_topk(patch: pytest.MonkeyPatch) -> None:
     """Buffers have room for num_steps drafted tokens, whatever topk."""
+    for name in ("draft_room", "max_tokens", "max_pages", "max_kv_len"):  # those before it are kept once computed
+        patch.setattr(Capacity, name, property(getattr(Capacity, name).func))
     patch.setattr(Capacity, "draft_room", property(lambda self: self.num_steps))
     patch.setattr(base, "check_table_room", lambda step, capacity: None)
