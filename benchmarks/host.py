@@ -34,12 +34,12 @@ def eager(asked: Asked) -> Iterator[Row | Missing]:
     """A loop of layers, each a store and a forward, on one metadata and without a wait, beside the same loop of a raw
     scatter and the vendor's raw call. Our own kernels are compared with the function that launches them.
     """
-    cases = (
-        (backend, kernel, size)
-        for backend in asked.backends
-        for kernel in KERNELS[backend.name]
-        for size in asked.sizes
+    takers = [backend for backend in asked.backends if backend.name in KERNELS]
+    absent = [backend for backend in asked.backends if backend not in takers]
+    yield from (
+        Missing(backend.name, "", "", "no raw call to measure eager layers beside", False) for backend in absent
     )
+    cases = ((backend, kernel, size) for backend in takers for kernel in KERNELS[backend.name] for size in asked.sizes)
     yield from each(cases, lambda backend, kernel, size: eager_row(backend, kernel, raw_call(kernel), size, asked))
 
 

@@ -522,6 +522,9 @@ def test_eager_layers_are_timed_beside_a_scatter_and_a_call(backend, stage, monk
     found, absent = split(host.eager(asked_of(stage, "trtllm_mla")))
     assert not found
     assert {each.kernel for each in absent} == {*host.KERNELS["trtllm_mla"]}
+    (absent,) = host.eager(asked_of(stage, "flashinfer_mla"))
+    assert "no raw call" in absent.reason
+    assert not absent.failed
 
 
 def test_a_cycle_has_three_steps_however_they_are_made(stage):

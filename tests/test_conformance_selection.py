@@ -171,7 +171,7 @@ def test_the_results_page_refuses_a_report_of_another_contract():
 
 
 def test_patterns_are_joined_by_commas_and_each_must_select_something():
-    of_both = {case.check for case in selected_cases(FA3, "math.decode,plan.*", 2)}
+    of_both = {case.check for case in selected_cases(FA3, "math.decode, plan.*", 2)}
     assert of_both == {"math.decode"} | {case.check for case in selected_cases(FA3, "plan.*", 2)}
     with pytest.raises(ConfigError, match=r"no check's id matches 'maths\.\*'"):
         selected_cases(FA3, "plan.*,maths.*")

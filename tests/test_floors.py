@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,10 @@ from attn_backends.conformance import floors, run_conformance, runner
 from attn_backends.conformance.floors import NO_SPLIT, Floor, Scale
 from attn_backends.conformance.outcomes import Report
 from attn_backends.conformance.report import html_page
+from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import resolve_subjects
+from attn_backends.contract.kernel import Schedule
+from spec_metadata import StepKind
 
 TINY = Scale(requests=3, context=200, long=400, copied=2**12, product=8)
 SLOW = Floor("fa3", "torch", "a tree of 16, times a chain of as many", 1.25, 1.5)
@@ -43,6 +47,40 @@ def test_a_kernel_without_floors_says_why():
     assert all("compressed layers have no floors" in each.reason for each in found)
 
 
+def changed(monkeypatch, **changes):
+    """trtllm_mla's kernel in torch, with changes."""
+    subject = subject_of("trtllm_mla")
+    monkeypatch.setattr(subject.backend, "kernels", (replace(subject.chosen, **changes),))
+    return resolve_subjects("trtllm_mla", "torch")[0][0]
+
+
+def test_planning_is_of_what_a_vendor_plans_too(monkeypatch):
+    refreshed, timed = [], []
+
+    class Counting(Schedule):
+        def refresh(self):
+            refreshed.append(self)
+
+    def count(call, device):
+        refreshed.clear()
+        call()
+        timed.append(len(refreshed))
+        return 1.0
+
+    launch = subject_of("trtllm_mla").chosen.launch
+    on_plan = {"launch": lambda q, cache, planned, layer: launch(q, cache, planned.plan, layer)}
+    subject = changed(monkeypatch, schedule=lambda plan, shape, buffers: Counting(), **on_plan)
+    monkeypatch.setattr(floors, "_timed", count)
+    assert floors._Bench(subject, TINY).planning() == 1.0
+    assert timed[0] == 4, "of two draft forwards, a verify and a draft extend"
+
+
+def test_a_kernel_of_prompts_alone_says_so(monkeypatch):
+    able = {StepKind.PREFILL: subject_of("trtllm_mla").capabilities[StepKind.PREFILL]}
+    found = list(floors.floors(changed(monkeypatch, capabilities=able), TINY))
+    assert {each.reason for each in found} == {"the kernel has no step of kind decode or target_verify"}
+
+
 def test_a_kernel_is_compared_with_what_the_roofs_allow_and_one_without_a_split_is_named(monkeypatch):
     """Bytes take all the time here: four rows may take hardly more than one."""
     times = {(3, 1): 10.0, (3, 4): 11.0, (1, 1): 10.0, (1, 4): 40.0, (3, 16): 20.0}
@@ -70,6 +108,8 @@ def test_only_a_gpu_is_timed_and_only_in_a_run_of_all_checks(monkeypatch):
     monkeypatch.setattr(runner, "floors_of", lambda *arguments: asked.append(arguments) or [SLOW.to_dict()])
     report = run_conformance("reference", kernel="torch", select="plan.write_slots", quick=True)
     assert (asked, report.floors) == ([], ())
+    wholes = Selection(), Selection(quick=True), Selection("api.*"), Selection(profile="tree")
+    assert [each.is_whole for each in wholes] == [True, False, False, False]
     monkeypatch.undo()
     assert runner.floors_of(["fa3"], "torch", "cpu") == []
 

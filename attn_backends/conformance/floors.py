@@ -21,6 +21,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.worlds import planner_of, query_heads, sizes_of
+from attn_backends.contract.kernel import LayerShape
 from attn_backends.errors import AttnBackendsError
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer
@@ -119,9 +120,11 @@ class _Bench:
         sizes = (self.scale.requests, self.scale.context)
         requests = Requests.of(self.subject, *sizes, NUM_NODES, self.device)
         steps = [requests.step(kind) for kind in PHASES]
+        inputs = [BoundInputs(step.seq_lens, num_real=requests.num_real) for step in steps]
+        layers = [LayerShape.of(requests.layer, requests.dtype, requests.dtype)]  # whose schedules are planned, too
         metas = [
-            requests.backend.capture(step.bucket(), step.paging, BoundInputs(step.seq_lens, num_real=requests.num_real))
-            for step in steps
+            requests.backend.capture(step.bucket(), step.paging, bound, layers=layers)
+            for step, bound in zip(steps, inputs, strict=True)
         ]
 
         def plan() -> None:
@@ -213,7 +216,12 @@ class Requests:
 
 
 def layer_of(subject: Subject) -> AttentionLayer:
-    """A layer of DeepSeek-V3's sizes on 8 GPUs, or of Llama-3-8B's, or of the nearest that are declared."""
+    """A layer of DeepSeek-V3's sizes on 8 GPUs, or of Llama-3-8B's, or of the nearest that are declared. Refuses a
+    kernel without the steps that floors are about.
+    """
+    lacking = [kind for kind in (StepKind.DECODE, StepKind.TARGET_VERIFY) if kind not in subject.capabilities]
+    if lacking:
+        raise AttnBackendsError(f"the kernel has no step of kind {' or '.join(lacking)}")
     kernel = next(each for each in subject.backend.kernels if each.name == subject.kernel)
     formats: Sequence[Any] = [format for format in CacheFormat if format in subject.backend.formats]
     if not formats:

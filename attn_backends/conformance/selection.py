@@ -53,8 +53,8 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no check is left out."""
-        return self.select == "*" and not self.profile
+        """Whether no check and no case is left out."""
+        return self.select == "*" and not self.profile and not self.quick
 
     @property
     def complete_profiles(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ def selected_cases(
     between. most: of each check, spread evenly. holds: whether a case is wanted. Of another project's backend, those
     that its driver runs.
     """
-    patterns = select.split(",")
+    patterns = [pattern.strip() for pattern in select.split(",")]
     unknown = [pattern for pattern in patterns if not any(fnmatchcase(id, pattern) for id in CATALOGUE)]
     if unknown:
         raise ConfigError(f"no check's id matches {unknown[0]!r}; there are {', '.join(CATALOGUE)}")

@@ -143,14 +143,14 @@ def read_dflash(fields: Fields, where: object) -> BlockConfig:
 def _check_rows(flat: Fields, table: Fields, seen: tuple[int | None, ...], where: object) -> None:
     """Refuses layers whose rows do not see those behind them, and a root that predicts.
 
-    As SGLang and vLLM read folders: ``is_causal`` decides for all layers, then ``dflash_config.causal``; without
-    either, full layers are not causal and windowed ones are, as both exporters train them.
+    As SGLang and vLLM read folders: ``is_causal`` decides for all layers, then ``causal``; without either, full layers
+    are not causal and windowed ones are, as both exporters train them.
     """
     if _said(flat, table, "sample_from_anchor", where):
         refuse(where, "sample_from_anchor", True, "the root of a block proposes nothing here")
     if "speculators_model_type" in flat and any(seen):
         refuse(where, "layer_types", flat["layer_types"], "speculators' windows begin at the root, those here at a row")
-    causal = flat.get("is_causal", table.get("causal"))
+    causal = flat.get("is_causal", _said(flat, table, "causal", where))
     if causal or (causal is None and any(seen)):
         why = (
             "layers are causal within a block then (windowed ones by default), and here a block's rows see one another"
