@@ -107,7 +107,9 @@ def _asked(args: argparse.Namespace, chosen: Set) -> Asked:
         raise ConfigError(f"benchmarks {args.what} has no {' or '.join(unused)}; see python -m benchmarks --help")
     batch_sizes = args.batch_size or list(chosen.batch_sizes[:2] if args.quick else chosen.batch_sizes)
     contexts = args.context or list(chosen.contexts[:1] if args.quick else chosen.contexts)
-    for option, values, least in (("--batch-size", batch_sizes, 1), ("--context", contexts, chosen.least_context)):
+    page_size = 1 if args.page_size is None else args.page_size
+    sizes = ("--batch-size", batch_sizes, 1), ("--context", contexts, chosen.least_context)
+    for option, values, least in (*sizes, ("--page-size", [page_size], 1)):
         if min(values) < least:
             raise ConfigError(f"{option} must be at least {least}, got {min(values)}")
     has_gpu = torch.cuda.is_available()

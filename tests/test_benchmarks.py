@@ -644,6 +644,7 @@ def test_memory_needs_no_gpu(tmp_path, monkeypatch):
         (["trees", "--context", "16"], "--context must be at least 17"),
         (["raw", "--topk", "0"], "benchmarks raw has no --topk"),
         (["steps", "--backend", "fa3", "--page-size", "4"], "benchmarks steps has no --backend or --page-size"),
+        (["memory", "--page-size", "0"], "--page-size must be at least 1, got 0"),
         (["memory", "--topk", "0"], "topk must be at least 1, got 0"),
     ],
 )  # fmt: skip

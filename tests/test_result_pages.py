@@ -173,4 +173,8 @@ def test_a_picture_says_which_kernels_are_faster_and_by_how_much():
 def test_a_folder_without_results_is_refused(tmp_path, capsys):
     assert page.main([str(tmp_path), "--output", str(tmp_path)]) == 2
     assert "holds none of kernels_*.json" in capsys.readouterr().err
+    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "python -m benchmarks kernels")
+    results.write(tmp_path / "kernels_fa3.json", head, [])
+    assert page.main([str(tmp_path), "--output", str(tmp_path)]) == 2
+    assert "has no rows of kernels_fa3" in capsys.readouterr().err
     assert not (tmp_path / "kernels.md").exists()

@@ -33,7 +33,7 @@ WIDTH, NUM_NODES, TOPK = 4, 16, 4
 OVER_ROOF, OVER_CHAIN, OVER_LAYER = 1.3, 1.25, 1.0
 REPLAYS = 20
 PHASES = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
-NO_SPLIT = "the kernel does not split its keys over the device where a request has more than one query row"
+NO_SPLIT = "as of a kernel that does not split its keys over the device where a request has more than one query row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +86,13 @@ def floors(subject: Subject, scale: Scale | None = None) -> Iterator[Floor]:
     ):
         about = partial(Floor, subject.backend.name, subject.kernel, name, most)
         try:
-            value = measure()
+            value = round(measure(), 3)
         except Exception as error:  # a kernel's may be anything, and a floor fails no run
             reason = str(error) if isinstance(error, AttnBackendsError) else f"{type(error).__name__}: {error}"
             yield about(None, without_folders(reason))
             continue
         missed = measure == bench.split and value > most
-        yield about(round(value, 3), NO_SPLIT if missed else "")
+        yield about(value, NO_SPLIT if missed else "")
 
 
 class _Bench:

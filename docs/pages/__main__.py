@@ -78,6 +78,8 @@ def written(folder: Path, output: Path) -> dict[Path, str]:
         if not paths:
             raise ConfigError(f"{folder} holds none of {', '.join(page.shown)}; run `make gpu-results` on a GPU")
         found = {path.stem: read(path) for path in paths}
+        if empty := [name for name, result in found.items() if not result.rows]:
+            raise ConfigError(f"{folder} has no rows of {', '.join(empty)}; run `make gpu-results` on a GPU")
         links = {path.stem: Path(os.path.relpath(path, output)) for path in paths}
         devices = sorted({result.head.device for result in found.values() if "bytes" not in result.rows[0]})
         blocks = [
