@@ -16,18 +16,21 @@ from spec_metadata.plans import block_table
 from tests.bound_batches import engine, statics
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case
 from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
-from tests.triton_interpreter import interpreted
+from tests.triton_interpreter import interpreted, last_program_first
 
 PAGE_SIZES = (1, 16, 64, 256)
 UNIFORM_KINDS = [kind for kind in KINDS if kind not in PACKED_KINDS]
 
 
 @pytest.fixture(autouse=True)
-def _interpreted() -> None:
-    """The kernels run on the interpreter, or the test not at all."""
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run on the interpreter, or the test not at all: from the last program, where other tests begin with
+    the first.
+    """
     interpreted("triton_plan", "_plan_pages")
     interpreted("triton_plan_compressed", "_plan_compressed")
     interpreted("triton_inputs", "_copy_inputs")
+    last_program_first(monkeypatch)
 
 
 QUICK_TABLES = ((RequestTable, 2), (BlockTable, 0))

@@ -29,6 +29,18 @@ def interpreted(name: str, kernel: str) -> ModuleType:
     return module
 
 
+def last_program_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the programs of a launch from the last one: on a GPU none may need what another one writes."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    in_turn = interpreter_builder.set_grid_idx
+
+    def from_the_end(*program: int) -> None:
+        in_turn(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, program, strict=True)))
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", from_the_end)
+
+
 @cache
 def prepare(interpreter: ModuleType) -> None:
     """Once a process. The interpreter makes Triton's language its own again at every call of a function, and computes
