@@ -11,8 +11,8 @@ from attn_backends.conformance.scenes import Batch
 from spec_metadata import PackedQuery, StepKind
 from spec_metadata.upload import to_device, upload
 from tests.engine_batches import cache_manager, paged_scene, trtllm_metadata
-from tests.gpu.uploads import counted, makers
 from tests.host_traffic import HostTraffic
+from tests.host_uploads import counted, makers
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 PROMPTS = Batch(StepKind.PREFILL, (5, 0, 3), widths=(2, 6, 4))
