@@ -17,6 +17,7 @@ FORMATS = {
     "R": "speculators",
     "1": "SafeAILab EAGLE-1/2",
     "2": "SafeAILab EAGLE-1/2, Qwen2",
+    "D": "DFlash",
     "B": "block draft",
 }
 ARCHITECTURES = {
@@ -36,6 +37,7 @@ ARCHITECTURES = {
     "glm": "Glm4MoeLiteForCausalLM",
     "ling": "BailingMoeV2ForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "dflash": "of a block draft",
     "other": "of a block draft",
 }
 NOT_SERVED = {
@@ -46,7 +48,8 @@ NOT_SERVED = {
     "granite": "it scales embeddings and logits outside of its layers",
     "ling": "its folder needs Python of its own",
     "gemma4": "its layers have two head sizes, and some read another's keys",
-    "other": "a block draft; of these, DFlash's format alone loads",
+    "dflash": "no target of its own was tried",
+    "other": "a block draft of another format than DFlash's",
 }
 """Why a target, or such a head, does not run here."""
 NAMES = """
@@ -117,20 +120,22 @@ R gpt_oss RedHatAI/gpt-oss-20b-speculator.eagle3
 B other RedHatAI/GLM-5.2-speculator.dspark
 B other RedHatAI/Kimi-K3-speculator.dspark
 B other RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark
-B other RedHatAI/Mistral-Small-4-119B-2603.dflash
-B other RedHatAI/NVIDIA-Nemotron-3-Super-120B-A12B-speculator.dflash
-B other RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash
-B other RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash
-B other RedHatAI/Qwen3-30B-A3B-speculator.dflash
-B other RedHatAI/Qwen3-8B-speculator.dflash
+D dflash RedHatAI/Mistral-Small-4-119B-2603.dflash
+D dflash RedHatAI/NVIDIA-Nemotron-3-Super-120B-A12B-speculator.dflash
+D dflash RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash
+D dflash RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash
+D dflash RedHatAI/Qwen3-30B-A3B-speculator.dflash
+D dflash RedHatAI/Qwen3-8B-speculator.dflash
 B other RedHatAI/Qwen3-8B-speculator.peagle
 B other RedHatAI/Qwen3.6-35B-A3B-speculator.dspark
-B other RedHatAI/gemma-4-31B-it-speculator.dflash
+D dflash RedHatAI/gemma-4-31B-it-speculator.dflash
 """
 
 
 class Named(NamedTuple):
-    """A head. format: one of `head_catalogue.FORMATS`, or a block draft. why_not: why it can't run, empty if it can."""
+    """A head. format: one of `head_catalogue.FORMATS`, DFlash, or a block draft of another format. why_not: why it
+    can't run, empty if it can.
+    """
 
     name: str
     format: str

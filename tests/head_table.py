@@ -16,9 +16,11 @@ from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import load_draft
+from attn_backends_reference.models.block import load_block
 from attn_backends_reference.models.families import served_families
 from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
+from tests.block_formats import BLOCKS
 from tests.head_catalogue import FORMATS
 from tests.head_formats import write
 from tests.head_judges import SGLANG, VLLM
@@ -70,7 +72,7 @@ def format_results(name: str) -> tuple[bool, bool]:
 
 def head_results() -> Iterator[tuple[Named, bool, bool]]:
     """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
-    loads = {name: format_results(name)[0] for name in FORMATS}
+    loads = {name: format_results(name)[0] for name in FORMATS} | {"DFlash": dflash_loads()}
     tiny = {
         rm.family_of(name).architecture: name
         for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "olmoe", "gpt_oss", "mla", "mla_glm")
@@ -82,9 +84,21 @@ def head_results() -> Iterator[tuple[Named, bool, bool]]:
     for head in HEADS:
         pair = (head.format, head.architecture)
         if pair not in ran:
-            fits = head.architecture in tiny and loads.get(head.format, False)
+            fits = head.architecture in tiny and head.format in FORMATS and loads[head.format]
             ran[pair] = fits and runs(head.format, tiny[head.architecture])
         yield head, loads.get(head.format, False), ran[pair]
+
+
+def dflash_loads() -> bool:
+    """Whether folders of published DFlash drafts load."""
+    for form in BLOCKS.values():
+        with TemporaryDirectory() as folder:
+            write(form, Path(folder))
+            try:
+                load_block(folder, target_of(form))
+            except AttnBackendsError:
+                return False
+    return True
 
 
 def runs(format: str, tiny: str) -> bool:

@@ -60,6 +60,13 @@ def test_inspect_tells_what_runs_it_and_in_how_much(capsys: pytest.CaptureFixtur
     assert "vllm_flash_attn, triton: runs on CUDA devices, not on cpu" in out
 
 
+def test_inspect_tells_of_a_block_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "gqa", "--config", "block", "--draft", "gqa-block"]) == 0
+    assert "LlamaForCausalLMBlockDraft" in capsys.readouterr().out
+    assert main(["inspect", "gqa", "--draft", "gqa-block"]) == 2
+    assert "gqa-block is a block draft" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(("name", "backend"), [("mla", "flashinfer_mla"), ("v4", "dsv4")])
 def test_inspect_chooses_a_backend_of_the_target_s_cache(
@@ -165,6 +172,7 @@ def test_a_file_may_be_run_with_other_models(tmp_path: Path, capsys: pytest.Capt
             ["--model", "gqa", "--draft", "gqa", "--draft-positions", "0"],
             "--draft-positions: must be at least 1, got 0",
         ),
+        (["--model", "gqa", "--draft", "gqa-block"], 'a file with worker = "block" runs it (--config block)'),
         (["--model", "gqa", "--draft", "nowhere"], "'nowhere' is neither a folder nor an embedded checkpoint"),
         (["--model", "gqa", "--backend", "flashinfer_mla"], "backend flashinfer_mla takes a cache of latent"),
         (["--model", "gqa", "--chat"], "a model of bytes continues text and knows no messages; leave --chat out"),

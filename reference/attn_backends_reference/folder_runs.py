@@ -10,7 +10,9 @@ import torch
 from attn_backends.cache import CacheFormat
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.contract.capabilities import DTYPES
-from attn_backends_reference.models import EMBEDDED_DRAFTS, TargetFolder, folders, open_target
+from attn_backends.errors import CheckpointError
+from attn_backends_reference.models import EMBEDDED_DRAFTS, TargetFolder, folders, head_keys, open_target
+from attn_backends_reference.models.block import EMBEDDED_BLOCKS
 
 BACKENDS = {CacheFormat.KV: "fa3", CacheFormat.LATENT: "flashinfer_mla", CompressedFormat.COMPRESSED: "dsv4"}
 CHAIN = {"topk": 1, "num_steps": 3, "num_draft_tokens": 4}
@@ -29,10 +31,11 @@ class FolderRun:
 def run_of_folders(target: str, draft: str | None, draft_positions: int | None) -> FolderRun:
     """The run of a target, with a draft or without. draft_positions: taken in place of those that the draft names.
 
-    Raises `CheckpointError` as `open_target` does, and if the draft's folder has no config.json.
+    Raises `CheckpointError` as `open_target` does, if the draft's folder has no config.json, and for a block draft.
     """
     found = open_target(target)
-    named = _positions(draft) if draft is not None and draft_positions is None else draft_positions
+    said = None if draft is None else _positions(draft)
+    named = said if draft_positions is None else draft_positions
     own, room = found.config.max_position_embeddings, max(CHAIN.values()) if draft else 0
     max_context = min(MAX_CONTEXT, *(positions - room for positions in (own, named) if positions is not None))
     notes = [f"max_context = {max_context:,}: prompt and output together; the target has {own:,} positions"]
@@ -56,8 +59,16 @@ def run_of_folders(target: str, draft: str | None, draft_positions: int | None) 
 
 
 def _positions(draft: str) -> int | None:
-    """The positions that a draft's config.json names, itself or for its layers, as speculators' do."""
-    fields = folders.read_fields(folders.find(draft, EMBEDDED_DRAFTS) / "config.json")
+    """The positions that a draft's config.json names, itself or for its layers, as speculators' do. Refuses a block
+    draft, which runs no chain.
+    """
+    from attn_backends_reference.models.block_draft import ARCHITECTURE
+
+    fields = folders.read_fields(folders.find(draft, EMBEDDED_DRAFTS | EMBEDDED_BLOCKS) / "config.json")
+    kinds = head_keys.names(fields)
+    if head_keys.block_drafts(kinds) or ARCHITECTURE in kinds:
+        why = "; ".join(head_keys.missing_parts(kinds)) or 'a file with worker = "block" runs it (--config block)'
+        raise CheckpointError(f"{draft} is a block draft ({', '.join(kinds)}), which drafts all tokens at once: {why}")
     of_layers = fields.get("transformer_layer_config")
     named = (of_layers if isinstance(of_layers, dict) else fields).get("max_position_embeddings")
     return named if isinstance(named, int) else None

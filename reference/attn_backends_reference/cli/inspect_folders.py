@@ -16,6 +16,7 @@ from attn_backends_reference.cli.options import add_run, add_runtime, choices_in
 from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.engine import Engine
 from attn_backends_reference.models import EMBEDDED_DRAFTS, ByteTokenizer, TargetFolder, folders, open_target, stored
+from attn_backends_reference.models.block import EMBEDDED_BLOCKS
 
 TARGET_PHASES = ("prefill", "decode", "verify")
 LAYER = ("layers", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "window", "sinks")
@@ -96,7 +97,7 @@ def _draft(config: RunConfig) -> Iterator[str]:
     """What a draft's folder says; whether it fits its target is found when it is loaded."""
     if config.model.draft is None:
         return
-    path = folders.find(config.model.draft, EMBEDDED_DRAFTS)
+    path = folders.find(config.model.draft, EMBEDDED_DRAFTS | EMBEDDED_BLOCKS)
     fields, tensors = folders.read_fields(path / "config.json"), stored.stored_tensors(path)
     sizes = [f"{name} {fields[name]:,}" for name in SIZES if isinstance(fields.get(name), int)]
     size = in_bytes(sum(each.num_bytes for each in tensors.values()))
