@@ -192,6 +192,9 @@ class Runner(ABC, Generic[Inputs, Outputs]):
                     f"phase {self.phase.name}: input {name} is {list(source.shape)}, captured as "
                     f"{list(destination.shape)} ({kind}); a graph takes no other sizes"
                 )
+            if isinstance(source, Rows) and source.table.dtype != destination.dtype:
+                types = f"rows of a {source.table.dtype} table, captured as {destination.dtype}"
+                raise InvalidStepError(f"phase {self.phase.name}: input {name} is {types}; keep the table in that type")
             into = destination if kind is FieldClass.PASS_THROUGH else destination[: source.shape[0]]
             if isinstance(source, Rows):
                 torch.index_select(source.table, 0, source.rows, out=into)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
+from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Workload
 from benchmarks.layers import capture, check_same
@@ -76,6 +77,8 @@ def _beside_uniform(
     every = [*made[False], *made[True]]
     times = dict(zip(every, take_turns([one.replay for one in every], stage.rounds, stage.clock), strict=True))
     if not made[False]:
+        why = "no kernel ran the uniform verify that it is compared with"
+        yield from (missing(one.backend, one.kernel, place, UnsupportedStepError(one.kernel, [why])) for one in every)
         return
     best = min(made[False], key=times.__getitem__)
     last = widths_of(place.pool.batch_size)[(1 + stage.rounds) % NUM_WIDTHS]  # of the last replay

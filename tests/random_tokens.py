@@ -129,6 +129,21 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
         "1",
     ): "a row that sees no key is zeros, whatever its share",
     (
+        "spec_metadata/visibility.py",
+        "if window is None or window >= (most := num_keys if num_keys == width else num_keys // width):",
+        ">",
+    ): "a window as long as the tree hides nothing of it",
+    (
+        "attn_backends/kernels/torch_attention.py",
+        "pages = torch.where(first_key < kv_lens.unsqueeze(1), pages, 0)  # ids past the visible keys may be anything",
+        "1",
+    ): "the keys of those pages are hidden, whichever page is read",
+    (
+        "attn_backends/backends/flashinfer_mla.py",
+        'mla_kernel("fa3", frozenset({9}), _VERSION),',
+        "",
+    ): "of a kernel for a GPU, which the suite does not run on a CPU",
+    (
         "attn_backends/backends/flashinfer_mla.py",
         'mla_kernel("fa2", frozenset({8, 9, 10, 11, 12}), _VERSION),',
         "",

@@ -454,6 +454,15 @@ def test_a_ragged_verify_is_beside_the_best_uniform_one(stage, small, monkeypatc
     assert "the outputs differ" in absent.reason
 
 
+def test_without_a_uniform_verify_ragged_ones_are_missing(stage, small, monkeypatch):
+    made = ragged.verify_of
+    refused = lambda *args, is_ragged: made(*args, is_ragged=True) if is_ragged else 1 // 0  # noqa: E731
+    monkeypatch.setattr(ragged, "verify_of", refused)
+    found, (uniform, beside) = split(ragged.ragged(asked_of(stage, "fa3", batch_sizes=[3], contexts=[64])))
+    assert (found, uniform.failed, beside.failed) == ([], True, False)
+    assert "no kernel ran the uniform verify" in beside.reason
+
+
 def test_widths_have_the_mean_and_change():
     found = widths_of(128)
     assert all(int(each.sum()) == int(128 * MEAN) for each in found)
@@ -520,8 +529,7 @@ def test_eager_layers_are_timed_beside_a_scatter_and_a_call(backend, stage, monk
     assert (row["backend"], row["kernel"], row["layers"], row["peer"]) == (backend, "torch", 2, "scatter and nothing")
     assert len(called) == 2 * 11, "a first time, and five in each of two rounds"
     found, absent = split(host.eager(asked_of(stage, "trtllm_mla")))
-    assert not found
-    assert {each.kernel for each in absent} == {*host.KERNELS["trtllm_mla"]}
+    assert (found, {each.kernel for each in absent}) == ([], {*host.KERNELS["trtllm_mla"]})
     (absent,) = host.eager(asked_of(stage, "flashinfer_mla"))
     assert "no raw call" in absent.reason
     assert not absent.failed

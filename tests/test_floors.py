@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from attn_backends.cli import conformance as command
 from attn_backends.cli import main
@@ -16,7 +17,8 @@ from attn_backends.conformance.report import html_page
 from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import resolve_subjects
 from attn_backends.contract.kernel import Schedule
-from spec_metadata import StepKind
+from attn_backends.layer import AttentionLayer
+from spec_metadata import CacheGeometry, StepKind
 
 TINY = Scale(requests=3, context=200, long=400, copied=2**12, product=8)
 SLOW = Floor("fa3", "torch", "a tree of 16, times a chain of as many", 1.25, 1.5)
@@ -39,6 +41,12 @@ def test_every_floor_of_a_dense_kernel_is_measured(name):
     assert [each.reason for each in found if each.value is None] == []
     assert [each.most for each in found] == [1.3, 1.3, 1.25, 1.0]
     assert {(each.backend, each.kernel) for each in found} == {(name, "torch")}
+
+
+def test_keys_and_values_may_have_sizes_of_their_own():
+    layer = AttentionLayer(0, 32, 8, 192, 128, 0.1)
+    cache = floors.cache_of(layer, CacheGeometry(3, 16), torch.float32, torch.device("cpu"), is_latent=False)
+    assert [tuple(pages.shape) for pages in cache.pages] == [(3, 16, 8, 192), (3, 16, 8, 128)]
 
 
 def test_a_kernel_without_floors_says_why():

@@ -305,6 +305,9 @@ def test_an_input_may_be_rows_of_a_table(world: World, buckets: tuple[int, ...])
     assert torch.equal(table, torch.arange(10.0).view(5, 2))
     with pytest.raises(InvalidStepError, match="this step needs 2, got \\[1\\]"):
         runner.run(scene.step(), Tagged(Rows(table, torch.tensor([1]))))
+    if buckets:
+        with pytest.raises(InvalidStepError, match=r"is rows of a torch\.float64 table, captured as torch\.float32"):
+            runner.run(scene.step(), Tagged(Rows(table.double(), torch.tensor([3, 1]))))
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class _Bench:
         """Microseconds that the roofs allow a forward: keys and values read once, and two products."""
         layer, dtype = layer_of(self.subject), dtype_of(self.subject)
         copy_us, product_us = roofs(self.device, dtype, self.scale)
-        values = 0 if layer.head_dim > layer.v_head_dim else layer.v_head_dim
+        values = 0 if is_latent(self.subject) else layer.v_head_dim
         entry = layer.num_kv_heads * (layer.head_dim + values)
         rows = requests * width * layer.num_heads * (layer.head_dim + layer.v_head_dim)
         num_bytes = (requests * context * entry + rows) * dtype.itemsize
@@ -181,7 +181,7 @@ class Requests:
         planner = planner_of(subject.kernel)
         kernels = dict.fromkeys(subject.capabilities, subject.kernel)
         backend = subject.backend(capacity, geometry, device, kernel=kernels, planner=planner)
-        cache = cache_of(layer, geometry, dtype, device)
+        cache = cache_of(layer, geometry, dtype, device, is_latent=is_latent(subject))
         order = 1 + torch.randperm(geometry.num_pages - 1, device=device)
         return cls(backend, layer, cache, order.view(requests, -1), geometry, context, dtype)
 
@@ -228,9 +228,9 @@ def layer_of(subject: Subject) -> AttentionLayer:
         raise AttnBackendsError(
             "compressed layers have no floors: what they read depends on what their indexer selects"
         )
-    is_latent = CacheFormat.LATENT in formats
-    dims, heads, num_kv_heads = ((576, 512), 16, 1) if is_latent else ((128, 128), 32, 8)
-    sizes = sizes_of(subject.backend, kernel, CacheFormat.LATENT if is_latent else CacheFormat.KV)
+    format = CacheFormat.LATENT if is_latent(subject) else CacheFormat.KV
+    dims, heads, num_kv_heads = ((576, 512), 16, 1) if is_latent(subject) else ((128, 128), 32, 8)
+    sizes = sizes_of(subject.backend, kernel, format)
     if sizes and dims not in sizes:
         dims = max(sizes)
     declared = query_heads(kernel)
@@ -245,12 +245,20 @@ def dtype_of(subject: Subject) -> torch.dtype:
     return torch.bfloat16 if torch.bfloat16 in declared else next(iter(sorted(declared, key=str)))
 
 
-def cache_of(layer: AttentionLayer, geometry: CacheGeometry, dtype: torch.dtype, device: torch.device) -> PagedCache:
+def is_latent(subject: Subject) -> bool:
+    """Whether floors are about latents: where a backend reads them, else about keys and values."""
+    return CacheFormat.LATENT in subject.backend.formats
+
+
+def cache_of(
+    layer: AttentionLayer, geometry: CacheGeometry, dtype: torch.dtype, device: torch.device, *, is_latent: bool
+) -> PagedCache:
     """Random entries."""
     shape = (geometry.num_pages, geometry.page_size)
-    if layer.head_dim > layer.v_head_dim:
+    if is_latent:
         return PagedLatent(torch.randn(*shape, layer.head_dim, device=device).to(dtype), layer.v_head_dim)
-    k, v = (torch.randn(*shape, layer.num_kv_heads, layer.head_dim, device=device).to(dtype) for _ in range(2))
+    dims = (layer.head_dim, layer.v_head_dim)
+    k, v = (torch.randn(*shape, layer.num_kv_heads, dim, device=device).to(dtype) for dim in dims)
     return PagedKV(k, v)
 
 
