@@ -19,14 +19,25 @@ def test_a_small_target_and_its_head_pass() -> None:
     chain, tree = models_8b.rows("cpu", {"small": SHAPE})
     for row, form in ((chain, "chain"), (tree, "tree")):
         assert row["draft"] == form
-        assert (row["status"], row["texts_differ"], row["texts_wrong"]) == ("pass", 0, 0)
+        assert (row["status"], row["equal_in_float32"], row["ties"]) == ("pass", 2, 0)
         assert row["tokens_per_cycle"] >= 1.5
         assert row["graph_steps"]["verify"] > 5
         assert {"decode_ms", "draft_ms", "verify_ms", "draft_extend_ms"} < row.keys()
 
 
 @torch.no_grad()
-def test_a_wrong_token_is_seen_and_a_tie_is_none() -> None:
+def test_a_row_whose_draft_is_never_right_or_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = SHAPE._replace(prompt=3, new_tokens=4, compared=4)
+    monkeypatch.setattr(models_8b, "run", lambda *_: {"tokens_per_cycle": 1.4})
+    assert {row["status"] for row in models_8b.rows("cpu", {"small": small})} == {"fail"}
+    monkeypatch.setattr(models_8b, "run", lambda *_: {"tokens_per_cycle": 1.6})
+    assert {row["status"] for row in models_8b.rows("cpu", {"small": small})} == {"pass"}
+    monkeypatch.setattr(models_8b, "equal_texts", lambda *_: 1)
+    assert {row["status"] for row in models_8b.rows("cpu", {"small": small})} == {"fail"}
+
+
+@torch.no_grad()
+def test_the_gap_of_another_token_is_a_share_of_the_best_score() -> None:
     ids, successor = torch.arange(256), torch.arange(256).roll(1)
     target = models_8b.target_of(SHAPE, ids, successor)
     row = models_8b.scores(target, torch.tensor([3, 7]))[-1]
@@ -38,6 +49,7 @@ def test_a_wrong_token_is_seen_and_a_tie_is_none() -> None:
         return made
 
     plain = [request([best, 5])] * 2
-    assert models_8b.wrong_texts(target, plain, [request([worst, 5]), request([best, 5])]) == [True]
+    assert models_8b.gaps(target, plain, [request([worst, 5]), request([best, 5])])[0] > 1
     target.head.weight[worst] = target.head.weight[best] * 0.999
-    assert models_8b.wrong_texts(target, plain, [request([worst, 5]), request([best, 5])]) == [False]
+    (gap,) = models_8b.gaps(target, plain, [request([worst, 5]), request([best, 5])])
+    assert gap == pytest.approx(0.001, abs=1e-5)

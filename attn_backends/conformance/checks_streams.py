@@ -123,11 +123,11 @@ def planned_again(subject: Subject, case: Case) -> Measured:
     captured, scenes = Captured(world, case), same_pages(world, case, [case.kind])
     for late in Name:
         graphs = [_OnStream(captured, scene, prepare_memory(scene, case)) for scene in scenes]
+        following = scenes[1].step()
         captured.load(scenes[0])
         streams = streams_of(world.device, late)
         end_reads(streams, [graphs[0].run], Name.SIDE)
-        plan = captured.bring if case.refresh else captured.plan
-        streams.launch(Name.SIDE, partial(plan, scenes[1].step()))
+        streams.launch(Name.SIDE, partial(captured.bring if case.refresh else captured.plan, following))
         hand_over(streams, Name.SIDE, Name.MAIN)
         streams.launch(Name.MAIN, graphs[1].run)
         streams.finish()

@@ -16,6 +16,7 @@ from torch import Tensor
 from attn_backends import (
     AttentionLayer,
     AttnBackendsError,
+    CacheFormat,
     KeyValues,
     Latents,
     PagedKV,
@@ -29,6 +30,7 @@ from attn_backends.compressed_cache import FloatPages
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, Projections
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.selection import providers
+from attn_backends.selection.choose import Workload
 from spec_metadata import (
     BlockTable,
     BoundedQuery,
@@ -194,6 +196,10 @@ def _is_place(part: Any) -> bool:
     return isinstance(part, tuple)
 
 
+LAYER_SIZES = {CacheFormat.LATENT: (16, 1, 576, 512), CacheFormat.KV: (8, 2, 128, 128)}
+"""Of what is attended on a GPU: heads, key-value heads, columns of keys and of values."""
+
+
 class Engine:
     """A backend with an engine's tables, and the steps of a world handed over to it."""
 
@@ -209,9 +215,14 @@ class Engine:
         chosen = kernel if world.attends and kernel in self.kernels() else "torch"
         if world.attends and kernel == "auto":
             chosen = "triton" if world.backend == "dsv4" and device != "cpu" else "auto"
+        workload = None
+        if chosen == "auto" and device != "cpu":  # every format of the backend, so that its kernels take each
+            layers = [AttentionLayer(0, *LAYER_SIZES[format], 1.0) for format in self.kind.formats]
+            workload = Workload(world.page_size, layers, torch.bfloat16)
         self.backend = self.kind(
-            self.capacity, self.geometry, self.device, kernel=chosen, planner=world.planner, checking=checking
-        )
+            self.capacity, self.geometry, self.device, kernel=chosen, planner=world.planner, checking=checking,
+            workload=workload,
+        )  # fmt: skip
         self.table = torch.zeros(world.num_rows, world.row_tokens, dtype=torch.int32, device=self.device)
 
     def kernels(self) -> list[str]:
@@ -388,9 +399,9 @@ class Attention:
         if engine.world.backend == "dsv4":
             self.name, self.sizes = "rows", (6, 1, 40, 40) if is_cpu else (16, 1, 512, 512)
         elif self.name == "latent":
-            self.sizes = (6, 1, 40, 36) if is_cpu else (16, 1, 576, 512)
+            self.sizes = (6, 1, 40, 36) if is_cpu else LAYER_SIZES[CacheFormat.LATENT]
         else:
-            self.sizes = (6, 2, 40, 40) if is_cpu else (8, 2, 128, 128)
+            self.sizes = (6, 2, 40, 40) if is_cpu else LAYER_SIZES[CacheFormat.KV]
         self.ring = next((r for r in engine.rings if r.has_slots), None) if self.name == "rows" else None
         self.ring = self.ring if rng.random() < 0.5 else None
         self.scale = self.sizes[2] ** -0.5
