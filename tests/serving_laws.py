@@ -224,7 +224,7 @@ def check_sharing() -> None:
     slots, whole = server.worker.slots, a_prompt(60)
     forked = [*whole[:16], whole[16] ^ 1, *whole[17:40]]  # the first 16 tokens are the same, the one after is not
     with shared_pages_are_read_only(slots) as refcounts:
-        first = server.submit(whole, RequestOptions(4))
+        first = server.submit(whole, RequestOptions(12))
         server.round()
         others = [server.submit(prompt, RequestOptions(24)) for prompt in (whole, whole[:33], forked, whole[:32])]
         server.round()

@@ -49,7 +49,7 @@ def oracle_of(draft: Eagle3Draft) -> Oracle:
     model = AutoModelForCausalLM.from_pretrained(
         models.CHECKPOINTS / "gqa" / "target", attn_implementation="eager", dtype=torch.float32
     )
-    return Oracle(model.eval(), config, published(draft), (0, 1, 3))
+    return Oracle(model.eval(), config, published(draft), tuple(eagle3.layers_of(draft)))
 
 
 @torch.no_grad()

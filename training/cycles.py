@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle1 import Eagle1Draft
 from attn_backends_reference.models.eagle3 import Eagle3Draft
 from attn_backends_reference.models.mtp import MtpModule
 from training import eagle3, models
@@ -58,7 +59,9 @@ class Window:
         ids: ``[B, W]`` tokens.
     """
 
-    def __init__(self, target: transformers.PreTrainedModel, draft: EagleDraft | None, ids: Tensor) -> None:
+    def __init__(
+        self, target: transformers.PreTrainedModel, draft: EagleDraft | Eagle1Draft | None, ids: Tensor
+    ) -> None:
         self.target, self.draft, self.ids = target, draft, ids
         self.positions = torch.arange(ids.shape[1], device=ids.device)[None]
         record = models.plans_of(target).Recorder()

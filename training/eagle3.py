@@ -24,8 +24,9 @@ EAGLE3 = {
     "intermediate_size": 512,
     "tie_word_embeddings": False,
     "draft_vocab_size": 96,
-    # the published choice needs 7 layers: the target has 4, so behind the first, the second and the last
-    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]},
+    # the published choice needs 7 layers, the target has 4; engines hand out states in front of a layer, so never
+    # the last one's
+    "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
 }
 
 

@@ -22,7 +22,10 @@ from transformers import (
 
 from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
 from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle1 import Eagle1Draft
 from attn_backends_reference.models.eagle3 import Eagle3Draft
+from attn_backends_reference.models.folders import read_fields
+from attn_backends_reference.models.head_config import read_eagle
 from attn_backends_reference.models.mtp import MtpModule, module_config
 from training import attention, compressed, compressed_plans
 
@@ -51,7 +54,16 @@ MLA = {
     "intermediate_size": 384,
     "num_mtp_layers": 0,
 }
-DRAFT_MLP = {"gqa": 256, "mla": 256}
+DRAFT_MLP = 256
+EAGLE1 = {  # SafeAILab's form
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": DRAFT_MLP,
+    "bias": True,
+}
 MTP_MODULES = 3
 MTP = {  # narrower than the target where the kernels allow it
     "first_k_dense_replace": MLA["num_hidden_layers"] + MTP_MODULES,
@@ -116,23 +128,21 @@ def mtp_config() -> PreTrainedConfig:
 
 
 def draft_config(name: str) -> PreTrainedConfig:
-    """The target's configuration with one layer and the draft's own MLP width; the window only for ``"v4"``."""
+    """Of ``"mla"``, the target's with one layer and the draft's own MLP width; of ``"v4"``, a window alone."""
     if name == "v4":
         return v4_config(["sliding_attention"])
     config = target_config(name)
-    config.num_hidden_layers = 1
-    config.intermediate_size = DRAFT_MLP[name]
-    if name == "mla":
-        config.first_k_dense_replace = 1
+    config.num_hidden_layers = config.first_k_dense_replace = 1
+    config.intermediate_size = DRAFT_MLP
     return config
 
 
-def is_v4(module: PreTrainedModel | EagleDraft | Eagle3Draft) -> bool:
+def is_v4(module: PreTrainedModel | EagleDraft | Eagle1Draft | Eagle3Draft) -> bool:
     """Whether a target or draft is DeepSeek-V4's, with the plans of ``compressed_plans``, not ``attention``."""
     return module.config.model_type == "deepseek_v4"
 
 
-def plans_of(module: PreTrainedModel | EagleDraft | Eagle3Draft) -> Any:
+def plans_of(module: PreTrainedModel | EagleDraft | Eagle1Draft | Eagle3Draft) -> Any:
     """The module with the ``Recorder``, ``Nodes`` and ``Unrolled`` plans of a target or draft."""
     return compressed_plans if is_v4(module) else attention
 
@@ -145,8 +155,10 @@ def new_target(name: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
 
 
-def new_draft(name: str) -> EagleDraft:
-    """A draft with fresh weights on the training attention."""
+def new_draft(name: str) -> EagleDraft | Eagle1Draft:
+    """A draft with fresh weights on the training attention; of ``"gqa"`` in SafeAILab's form."""
+    if name == "gqa":
+        return new_eagle1()
     config = draft_config(name)
     draft = MtpDraft(config) if name == "v4" else EagleDraft(config, attention.NAME)
     initialize(draft, config)
@@ -154,6 +166,16 @@ def new_draft(name: str) -> EagleDraft:
         source = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model
         draft.layers, draft.hc_head = source.layers, source.hc_head
         compressed.adopt(draft.layers)
+    return draft
+
+
+def new_eagle1() -> Eagle1Draft:
+    """The draft of ``"gqa"`` with fresh weights, which hands the target's hidden state on."""
+    draft = Eagle1Draft(read_eagle(COMMON | EAGLE1, "the draft"), attention.NAME)
+    initialize(draft, draft.config)
+    width = draft.config.hidden_size
+    draft.fc.weight.data[:, width:] += torch.eye(width)
+    draft.fc.bias.data.zero_()
     return draft
 
 
@@ -190,10 +212,17 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTr
     return model.eval().requires_grad_(False).to(device)
 
 
-def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> EagleDraft:
+def load_draft(folder: Path, dtype: torch.dtype, device: torch.device) -> EagleDraft | Eagle1Draft:
     """A stored draft, frozen, on the training attention."""
-    if AutoConfig.from_pretrained(folder).model_type == "deepseek_v4":
-        draft: EagleDraft = MtpDraft.from_pretrained(folder, dtype)
+    draft: EagleDraft | Eagle1Draft
+    if (kind := AutoConfig.from_pretrained(folder).model_type) == "llama":
+        draft = Eagle1Draft(read_eagle(read_fields(folder / "config.json"), folder), attention.NAME).eval()
+        weights = load_file(folder / "model.safetensors")
+        draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
+        for parameter in draft.parameters():  # the rotary frequencies are buffers that must stay float32
+            parameter.data = parameter.data.to(dtype)
+    elif kind == "deepseek_v4":
+        draft = MtpDraft.from_pretrained(folder, dtype)
         compressed.adopt(draft.layers)
     else:
         draft = EagleDraft.from_pretrained(folder, dtype, attention.NAME)

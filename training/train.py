@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_backends_reference.models.draft import EagleDraft
+from attn_backends_reference.models.eagle1 import Eagle1Draft, save_eagle1
 from attn_backends_reference.models.eagle3 import Eagle3Draft, save_eagle3
 from attn_backends_reference.models.mtp import save_mtp
 from training import attention, compressed, compressed_plans, eagle3, models
@@ -87,7 +88,11 @@ def train_target(
 
 
 def unroll(
-    draft: EagleDraft | Eagle3Draft, embeds: Tensor, hidden: Tensor, head: Callable[[Tensor], Tensor], steps: int
+    draft: EagleDraft | Eagle1Draft | Eagle3Draft,
+    embeds: Tensor,
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    steps: int,
 ) -> list[Tensor]:
     """The draft's logits over unrolled steps.
 
@@ -138,12 +143,13 @@ def predict(modules: nn.ModuleList, embeds: Tensor, hidden: Tensor, head: nn.Mod
 
 def train_draft(
     name: str, model: transformers.PreTrainedModel, train: bytes, valid: bytes, recipe: Recipe, fast: bool
-) -> tuple[EagleDraft, list[Row]]:
+) -> tuple[EagleDraft | Eagle1Draft, list[Row]]:
     """Trains the draft of a frozen target over three unrolled steps. Returns the draft and the log rows."""
     torch.manual_seed(0)
     draft = models.new_draft(name).to(model.device)
-    with torch.no_grad():
-        draft.norm.weight.copy_(model.model.norm.weight)
+    if isinstance(draft, EagleDraft):
+        with torch.no_grad():
+            draft.norm.weight.copy_(model.model.norm.weight)
     logits_of = partial(unroll, draft, head=model.lm_head, steps=STEPS)
     rows = distil(draft, logits_of, teacher, model, train, valid, recipe, fast, f"{name} draft")
     return draft.eval(), rows
@@ -245,6 +251,14 @@ def save_target(model: transformers.PreTrainedModel, folder: Path) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
+def save_draft(draft: EagleDraft | Eagle1Draft, target: transformers.PreTrainedModel, folder: Path) -> None:
+    """Stores a draft in bfloat16."""
+    if isinstance(draft, Eagle1Draft):
+        save_eagle1(draft, target.model.embed_tokens.weight, folder)
+    else:
+        draft.save_pretrained(folder)
+
+
 def environment(device: torch.device) -> dict[str, str]:
     """Where and when a run happened."""
     on_gpu = device.type == "cuda"
@@ -325,7 +339,7 @@ def main() -> None:
             frozen = models.load_target(folder / "target", torch.float32, device)
         if stage == "draft":
             draft, rows = train_draft(args.model, frozen, train, valid, recipe, fast)
-            draft.save_pretrained(folder / "draft")
+            save_draft(draft, frozen, folder / "draft")
         if stage == "mtp":
             modules, rows = train_mtp(args.model, frozen, train, valid, recipe, fast)
             save_mtp(list(modules), models.mtp_config(), folder / "mtp")

@@ -11,6 +11,7 @@ This module imports torch and transformers, as ``draft.py`` does.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,18 +19,23 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
-from attn_backends_reference.models.eagle3 import new_layers, with_windows
+from attn_backends_reference.models.eagle3 import new_layers, save_head, with_windows
 from attn_backends_reference.models.head_config import HeadConfig
 from attn_backends_reference.models.llama import LLAMA
 
 
 class Eagle1Draft(nn.Module):
-    """The modules of a draft, by published names. head: its configuration; fc_bias is what its tensors have."""
+    """The modules of a draft, by published names.
 
-    def __init__(self, head: HeadConfig) -> None:
+    Args:
+        head: its configuration; ``fc_bias`` is what its tensors have.
+        attn_implementation: as of `Eagle3Draft`.
+    """
+
+    def __init__(self, head: HeadConfig, attn_implementation: str | None = None) -> None:
         super().__init__()
         config = head.layer
-        config._attn_implementation = config._attn_implementation or "sdpa"
+        config._attn_implementation = attn_implementation or config._attn_implementation or "sdpa"
         self.head, self.config = head, config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bool(head.fc_bias))
         self.layers = nn.ModuleList(new_layers(head))
@@ -52,3 +58,10 @@ class Eagle1Model(DraftModel):
         super().__init__(draft, target, LLAMA)
         self.layers = with_windows(self.layers, draft.head)
         self.embedding = embedding
+
+
+def save_eagle1(draft: Eagle1Draft, embedding: Tensor, folder: Path) -> None:
+    """Writes ``config.json`` and ``model.safetensors`` as SafeAILab names them, in bfloat16. embedding: the target's,
+    [vocab_size, H], which their folders hold.
+    """
+    save_head(folder, "LlamaForCausalLM", draft.head, {"embed_tokens.weight": embedding, **draft.state_dict()})

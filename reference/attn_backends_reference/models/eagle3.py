@@ -15,6 +15,7 @@ This module imports torch and transformers, as ``draft.py`` does.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,14 +201,24 @@ def with_windows(layers: tuple[Any, ...], head: HeadConfig) -> tuple[Any, ...]:
 
 def save_eagle3(draft: Eagle3Draft, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Writes ``config.json`` and ``model.safetensors`` as SafeAILab names them, the weights cast to ``dtype``."""
+    tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in draft.state_dict().items()}
+    save_head(folder, ARCHITECTURE, draft.head, tensors, dtype)
+
+
+def save_head(
+    folder: Path,
+    architecture: str,
+    head: HeadConfig,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Writes a head's folder. tensors: by published names; those of floats are cast to ``dtype``."""
     folder.mkdir(parents=True, exist_ok=True)
-    own = {"architectures": [ARCHITECTURE], "dtype": str(dtype).removeprefix("torch.")}
-    fields = {"model_type": draft.config.model_type} | dict(draft.head.fields) | own
+    own = {"architectures": [architecture], "dtype": str(dtype).removeprefix("torch.")}
+    fields = {"model_type": head.layer.model_type} | dict(head.fields) | own
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     weights = {
-        name.replace("layers.0.", "midlayer."): tensor.detach()
-        .to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
-        .contiguous()
-        for name, tensor in draft.state_dict().items()
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in tensors.items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

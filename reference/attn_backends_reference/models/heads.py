@@ -102,7 +102,10 @@ def check_sizes(path: Path, head: HeadConfig, target: TargetModel) -> None:
 
 
 def _same(tensor: Tensor, weight: Tensor) -> bool:
-    return tensor.shape == weight.shape and torch.equal(tensor.to(weight.device, weight.dtype), weight)
+    """Whether they have the same values; of a target on the meta device, which has none, the same shape."""
+    if tensor.shape != weight.shape or weight.is_meta:
+        return tensor.shape == weight.shape
+    return torch.equal(tensor.to(weight.device, weight.dtype), weight)
 
 
 def take_embedding(path: Path, head: HeadConfig, given: dict[str, Tensor], target: TargetModel) -> nn.Embedding:

@@ -11,7 +11,7 @@ from tests.engines.sglang.oracle import draft_of
 
 NUM_STEPS = 3
 DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
-LAYERS = {"gqa": 5, "mla": 3}
+LAYERS = {"gqa": 4, "mla": 3}
 KINDS = {
     False: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "decode", "TARGET_VERIFY": "target_verify"},
     True: {"EXTEND": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
