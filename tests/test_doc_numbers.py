@@ -90,7 +90,7 @@ def megabytes(page_size: int) -> str:
 def table_row(backend: str, kernel: str, page_size: int) -> list[str]:
     """The numbers of a row of the table of a cycle."""
     place = {"phase": "cycle", "backend": backend, "kernel": kernel, "page_size": page_size, "context": 4096}
-    found = {row["batch_size"]: row for row in rows("h200/plan_graphs", **place)}
+    found = {row["batch_size"]: row for row in rows("h200/plan_graphs*", **place)}
     times = [", ".join(f"{found[bs][name]:.0f}" for bs in BATCHES) for name in ("us", "kernel_us")]
     (nodes,) = {row["nodes"] for row in found.values()}
     return [str(page_size), *times, str(nodes)]
@@ -261,6 +261,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
 ]
 TABLE = [
     ("trtllm_mla", "flashmla", 64),
+    ("flashinfer_mla", "flashinfer_fa3", 1),
     ("fa3", "vllm_flash_attn", 64),
     ("dsv4", "flashmla_sparse", 256),
     ("fa3", "triton", 64),

@@ -198,7 +198,12 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 PAGES = {
     "kernels.md": Page("Kernels beside each other", _KERNELS, ("kernels_*.json", "trees.json"), _of_kernels),
-    "cycles.md": Page("What planning a cycle costs", _CYCLES, ("plan_graphs.json", "bench_memory.json"), _of_cycles),
+    "cycles.md": Page(
+        "What planning a cycle costs",
+        _CYCLES,
+        ("plan_graphs.json", "plan_graphs_fa3.json", "bench_memory.json"),
+        _of_cycles,
+    ),
 }
 
 if __name__ == "__main__":

@@ -58,13 +58,15 @@ class Row:
 @dataclass
 class Run:
     """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
-    engine. layers: target layers and draft layers, by name. graphs: captured and replayed. attended: as of
+    engine, undrafted: those after which no request wants drafts. layers: target layers and draft layers, by name.
+    graphs: captured and replayed. attended: as of
     `attn_backends.engines.vllm.attended`. padded: steps that a larger graph ran. cached: prompt tokens from the cache.
     """
 
     tokens: list[list[int]]
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     steps: int = 0
+    undrafted: int = 0
     layers: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     graphs: dict[str, int] = field(default_factory=dict)
     attended: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -127,6 +129,7 @@ def _watch(llm: Any, run: Run) -> None:
         drafted = propose(batch, *args, **kwargs)
         sampled, rejected = args[4], args[5]
         run.steps += 1
+        run.undrafted += kwargs.get("num_speculative_tokens") == 0
         run.padded += batch.num_reqs_after_padding > batch.num_reqs
         for i, request in enumerate(batch.req_ids):
             if sampled[i]:

@@ -9,9 +9,9 @@ from tests.engines.vllm.shadow import Shadow
 def assert_attended(row: Row, found: Run) -> None:
     """The backend of the row, and no other, attended in every layer as often as the engine made a step."""
     assert found.steps
-    forwards = dict.fromkeys(found.layers[0], 1) | dict.fromkeys(found.layers[1], row.forwards)
+    drafted = found.undrafted + row.forwards * (found.steps - found.undrafted)
     counted = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in found.attended.items()}
-    assert counted == {name: num * found.steps for name, num in forwards.items()}
+    assert counted == dict.fromkeys(found.layers[0], found.steps) | dict.fromkeys(found.layers[1], drafted)
     backend = row.backend.removeprefix("ATTN_BACKENDS_").lower()
     by = {kind["backend"] for kinds in found.attended.values() for kind in kinds.values()}
     assert by == {"fa3" if backend == "fa3_mla" else backend}
