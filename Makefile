@@ -41,7 +41,7 @@ test-full: $(INSTALLED)  ## the whole crosses, and what takes long
 fuzz: $(INSTALLED)  ## N random batches against a model of what each row sees and writes
 	$(RUN) tests.fuzz $(if $(N),--batches $(N),--seconds 60) --processes 2
 
-test-versions: $(INSTALLED)  ## the smoke tier with the oldest and the newest versions of what we use; or those of ROWS
+test-versions: $(INSTALLED)  ## smoke and models' tests with the oldest and newest versions of what we use; or those of ROWS
 	$(RUN) tests.versions $(ROWS)
 
 test-wheel:  ## the built wheels, in an environment of their own in an empty folder: the library alone, then both

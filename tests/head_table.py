@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,6 +20,7 @@ from attn_backends_reference.models.families import served_families
 from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
 from tests.block_formats import BLOCKS
+from tests.generated_tables import page_with
 from tests.head_catalogue import FORMATS
 from tests.head_formats import write
 from tests.head_judges import SGLANG, VLLM
@@ -122,14 +122,6 @@ def tiny_target(name: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(rm.tiny_config(name, **changes))
     rm.randomize(model, 0)
     return model.eval().requires_grad_(False)
-
-
-def page_with(made: Mapping[str, list[str]], page: str) -> str:
-    """The page with tables in the place of its own."""
-    for name, lines in made.items():
-        block = "\n".join([f"<!-- {name} -->", *lines, f"<!-- end of {name} -->"])
-        page = re.sub(rf"<!-- {name} -->.*?<!-- end of {name} -->", lambda _, block=block: block, page, flags=re.DOTALL)
-    return page
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def block_worker(backend: str, capacity: Capacity, *, checking: bool = True, **o
 def test_requests_join_and_leave_at_random(backend: str, page_size: int, path: dict[str, Any], lag: int) -> None:
     """Greedy and sampled, token for token what plain decoding gives."""
     capacity = Capacity(6, 112, page_size, **SHAPE)
-    worker = block_worker(backend, capacity, chunk=24, eos_tokens=(NEWLINE,), seed=2, host_lag=lag, **path)
+    options = {"checking": path.get("planning") != "in_graph", "eos_tokens": (NEWLINE,), "host_lag": lag}
+    worker = block_worker(backend, capacity, chunk=24, seed=2, **options, **path)
     scene = arrivals(20, 25, 80, 20, seed=3)
     figures = serving_laws.check_scene(worker, scene, endless("gqa", scene, 20))
     assert figures["largest_batch"] > 4, "more than the largest bucket"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.generated_tables import page_with
 from tests.head_catalogue import FORMATS
 from tests.head_names import HEADS
-from tests.head_table import PAGE, dflash_loads, format_table, head_table, page_with, said
+from tests.head_table import PAGE, dflash_loads, format_table, head_table, said
 
 AGAIN = "write it anew: python -m tests.head_table"
 

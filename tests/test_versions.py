@@ -10,7 +10,7 @@ import pytest
 from tests import versions
 
 ROOT = Path(__file__).parent.parent
-PASSED = {"row": "oldest", "gates": True, "passed": 3, "skipped": 0, "failed": 0}
+PASSED = {"row": "oldest", "tests": "smoke", "gates": True, "passed": 3, "skipped": 0, "failed": 0}
 XML = """<testsuites><testsuite>
 <testcase name="test_a"/><testcase name="test_b"><skipped/></testcase>
 <testcase name="test_c"><failure message="AttributeError: gone&#10;in /home/me/site/x.py"/></testcase>
@@ -46,12 +46,43 @@ def test_the_rows_ask_for_what_they_are_called():
     assert versions.wanted("triton==3.6.0,rich==13") == ["triton==3.6.0", "rich==13"]
 
 
+def test_models_are_tested_by_every_file_that_uses_them():
+    files = versions.selections()["models"]
+    kinds = (
+        "target_f*",
+        "head_f*",
+        "head_keys",
+        "quantized_folders",
+        "gpt_oss",
+        "v4_published",
+        "transformers_*",
+        "dflash",
+    )
+    for kind in (*kinds, "model_loading", "models", "published_targets"):
+        assert {f"tests/{path.name}" for path in (ROOT / "tests").glob(f"test_{kind}.py")} <= {*files}, kind
+    assert "tests/test_planners.py" not in files
+    assert "tests/test_versions.py" not in files
+
+
+def test_an_environment_is_kept_until_what_it_sees_lies_elsewhere(monkeypatch, tmp_path):
+    """And pip looks at its packages each time, for a newer release."""
+    asked = []
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, **_: asked.append(command[-1]))
+    for requirement, is_new in (("rich==13", True), ("rich==14", False), ("rich==15", True)):
+        (tmp_path / "kept").touch()
+        assert versions.make_environment(tmp_path, [requirement]).exists()
+        assert (tmp_path / "kept").exists() is not is_new
+        if requirement == "rich==14":
+            monkeypatch.setattr(versions, "ROOT", tmp_path)
+    assert asked == ["rich==13", "rich==14", "rich==15"]
+
+
 def test_a_row_counts_tests_and_names_what_failed():
     found = versions.counts(XML)
     assert found == {"passed": 1, "skipped": 1, "failed": 1, "failures": ["test_c: AttributeError: gone"]}
     assert not versions.passes(PASSED | found)
     lines = list(versions.in_words(PASSED | found | {"versions": {"triton": "3.9.0"}}))
-    assert lines[0] == "oldest: FAILS (1 passed, 1 skipped, 1 failed) with triton 3.9.0"
+    assert lines[0] == "oldest, smoke: FAILS (1 passed, 1 skipped, 1 failed) with triton 3.9.0"
     assert lines[1].strip() == "test_c: AttributeError: gone"
 
 
@@ -71,7 +102,7 @@ def test_what_pip_says_is_kept_without_addresses():
     ],
 )
 def test_the_newest_of_the_registry_reports_and_fails_nothing(rows, code, monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "run_row", lambda name: PASSED | {"row": name} | rows[name])
+    monkeypatch.setattr(versions, "run_row", lambda name, tests: [PASSED | {"row": name} | rows[name]])
     path = tmp_path / "rows.json"
     monkeypatch.setattr("sys.argv", ["versions", *rows, "--json", str(path)])
     assert versions.main() == code
