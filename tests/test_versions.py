@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import versions
+from tests.generated_tables import page_with
 
 ROOT = Path(__file__).parent.parent
 PASSED = {"row": "oldest", "tests": "smoke", "gates": True, "passed": 3, "skipped": 0, "failed": 0}
@@ -75,6 +76,20 @@ def test_an_environment_is_kept_until_what_it_sees_lies_elsewhere(monkeypatch, t
         if requirement == "rich==14":
             monkeypatch.setattr(versions, "ROOT", tmp_path)
     assert asked == ["rich==13", "rich==14", "rich==15"]
+
+
+def test_the_page_has_what_was_measured():
+    found, page = versions.results.read(versions.RESULT), versions.PAGE.read_text(encoding="utf-8")
+    assert page_with({"versions": versions.table(found)}, page) == page, (
+        "write it anew: python -m tests.versions --page"
+    )
+    assert {(row["row"], row["tests"]) for row in found.rows} >= {
+        (row, name) for row in ("oldest", "newest") for name in versions.selections()
+    }
+    assert all(versions.passes(row) for row in found.rows if row["gates"])
+    assert {row["row"]: row["versions"] for row in found.rows}["oldest"] == dict(
+        wish.split("==") for wish in versions.wanted("oldest")
+    )
 
 
 def test_a_row_counts_tests_and_names_what_failed():
