@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests import versions
 from tests.generated_tables import page_with
@@ -87,9 +88,9 @@ def test_the_page_has_what_was_measured():
         (row, name) for row in ("oldest", "newest") for name in versions.selections()
     }
     assert all(versions.passes(row) for row in found.rows if row["gates"])
-    assert {row["row"]: row["versions"] for row in found.rows}["oldest"] == dict(
-        wish.split("==") for wish in versions.wanted("oldest")
-    )
+    measured = {row["row"]: row["versions"] for row in found.rows}["oldest"]
+    asked = [Requirement(wish) for wish in versions.wanted("oldest")]
+    assert [wish for wish in asked if not wish.specifier.contains(measured[wish.name])] == [], "run make test-versions"
 
 
 def test_a_row_counts_tests_and_names_what_failed():
