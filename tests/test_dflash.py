@@ -141,7 +141,7 @@ WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_s
         (PLAIN, {"dflash_config": {"causal": True}}, "is_causal=True; layers are causal"),
         (PLAIN, {"causal": True}, "is_causal=True; layers are causal"),
         (PLAIN, {"model_type": "llama"}, "model_type='llama'; a DFlash draft's layers are Qwen3's"),
-        (PLAIN, {"num_target_layers": 5}, "made for layers 5; this one has layers 4"),
+        (PLAIN, {"num_target_layers": 5}, "says num_target_layers 5; the target has num_target_layers 4"),
         (PLAIN, {"sample_from_anchor": True}, "sample_from_anchor=True; the root of a block proposes nothing here"),
         (PLAIN, {"target_hidden_size": 16}, "does not fit the target"),
         (PLAIN, {"use_sliding_window": False} | {"layer_types": ["sliding_attention"] * 2}, "sliding_window=None"),

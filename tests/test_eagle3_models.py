@@ -262,8 +262,8 @@ def of_layers(*layers: object) -> dict[str, Any]:
         ),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4], "eagle_config": {}}, r"after the layers \[-1, 0, 3\]"),
         ({"num_hidden_layers": 2}, r"missing: layers\.1\.input_layernorm\.weight, "),
-        ({"hidden_size": 64}, "does not fit the target: .* hidden size 64; .* hidden size 32"),
-        ({"vocab_size": 65}, "does not fit the target: .* vocabulary 65, .* vocabulary 64"),
+        ({"hidden_size": 64}, "does not fit the target: .* hidden_size 64; .* hidden_size 32"),
+        ({"vocab_size": 65}, "does not fit the target: .* vocab_size 65; .* vocab_size 64"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ],
 )

@@ -118,7 +118,7 @@ def tiny_mla() -> PreTrainedModel:
     [
         ("../b.safetensors", 0, r"index\.json places norm\.weight in '\.\./b\.safetensors', which is not the name of"),
         ("c.safetensors", 0, r"index\.json places norm\.weight in c\.safetensors, which the folder lacks"),
-        ("b.safetensors", 5, r"b\.safetensors can't be read: "),
+        ("b.safetensors", 5, r"b\.safetensors, where \S+ should be, can't be read: "),
     ],
     ids=["outside", "missing", "cut short"],
 )

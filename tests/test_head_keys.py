@@ -165,7 +165,11 @@ def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_
             r"says tie_word_embeddings.* another draft_vocab_size \(40",
         ),
         ("SpecForge", {"tie_word_embeddings": True}, r"says tie_word_embeddings.* must not have lm_head\.weight"),
-        ("SafeAILab EAGLE-3, wider target", {"target_hidden_size": None}, "hidden size 24; this one .* hidden size 32"),
+        (
+            "SafeAILab EAGLE-3, wider target",
+            {"target_hidden_size": None},
+            "hidden_size 24; .* hidden_size 32",
+        ),
         ("speculators", {"norm_before_residual": None}, "does not say norm_before_residual, .* vLLM for true"),
         ("speculators", {"transformer_layer_config": None}, "has no table transformer_layer_config"),
         ("speculators", {"rms_norm_eps": 1e-5}, "gives rms_norm_eps twice"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import load_mtp, load_target, open_target
+from attn_backends_reference.models import load_draft, load_mtp, load_target, open_target
 from attn_backends_reference.models.decoder import TargetModel
 from attn_backends_reference.models.quantization import EXCLUSIONS, SERVED, quantization_of
 from tests import mtp_models
@@ -261,7 +261,8 @@ def test_modules_behind_the_layers_are_dequantized_too(tmp_path: Path) -> None:
     edit_config(eights, quantization_config=QUANTIZATION | {"modules_to_not_convert": kept})
     target = load_target(plain, torch.float32)
     given, expected = (
-        [module._draft.state_dict() for module in load_mtp(folder, target)] for folder in (eights, plain)
+        [each._draft.state_dict() for each in (*load_mtp(folder, target), load_draft(folder, target))]
+        for folder in (eights, plain)
     )
     for ours, theirs in zip(given, expected, strict=True):
         assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []

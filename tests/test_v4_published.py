@@ -291,7 +291,7 @@ def edited(folder: Path, into: Path, fields: dict[str, Any], tensors: dict[str, 
         ({}, {"mtp.0.hc_head_base": torch.ones(4)}, r"of another shape: mtp\.0\.hc_head_base is \[4\], not \[2\]"),
         ({}, {"mtp.0.head.weight": torch.ones(256, H)}, r"which is not the target's: mtp\.0\.head\.weight"),
         ({"num_nextn_predict_layers": 0}, {}, "has tensors of the MTP modules 0; num_nextn_predict_layers.* is 0"),
-        ({"hidden_size": 128}, {}, "does not fit the target: it is made for .*hidden size 128"),
+        ({"hidden_size": 128}, {}, "does not fit the target: .* hidden_size 128; .* hidden_size 64"),
     ],
 )
 def test_modules_that_do_not_fit(

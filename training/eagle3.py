@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from attn_backends_reference.models.eagle3 import Eagle3Draft
 from attn_backends_reference.models.folders import read_fields
 from attn_backends_reference.models.head_config import HeadConfig, read_eagle3
-from attn_backends_reference.models.heads import renamed
+from attn_backends_reference.models.heads import rename
 from training import attention, models
 
 EAGLE3 = {
@@ -52,7 +52,7 @@ def new_eagle3(stream: bytes) -> Eagle3Draft:
 def load_eagle3(folder: Path, dtype: torch.dtype, device: torch.device) -> Eagle3Draft:
     """A stored draft, frozen, on the training attention."""
     draft = Eagle3Draft(read_eagle3(read_fields(folder / "config.json"), folder), attention.NAME)
-    draft.load_state_dict(renamed(folder, load_file(folder / "model.safetensors")))
+    draft.load_state_dict({rename(name): x for name, x in load_file(folder / "model.safetensors").items()})
     for parameter in draft.parameters():  # the rotary frequencies are buffers that must stay float32
         parameter.data = parameter.data.to(dtype)
     return draft.eval().requires_grad_(False).to(device)

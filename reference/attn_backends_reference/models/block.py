@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attn_backends.cache import KeyValues
-from attn_backends_reference.models import folders
+from attn_backends_reference.models import folders, weights
 from attn_backends_reference.models.attention import Attention
 from attn_backends_reference.models.decoder import Family, PagedModel, TargetModel
 from attn_backends_reference.models.fit import cast, check_fit
@@ -59,11 +59,8 @@ def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
     fields = folders.read_fields(path / "config.json")
     if head_keys.block_drafts(head_keys.names(fields)):
         return dflash.load_dflash(path, fields, target)
-    _, config = folders.read_architecture(path, {ARCHITECTURE: LLAMA})
-    check_fit(path, *({"hidden size": x.hidden_size, "vocabulary": x.vocab_size} for x in (config, target)))
-    draft, given = BlockDraft(config), folders.read_tensors(folders.locate_tensors(path))
-    needed = draft.state_dict()
-    shapes = folders.compare_shapes(given, needed)
-    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
-    draft.load_state_dict(given)
+    _, config = folders.read_config(path, {ARCHITECTURE: LLAMA}, own=("block_size",))
+    check_fit(path, *({"hidden_size": x.hidden_size, "vocab_size": x.vocab_size} for x in (config, target)))
+    draft = BlockDraft(config)
+    draft.load_state_dict(weights.read_checked(weights.read_headers(path, None), draft.state_dict()))
     return BlockModel(LLAMA, cast(draft, target), target)

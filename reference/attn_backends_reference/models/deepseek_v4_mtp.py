@@ -124,9 +124,10 @@ def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:
     """
     quantization = quantization_of(path, folders.read_fields(path / "config.json"))
     _, config = folders.read_architecture(path, {DEEPSEEK_V4.architecture: DEEPSEEK_V4})
-    given = {"vocabulary": config.vocab_size, "hidden size": config.hidden_size, "layers": config.num_hidden_layers}
-    its = {"vocabulary": target.vocab_size, "hidden size": target.hidden_size, "layers": len(target.layers)}
-    check_fit(path, given | {"family": DEEPSEEK_V4.architecture}, its | {"family": target.family.architecture})
+    given = {key: getattr(config, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    its = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": len(target.layers)}
+    architectures = DEEPSEEK_V4.architecture, target.family.architecture
+    check_fit(path, *(sizes | {"architectures": name} for sizes, name in zip((given, its), architectures, strict=True)))
     stored = weights.read_headers(path, quantization)
     found = sorted({name.split(".")[1] for name in stored.tensors if name.startswith(PREFIX)})
     if found != [str(index) for index in range(config.num_nextn_predict_layers)]:
@@ -138,9 +139,7 @@ def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:
     needed = {f"{PREFIX}0.{name}": tensor for name, tensor in module.published().items()}
     shared = {f"{PREFIX}0.emb.tok_emb.weight": target.embedding.weight, f"{PREFIX}0.head.weight": target.head.weight}
     first = stored.chosen(lambda name: name.startswith(f"{PREFIX}0."))
-    shapes = {name: tuple(tensor.shape) for name, tensor in (needed | shared).items()}
-    weights.check_shapes(first, shapes, shared)
-    tensors = first.read()
+    tensors = weights.read_checked(first, needed | shared, shared)
     check_shared(path, tensors, shared, target)
     for name, tensor in needed.items():
         tensor.copy_(tensors[name])

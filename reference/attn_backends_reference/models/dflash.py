@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import folders, heads
 from attn_backends_reference.models import head_keys as keys
+from attn_backends_reference.models import heads
 from attn_backends_reference.models.block import BlockModel
 from attn_backends_reference.models.block_draft import BlockDraft
 from attn_backends_reference.models.decoder import TargetModel
@@ -88,15 +88,10 @@ def load_dflash(path: Path, fields: Fields, target: TargetModel) -> DFlashModel:
     head = read_dflash(fields, path)
     heads.check_sizes(path, head, target)
     if head.num_target_layers is not None:
-        check_fit(path, {"layers": head.num_target_layers}, {"layers": len(target.layers)})
+        check_fit(path, {"num_target_layers": head.num_target_layers}, {"num_target_layers": len(target.layers)})
     layers = head.feature_layers(path, len(target.layers))
-    draft, given = DFlashDraft(head), heads.renamed(path, folders.read_tensors(folders.locate_tensors(path)))
-    embedding = heads.take_embedding(path, head, given, target)
-    output = heads.shared_output(path, head, given, embedding, target)
-    if output is not None:
-        del draft.lm_head
-    heads.complete_maps(head, given, draft)
-    heads.fill(path, draft, given)
+    draft = DFlashDraft(head)
+    embedding, output = heads.fill(path, draft, target)
     return DFlashModel(cast(draft, target), target, layers, embedding, output)
 
 

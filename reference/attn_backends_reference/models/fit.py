@@ -16,11 +16,12 @@ Draft = TypeVar("Draft", bound=nn.Module)
 
 
 def check_fit(path: Path, given: Mapping[str, object], needed: Mapping[str, object]) -> None:
-    """Raises `CheckpointError` unless the sizes that a draft is made for are those of the target."""
-    if given != needed:
-        have, need = (", ".join(f"{what} {size}" for what, size in sizes.items()) for sizes in (given, needed))
+    """Raises `CheckpointError` unless what a draft is made for is the target's: values by keys of config.json."""
+    other = [key for key, value in given.items() if value != needed[key]]
+    if other:
+        have, need = (", ".join(f"{key} {values[key]}" for key in other) for values in (given, needed))
         raise CheckpointError(
-            f"the draft in {path} does not fit the target: it is made for {have}; this one has {need}"
+            f"the draft in {path} does not fit the target: its config.json says {have}; the target has {need}"
         )
 
 

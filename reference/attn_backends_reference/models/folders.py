@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CheckpointError
+from attn_backends_reference.models.config_keys import check_keys
 from attn_backends_reference.models.decoder import Family
 
 if TYPE_CHECKING:
@@ -44,11 +45,19 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
     return path
 
 
-def read_config(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
-    """The checkpoint's architecture, one of `known`, and its configuration, of weights that are floats."""
-    if read_fields(path / "config.json").get("quantization_config"):
-        raise CheckpointError(f"{path} holds quantized weights (quantization_config); convert them to a float type")
-    return read_architecture(path, known)
+def read_config(path: Path, known: Mapping[str, Family], own: Collection[str] = ()) -> tuple[str, PreTrainedConfig]:
+    """As `read_architecture`, of weights that are floats."""
+    refuse_quantized(path, read_fields(path / "config.json"))
+    return read_architecture(path, known, own)
+
+
+def refuse_quantized(path: object, fields: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if config.json, which says `fields`, says that weights are of fewer bits."""
+    for key in ("quantization_config", "compression_config"):
+        if fields.get(key):
+            raise CheckpointError(
+                f"{path} holds quantized weights ({key} in config.json); convert them to a float type"
+            )
 
 
 V41 = "DeepseekV41ForCausalLM"
@@ -56,11 +65,14 @@ V41_NEEDS = "layers that attend to another layer's entries (kv_source_layer_ids,
 """What is missing to serve it; docs/models.md has the rest."""
 
 
-def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, PreTrainedConfig]:
+def read_architecture(
+    path: Path, known: Mapping[str, Family], own: Collection[str] = ()
+) -> tuple[str, PreTrainedConfig]:
     """The checkpoint's architecture, one of `known`, and its configuration, without its quantization, which
-    transformers would try to apply itself.
+    transformers would try to apply itself. own: keys of config.json that the reader takes, beside transformers'.
     """
-    named = read_fields(path / "config.json").get("architectures")
+    fields = read_fields(path / "config.json")
+    named = fields.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
         lacks = f", which needs {V41_NEEDS}" if named == [V41] else ""
         raise CheckpointError(
@@ -69,6 +81,7 @@ def read_architecture(path: Path, known: Mapping[str, Family]) -> tuple[str, Pre
     config = load_config(path)
     config.__dict__.pop("quantization_config", None)
     _check_servable(path, config)
+    check_keys(path, {key: fields[key] for key in fields.keys() - own}, config)
     return named[0], config
 
 
@@ -165,15 +178,15 @@ def _check_servable(path: Path, config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not isinstance(rope, dict):
         raise CheckpointError(
-            f"{path} has model_type {config.model_type!r} without rotary embeddings (rope_parameters)"
+            f"{path / 'config.json'} has model_type {config.model_type!r} without rotary embeddings (rope_parameters)"
         )
     kinds = [rope] if "rope_type" in rope else list(rope.values())  # DeepSeek-V4 has two
     others = sorted({str(kind["rope_type"]) for kind in kinds} - set(ROPE_TYPES))
     if others:
         # the frequencies of "dynamic" and "longrope" follow the longest request of a batch: cached keys would not fit
         raise CheckpointError(
-            f"{path} uses {' and '.join(others)} rotary embeddings; supported are those whose frequencies are fixed: "
-            f"{', '.join(ROPE_TYPES)}"
+            f"{path / 'config.json'} asks for {' and '.join(others)} rotary embeddings (rope_parameters.rope_type); "
+            f"supported are those whose frequencies are fixed: {', '.join(ROPE_TYPES)}"
         )
     idle = {"partial_rotary_factor": kinds[0].get("partial_rotary_factor") if len(kinds) > 1 else 1}
     unknown = {
@@ -248,15 +261,6 @@ def unpickled(path: Path) -> dict[str, Tensor]:
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise CheckpointError(f"{path} holds something else than tensors by name; save a model's state_dict()")
     return found
-
-
-def compare_shapes(given: Mapping[str, Tensor], needed: Mapping[str, Tensor]) -> list[str]:
-    """Descriptions of tensors whose shape differs."""
-    return [
-        f"{name} is {list(given[name].shape)}, not {list(needed[name].shape)}"
-        for name in given.keys() & needed.keys()
-        if given[name].shape != needed[name].shape
-    ]
 
 
 def check_tensors(path: Path, missing: Collection[str], unexpected: Collection[str], shapes: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from attn_backends.errors import CheckpointError
+from attn_backends_reference.models import folders
 
 Fields = Mapping[str, Any]
 
@@ -152,8 +153,7 @@ def unwrapped(fields: Fields, where: object, served: str = "eagle3") -> dict[str
 
 def check_keys(flat: Fields, where: object, honoured: Collection[str], inert: Collection[str]) -> None:
     """Refuses a key that no rule covers, and one of `FIXED` with another value. False and nothing ask for nothing."""
-    if flat.get("quantization_config") or flat.get("compression_config"):
-        raise CheckpointError(f"{where} holds quantized weights (quantization_config); convert them to a float type")
+    folders.refuse_quantized(where, flat)
     _check_fixed(flat, where, "")
     for key in sorted(flat.keys() - set(honoured) - INERT - set(inert) - FIXED.keys()):
         if flat[key] not in (False, 0, "", [], {}):

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from attn_backends.errors import CheckpointError
-from attn_backends_reference.models import folders
+from attn_backends_reference.models import weights
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from attn_backends_reference.models.eagle1 import Eagle1Draft, Eagle1Model
 from attn_backends_reference.models.eagle3 import MAPS, Eagle3Draft, Eagle3Model
 from attn_backends_reference.models.fit import cast, check_fit
 from attn_backends_reference.models.head_config import HeadConfig, read_eagle, read_eagle3
 from attn_backends_reference.models.head_keys import Fields
+from attn_backends_reference.models.stored import Weight
 
 if TYPE_CHECKING:
     from attn_backends_reference.models.dflash import DFlashDraft
@@ -52,13 +53,8 @@ def load_eagle3(path: Path, fields: Fields, target: TargetModel) -> DraftModel:
     head = read_eagle3(fields, path)
     check_sizes(path, head, target)
     layers = head.feature_layers(path, len(target.layers))
-    draft, given = Eagle3Draft(head), renamed(path, folders.read_tensors(folders.locate_tensors(path)))
-    embedding = take_embedding(path, head, given, target)
-    output = shared_output(path, head, given, embedding, target)
-    if output is not None:
-        del draft.lm_head
-    complete_maps(head, given, draft)
-    fill(path, draft, given)
+    draft = Eagle3Draft(head)
+    embedding, output = fill(path, draft, target)
     return Eagle3Model(cast(draft, target), target, layers, embedding, output)
 
 
@@ -66,15 +62,17 @@ def load_eagle(path: Path, fields: Fields, target: TargetModel) -> DraftModel:
     """The EAGLE-1 or EAGLE-2 draft in a folder, in the same way. An output head that it holds is the target's."""
     head = read_eagle(fields, path)
     check_sizes(path, head, target)
-    given = renamed(path, folders.read_tensors(folders.locate_tensors(path)))
-    has_bias = "fc.bias" in given
+    stored = renamed(weights.read_headers(path, None))
+    has_bias = "fc.bias" in stored.tensors
     if head.fc_bias is not None and head.fc_bias != has_bias:
         raise CheckpointError(f"{path} says bias={head.fc_bias} and {'has' if has_bias else 'lacks'} fc.bias")
     draft = Eagle1Draft(replace(head, fc_bias=has_bias))
+    shared = {EMBEDDING: _empty_embedding(head), OUTPUT: target.head.weight}
+    given = weights.read_checked(stored, draft.state_dict() | shared, shared)
     if OUTPUT in given and not _same(given.pop(OUTPUT), target.head.weight):
         raise CheckpointError(f"{path} has an output head ({OUTPUT}), which is not the target's as it should be")
     embedding = take_embedding(path, head, given, target)
-    fill(path, draft, given)
+    draft.load_state_dict(given)
     return Eagle1Model(cast(draft, target), target, embedding)
 
 
@@ -85,20 +83,21 @@ def rename(name: str) -> str:
     return name
 
 
-def renamed(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names that the modules have. Raises `CheckpointError` if two of them are the same."""
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+def renamed(stored: weights.Weights) -> weights.Weights:
+    """Weights by the names that the modules have. Raises `CheckpointError` if two of them are the same."""
+    found: dict[str, Weight] = {}
+    for name, weight in stored.tensors.items():
         if rename(name) in found:
-            raise CheckpointError(f"{path} has two tensors for {rename(name)}, one of them {name}")
-        found[rename(name)] = tensor
-    return found
+            raise CheckpointError(f"{stored.path} has two tensors for {rename(name)}, one of them {name}")
+        found[rename(name)] = weight
+    return replace(stored, tensors=found)
 
 
 def check_sizes(path: Path, head: HeadConfig, target: TargetModel) -> None:
     """Raises `CheckpointError` unless a head is made for targets of these sizes."""
-    given = {"vocabulary": head.layer.vocab_size, "hidden size": head.target_hidden_size}
-    check_fit(path, given, {"vocabulary": target.vocab_size, "hidden size": target.hidden_size})
+    width = "hidden_size" if head.target_hidden_size == head.layer.hidden_size else "target_hidden_size"
+    given = {"vocab_size": head.layer.vocab_size, width: head.target_hidden_size}
+    check_fit(path, given, {"vocab_size": target.vocab_size, width: target.hidden_size})
 
 
 def _same(tensor: Tensor, weight: Tensor) -> bool:
@@ -110,40 +109,41 @@ def _same(tensor: Tensor, weight: Tensor) -> bool:
 
 def take_embedding(path: Path, head: HeadConfig, given: dict[str, Tensor], target: TargetModel) -> nn.Embedding:
     """The draft's embedding: its own, or the target's, if the folder leaves it out or holds the same."""
-    weight, size = given.pop(EMBEDDING, None), (target.vocab_size, head.layer.hidden_size)
+    weight, width = given.pop(EMBEDDING, None), head.layer.hidden_size
     if weight is None or _same(weight, target.embedding.weight):
-        if size[1] != target.hidden_size:
+        if width != target.hidden_size:
             raise CheckpointError(
-                f"{path} has no {EMBEDDING}, and the target's has {target.hidden_size} columns, not {size[1]}"
+                f"{path} has no {EMBEDDING}, and the target's has {target.hidden_size} columns, not {width}"
             )
         return target.embedding
-    needed = {EMBEDDING: torch.empty(size, device="meta")}
-    folders.check_tensors(path, (), (), folders.compare_shapes({EMBEDDING: weight}, needed))
     return nn.Embedding.from_pretrained(weight.to(target.device, target.dtype))
 
 
-def shared_output(
-    path: Path, head: HeadConfig, given: Mapping[str, Tensor], embedding: nn.Embedding, target: TargetModel
-) -> nn.Linear | None:
-    """The output head, where it is not the draft's own: its embedding, if the two are tied, or the target's, if the
+def shares_output(head: HeadConfig, names: Collection[str]) -> bool:
+    """Whether the output head is not the draft's own: it is its embedding, if the two are tied, or the target's, if the
     folder has none and does not say how many tokens it proposes.
     """
-    if head.tied:
-        if OUTPUT in given or head.num_ids != head.layer.vocab_size:
-            raise CheckpointError(
-                f"{path} says tie_word_embeddings, so its output head is its embedding, of {head.layer.vocab_size} "
-                f"tokens; it must not have {OUTPUT} or another draft_vocab_size ({head.num_ids})"
-            )
-        tied = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
-        tied.weight = embedding.weight
-        return tied
-    if OUTPUT in given or head.draft_vocab_size is not None:
-        return None
-    if head.layer.hidden_size != target.hidden_size:
+    return head.tied or (OUTPUT not in names and head.draft_vocab_size is None)
+
+
+def check_output(path: Path, head: HeadConfig, names: Collection[str], target: TargetModel) -> None:
+    """Raises `CheckpointError` unless a shared output head fits."""
+    if head.tied and (OUTPUT in names or head.num_ids != head.layer.vocab_size):
+        raise CheckpointError(
+            f"{path} says tie_word_embeddings, so its output head is its embedding, of {head.layer.vocab_size} "
+            f"tokens; it must not have {OUTPUT} or another draft_vocab_size ({head.num_ids})"
+        )
+    if shares_output(head, names) and not head.tied and head.layer.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"{path} has no {OUTPUT}, and the target's reads {target.hidden_size} columns, not {head.layer.hidden_size}"
         )
-    return target.head
+
+
+def _tied(embedding: nn.Embedding) -> nn.Linear:
+    """The output head that shares an embedding's memory."""
+    tied = nn.Linear(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+    tied.weight = embedding.weight
+    return tied
 
 
 def complete_maps(head: HeadConfig, given: dict[str, Tensor], draft: Eagle3Draft | DFlashDraft) -> None:
@@ -177,11 +177,25 @@ def check_maps(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def fill(path: Path, draft: nn.Module, given: Mapping[str, Tensor]) -> None:
-    """Gives a draft its tensors. Raises `CheckpointError` unless they are its own, in name and shape."""
-    needed = draft.state_dict()
-    shapes = folders.compare_shapes(given, needed)
-    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
-    if "d2t" in needed:
-        check_maps(path, given)
+def fill(path: Path, draft: Eagle3Draft | DFlashDraft, target: TargetModel) -> tuple[nn.Embedding, nn.Linear | None]:
+    """Gives a draft the tensors of its folder, and returns its embedding, and its output head unless that is
+    `draft.lm_head`. Raises `CheckpointError` unless they are the draft's own; names, shapes and types are compared
+    before any is read.
+    """
+    head, stored = draft.head, renamed(weights.read_headers(path, None))
+    check_output(path, head, stored.tensors, target)
+    if shares_output(head, stored.tensors):
+        del draft.lm_head
+    optional = {EMBEDDING, *(MAPS if head.num_ids == head.layer.vocab_size else ("t2d",))}
+    needed = draft.state_dict() | {EMBEDDING: _empty_embedding(head)}
+    given = weights.read_checked(stored, needed, optional)
+    embedding = take_embedding(path, head, given, target)
+    complete_maps(head, given, draft)
+    check_maps(path, given)
     draft.load_state_dict(given)
+    return embedding, _tied(embedding) if head.tied else None if hasattr(draft, "lm_head") else target.head
+
+
+def _empty_embedding(head: HeadConfig) -> Tensor:
+    """An embedding of a head's own, without memory."""
+    return torch.empty(head.layer.vocab_size, head.layer.hidden_size, device="meta")

@@ -6,7 +6,7 @@ A folder is checked before anything is computed: architecture, tensors and shape
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,18 +60,16 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
         return deepseek_v4_mtp.load_v4_mtp(path, target)
     if heads.is_eagle(located):
         return heads.load_eagle(path, fields, target)
-    architecture, config = folders.read_config(path, families | with_modules)
+    architecture, config = folders.read_architecture(path, families | with_modules)
     if architecture in with_modules:
         return load_mtp(path, target)[0]
     from attn_backends_reference.models.interface import IMPLEMENTATION
 
+    folders.refuse_quantized(path, fields)
     check_fit(path, _sizes(families[architecture], config), _sizes_of(target))
     config._experts_implementation = IMPLEMENTATION
     draft = families[architecture].draft(config)
-    needed, given = draft.state_dict(), folders.read_tensors(located)
-    shapes = folders.compare_shapes(given, needed)
-    folders.check_tensors(path, needed.keys() - given.keys(), given.keys() - needed.keys(), shapes)
-    draft.load_state_dict(given)
+    draft.load_state_dict(weights.read_checked(weights.read_headers(path, None), draft.state_dict()))
     return _serve(draft, target)
 
 
@@ -90,15 +88,15 @@ def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
     quantized = quantization.quantization_of(path, folders.read_fields(path / "config.json"))
     architecture, config = folders.read_architecture(path, families)
     family = families[architecture]
-    given = _sizes(family, config) | {"layers": config.num_hidden_layers}
-    check_fit(path, given, _sizes_of(target) | {"layers": len(target.layers)})
+    given = _sizes(family, config) | {"num_hidden_layers": config.num_hidden_layers}
+    check_fit(path, given, _sizes_of(target) | {"num_hidden_layers": len(target.layers)})
     stored = weights.read_headers(path, quantized)
     count = _count_modules(path, config, stored.tensors)
     in_modules = stored.chosen(lambda name: _layer_of(name) >= config.num_hidden_layers)
     if architecture == family.mtp_architecture:
         folders.check_tensors(path, (), stored.tensors.keys() - in_modules.tensors.keys(), ())
     modules = _new_modules(config, count)
-    _fill(path, modules, config.num_hidden_layers, in_modules.read(), target)
+    _fill(path, modules, config.num_hidden_layers, in_modules, target)
     return tuple(_serve(module, target) for module in modules)
 
 
@@ -166,12 +164,12 @@ def _mtp_families() -> dict[str, Family]:
 
 
 def _sizes(family: Family, config: PreTrainedConfig) -> dict[str, object]:
-    return {"family": family.architecture, "vocabulary": config.vocab_size, "hidden size": config.hidden_size}
+    return {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "architectures": family.architecture}
 
 
 def _sizes_of(target: TargetModel) -> dict[str, object]:
-    sizes = (target.family.architecture, target.vocab_size, target.hidden_size)
-    return dict(zip(("family", "vocabulary", "hidden size"), sizes, strict=True))
+    sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
+    return sizes | {"architectures": target.family.architecture}
 
 
 def _layer_of(name: str) -> int:
@@ -203,10 +201,8 @@ def _new_modules(config: PreTrainedConfig, count: int) -> list[MtpModule]:
     return [MtpModule(module_config(config, index)) for index in range(count)]
 
 
-def _fill(
-    path: Path, modules: Sequence[MtpModule], first: int, given: Mapping[str, Tensor], target: TargetModel
-) -> None:
-    """Copies the tensors of a folder, the first module's being those of layer `first`, into the modules."""
+def _fill(path: Path, modules: Sequence[MtpModule], first: int, stored: weights.Weights, target: TargetModel) -> None:
+    """Reads the weights of a folder, the first module's being those of layer `first`, into the modules."""
     needed: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
     for layer, module in enumerate(modules, first):
@@ -214,9 +210,7 @@ def _fill(
         needed |= {prefix + name: tensor for name, tensor in module.published().items()}
         shared |= {f"{prefix}embed_tokens.weight": target.embedding.weight}
         shared |= {f"{prefix}shared_head.head.weight": target.head.weight}
-    shapes = folders.compare_shapes(given, needed | shared)
-    unexpected = given.keys() - needed.keys() - shared.keys()
-    folders.check_tensors(path, needed.keys() - given.keys(), unexpected, shapes)
+    given = weights.read_checked(stored, needed | shared, shared)
     check_shared(path, given, shared, target)
     for name, tensor in needed.items():
         tensor.copy_(given[name])

@@ -14,10 +14,12 @@ from torch import Tensor
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
 
-TYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+TYPES = FLOATS | {"I64": 8, "I32": 4, "BOOL": 1}
 """The types of safetensors that weights are read from as they are, and bytes of an element. All others take one here:
 of such weights only 8-bit types are read."""
 _PICKLED = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PICKLED |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
 from attn_backends_reference.models.quantization import Quantization
-from attn_backends_reference.models.stored import TYPES, Stored, Weight, reader, stored_tensors
+from attn_backends_reference.models.stored import FLOATS, TYPES, Stored, Weight, reader, stored_tensors
 
 OLD_BUFFERS = "rotary_emb.inv_freq"  # in folders that transformers 4.30 and earlier saved; computed since
+INTEGERS = ("tid2eid", "d2t", "t2d")
+"""How the names of tensors end that are integers or Booleans: maps of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,11 @@ def read_headers(path: Path, quantization: Quantization | None) -> Weights:
     for name, stored in tensors.items():
         if name in in_parts:
             continue
-        if stored.dtype not in TYPES:
+        served = TYPES if name.endswith(INTEGERS) else FLOATS
+        if stored.dtype not in served:
             raise CheckpointError(
                 f"{stored.file}: {name} is stored as {stored.dtype}, which config.json says nothing of "
-                f"(quantization_config); served are {', '.join(TYPES)}"
+                f"(quantization_config); served are {', '.join(served)}"
             )
         found[name] = Weight(stored.shape, (stored,))
     return Weights(path, found)
@@ -131,3 +134,11 @@ def check_shapes(weights: Weights, expected: Mapping[str, tuple[int, ...]], opti
     ]
     missing, unexpected = expected.keys() - given.keys() - set(optional), given.keys() - expected.keys()
     folders.check_tensors(weights.path, missing, unexpected, shapes)
+
+
+def read_checked(weights: Weights, needed: Mapping[str, Tensor], optional: Collection[str] = ()) -> dict[str, Tensor]:
+    """The weights of a draft's folder, by name. Raises `CheckpointError`, before any is read, unless their names and
+    shapes are those of `needed`. optional: names that may be missing.
+    """
+    check_shapes(weights, {name: tuple(tensor.shape) for name, tensor in needed.items()}, optional)
+    return weights.read()
