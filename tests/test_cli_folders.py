@@ -183,15 +183,16 @@ def test_models_that_can_not_be_run(words: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
-@pytest.fixture
-def short_draft(tmp_path: Path) -> Path:
-    """The embedded draft, whose folder says that it reaches 64 positions."""
+@pytest.fixture(params=["max_position_embeddings", "max_sequence_length"])
+def short_draft(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The embedded draft, whose folder says by a key that it reaches 64 positions."""
     from attn_backends_reference.models import folders
 
     source, made = folders.find("gqa", {"gqa": "gqa/draft"}), tmp_path / "draft"
     made.mkdir()
-    fields = json.loads((source / "config.json").read_text()) | {"max_position_embeddings": 64}
-    (made / "config.json").write_text(json.dumps(fields))
+    fields = json.loads((source / "config.json").read_text())
+    del fields["max_position_embeddings"]
+    (made / "config.json").write_text(json.dumps(fields | {request.param: 64}))
     (made / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
     return made
 

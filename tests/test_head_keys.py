@@ -154,6 +154,7 @@ def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_
         ("SpecForge", {"qk_clip": 3}, "asks for qk_clip=3; no rule covers this key, which could change the head"),
         ("SpecForge", {"eagle_config": {"odd": [1]}}, r"eagle_config\.odd=\[1\]; no rule covers this key"),
         ("SpecForge", {"hidden_size": None}, "does not say hidden_size"),
+        ("SpecForge", {"max_position_embeddings": "long"}, "max_position_embeddings='long'; it must be a number"),
         ("SpecForge", {"quantization_config": {"quant_method": "fp8"}}, "holds quantized weights"),
         ("MLA", {"sliding_window": 64}, "sliding_window=64; no rule covers this key"),
         ("SafeAILab EAGLE-1/2", {"qk_norm": True}, "qk_norm=True; no rule covers this key"),

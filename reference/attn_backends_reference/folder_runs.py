@@ -58,10 +58,8 @@ def run_of_folders(target: str, draft: str | None, draft_positions: int | None) 
     return FolderRun(tables | ({"eagle": CHAIN} if draft else {}), tuple(notes))
 
 
-def _positions(draft: str) -> int | None:
-    """The positions that a draft's config.json names, itself or for its layers, as speculators' do. Refuses a block
-    draft, which runs no chain.
-    """
+def _positions(draft: str) -> int:
+    """The positions that a draft's folder was made for. Refuses a block draft, which runs no chain."""
     from attn_backends_reference.models.block_draft import ARCHITECTURE
 
     fields = folders.read_fields(folders.find(draft, EMBEDDED_DRAFTS | EMBEDDED_BLOCKS) / "config.json")
@@ -69,9 +67,7 @@ def _positions(draft: str) -> int | None:
     if head_keys.block_drafts(kinds) or ARCHITECTURE in kinds:
         why = "; ".join(head_keys.missing_parts(kinds)) or 'a file with worker = "block" runs it (--config block)'
         raise CheckpointError(f"{draft} is a block draft ({', '.join(kinds)}), which drafts all tokens at once: {why}")
-    of_layers = fields.get("transformer_layer_config")
-    named = (of_layers if isinstance(of_layers, dict) else fields).get("max_position_embeddings")
-    return named if isinstance(named, int) else None
+    return head_keys.positions(fields, draft)
 
 
 def _dtype(found: TargetFolder) -> str:

@@ -145,7 +145,7 @@ def layer_config(flat: Fields, where: object, is_mla: bool, in_speculators: bool
     given = {key: flat[key] for key in (*keys.LAYER_KEYS, *own) if key in flat}
     given["num_hidden_layers"] = num_layers = flat.get("num_hidden_layers", 1)
     given["num_key_value_heads"] = flat.get("num_key_value_heads", flat["num_attention_heads"])
-    given["max_position_embeddings"] = flat.get("max_position_embeddings", flat.get("max_sequence_length", 2048))
+    given["max_position_embeddings"] = keys.positions(flat, where)
     given["rope_parameters"] = _rope(flat, where)
     try:
         if is_mla:

@@ -114,6 +114,18 @@ def names(fields: Fields) -> list[str]:
     return [str(name) for name in [*named, fields.get("speculators_model_type", "")] if name]
 
 
+def positions(fields: Fields, where: object) -> int:
+    """The positions that a draft was made for; of one that does not say, in itself or for its layers, Llama's 2,048."""
+    of_layers = fields.get("transformer_layer_config")
+    table = of_layers if isinstance(of_layers, dict) else fields
+    key = next((key for key in POSITION_KEYS if table.get(key) is not None), None)
+    if key is None:
+        return 2048
+    if type(table[key]) is not int:
+        refuse(where, key, table[key], "it must be a number of positions")
+    return int(table[key])
+
+
 def block_drafts(names: list[str]) -> list[str]:
     """Those of `names` that are a block draft's."""
     return [name for name in names if any(kind in name.lower() for kind in BLOCK_DRAFTS)]
