@@ -200,10 +200,11 @@ def test_generate_says_that_a_text_ended_itself(short_run, monkeypatch, capsys):
 @pytest.mark.parametrize("stream", [True, False])
 def test_generate_streams_if_asked_to(stream, short_run, monkeypatch, capsys):
     """Into a pipe, too; without it a text comes in one piece."""
-    pieces = []
+    pieces, requests = [], []
 
     def update(view):
-        pieces.append(len(view._left[0][1].output))
+        requests.append(view._left[0][1])
+        pieces.append(len(requests[0].output))
         shown(view)
 
     shown = _InOrder.update
@@ -211,6 +212,7 @@ def test_generate_streams_if_asked_to(stream, short_run, monkeypatch, capsys):
     assert main(["generate", "--config", short_run, "--prompt", "import ", *["--stream"] * stream]) == 0
     assert pieces[-1] == 8
     assert (len(pieces) > 1) == stream
+    assert capsys.readouterr().out.startswith(f"import {requests[0].text}\n")
 
 
 def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, capsys):

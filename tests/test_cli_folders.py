@@ -20,7 +20,10 @@ from attn_backends_reference.models import load_tokenizer, weights
 from tests import reference_models as rm
 
 WORDS = {"<s>": 0, "one": 1, "two": 2, "<user>": 3, "<model>": 4, "<unk>": 5}
-TEMPLATE = "{{ bos_token }} {% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}<model>"
+TEMPLATE = (
+    "{{ bos_token }} {% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<model>{% endif %}"
+)
 
 
 def inspect(*words: str) -> int:
