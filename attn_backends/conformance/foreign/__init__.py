@@ -15,6 +15,7 @@ FOREIGN = {
     "sglang:flashinfer_mla": f"{_SGLANG}:FlashInferMLA",
     "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
     "sglang:fa3": f"{_SGLANG}:FA3",
+    "sglang:triton": f"{_SGLANG}:TritonMLA",
 }
 
 

@@ -1,4 +1,7 @@
-"""Drivers of SGLang's FlashInfer-MLA with a bug each, in the driver or in the backend behind it."""
+"""Drivers of SGLang's backends with a bug each, in the driver or in the backend behind it.
+
+`BUGS` has them by bug and backend. Each is a class of this module, because a case runs in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import Any
 
 from attn_backends.cache import PagedCache, PagedLatent
 from attn_backends.conformance.foreign.driver import ForeignStep
-from attn_backends.conformance.foreign.sglang.backends import FA3, FlashInferMLA
+from attn_backends.conformance.foreign.sglang.backends import FA3, TRTLLMMLA, FlashInferMLA, SGLangMLA, TritonMLA
 from spec_metadata import Step
 
 
-class DriverCountsOneLess(FlashInferMLA):
+class DriverCountsOneLess(SGLangMLA):
     """The driver's mistake: lengths are one too short."""
 
     def plan_eagerly(self, step: Step) -> ForeignStep:
@@ -20,7 +23,7 @@ class DriverCountsOneLess(FlashInferMLA):
         return super().plan_eagerly(replace(step, seq_lens_cpu=tuple(n - 1 for n in step.seq_lens_cpu)))
 
 
-class DriverTurnsPagesRound(FlashInferMLA):
+class DriverTurnsPagesRound(SGLangMLA):
     """The driver's mistake: every page is brought to the place of the next."""
 
     def bring_in(self, cache: PagedCache) -> None:
@@ -28,38 +31,49 @@ class DriverTurnsPagesRound(FlashInferMLA):
         self.engine.pages.copy_(cache.latent.roll(1, 0))
 
 
-class DecodesOneKeyLess(FlashInferMLA):
-    """The backend's bug: an eager decode does not see its own token."""
+class BrokenBackend(SGLangMLA):
+    """Another backend in SGLang's place. broken: SGLang's class -> one of it with a bug."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        module = self.engine.api.attention_module("flashinfer_mla_backend")
-        right = module.FlashInferMLAAttnBackend
+        module = self.engine.api.attention_module(self.parts.module)
+        right = getattr(module, self.parts.backend)
+        setattr(module, self.parts.backend, self.broken(getattr(right, "right", right)))
 
-        class Backend(right.__base__ if right.__name__ == "Backend" else right):
+    @staticmethod
+    def broken(right: Any) -> Any:
+        raise NotImplementedError
+
+
+class DecodesOneKeyLess(BrokenBackend):
+    """The backend's bug: an eager decode does not see its own token."""
+
+    @staticmethod
+    def broken(right: Any) -> Any:
+        class Backend(right):
             def init_forward_metadata(self, batch: Any) -> None:
                 if batch.forward_mode.is_decode():
                     batch = copy(batch)
                     batch.seq_lens, batch.seq_lens_sum = batch.seq_lens - 1, batch.seq_lens_sum - batch.batch_size
+                    batch.seq_lens_cpu = batch.seq_lens_cpu - 1
                 super().init_forward_metadata(batch)
 
-        module.FlashInferMLAAttnBackend = Backend
+        Backend.right = right
+        return Backend
 
 
-class VerifiesWhatWasCaptured(FlashInferMLA):
+class VerifiesWhatWasCaptured(BrokenBackend):
     """The backend's bug: a verify is not planned again before a replay."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        module = self.engine.api.attention_module("flashinfer_mla_backend")
-        right = module.FlashInferMLAAttnBackend
-
-        class Backend(right.__base__ if right.__name__ == "Backend" else right):
+    @staticmethod
+    def broken(right: Any) -> Any:
+        class Backend(right):
             def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
                 if in_capture or not batch.forward_mode.is_target_verify():
                     super().init_forward_metadata_out_graph(batch, in_capture)
 
-        module.FlashInferMLAAttnBackend = Backend
+        Backend.right = right
+        return Backend
 
 
 class DenseSlices(FA3):
@@ -70,3 +84,13 @@ class DenseSlices(FA3):
         api = self.engine.api
         slices = api.per_step_draft_out_cache_loc
         api.per_step_draft_out_cache_loc = lambda *given: slices(*given).contiguous()
+
+
+DRIVEN = (FlashInferMLA, TRTLLMMLA, FA3, TritonMLA)
+BUGS: dict[tuple[str, str], type[SGLangMLA]] = {}
+for _bug in (DriverCountsOneLess, DriverTurnsPagesRound, DecodesOneKeyLess, VerifiesWhatWasCaptured):
+    for _driver in DRIVEN:
+        _name = _bug.__name__ + _driver.__name__
+        BUGS[_bug.__name__, _driver.__name__] = globals()[_name] = type(
+            _name, (_bug, _driver), {"__module__": __name__}
+        )

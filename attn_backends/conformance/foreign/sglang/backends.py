@@ -18,7 +18,7 @@ from attn_backends.conformance.foreign.driver import (
     launch,
 )
 from attn_backends.conformance.foreign.sglang.engine import Engine
-from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRTLLM, Parts
+from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRITON, TRTLLM, Parts
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
 from attn_backends.conformance.worlds import layer_of
 from attn_backends.contract.capabilities import Capabilities
@@ -81,6 +81,9 @@ def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
 ON_CPU: Where = ((80, 64), 4, torch.float32)
 ON_GPU: Where = ((576, 512), 16, torch.bfloat16)
 ONE_POOL = Exempt(("api.cache_groups",), "a backend of SGLang reads one pool")
+ROWS_AS_PLANNED = Exempt(
+    ("cache.keeps_first_rows", "cache.reads_alone"), "a backend of SGLang stores the rows of its batch, all of them"
+)
 DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
@@ -107,7 +110,7 @@ class SGLangMLA(ForeignBackend):
 
     project = "SGLang"
     formats = frozenset({CacheFormat.LATENT})
-    exempt = (*ForeignBackend.exempt, ONE_POOL)
+    exempt = (*ForeignBackend.exempt, ONE_POOL, ROWS_AS_PLANNED)
     parts: ClassVar[Parts]
     right: ClassVar[bool] = False
 
@@ -190,4 +193,15 @@ class FA3(SGLangMLA):
     kernels = (
         Kernel("stand_in_on_gpu", launch, _flash_attention(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
         Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
+    )
+
+
+class TritonMLA(SGLangMLA):
+    """SGLang's `triton` backend over latents, and its multi-step draft backend."""
+
+    name = "sglang:triton"
+    parts = TRITON
+    kernels = (
+        Kernel("triton", launch, _flash_attention(ON_GPU), on_gpu, schedule=first_use),
+        Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="triton", schedule=first_use),
     )

@@ -107,7 +107,9 @@ def _spec_info(api: Any, lens: Lengths, tensors: dict[str, Tensor]) -> Any:
         )
     if lens.kind is StepKind.TARGET_VERIFY:
         nothing = dict.fromkeys(("draft_token", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling"))
-        mask = torch.ones(sum(lens.committed) * width + width * width * bs, dtype=torch.bool, device=device)
+        chain = torch.ones(width, width, dtype=torch.bool).tril()
+        masks = [torch.cat((chain.new_ones(width, length), chain), dim=1).flatten() for length in lens.committed]
+        mask = torch.cat([*masks, chain[:0, 0]]).to(device)
         return api.EagleVerifyInput(
             **nothing,
             custom_mask=mask,
@@ -122,10 +124,12 @@ def _spec_info(api: Any, lens: Lengths, tensors: dict[str, Tensor]) -> Any:
         )
     if lens.kind is StepKind.DRAFT_EXTEND:
         accepted = torch.tensor(lens.widths, dtype=torch.int32, device=device)
-        return api.EagleDraftExtendInput(
+        spec_info = api.EagleDraftExtendInput(
             num_correct_drafts=accepted - 1,
             num_accept_tokens=accepted,
             num_accept_tokens_cpu=list(lens.widths),
             num_tokens_per_req=width,
         )
+        spec_info.extend_seq_lens_tensor = accepted  # set by the runner of graphs
+        return spec_info
     return None

@@ -57,6 +57,7 @@ class Engine:
         self.numbers, self._num_rows, self._row = Numbers(geometry), STEPS_HELD * capacity.max_bs, 0
         with self.simulated():
             self.api: Any = import_module(API)
+            self.api.get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
             self.runner = self._runner(geometry, dtype, layer)
         self.layer = self.api.RadixAttention(
             layer.num_heads, layer.head_dim, layer.scale, 1, layer_id=0, v_head_dim=layer.v_head_dim

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,8 @@ class Parts:
 
     name: of the server's option. module: where it is, as of `api.attention_module`. backend, draft: names of its class
     and of its multi-step draft class there. held: attribute of a backend that is its metadata. read: (backend,
-    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place.
+    metadata, batch) -> what the metadata lists. install: puts stand-ins of its kernels in place. joined: whether it
+    takes queries and latents whole, not in two parts.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Parts:
     held: str
     read: Callable[[Any, Any, Any], Rows | None]
     install: Callable[[Any], None]
+    joined: bool = False
 
     def make(self, api: Any, role: str, runner: Any, num_steps: int) -> Any:
         """The backend of a role of `engine.SERVED_BY`, at topk 1."""
@@ -113,6 +117,28 @@ def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
     return rows
 
 
+def read_parts(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What CSR lists give each row; before the step's own rows, if the metadata has offsets of queries."""
+    if planned is None:
+        return None
+    offsets, listed = planned.kv_indptr.tolist(), stand_ins.from_address(planned.kv_indices).tolist()
+    before = [listed[start:end] for start, end in pairwise(offsets[: batch.batch_size + 1])]
+    if planned.qo_indptr is None:
+        return before
+    own, rows = batch.out_cache_loc.tolist(), []
+    for keys, (start, end) in zip(before, pairwise(planned.qo_indptr.tolist()), strict=False):
+        rows += [keys + own[start : row + 1] for row in range(start, end)]
+    return rows
+
+
+def _install_triton(api: Any) -> None:
+    for name in ("decode_attention", "extend_attention"):
+        module = import_module(f"sglang.kernels.ops.attention.{name}")
+        setattr(module, f"{name}_fwd", getattr(stand_ins, f"{name}_fwd"))
+    masks = api.attention_module("verify_mask")
+    masks.default_tree_mask_mode = lambda: masks.TreeMaskMode.FULL_MASK  # as where its Triton kernels run
+
+
 def _install_flash_attention(api: Any) -> None:
     names = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata")
     module: Any = ModuleType("sgl_kernel.flash_attn")
@@ -147,4 +173,14 @@ FLASH_ATTENTION = Parts(
     "forward_metadata",
     read_pages,
     _install_flash_attention,
+)
+TRITON = Parts(
+    "triton",
+    "triton_backend",
+    "TritonAttnBackend",
+    "TritonMultiStepDraftBackend",
+    "forward_metadata",
+    read_parts,
+    _install_triton,
+    joined=True,
 )

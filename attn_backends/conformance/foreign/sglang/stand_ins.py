@@ -73,6 +73,12 @@ class Grid:
         return table if missing <= 0 else pad(table, (0, missing))
 
 
+def from_address(entries: Tensor) -> Tensor:
+    """[n] what a kernel that gets the address of a list can read: all to the end of its memory, however long a view."""
+    first = entries.storage_offset()
+    return entries.as_strided((entries.untyped_storage().nbytes() // entries.element_size() - first,), (1,), first)
+
+
 class MLAWrapper:
     """`flashinfer.mla.BatchMLAPagedAttentionWrapper` as of 0.7, with the attributes that SGLang uses."""
 
@@ -209,6 +215,85 @@ def flash_attn_with_kvcache(
         scale=softmax_scale,
     )
     return out
+
+
+def decode_attention_fwd(
+    q: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    o: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    attn_logits: Any,
+    attn_lse: Any,
+    num_kv_splits: Any,
+    max_kv_splits: int,
+    sm_scale: float,
+    *others: Any,
+    **named: Any,
+) -> None:
+    """SGLang's Triton function of this name: each row over its list of slots. q: [bs, num_heads, dim]."""
+    bs = q.shape[0]
+    lens = kv_indptr[: bs + 1].diff().int()
+    starts = torch.arange(bs + 1, dtype=torch.int32, device=q.device)
+    out, _ = csr_attention(
+        q,
+        k_buffer.unsqueeze(1),
+        v_buffer.unsqueeze(1),
+        starts,
+        kv_indptr[: bs + 1],
+        from_address(kv_indices),
+        lens,
+        max_query=1,
+        max_kv_len=Grid.max_kv_len,
+        causal=True,
+        scale=sm_scale,
+    )
+    o.copy_(out)
+
+
+def extend_attention_fwd(
+    q_extend: Tensor,
+    k_extend: Tensor,
+    v_extend: Tensor,
+    o_extend: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    qo_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    custom_mask: Tensor | None,
+    is_causal: bool,
+    mask_indptr: Tensor | None,
+    max_len_extend: int,
+    k_scale: float,
+    v_scale: float,
+    sm_scale: float,
+    *others: Any,
+    **named: Any,
+) -> None:
+    """SGLang's Triton function of this name: each row over its request's list of slots, then over the rows of the step,
+    causal or as the mask says, which has a row of all keys for each. q_extend: [num_tokens, num_heads, dim].
+    """
+    num_tokens, keys = q_extend.shape[0], torch.arange(Grid.max_kv_len, device=q_extend.device)
+    row = torch.arange(num_tokens, device=q_extend.device)
+    request = torch.searchsorted(qo_indptr[1:].contiguous(), row, right=True).clamp(max=qo_indptr.shape[0] - 2)
+    first, end = qo_indptr[request].unsqueeze(1), qo_indptr[request + 1].unsqueeze(1)
+    start, before = kv_indptr[request].unsqueeze(1), kv_indptr.diff()[request].unsqueeze(1)
+    lists = pad(from_address(kv_indices), (0, 1))
+    listed = lists[(start + keys).clamp(max=lists.shape[0] - 1)].clamp(0, k_buffer.shape[0] - 1)
+    own = (first + keys - before).clamp(0, num_tokens - 1) + k_buffer.shape[0]
+    place = torch.where(keys < before, listed, own).long()
+    seen = keys < before + end - first
+    if custom_mask is not None:
+        assert mask_indptr is not None, "a mask has offsets"
+        at = mask_indptr[request].unsqueeze(1) + (row.unsqueeze(1) - first) * (before + end - first) + keys
+        seen &= custom_mask.view(torch.uint8)[at.clamp(0, custom_mask.shape[0] - 1).long()].bool()
+    elif is_causal:
+        seen &= keys <= before + row.unsqueeze(1) - first
+    scores = torch.einsum("thd,tkd->thk", q_extend, torch.cat((k_buffer, k_extend)).squeeze(1)[place]) * sm_scale
+    weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(dim=-1).nan_to_num(0.0)
+    o_extend.copy_(torch.einsum("thk,tkd->thd", weights, torch.cat((v_buffer, v_extend)).squeeze(1)[place]))
 
 
 def concatenate(*parts: Tensor) -> Tensor:

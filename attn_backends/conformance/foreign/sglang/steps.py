@@ -80,6 +80,10 @@ class SGLangStep(ForeignStep):
         """The backend's `forward`. stored: k, v and k_rope, if it is to store them."""
         nope, rope = (part.contiguous() for part in q.tensor_split((layer.v_head_dim,), dim=-1))
         given: dict[str, Any] = {"k": None, "v": None, **stored, "save_kv_cache": bool(stored), "q_rope": rope}
+        if self.engine.parts.joined and not self.engine.right:
+            nope, _ = q.contiguous(), given.pop("q_rope")
+            if stored:
+                given["k"] = torch.cat((given["k"], given.pop("k_rope")), dim=-1)
         given |= {"layer": self.engine.layer, "forward_batch": self._forwards[forward]}
         with self.engine.simulated():
             out: Tensor = self._backends[forward].forward(nope, **given)
@@ -124,6 +128,7 @@ class CapturedStep(SGLangStep):
         self.bs, self.width = bucket.bs, bucket.width
         self.static = engine.static_of(bucket.kind, self.width, self.num_steps)
         self._pad()
+        self._serve_width()
         lens = self._padded(Lengths(self.kind, (), ()))
         batch = make_batch(engine.api, lens, self._views())
         engine.runner.kv_index_translator.bind_runner_slots(batch)
@@ -149,8 +154,14 @@ class CapturedStep(SGLangStep):
                 self.static[name][: source.shape[0]].copy_(source)
         batch = make_batch(self.engine.api, self._padded(raw), self._views())
         self.engine.runner.kv_index_translator.bind_runner_slots(batch)
+        self._serve_width()
         with self.engine.simulated():
             self.backend.init_forward_metadata_out_graph(batch)
+
+    def _serve_width(self) -> None:
+        """Draft extends of graphs are as wide as a server's verifies: make it a server of this width."""
+        if self.kind is StepKind.DRAFT_EXTEND and hasattr(self.backend, "num_draft_tokens"):
+            self.backend.num_draft_tokens = self.width
 
     def _pad(self) -> None:
         for name, tensor in self.static.items():
