@@ -132,9 +132,10 @@ def read_parts(backend: Any, planned: Any, batch: Any) -> Rows | None:
 
 
 def _install_triton(api: Any) -> None:
-    for name in ("decode_attention", "extend_attention"):
-        module = import_module(f"sglang.kernels.ops.attention.{name}")
-        setattr(module, f"{name}_fwd", getattr(stand_ins, f"{name}_fwd"))
+    decode: Any = import_module("sglang.kernels.ops.attention.decode_attention")
+    extend: Any = import_module("sglang.kernels.ops.attention.extend_attention")
+    decode.decode_attention_fwd = stand_ins.decode_attention_fwd
+    extend.extend_attention_fwd = stand_ins.extend_attention_fwd
     masks = api.attention_module("verify_mask")
     masks.default_tree_mask_mode = lambda: masks.TreeMaskMode.FULL_MASK  # as where its Triton kernels run
 

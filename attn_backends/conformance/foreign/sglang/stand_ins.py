@@ -272,8 +272,8 @@ def extend_attention_fwd(
     *others: Any,
     **named: Any,
 ) -> None:
-    """SGLang's Triton function of this name: each row over its request's list of slots, then over the rows of the step,
-    causal or as the mask says, which has a row of all keys for each. q_extend: [num_tokens, num_heads, dim].
+    """SGLang's Triton function of this name: each row over its request's list of slots, then over the rows of the step.
+    They are causal, or as the mask says. It has a row of all keys for each. q_extend: [num_tokens, num_heads, dim].
     """
     num_tokens, keys = q_extend.shape[0], torch.arange(Grid.max_kv_len, device=q_extend.device)
     row = torch.arange(num_tokens, device=q_extend.device)
