@@ -155,6 +155,12 @@ def test_a_summary_counts_cases_and_keeps_what_did_not_pass():
     assert summary(Report.from_json(short.to_json())) == short
 
 
+def test_a_summary_of_another_projects_backend_keeps_the_first_failure_of_a_check():
+    graph = replace(CASE, path="graph")
+    failed = [replace(row(Outcome.FAIL, case=case, ms=2.0), backend="them:theirs") for case in (CASE, graph)]
+    assert summary(replace(REPORT, rows=tuple(failed))).rows == (replace(failed[0], cases=2, ms=4.0),)
+
+
 def test_the_matrix_of_a_summary_is_that_of_the_report(tmp_path):
     report = replace(REPORT, rows=(*REPORT.rows, *(row(outcome, path="graph") for outcome in Outcome), *REPORT.rows))
     path = tmp_path / "report.json"

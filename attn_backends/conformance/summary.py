@@ -2,7 +2,8 @@
 
 python -m attn_backends.conformance.summary REPORT.json ...
 
-Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case.
+Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
+backend of another project (`project:backend`) the first failure of a check stands for all, with their number.
 """
 
 from __future__ import annotations
@@ -40,19 +41,26 @@ def summary(report: Report) -> Report:
     """The report with the passed and the refused cases of a check as one row for each path and reason."""
     groups: dict[object, list[Row]] = {}
     for number, row in enumerate(report.rows):
-        is_plain = row.status in (Outcome.PASS, Outcome.REFUSED)
-        same = (row.backend, row.kernel, row.check, row.path, row.status, row.reason) if is_plain else number
-        groups.setdefault(same, []).append(row)
+        groups.setdefault(_sort(row, number), []).append(row)
     return replace(report, rows=tuple(_one(rows) for rows in groups.values()))
+
+
+def _sort(row: Row, number: int) -> object:
+    """What rows that become one have in common. number: of the row."""
+    of_check = (row.backend, row.kernel, row.check, row.status)
+    if row.status in (Outcome.PASS, Outcome.REFUSED):
+        return *of_check, row.path, row.reason
+    return of_check if row.status is Outcome.FAIL and ":" in row.backend else number
 
 
 def _one(rows: Sequence[Row]) -> Row:
     """Rows that came to the same: the number of cases, their time, and the error that is closest to its budget."""
     if len(rows) == 1:
         return rows[0]
-    closest = max(rows, key=_part_of_budget)
-    cases, ms = sum(row.cases for row in rows), sum(row.ms for row in rows)
-    return replace(closest, case=None, cases=cases, ms=round(ms, 1))
+    cases, ms = sum(row.cases for row in rows), round(sum(row.ms for row in rows), 1)
+    if rows[0].status is Outcome.FAIL:
+        return replace(rows[0], cases=cases, ms=ms)
+    return replace(max(rows, key=_part_of_budget), case=None, cases=cases, ms=ms)
 
 
 def _part_of_budget(row: Row) -> float:
