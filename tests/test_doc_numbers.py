@@ -258,6 +258,21 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager")), 0),
     ),
     (MEASURED, r"are made in (\S+) to (\S+) us", made_in),
+    (
+        MEASURED,
+        r"with planning, takes (\S+) to (\S+) times the best",
+        lambda: spread((row["ratio"] for row in rows("h200/ragged", heads=128) if row["kernel"] != "triton"), 2),
+    ),
+    (
+        MEASURED,
+        r"takes (\S+) to (\S+) times what two steps take on FlashAttention-3",
+        lambda: spread((row["ratio"] for row in rows("h200/mixed", kernel="vllm_flash_attn")), 2),
+    ),
+    (
+        MEASURED,
+        r"and (\S+) to (\S+) times on Gluon",
+        lambda: spread((row["ratio"] for row in rows("h200/mixed", kernel="gluon")), 2),
+    ),
 ]
 TABLE = [
     ("trtllm_mla", "flashmla", 64),
