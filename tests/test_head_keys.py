@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import head_keys as keys
-from attn_backends_reference.models import load_draft
+from attn_backends_reference.models import heads, load_draft
 from attn_backends_reference.models.eagle3 import Eagle3Model
 from attn_backends_reference.models.folders import ROPE_FIELDS
+from attn_backends_reference.models.head_config import HeadConfig, read_eagle, read_eagle3
 from tests.head_catalogue import FORMATS as PUBLISHED
 from tests.head_catalogue import VARIANTS
 from tests.head_formats import LLAMA3, Format, write
@@ -81,6 +83,39 @@ def test_a_key_that_is_ignored_is_seen(table: str, key: str, tmp_path: Path) -> 
     ]
     assert candidates, f"no format of {table} has {key}"
     assert any(is_seen(name, key, tmp_path / name.replace("/", " ")) for name in candidates)
+
+
+DECIDED = [each for each in fields(HeadConfig) if each.default is not MISSING and each.name != "num_states"]
+"""What a head's configuration decides and may leave out. The number of states is that of the layers they come from."""
+
+
+@pytest.mark.parametrize("decided", DECIDED, ids=lambda each: each.name)
+def test_a_decision_that_is_not_taken_is_seen(
+    decided: Field[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a reader that knows a key and does nothing with it: in every format that asks for something else than the
+    default, the head is refused for its tensors, or its logits move.
+    """
+
+    def ignoring(fields: Mapping[str, Any], where: object) -> HeadConfig:
+        head = read(fields, where)
+        default = (None,) * len(head.windows) if decided.name == "windows" else decided.default
+        return replace(head, **{decided.name: default})
+
+    asking = 0
+    for name, format in FORMATS.items():
+        read = read_eagle if format.facts.get("eagle") == 1 else read_eagle3
+        head, other = (reader(format.config, name) for reader in (read, ignoring))
+        if getattr(head, decided.name) in (False, getattr(other, decided.name)):
+            continue
+        asking += 1
+        whole = outcome(name, tmp_path / f"{name} whole".replace("/", " "))
+        with monkeypatch.context() as patched:
+            patched.setattr(heads, read.__name__, ignoring)
+            found = outcome(name, tmp_path / name.replace("/", " "))
+        if found is not None and found[0].shape == whole[0].shape:
+            assert (found[0] - whole[0]).nan_to_num(0).abs().max() > 100 * BUDGET, name
+    assert asking > 0
 
 
 def load(folder: Path, name: str = "SpecForge", **changes: Any) -> None:
@@ -176,6 +211,9 @@ def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_
         ("speculators", {"rms_norm_eps": 1e-5}, "gives rms_norm_eps twice"),
         ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type='mtp'; served are eagle3 heads"),
         ("speculators", {"speculators_model_type": "dflash"}, r"is a block draft \(dflash\), which drafts all tokens"),
+        ("speculators", {"speculators_model_type": "dspark"}, r"is a block draft \(dspark\), .* Markov head"),
+        ("speculators", {"speculators_model_type": "peagle"}, r"is a block draft \(peagle\), .* masks' own hidden"),
+        ("speculators", {"speculators_model_type": "dflash2"}, r"is a block draft \(dflash2\), .* a convolution"),
         ("SpecForge", {"architectures": ["DFlashDraftModel"]}, r"is a block draft \(DFlashDraftModel\)"),
         ("SpecForge", {"architectures": ["Qwen3DSparkModel"]}, r"is a block draft \(Qwen3DSparkModel\)"),
         ("SpecForge", {"architectures": ["PEagleDraftModel"]}, r"is a block draft \(PEagleDraftModel\)"),

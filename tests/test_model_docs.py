@@ -13,9 +13,12 @@ from pydantic.fields import FieldInfo
 from attn_backends.config.toml_options import Options, validated
 from attn_backends_reference.models.families import served_families
 from attn_backends_reference.models.folders import ROPE_TYPES
+from attn_backends_reference.models.head_keys import BLOCK_DRAFTS
 from attn_backends_reference.run_options import EagleOptions, ModelOptions, PhaseNames, RunOptions, RuntimeOptions
+from tests.head_catalogue import FORMATS
 
-PAGE = (Path(__file__).parent.parent / "docs" / "models.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "models.md").read_text()
 TABLES: dict[str, type[Options]] = {
     "`backend`": PhaseNames,
     "`[model]`": ModelOptions,
@@ -74,6 +77,17 @@ def test_the_file_is_one_that_is_taken() -> None:
     assert set(RunOptions.model_fields) == run.model_fields_set
     assert run.model is not None
     assert run.runtime.max_context <= (run.model.draft_positions or 0) - 4
+
+
+def test_the_table_of_drafts_has_every_kind_and_names_tests() -> None:
+    lines = PAGE.partition("\n## Drafts\n")[2].partition("\n## ")[0].splitlines()
+    table = [line.split("|")[1:-1] for line in lines if line.startswith("|")][2:]
+    files = {file for row in table for file in re.findall("`(tests/.*?)`", row[4])}
+    assert {file for file in files if not (ROOT / file).is_file()} == set()
+    refused = {row[0].strip().lower().replace("-", "") for row in table if " no: " in row[2]}
+    assert refused == {kind for kind, missing in BLOCK_DRAFTS.items() if missing}
+    assert "fifteen" in table[0][1]
+    assert len(FORMATS) == 15
 
 
 def test_every_family_is_named() -> None:
