@@ -24,7 +24,7 @@ LAUNCHES = {"all": [1, 100], "plans eager": [2, 6], "plans replay": [9, 0]}
 
 def seen(missing: str = "") -> dict[str, Any]:
     """Two cycles and a prefill, in which every layer attended but one."""
-    attended = {f"fa3.triton/{kind}/{layer}": 2 for kind in ("prefill", "target_verify") for layer in range(5)}
+    attended = {f"fa3.triton/{kind}/{layer}": 2 for kind in ("prefill", "target_verify") for layer in range(4)}
     attended["fa3.triton/prefill/0"] = 4  # the draft's layer, too
     attended |= {"fa3.triton/draft_decode/0": 4, "fa3.triton/draft_extend/0": 2}
     attended = {name: count for name, count in attended.items() if not missing or missing not in name}
