@@ -15,7 +15,7 @@ from tests.engines.sglang.gpu.server import EngineFailedError, Server
 
 AT_ONCE = 8
 """Engines: each keeps three processes busy while it starts."""
-LIMIT = 240.0
+LIMIT = 420.0
 FEW = 8
 
 
