@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.sglang.gpu import correctness, drafts
-from tests.engines.sglang.gpu.cases import FA3, SPECULATIVE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.cases import FA3, SGLANG, SPECULATIVE, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.correctness import row
 from tests.engines.sglang.gpu.sampling import p_value
 from tests.engines.sglang.gpu.sampling import told as sampled
@@ -35,7 +35,7 @@ def seen(missing: str = "") -> dict[str, Any]:
 
 def run(**changed: Any) -> dict[str, Any]:
     one = {"ids": [1, 2, 3], "cached": 0, "accepted": 2.0, "gaps": [0.5, 0.06, 0.5]}
-    whole = {"start": 1.0, "answers": [one], "seen": seen(), "launches": LAUNCHES}
+    whole = {"start": 1.0, "answers": [one], "singly": [one], "seen": seen(), "launches": LAUNCHES}
     return whole | {"alone": [one], "together": [one], "sampled": None} | changed
 
 
@@ -71,6 +71,14 @@ def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], g
     assert [each[2] for each in told["differ"]] == [gap]
 
 
+def test_plain_decoding_is_compared_with_itself_and_sglangs_own_backends_with_theirs() -> None:
+    other = [run()["answers"][0] | {"ids": [1, 2, 9]}]
+    assert row(CHAIN, run(), run(singly=other))["plain_differs"] == [[0, 2, 0.5]]
+    told = row(Case("gqa", "triton", "", 1), run(answers=other, seen=seen() | {"attended": {}}), run())
+    assert told["ok"], "what SGLang's own backends decode is told, and not judged"
+    assert told["differ"] == [[0, 2, 0.5]]
+
+
 def test_differences_are_each_requests_first() -> None:
     plain = [{"ids": [1, 2, 3], "gaps": [0.1, 0.2, 0.3]}, {"ids": [4, 5, 6], "gaps": [0.4, 0.5, 0.6]}]
     assert differences([[1, 2, 3], [4, 0, 0]], plain) == [{"request": 1, "at": 1, "gap": 0.5}]
@@ -84,8 +92,8 @@ def test_an_engine_that_failed_is_a_row() -> None:
 def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
     names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
-    ours = [case for case in SPECULATIVE if case.model == "gqa"]
-    assert sorted(names) == sorted({*map(str, ours), *(str(case.plain) for case in ours), "gqa-triton-chain-page1"})
+    chosen = [case for case in (*SPECULATIVE, *SGLANG) if case.model == "gqa"]
+    assert sorted(names) == sorted({str(each) for case in chosen for each in (case, case.plain)})
 
 
 def test_prompts_share_prefixes_and_end_at_other_lengths() -> None:

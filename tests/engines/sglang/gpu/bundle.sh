@@ -28,7 +28,8 @@ pack() {  # FOLDER ARCHIVE
 }
 
 fetch "$work/sglang" sglang==0.5.23
-rm -rf "$work"/sglang/sglang/{multimodal_gen,test,benchmark} "$work"/sglang/sglang/srt/rust_extensions/_*.so \
+find "$work/sglang/sglang/test" -mindepth 1 -maxdepth 1 ! -name '*.py' ! -name kits -exec rm -rf {} +  # `plans` runs on its kits
+rm -rf "$work"/sglang/sglang/{multimodal_gen,benchmark} "$work"/sglang/sglang/srt/rust_extensions/_*.so \
   "$work"/sglang/sglang/srt/mem_cache/rust_tree_core/*.so
 pack "$work/sglang" "$out/engine/sglang.tar.xz"
 

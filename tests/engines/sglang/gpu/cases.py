@@ -124,8 +124,13 @@ SPECULATIVE = [
     Case("mla", TRTLLM, "gluon", 1, 64),
 ]
 """Those that compile or draw samples start first."""
-SGLANG = [Case("gqa", "triton", "", 1), Case("mla", "flashinfer", "", 1)]
-"""SGLang's own: their counts are to be wrong; the acceptance lengths of the second stand beside ours."""
+SGLANG = [
+    Case("gqa", "triton", "", 1),
+    Case("gqa", "triton", "", 4),
+    Case("gqa", "triton", "", 1, 64, FP8),
+    Case("mla", "flashinfer", "", 1),
+]
+"""SGLang's own: their counts are to be wrong; their differences from plain decoding and acceptance stand beside ours."""
 
 
 def prompts() -> list[list[int]]:

@@ -20,7 +20,9 @@ FEW = 8
 
 
 def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
-    """What an engine gave: all prompts, twice; a few tokens of a few, for the launches; and these one by one."""
+    """What an engine gave: all prompts, twice, and without a draft also one by one; a few tokens of a few, for the
+    launches; and these one by one.
+    """
     greedy = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths()]
     asked: dict[str, Any] = {"input_ids": prompts(), "sampling_params": greedy}
     if not case.topk:
@@ -32,6 +34,7 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
             server.ask(**few)
             server.ask(flush=True)
             answers = [one for _ in range(2) for one in server.ask(**asked)["answers"]]
+            singly = [] if case.topk else [server.ask(**one)["answers"][0] for one in _one_by_one(asked)]
             server.ask(flush=True)
             together = server.ask(**few)["answers"]
             server.ask(flush=True)
@@ -43,6 +46,7 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
     return {
         "start": start,
         "answers": answers,
+        "singly": singly,
         "seen": counted,
         "launches": profiled["launches"],
         "alone": alone,
@@ -67,14 +71,20 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
                     yield row(case, done[case], None if beside is None else done[beside])
 
 
+def _one_by_one(asked: dict[str, Any]) -> list[dict[str, Any]]:
+    pairs = zip(asked["input_ids"], asked["sampling_params"], strict=True)
+    return [{"input_ids": [prompt], "sampling_params": sampling} for prompt, sampling in pairs]
+
+
 def _beside(case: Case) -> Case | None:
     """What its tokens are compared with."""
-    return case.plain if case.backend.startswith("attn_") else None
+    return case.plain if case.topk else None
 
 
 def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """What is to be said of a case; of each request that differs its number, where it first does, and the gap there.
-    plain: the same backend's run without a draft, None for one of SGLang's.
+    plain: the same backend's run without a draft, None if this is one. plain_differs: how that run differs from itself
+    where its requests come one by one, which no draft has a part in.
     """
     told: dict[str, Any] = {"case": str(case)}
     if "failed" in run:
@@ -102,8 +112,13 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
         if "failed" in plain:
             return told | {"ok": False, "failed": f"plain decoding: {plain['failed']}"}
         different = differences([one["ids"] for one in run["answers"]], plain["answers"])
-        told |= {"requests": len(run["answers"]), "differ": [list(each.values()) for each in different]}
-        ok = ok and all(each["gap"] <= TIE for each in different)
+        alone = differences([one["ids"] for one in plain["singly"]], plain["answers"][: len(plain["singly"])])
+        told |= {
+            "requests": len(run["answers"]),
+            "differ": [list(each.values()) for each in different],
+            "plain_differs": [list(each.values()) for each in alone],
+        }
+        ok = ok and (not is_ours or all(each["gap"] <= TIE for each in different))
         if run["sampled"] and plain["sampled"]:
             told["sampling"] = sampling.told(run["sampled"], plain["sampled"], plain["answers"])
             ok = ok and told["sampling"]["ok"]
