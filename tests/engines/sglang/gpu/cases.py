@@ -130,7 +130,7 @@ SGLANG = [
     Case("gqa", "triton", "", 1, 64, FP8),
     Case("mla", "flashinfer", "", 1),
 ]
-"""SGLang's own: their counts are to be wrong; their differences from plain decoding and acceptance stand beside ours."""
+"""SGLang's own: their counts are to be wrong; their differences from plain decoding and acceptance are told."""
 
 
 def prompts() -> list[list[int]]:
