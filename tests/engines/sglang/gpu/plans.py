@@ -1,6 +1,6 @@
 """What SGLang's own classes take to prepare the phases of a cycle, beside our planning in the same run.
 
-    python -m tests.engines.sglang.gpu.plans --json FILE
+    PYTHONPATH=tests/engines/sglang/gpu/stubs:$PYTHONPATH python -m tests.engines.sglang.gpu.plans --json FILE
 
 Written against SGLang 0.5.23. Its backends and multi-step containers run on the mock model runner of its wheel's test
 kit, over our request table and without a cache, on batches that carry what these classes read. Lengths and rows are
@@ -12,12 +12,13 @@ host are there already, which an engine has to fetch.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from benchmarks.rows import Asked, Row, Stage
 from benchmarks.speculation import NUM_STEPS, Tables, speculative
 from benchmarks.timing import CALIBRATION, CudaClock, Work, nothing, take_host_turns
 from tests.counts import count_on_cuda
+from tests.engines.sglang.gpu import fa3_of_vllm
+from tests.engines.sglang.gpu.server import ENVIRONMENT
 
 BACKENDS = {"flashinfer_mla": "flashinfer", "trtllm_mla": "trtllm_mla", "fa3": "fa3"}
 HEADS, RANK, ROPE = 16, 512, 64
@@ -250,11 +253,24 @@ def rows(asked: Asked) -> Iterator[Row]:
     yield from (row for row in plans.plans(asked) if isinstance(row, dict))
 
 
+def prepare() -> None:
+    """What SGLang's classes and their kit import: FlashAttention-3, FlashInfer, and not the generator of load, whose
+    packages nothing here needs.
+    """
+    os.environ.update(ENVIRONMENT | {"SGLANG_IS_FLASHINFER_AVAILABLE": "true"})
+    for name in ("sglang.benchmark", "sglang.benchmark.serving"):
+        sys.modules[name] = module = ModuleType(name)
+        module.__dict__["run_benchmark"] = None
+    if is_installed("sglang"):
+        fa3_of_vllm.install()
+
+
 def main() -> int:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE")
     args = parser.parse_args()
+    prepare()
     stage = Stage(torch.device("cuda", 0), CudaGraph, CudaClock(), 200)
     asked = Asked(stage, [get_backend(name) for name in BACKENDS], (1, 32, 128), (4096,))
     head = results.head(["python", "-m", "tests.engines.sglang.gpu.plans", "--json", str(args.json)], "cuda")
