@@ -221,30 +221,6 @@ def allocate_caches(
         return make(device)
 
 
-def allocate_kv(
-    geometry: CacheGeometry, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> PagedKV:
-    """A zeroed KV cache for one layer. Raises `MemoryLimitError` where it does not fit."""
-    shape = (geometry.num_pages, geometry.page_size, num_kv_heads, head_dim)
-
-    def make(place: torch.device) -> list[PagedKV]:
-        return [PagedKV(torch.zeros(shape, dtype=dtype, device=place), torch.zeros(shape, dtype=dtype, device=place))]
-
-    return allocate_caches(geometry, make, device)[0]
-
-
-def allocate_latent(
-    geometry: CacheGeometry, rank: int, rope: int, dtype: torch.dtype, device: torch.device
-) -> PagedLatent:
-    """A zeroed cache of MLA latents for one layer. Raises `MemoryLimitError` where it does not fit."""
-    shape = (geometry.num_pages, geometry.page_size, rank + rope)
-
-    def make(place: torch.device) -> list[PagedLatent]:
-        return [PagedLatent(torch.zeros(shape, dtype=dtype, device=place), rank)]
-
-    return allocate_caches(geometry, make, device)[0]
-
-
 def check_cache(cache: PagedCache, geometry: CacheGeometry, layer: AttentionLayer) -> None:
     """Refuse a cache whose pages are not those that the metadata indexes, or whose entries are not the layer's."""
     pages = cache.k if isinstance(cache, PagedKV) else cache.latent

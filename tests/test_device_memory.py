@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_backends import MemoryLimitError
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.backends.fa3 import FA3Backend
-from attn_backends.cache import allocate_kv, allocate_latent
+from attn_backends.cache import PagedKV, PagedLatent, allocate_caches
 from attn_backends.cli import main
 from attn_backends.kernels import device_memory
 from attn_backends.kernels.device_memory import host_free_bytes, room_for
@@ -40,20 +40,28 @@ def limit(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> list[torch.device]
     return allocated
 
 
+def keys_and_values(device: torch.device) -> list[PagedKV]:
+    return [PagedKV(*(torch.zeros(10, 16, 2, 8, device=device) for _ in range(2)))]
+
+
+def latents(device: torch.device) -> list[PagedLatent]:
+    return [PagedLatent(torch.zeros(10, 16, 40, dtype=torch.bfloat16, device=device), 32)]
+
+
 def test_a_cache_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     allocated = limit(monkeypatch, KV_BYTES - 1)
     message = r"1 layer, 10 pages of 16 tokens.* 20,480 bytes and cpu has 20,479 free.*max_bs or max_context"
     with pytest.raises(MemoryLimitError, match=message):
-        allocate_kv(GEOMETRY, 2, 8, torch.float32, CPU)
+        allocate_caches(GEOMETRY, keys_and_values, CPU)
     assert CPU not in allocated
     limit(monkeypatch, KV_BYTES)
-    assert allocate_kv(GEOMETRY, 2, 8, torch.float32, CPU).num_bytes == KV_BYTES
+    assert allocate_caches(GEOMETRY, keys_and_values, CPU)[0].num_bytes == KV_BYTES
 
 
 def test_a_cache_of_latents(monkeypatch: pytest.MonkeyPatch) -> None:
     limit(monkeypatch, 100)
     with pytest.raises(MemoryLimitError, match="needs 12,800 bytes and cpu has 100 free"):
-        allocate_latent(GEOMETRY, 32, 8, torch.bfloat16, CPU)
+        allocate_caches(GEOMETRY, latents, CPU)
 
 
 def test_the_cache_of_a_compressed_layer(monkeypatch: pytest.MonkeyPatch) -> None:

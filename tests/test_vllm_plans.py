@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,15 +13,19 @@ import torch
 
 from attn_backends.adapters import vllm
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.cache import PagedKV
 from attn_backends.engines.vllm.attended import Attended, attended, counter, forget_attended
 from attn_backends.engines.vllm.plans import Plans
 from attn_backends.engines.vllm.refusals import config_reasons, kernel_reasons, layer_reasons
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
+from attn_backends.layer import AttentionLayer
 from attn_backends.planning.metadata import Metadata
-from attn_backends.selection.choose import Workload
+from attn_backends.registry import get_backend, list_backends
+from attn_backends.selection.choose import Choice, Workload
 from spec_metadata import Capacity, StepKind
 
+ROOT = Path(__file__).parent.parent
 PAGE_SIZE, NUM_DRAFT_TOKENS, MAX_BS, COLUMNS = 4, 3, 4, 8
 
 
@@ -66,7 +72,8 @@ class Engine:
 
 def metadata(plan: object) -> Metadata:
     plan.current()
-    return plan._made
+    (made,) = plan._made
+    return made
 
 
 def assert_describes(meta: Metadata, engine: Engine, lens: list[int], committed: list[int]) -> None:
@@ -88,7 +95,7 @@ def assert_describes(meta: Metadata, engine: Engine, lens: list[int], committed:
         ([1, 1, 1], StepKind.DECODE),
         ([3, 3], StepKind.TARGET_VERIFY),
         ([2, 2], StepKind.PREFILL),
-        ([3, 3, 5, 1], StepKind.PREFILL),
+        ([5, 3, 3, 1], StepKind.PREFILL),
         ([], StepKind.IDLE),
     ],
     ids=str,
@@ -133,10 +140,48 @@ def test_a_padded_batch_is_the_captured_one() -> None:
 def test_a_prompt_as_large_as_a_captured_batch_is_not_taken_for_it() -> None:
     engine = Engine()
     engine.plans.capture(engine.common([3, 3], [1, 2]))
-    for lens in ([1, 5], [5, 1]):
+    for lens in ([2, 4], [5, 1]):
         meta = metadata(engine.plans.of(engine.common(lens, [1, 2])))
         assert meta.step.kind is StepKind.PREFILL
         assert_describes(meta, engine, lens, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("lens", "first"), [([3, 3, 5], StepKind.TARGET_VERIFY), ([1, 1, 4], StepKind.DECODE), ([1, 5], StepKind.DECODE)]
+)
+def test_running_requests_and_prompts_are_two_steps_where_one_is_slower(lens: list[int], first: StepKind) -> None:
+    engine = Engine()
+    layer = AttentionLayer(0, num_heads=4, num_kv_heads=2, head_dim=8, v_head_dim=8, scale=0.5)
+    pages = torch.randn(2, 64, PAGE_SIZE, 2, 8)
+    q, cache = torch.randn(sum(lens), 4, 8), PagedKV(*pages)
+    outputs = []
+    for slower in ("packed rows have no split", ""):
+        kernel = replace(engine.backend.kernel_of(StepKind.PREFILL), slower_mixed=lambda *_, slower=slower: slower)
+        engine.backend.choices[StepKind.PREFILL] = Choice(kernel, layers=[layer])
+        torch.manual_seed(3)
+        parts = engine.plans.of(engine.common(lens, [9, 4, 6][: len(lens)])).current()
+        assert [part.kind for part in parts] == ([first, StepKind.PREFILL] if slower else [StepKind.PREFILL])
+        slots = torch.cat([part.write_slots for part in parts])
+        assert slots.tolist() == engine.slots[: sum(lens)].tolist()
+        rows = q.split([len(part.write_slots) for part in parts])
+        pairs = zip(rows, parts, strict=True)
+        outputs.append(torch.cat([engine.backend.forward(own, cache, part, layer).out for own, part in pairs]))
+    assert torch.allclose(*outputs, atol=1e-6)
+
+
+def test_one_step_is_planned_only_where_it_was_measured_to_be_as_fast() -> None:
+    rows = json.loads((ROOT / "docs" / "results" / "h200" / "mixed.json").read_text())["rows"]
+    kernels = {name: {kernel.name: kernel for kernel in get_backend(name).kernels} for name in list_backends()}
+    ratios = []
+    for row in rows:
+        sizes = (
+            (row["heads"], 1, 576, 512) if "heads" in row and row["heads"] in (16, 128) else (row["heads"], 8, 128, 128)
+        )
+        kernel = kernels[row["backend"]][row["kernel"]]
+        if not kernel.slower_mixed(AttentionLayer(0, *sizes, 1.0), row["batch_size"] - 1):
+            ratios.append(row["ratio"])
+    assert len(ratios) > len(rows) / 3
+    assert max(ratios) <= 1
 
 
 def test_buffers_elsewhere_are_not_those_of_a_graph() -> None:

@@ -44,10 +44,18 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernel of a step kind. passed_over: the reason why each better one was rejected."""
+    """The kernel of a step kind. passed_over: the reason why each better one was rejected. layers: of the workload."""
 
     kernel: Kernel
     passed_over: tuple[str, ...] = ()
+    layers: Sequence[AttentionLayer] = ()
+
+    def slower_mixed(self, num_running: int) -> str:
+        """Why prompts and so many running requests are faster as two steps than as one (`spec_metadata.mixed_step`), of
+        the kernel of prefills; empty if one is as fast. That depends on the layers, which the workload names.
+        """
+        reasons = [self.kernel.slower_mixed(layer, num_running) for layer in self.layers]
+        return next(filter(None, reasons), "" if reasons else "the workload names no layers")
 
 
 def choose_kernels(
@@ -103,8 +111,8 @@ def _choose(what: str, able: Sequence[Kernel], kind: StepKind, device: torch.dev
             running.append(kernel)
             reasons = workload.reasons_against(kernel.capabilities[kind], kind)
         if not reasons:
-            return Choice(kernel, tuple(passed_over))
+            return Choice(kernel, tuple(passed_over), workload.layers)
         passed_over += [f"{kernel.name}: {reason}" for reason in reasons]
     if not running:
         raise BackendUnavailableError(what, passed_over or ["no kernel of that name has this kind of step"])
-    return Choice(running[0], tuple(passed_over))
+    return Choice(running[0], tuple(passed_over), workload.layers)

@@ -7,6 +7,7 @@ own, which graphs record and repeat.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -31,10 +32,10 @@ class Attended:
     counts: Tensor
     kernels: dict[StepKind, str] = field(default_factory=dict)
 
-    def add(self, meta: ForwardMetadata) -> None:
-        """Count one forward; recordable."""
-        self.kernels[meta.kind] = meta.schedules.kernel.name
-        self.counts[_KINDS.index(meta.kind)].add_(1)
+    def add(self, parts: Sequence[ForwardMetadata]) -> None:
+        """Count one forward, of the kind of its last part; recordable."""
+        self.kernels.update({meta.kind: meta.schedules.kernel.name for meta in parts})
+        self.counts[_KINDS.index(parts[-1].kind)].add_(1)
 
 
 def counter(layer: str, backend: str, device: torch.device) -> Attended | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -62,17 +63,18 @@ class _Layer:
         """What vLLM's layer divides keys and values by where it stores them in 8 bits."""
         return vllm_layer._k_scale_float, vllm_layer._v_scale_float
 
-    def begin(self, vllm_layer: Any, given: GroupMetadata, device: torch.device) -> ForwardMetadata:
-        """What this forward attends with. vllm_layer: vLLM's own, which has the scales of an 8-bit cache."""
-        meta = given.plan.current()
+    def begin(self, vllm_layer: Any, given: GroupMetadata, device: torch.device) -> list[tuple[slice, ForwardMetadata]]:
+        """What the rows of this forward attend with. vllm_layer: vLLM's own, which has the scales of an 8-bit cache."""
+        parts = given.plan.current()
         if not self._is_ready:
             if self.cache_dtype is torch.float8_e4m3fn:
                 k_scale, v_scale = self.scales_of(vllm_layer)
                 self.layer = replace(self.layer, k_scale=k_scale, v_scale=v_scale)
             self._attended, self._is_ready = counter(vllm_layer.layer_name, self.library.name, device), True
         if self._attended is not None:
-            self._attended.add(meta)
-        return meta
+            self._attended.add(parts)
+        ends = list(accumulate(meta.write_slots.shape[0] for meta in parts))
+        return [(slice(start, end), meta) for start, end, meta in zip([0, *ends], ends, parts, strict=False)]
 
 
 class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
@@ -129,10 +131,9 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         backend, cache = attn_metadata.backend, self.pages(kv_cache)
-        meta = self.begin(layer, attn_metadata, query.device)
-        num_rows = meta.write_slots.shape[0]
-        backend.store(KeyValues(key[:num_rows], value[:num_rows]), cache, meta, self.layer)
-        output[:num_rows] = backend.forward(query[:num_rows], cache, meta, self.layer).out
+        for rows, meta in self.begin(layer, attn_metadata, query.device):
+            backend.store(KeyValues(key[rows], value[rows]), cache, meta, self.layer)
+            output[rows] = backend.forward(query[rows], cache, meta, self.layer).out
         return output
 
 
@@ -189,6 +190,11 @@ class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
         """Attend. q: [num_tokens, num_heads, rank + rope], or its two parts. Returns the output in the latent, and the
         log-sum-exp.
         """
-        meta = self.begin(layer, attn_metadata, kv_c_and_k_pe_cache.device)
-        query = LatentQuery(*q) if isinstance(q, tuple) else q
-        return attn_metadata.backend.forward(query, self.pages(kv_c_and_k_pe_cache), meta, self.layer)
+        backend, cache = attn_metadata.backend, self.pages(kv_c_and_k_pe_cache)
+        found = []
+        for rows, meta in self.begin(layer, attn_metadata, kv_c_and_k_pe_cache.device):
+            query = LatentQuery(*(part[rows] for part in q)) if isinstance(q, tuple) else q[rows]
+            found.append(backend.forward(query, cache, meta, self.layer))
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([part.out for part in found]), torch.cat([part.lse for part in found])

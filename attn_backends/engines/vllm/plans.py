@@ -7,14 +7,19 @@ the graph runs. So nothing is planned while it is built. A captured plan reads v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from attn_backends.adapters import vllm as adapter
+from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
-from spec_metadata import BlockTable, BoundInputs, Bucket, StepKind
+from spec_metadata import BlockTable, BoundInputs, Bucket, Step, StepKind
+
+logger = logging.getLogger("vllm.attn_backends")
 
 
 class Batch(adapter.CommonAttentionMetadata, Protocol):
@@ -26,17 +31,19 @@ class Batch(adapter.CommonAttentionMetadata, Protocol):
 
 
 class Plan:
-    """Metadata that is planned at the first use, and again at the first one after `expire`."""
+    """Metadata that is planned at the first use, and again at the first one after `expire`. make: the metadata of each
+    part of the batch, whose rows follow one another.
+    """
 
-    def __init__(self, make: Callable[[], Metadata]) -> None:
+    def __init__(self, make: Callable[[], Sequence[Metadata]]) -> None:
         self._make = make
-        self._made: Metadata | None = None
+        self._made: Sequence[Metadata] | None = None
 
-    def current(self) -> ForwardMetadata:
-        """What a layer attends with."""
+    def current(self) -> list[ForwardMetadata]:
+        """What a layer attends with, part by part."""
         if self._made is None:
             self._made = self._make()
-        return self._made.at()
+        return [each.at() for each in self._made]
 
     def expire(self) -> None:
         """vLLM's buffers hold another step now, such as the next forward of a draft loop."""
@@ -52,6 +59,7 @@ class Plans:
     def __init__(self, backend: AttentionBackend, num_draft_tokens: int) -> None:
         self.backend, self.num_draft_tokens = backend, num_draft_tokens
         self._captured: dict[Hashable, Metadata] = {}
+        self._told = False
 
     def of(self, common: Batch) -> Plan:
         """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one."""
@@ -83,24 +91,40 @@ class Plans:
         return self._bound(self._captured[key])
 
     def _bound(self, captured: Metadata) -> Plan:
-        def refresh() -> Metadata:
+        def refresh() -> Sequence[Metadata]:
             self.backend.refresh(captured)
-            return captured
+            return (captured,)
 
         return Plan(refresh)
 
-    def _eager(self, common: Batch) -> Metadata:
+    def _eager(self, common: Batch) -> Sequence[Metadata]:
         batch = adapter.read(common, self.backend.geometry)
+        num_apart = self._num_apart(batch)
+        parts = [batch]
+        if num_apart:
+            bound = common.max_seq_len  # counts query rows, of which a part has its own
+            parts = [replace(part, max_committed=bound - min(part.query_lens)) for part in batch.split(num_apart)]
+        return [self.backend.init_forward_metadata(self._step(part)) for part in parts]
+
+    def _step(self, batch: BlockTableBatch) -> Step:
         widths = set(batch.query_lens)
         if not widths:
-            step = batch.idle()
-        elif widths == {1}:
-            step = batch.decode()
-        elif widths == {self.num_draft_tokens}:
-            step = batch.target_verify()
-        else:
-            step = batch.prefill()
-        return self.backend.init_forward_metadata(step)
+            return batch.idle()
+        if widths == {1}:
+            return batch.decode()
+        return batch.target_verify() if widths == {self.num_draft_tokens} else batch.prefill()
+
+    def _num_apart(self, batch: BlockTableBatch) -> int:
+        """Running requests that are a step of their own beside prompts: vLLM has those of one width first."""
+        first = batch.query_lens[0] if batch.bs else 0
+        running = batch.leading(first) if first in (1, self.num_draft_tokens) else 0
+        reason = self.backend.choices[StepKind.PREFILL].slower_mixed(running) if 0 < running < batch.bs else ""
+        if reason and not self._told:
+            logger.info(
+                "%s attends prompts and %d running requests in two steps: %s", self.backend.name, running, reason
+            )
+            self._told = True
+        return running if reason else 0
 
 
 def _uniform_width(common: Batch) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.cache import CacheFormat, PagedCache, allocate_caches, allocate_kv, allocate_latent
+from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent, allocate_caches
 from attn_backends.compressed_cache import CompressedFormat, allocate_compressed
 from attn_backends.compressed_layer import CompressedLayer
 from attn_backends.errors import CheckpointError, UnsupportedStepError
@@ -133,13 +133,14 @@ class PagedModel:
         self, layer: AttentionLayer, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
     ) -> PagedCache:
         geometry = backend.geometry
-        if self.cache_format is CacheFormat.KV:
-            return allocate_kv(geometry, layer.num_kv_heads, layer.head_dim, dtype, device)
         if isinstance(layer, CompressedLayer):
             ring = cast("DSV4Backend", backend).ring(layer)
             return cast("PagedCache", allocate_compressed(geometry, layer, ring, dtype, device))
-        rank = layer.v_head_dim
-        return allocate_latent(geometry, rank, layer.head_dim - rank, dtype, device)
+        size = geometry.num_pages, geometry.page_size
+        if self.cache_format is CacheFormat.LATENT:
+            return PagedLatent(torch.zeros(*size, layer.head_dim, dtype=dtype, device=device), layer.v_head_dim)
+        heads = layer.num_kv_heads, layer.head_dim
+        return PagedKV(*(torch.zeros(*size, *heads, dtype=dtype, device=device) for _ in range(2)))
 
 
 class TargetModel(PagedModel):

@@ -35,12 +35,12 @@ class DraftLengthOneShort(Plans):
     def _bound(self, captured: Metadata) -> Plan:
         plan = super()._bound(captured)
 
-        def refresh() -> Metadata:
+        def refresh() -> tuple[Metadata]:
             for given, short in self._lens:
                 short.copy_(given - 1)
             plan.expire()
             plan.current()
-            return captured
+            return (captured,)
 
         return Plan(refresh)
 
@@ -53,11 +53,11 @@ class NotPlannedInTheGraph(Plans):
     def _bound(self, captured: Metadata) -> Plan:
         plan = super()._bound(captured)
 
-        def refresh() -> Metadata:
+        def refresh() -> tuple[Metadata]:
             if captured.step.kind is not self.kind or not is_capturing():
                 plan.expire()
                 plan.current()
-            return captured
+            return (captured,)
 
         return Plan(refresh)
 
@@ -80,12 +80,12 @@ class PaddedRowsWriteALiveSlot(Plans):
     def _bound(self, captured: Metadata) -> Plan:
         plan, geometry = super()._bound(captured), self.backend.geometry
 
-        def refresh() -> Metadata:
+        def refresh() -> tuple[Metadata]:
             plan.expire()
             plan.current()
             slots = captured.buffers[WRITE_SLOTS.name]
             slots.copy_(torch.where(slots < geometry.page_size, geometry.num_slots - 1, slots))
-            return captured
+            return (captured,)
 
         return Plan(refresh)
 
