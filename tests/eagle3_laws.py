@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -46,8 +47,10 @@ def check_scene(
     check_nothing_kept(worker)
     for request, text in zip(requests, texts, strict=True):
         assert request.output == list(text[: len(request.output)]), f"request {request.number} emits something else"
+    size, sinks = options.get("draft_window"), options.get("draft_sink_tokens", 0)
+    oracle = replace(tiny_oracle(), window=size and (size, sinks, place.page_size))
     for watched in seen:
-        check_drafts(tiny_oracle(), watched, shape)
+        check_drafts(oracle, watched, shape)
     return requests, seen
 
 
@@ -85,6 +88,15 @@ def check_tree(device: str = "cpu") -> None:
     """Trees, whose best nodes are found by log-probabilities over the draft's own vocabulary."""
     _, seen = check_scene(Place(device=device), TREE, steady([1, 3, 9, 14], [12] * 4), 4, chunk=5)
     assert len(accepted_lengths(seen)) > 2, "several lengths are accepted"
+
+
+def check_window(device: str = "cpu") -> None:
+    """Drafts that read the first tokens and the last ones, of texts shorter and longer than both together."""
+    options = {"draft_window": 5, "draft_sink_tokens": 2, "chunk": 7}
+    check_scene(Place(page_size=1, device=device), CHAIN, random_arrivals(8, 6, 20, 12, seed=1), 3, **options)
+    place, scene = Place(page_size=4, buckets=(1, 3), device=device), steady([3, 17, 24, 9], [14, 12, 8, 10])
+    _, seen = check_scene(place, TREE, scene, 4, **options)
+    assert {(1, 1), (3, 3), (4, 0)} <= {(cycle.bs, cycle.bucket) for request in seen for cycle in request.cycles}
 
 
 def check_failures() -> None:

@@ -23,12 +23,15 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """A target, and a draft by its published configuration and tensors. layers: of the target, those that it takes."""
+    """A target, and a draft by its published configuration and tensors. layers: of the target, those that it takes.
+    window: (size, sinks, page size) of drafted rows, which see the pages of so many last and first committed tokens.
+    """
 
     target: PreTrainedModel
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     layers: Sequence[int]
+    window: tuple[int, int, int] | None = None
 
     def token_scores(self, text: Sequence[int]) -> Tensor:
         """[len(text) - 1, vocab]: the target's scores of text[1:]."""
@@ -54,10 +57,10 @@ class Oracle:
         """
         embeddings = self.target.model.embed_tokens(torch.tensor([*known[1:], *path]))
         hidden = features[: len(known) - 1] @ self.tensors["fc.weight"].T
-        out = self._layer(embeddings[: len(hidden)], hidden)
+        out, committed = self._layer(embeddings[: len(hidden)], hidden, len(hidden)), len(hidden)
         for _ in path:
             hidden = torch.cat((hidden, out[-1:]))
-            out = self._layer(embeddings[: len(hidden)], hidden)
+            out = self._layer(embeddings[: len(hidden)], hidden, committed)
         normed = rms_norm(out[len(known) - 2 :], out.shape[1:], self.tensors["norm.weight"], EPSILON)
         scores = (normed @ self.tensors["lm_head.weight"].T).log_softmax(dim=-1)
         (ids,) = self.tensors["t2d"].nonzero(as_tuple=True)
@@ -79,11 +82,20 @@ class Oracle:
             beams = sorted(grown, key=lambda beam: -beam[0])[:topk]
         return found
 
-    def _layer(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """[n, H] of the same: the draft's decoder layer over n rows."""
+    def _unseen(self, committed: int) -> list[int]:
+        """Committed positions that drafted rows do not see."""
+        if self.window is None:
+            return []
+        size, sinks, page_size = self.window
+        pages = {p // page_size for p in range(committed) if p < sinks or p >= committed - size}
+        return [p for p in range(committed) if p // page_size not in pages]
+
+    def _layer(self, embeddings: Tensor, hidden: Tensor, committed: int) -> Tensor:
+        """[n, H] of the same: the decoder layer over n rows, those behind the committed drafted."""
         own = self._own_modules
         normed = (self._norm("input_layernorm", embeddings), self._norm("hidden_norm", hidden))
         future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
+        future[committed:, self._unseen(committed)] = True
         mask = torch.zeros(future.shape).masked_fill(future, float("-inf"))[None, None]
         angles = own["rotary"](hidden[None], torch.arange(len(hidden))[None])
         mixed, _ = own["attention"](torch.cat(normed, -1)[None], position_embeddings=angles, attention_mask=mask)

@@ -100,6 +100,16 @@ def test_verifies_by_confidence_are_of_chains_that_one_draft_makes(load):
         load(FA3 + EAGLE.replace("topk = 1", "topk = 2") + "verify_rows = 40\n")
 
 
+def test_windows_are_of_drafts_that_one_model_makes_step_by_step(load):
+    run = load(FA3 + EAGLE + "draft_window = 256\ndraft_sink_tokens = 4\n")
+    assert (run.eagle.draft_window, run.eagle.draft_sink_tokens) == (256, 4)
+    assert load(FA3 + EAGLE).eagle.draft_window is None, "off by default"
+    with pytest.raises(ConfigError, match=r"eagle.draft_window: worker = 'mtp' has no forwards of drafts to window"):
+        load(FA3 + EAGLE + 'draft_window = 256\nworker = "mtp"')
+    with pytest.raises(ConfigError, match=r"eagle.draft_sink_tokens: drafts see all tokens; set draft_window"):
+        load(FA3 + EAGLE + "draft_sink_tokens = 4\n")
+
+
 @pytest.mark.parametrize("graphs", ["one", "per_module"])
 def test_how_modules_are_captured_is_of_mtp_alone(load, graphs):
     text = FA3 + EAGLE + f'draft_graphs = "{graphs}"\n'

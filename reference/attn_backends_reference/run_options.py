@@ -84,8 +84,9 @@ class EagleOptions(Options):
     worker: "eagle", one draft for all steps, "mtp", a module for each, or "block", all in one forward. draft_graphs: of
     "mtp", "one" graph for all modules (the default) or one "per_module". verify_threshold: of "eagle" with topk = 1,
     least probability that the draft gives to the path of a row that is verified; verify_rows: rows of a verify at most,
-    of all requests, at least one each. Without both, all that is drafted is verified. adaptive: of "eagle", sets of
-    steps within these sizes, one for each cycle; None drafts as these sizes say.
+    of all requests, at least one each. Without both, all that is drafted is verified. draft_window: of "eagle", the
+    last committed tokens that drafts see (None: all); draft_sink_tokens: the first ones, beside it, in whole pages.
+    adaptive: of "eagle", sets of steps within these sizes, one for each cycle; None drafts as these sizes say.
     """
 
     worker: Literal["eagle", "mtp", "block"] = "eagle"
@@ -95,6 +96,8 @@ class EagleOptions(Options):
     draft_graphs: Literal["one", "per_module"] | None = None
     verify_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     verify_rows: Count | None = None
+    draft_window: Count | None = None
+    draft_sink_tokens: Annotated[int, Field(ge=0)] = 0
     adaptive: AdaptiveOptions | None = None
 
     @field_validator("adaptive")
@@ -118,6 +121,20 @@ class EagleOptions(Options):
             raise ValueError("worker = 'mtp' keeps no probabilities of its drafts; worker = 'eagle' does")
         if value is not None and info.data.get("topk", 1) > 1:
             raise ValueError(f"the rows of a ragged verify are a chain; set topk = 1, not {info.data['topk']}")
+        return value
+
+    @field_validator("draft_window")
+    @classmethod
+    def _is_of_one_draft(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and (worker := info.data.get("worker")) != "eagle":
+            raise ValueError(f"worker = {worker!r} has no forwards of drafts to window; worker = 'eagle' does")
+        return value
+
+    @field_validator("draft_sink_tokens")
+    @classmethod
+    def _stand_before_a_window(cls, value: int, info: ValidationInfo) -> int:
+        if value and info.data.get("draft_window", 1) is None:
+            raise ValueError("drafts see all tokens; set draft_window, beside which the first tokens stay")
         return value
 
     @field_validator("num_draft_tokens")

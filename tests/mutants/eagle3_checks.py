@@ -5,7 +5,12 @@ from __future__ import annotations
 from attn_backends.conformance import Case, Check, Measured, Subject
 from spec_metadata import StepKind
 
-LAWS = {"eagle3.chain": "check_chain", "eagle3.tree": "check_tree", "eagle3.graphs": "check_graphs"}
+LAWS = {
+    "eagle3.chain": "check_chain",
+    "eagle3.tree": "check_tree",
+    "eagle3.graphs": "check_graphs",
+    "eagle3.window": "check_window",
+}
 
 
 def run(subject: Subject, case: Case) -> Measured:

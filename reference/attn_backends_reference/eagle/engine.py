@@ -184,6 +184,8 @@ class Engine:
             draft_graphs=(eagle and eagle.draft_graphs) or "one",
             verify_threshold=eagle.verify_threshold if eagle else None,
             verify_rows=eagle.verify_rows if eagle else None,
+            draft_window=eagle.draft_window if eagle else None,
+            draft_sink_tokens=eagle.draft_sink_tokens if eagle else 0,
             adaptive=_adaptive_steps(eagle.adaptive) if eagle and eagle.adaptive else None,
             cache_dtype=self.config.cache_dtype,
             placeholder_token=self.config.model.placeholder_token,

@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.runner import Phase, PhaseRunner
+from attn_backends_reference.eagle.draft_checks import check_drafts
 from attn_backends_reference.eagle.kept_embeddings import KeptEmbeddings
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.mtp_phases import Rows, Window, WindowInputs, chain, module_phase, window_phase
@@ -30,7 +31,7 @@ from attn_backends_reference.eagle.prefill_phases import ModulesPrefillInputs, m
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.tables import kept
-from attn_backends_reference.eagle.worker import SpeculativeWorker, check_drafts
+from attn_backends_reference.eagle.worker import SpeculativeWorker
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     CacheGeometry,
@@ -68,6 +69,9 @@ class MtpWorker(SpeculativeWorker):
         if options.verifies_by_confidence:
             reasons = ["modules keep no probabilities of what they draft"]
             raise UnsupportedStepError("multi-layer MTP that verifies by confidence", reasons, "EagleWorker")
+        if options.draft_window is not None:
+            reasons = [f"draft_window={options.draft_window} (modules run in a draft extend, which sees all tokens)"]
+            raise UnsupportedStepError("multi-layer MTP", reasons, "EagleWorker")
         if options.adaptive is not None:
             reasons = ["adaptive steps (a module for each step, which all run)"]
             raise UnsupportedStepError("multi-layer MTP", reasons, "EagleWorker")

@@ -44,7 +44,8 @@ class WorkerOptions:
     them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first
     node. verify_threshold: least probability that the draft gives to the path of a row that is verified; verify_rows:
     rows of a verify at most, at least one per request. Either makes verifies of chains ragged (None: not).
-    adaptive: sets of steps, one for each cycle (None: it drafts as the capacity says).
+    adaptive: sets of steps, one for each cycle (None: it drafts as the capacity says). draft_window: of `EagleWorker`,
+    the last committed tokens that drafts see, in whole pages (None: all); draft_sink_tokens: the first ones, beside it.
     """
 
     buckets: tuple[int, ...] = ()
@@ -62,6 +63,8 @@ class WorkerOptions:
     verify_threshold: float | None = None
     verify_rows: int | None = None
     adaptive: AdaptiveSteps | None = None
+    draft_window: int | None = None
+    draft_sink_tokens: int = 0
 
     @property
     def verifies_by_confidence(self) -> bool:
@@ -76,6 +79,12 @@ class WorkerOptions:
             check_threshold(self.verify_threshold)
         if self.verify_rows is not None and (not isinstance(self.verify_rows, Integral) or self.verify_rows < 1):
             raise InvalidStepError(f"verify_rows must be at least 1 row, got {self.verify_rows!r}")
+        if self.draft_window is not None and self.draft_window < 1:
+            raise InvalidStepError(f"draft_window must be at least 1 token, got {self.draft_window!r}")
+        if self.draft_sink_tokens < 0 or (self.draft_sink_tokens and self.draft_window is None):
+            raise InvalidStepError(
+                f"draft_sink_tokens={self.draft_sink_tokens!r} stand before a draft_window; give one"
+            )
         if self.host_lag not in (0, 1):
             raise InvalidStepError(f"host_lag must be 0 or 1 rounds, got {self.host_lag}")
         if self.chunk < 1:

@@ -48,6 +48,15 @@ class DraftState:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WindowedState(DraftState):
+    """What a draft loop starts from if it reads a window. committed: [bs] int32, tokens before it, which its step's
+    lengths do not count all.
+    """
+
+    committed: PerRequest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TreeFields:
     """A `DraftTree`, field by field."""
 
@@ -146,10 +155,12 @@ class Model(Generic[M]):
         return ForwardAttention(self.backend, self.caches, forward, self.model.layers)
 
 
-def draft_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0) -> Phase[DraftState, Drafted]:
+def draft_phase(
+    draft: Model[DraftModel], capacity: Capacity, num_best: int = 0, *, windowed: bool = False
+) -> Phase[DraftState, Drafted]:
     """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes.
 
-    num_best: tokens of depth 1 that a state has, best first (0: topk).
+    num_best: tokens of depth 1 that a state has, best first (0: topk). windowed: states are `WindowedState`.
     """
     topk, hidden_size = capacity.topk, draft.model.hidden_size
 
@@ -160,7 +171,8 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0)
             of_parent = beams.parent_branches.unsqueeze(2).expand(-1, -1, hidden_size)
             rows = hidden.gather(1, of_parent).reshape(-1, hidden_size)
             attention = draft.attention(meta.at(i, beams.ancestors))
-            out = draft.model.forward(beams.tokens.reshape(-1), rows, token_positions(meta.step, i), attention)
+            positions = _draft_positions(meta, state, i)
+            out = draft.model.forward(beams.tokens.reshape(-1), rows, positions, attention)
             log_probs, tokens = best_drafts(draft.model, out, topk)
             beams = beams.advance(tokens.view(-1, topk, topk), log_probs.view(-1, topk, topk))
             hidden = out.view(-1, topk, hidden_size)
@@ -170,14 +182,24 @@ def draft_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0)
 
     def safe_inputs(bs: int) -> DraftState:
         ids = torch.zeros(bs, num_best or topk, dtype=torch.int64, device=draft.model.device)
-        return DraftState(
+        state = DraftState(
             root=ids[:, 0].clone(),
             tokens=ids,
             log_probs=torch.zeros(bs, num_best or topk, dtype=torch.float32, device=draft.model.device),
             hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
         )
+        if not windowed:
+            return state
+        return WindowedState(**by_name(state), committed=torch.zeros(bs, dtype=torch.int32, device=ids.device))
 
     return Phase("draft", region, safe_inputs, Drafted, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
+
+
+def _draft_positions(meta: Metadata, state: DraftState, forward: int) -> Tensor:
+    """[num_tokens] int64, where the rows of a forward stand."""
+    if not isinstance(state, WindowedState):
+        return token_positions(meta.step, forward)
+    return (state.committed.long() + forward).unsqueeze(1).expand(-1, meta.step.width).reshape(-1)
 
 
 def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[VerifyInputs, Accepted]:

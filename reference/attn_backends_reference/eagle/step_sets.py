@@ -24,7 +24,7 @@ from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import Capacity, Paging
 
 MakeRunner = Callable[..., PhaseRunner[Any, Any]]
-"""(phase, backend, within, sharing) -> its runner."""
+"""(phase, backend, within, sharing, paging=table) -> its runner."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,7 +41,8 @@ class StepSets:
     """The sets of a worker, in the order given.
 
     num_best: tokens of depth 1 that the state between cycles has, which any of them may begin with. make: a runner of a
-    phase on a backend, in a set of phases, beside another set's runner of the phase. paging: the table, of no request.
+    phase on a backend, in a set of phases, beside another set's runner of the phase. pagings: the tables that draft,
+    verify and draft extend read, of no request.
     """
 
     def __init__(
@@ -53,19 +54,19 @@ class StepSets:
         num_best: int,
         options: WorkerOptions,
         make: MakeRunner,
-        paging: Paging,
+        pagings: tuple[Paging, Paging, Paging],
     ) -> None:
         used = backends.draft, backends.verify, backends.draft_extend
         phases: list[tuple[Phase[Any, Any], ...]] = [
             (
-                draft_phase(draft(backends.draft), capacity, num_best),
+                draft_phase(draft(backends.draft), capacity, num_best, windowed=options.draft_window is not None),
                 verify_phase_of(target, capacity, options),
                 extend_phase(draft(backends.draft_extend), capacity, num_best),
             )
             for capacity in capacities
         ]
         sizes = [
-            sum(_bytes_in_set(*both, paging, options.buckets) for both in zip(each, used, strict=True))
+            sum(_bytes_in_set(*every, options.buckets) for every in zip(each, used, pagings, strict=True))
             for each in phases
         ]
         takes_turns = len(capacities) > 1
@@ -74,8 +75,8 @@ class StepSets:
         before: Sequence[PhaseRunner[Any, Any] | None] = [None] * len(used)
         for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
             within = None if self._phase_sets is None else self._phase_sets.add()
-            every = zip(phases[number], used, before, strict=True)
-            made = [make(phase, backend, within, beside) for phase, backend, beside in every]
+            every = zip(phases[number], used, before, pagings, strict=True)
+            made = [make(phase, backend, within, beside, paging=table) for phase, backend, beside, table in every]
             found[number], before = StepSet(capacities[number], *made), made
         self._sets = [found[number] for number in range(len(capacities))]
 

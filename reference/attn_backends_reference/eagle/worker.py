@@ -23,12 +23,15 @@ from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Rows, Runner, whole
 from attn_backends_reference.eagle.adaptive import StepPolicy
+from attn_backends_reference.eagle.draft_checks import check_eagle
+from attn_backends_reference.eagle.draft_window import DraftWindow
 from attn_backends_reference.eagle.embeddings import EmbeddingForm
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.multimodal import MultimodalPrefill
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import (
     DecodeInputs,
+    DraftState,
     Model,
     Sampled,
     VerifyInputs,
@@ -142,12 +145,12 @@ class TargetWorker:
         return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
 
     def _runner(
-        self, phase: Phase[Inputs, Outputs], backend: AttentionBackend, *turns: Any
+        self, phase: Phase[Inputs, Outputs], backend: AttentionBackend, *turns: Any, paging: Paging | None = None
     ) -> PhaseRunner[Inputs, Outputs]:
-        """turns: `within` and `sharing` of a phase that takes turns with others."""
+        """turns: `within` and `sharing` of a phase that takes turns with others. paging: a table of its own."""
         options = self.options
         how = options.buckets, options.make_graph, options.planning
-        return PhaseRunner(phase, backend, self._paging(), *how, *turns)
+        return PhaseRunner(phase, backend, paging or self._paging(), *how, *turns)
 
     def _paging(self) -> Paging:
         """The table, of no request."""
@@ -269,19 +272,7 @@ class EagleWorker(SpeculativeWorker):
         geometry: CacheGeometry,
         options: WorkerOptions = DEFAULTS,
     ) -> None:
-        check_drafts(target, [draft])
-        if capacity.num_rerun:
-            reasons = [f"num_rerun={capacity.num_rerun} (one draft runs no position again)"]
-            raise UnsupportedStepError("EAGLE", reasons, "num_rerun=0, or MtpWorker with a module for each step")
-        if options.draft_graphs != "one":
-            reasons = [f"draft_graphs={options.draft_graphs!r} (one draft runs all steps, in one graph)"]
-            raise UnsupportedStepError("EAGLE", reasons, "draft_graphs='one', or MtpWorker")
-        if capacity.topk > draft.head.out_features:
-            reasons = [f"topk={capacity.topk} (the draft has {draft.head.out_features} tokens to propose)"]
-            raise UnsupportedStepError("EAGLE", reasons, f"topk={draft.head.out_features}, or less")
-        if options.placeholder_token is not None and draft.embedding.embedding_dim != target.hidden_size:
-            reasons = [f"embeddings of {target.hidden_size} columns in a draft of {draft.embedding.embedding_dim}"]
-            raise UnsupportedStepError("prompts with embeddings", reasons, "text, or a draft of the target's width")
+        check_eagle(target, draft, capacity, options)
         target = target.tapped(draft.feature_layers)
         super().__init__(target, backends, capacity, geometry, options)
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
@@ -294,7 +285,9 @@ class EagleWorker(SpeculativeWorker):
         self.policy = None if adaptive is None else StepPolicy(adaptive)
         shapes = [capacity] if adaptive is None else adaptive.capacities(capacity)
         targets = Model(target, self.target_caches, backends.verify)
-        place = shapes, capacity.topk, options, self._runner, self._paging()
+        self._window, own = DraftWindow.of(options, draft, capacity, self.slots), self._paging()
+        read = own if self._window is None else self._window.paging(self._index([]))
+        place = shapes, capacity.topk, options, self._runner, (read, own, own)
         self.step_sets = StepSets(drafts, targets, backends, *place)
 
     @torch.no_grad()
@@ -304,8 +297,7 @@ class EagleWorker(SpeculativeWorker):
         number = 0 if policy is None else policy.choose(len(rows))
         phases, capacity = self.step_sets[number], self.step_sets[number].capacity
         lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
-        drafting = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds)
-        tree = self._run(phases.draft, drafting, kept(self._state, index))
+        tree = self._run(phases.draft, *self._drafting(capacity, index, lens, bounds))
         timings.mark("draft")
         mask, ragged = tree.mask if capacity.topk > 1 else None, self.options.verifies_by_confidence
         nodes = ragged_query(tree, capacity, self.options) if ragged else capacity.num_draft_tokens
@@ -322,6 +314,16 @@ class EagleWorker(SpeculativeWorker):
         self._lens[index] = lens + accepted.num_accepted
         return launch
 
+    def _drafting(
+        self, capacity: Capacity, index: Tensor, lens: Tensor, bounds: dict[str, Any]
+    ) -> tuple[Step, DraftState]:
+        """The step that drafts, and what it begins with."""
+        state, window, paging = kept(self._state, index), self._window, self.slots.paging(index)
+        if window is not None:
+            state, bounds = window.state(state, lens), window.bounds(**bounds)
+            lens, paging = window.read(index, lens)
+        return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds), state
+
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
         """Run the draft over chunks: after a prompt, it takes `first`."""
@@ -332,13 +334,6 @@ class EagleWorker(SpeculativeWorker):
         tokens[last] = torch.where(ends_prompt, first, tokens[last])
         inputs = DraftPrefillInputs(tokens=tokens, features=features, positions=token_positions(step), last=last)
         keep(self._state, rows, self._run(self._first_drafts, step, self._with_embeddings(inputs, chunks)))
-
-
-def check_drafts(target: TargetModel, drafts: Sequence[DraftModel]) -> None:
-    """Refuse drafts that are not made for a target, which their first step would find out."""
-    reasons = [reason for draft in drafts for reason in draft.misfits(target)]
-    if reasons:
-        raise UnsupportedStepError("speculative decoding", reasons, "what load_draft or load_mtp makes for this target")
 
 
 def last_rows(step: Step) -> Tensor:
