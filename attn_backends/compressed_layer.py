@@ -44,7 +44,9 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projections:
-    """What a compressor reads of a layer's input. values, gates: [num_tokens, channels], not normed, not rotated."""
+    """What a compressor reads of a layer's input. values, gates: [num_tokens, channels], not normed, not rotated. Of
+    blocks of one token, which have no gates (DeepSeek-V4.1), the values again: the mean of one is it.
+    """
 
     values: Tensor
     gates: Tensor

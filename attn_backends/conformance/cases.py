@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "kind": tuple(StepKind),
     "path": ("eager", "graph"),
     "format": (*CacheFormat, *CompressedFormat),
-    "layer": ("", "window", "selected", "entries"),
+    "layer": ("", "window", "selected", "entries", "tokens", "pairs"),
     "table": ("request", "block"),
     "dtype": tuple(DTYPES),
     "cache_dtype": ("", *CACHE_DTYPES),
@@ -172,6 +172,8 @@ _LAYERS = {
     "window": "a window alone",
     "selected": "a window and selected entries",
     "entries": "a window and all entries",
+    "tokens": "a window and selected entries of one token",
+    "pairs": "a window and selected entries of two tokens",
 }
 _CONTENTS = {"nan": "NaN", "finite": "finite garbage"}
 _DEFAULTS = {field.name: field.default for field in fields(Case)}

@@ -13,7 +13,13 @@ from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject,
 from attn_backends.conformance.checks_refusals import refused
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_scenes import CompressedScene
-from attn_backends.conformance.compressed_worlds import LAYERS, REAL_PAGE, CompressedWorld, is_compressed
+from attn_backends.conformance.compressed_worlds import (
+    LAYERS,
+    REAL_PAGE,
+    SHORT_LAYERS,
+    CompressedWorld,
+    is_compressed,
+)
 from attn_backends.conformance.exercise import (
     Captured,
     Ran,
@@ -219,6 +225,22 @@ def _real(subject: Subject) -> list[Case]:
 @check("compressed.real_sizes", _compressed(_real))
 def real_sizes(subject: Subject, case: Case) -> Measured:
     """The backend's own window and ratios, which other cases run with smaller ones."""
+    return _measure(subject, case)
+
+
+def _short(subject: Subject) -> list[Case]:
+    """Every kind on entries of one and of two tokens, at and beside the edges of blocks and pages."""
+    kinds = (StepKind.DECODE, DRAFT, VERIFY, EXTEND)
+    found = [case for kind in kinds for case in one_page_size(_both_paths(kind))(subject)]
+    found += [case for case in _edges(subject) if case.lens in ((1, 2, 3), (7, 8, 9))]
+    prompts = one_page_size(eager((StepKind.PREFILL,), lens=(0, 5, 126), widths=(9, 2, 4)))(subject)
+    found += [case for case in prompts if case.path == "eager"]
+    return [replace(case, layer=layer) for layer in SHORT_LAYERS for case in found if case.layer == "selected"]
+
+
+@check("compressed.short_blocks", _compressed(_short))
+def short_blocks(subject: Subject, case: Case) -> Measured:
+    """Entries of one token, which is never left open, and of two, as DeepSeek-V4.1 has them."""
     return _measure(subject, case)
 
 

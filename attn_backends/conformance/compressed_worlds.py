@@ -1,7 +1,8 @@
 """Engines in small with one layer of compressed keys: a window of tokens alone, or with entries for blocks of them.
 
 A kind of layer is tested at a time: "window" has no entries, "selected" has those of short overlapping blocks that an
-indexer selects, and "entries" has all those of longer blocks.
+indexer selects, and "entries" has all those of longer blocks. "tokens" and "pairs" have those of one and of two tokens
+that an indexer selects, as DeepSeek-V4.1's layers do.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from spec_metadata.plans.compressed import Compression
 LAYERS = ("window", "selected", "entries")
 WINDOW = 3
 COMPRESSIONS = (Compression(2, overlap=True, indexed=True), Compression(4))
+SHORT_LAYERS = ("tokens", "pairs")
+SHORT = (Compression(1, indexed=True), Compression(2, indexed=True))  # DeepSeek-V4.1's
 REAL_PAGE = 256  # a world of such pages has the backend's own window and ratios
 INDEX_DIM = 6
 INDEX_HEADS = 16  # with few, scores tie at zero
@@ -50,9 +53,11 @@ ROW_DIM = TILE * TILES + TAIL  # of the 8-bit format
 
 
 @cache
-def small(backend: type[AttentionBackend]) -> type[AttentionBackend]:
+def small(
+    backend: type[AttentionBackend], compressions: tuple[Compression, ...] = COMPRESSIONS
+) -> type[AttentionBackend]:
     """A backend with a window and ratios so small that a few tokens cross all their edges."""
-    return type(f"Small{backend.__name__}", (backend,), {"window": WINDOW, "compressions": COMPRESSIONS})
+    return type(f"Small{backend.__name__}", (backend,), {"window": WINDOW, "compressions": compressions})
 
 
 def is_compressed(backend: type[AttentionBackend]) -> bool:
@@ -159,13 +164,14 @@ def state_dtype(setup: Setup) -> torch.dtype:
 def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     """A layer of the setup's kind with random parameters, the same for all types and devices."""
     backend: Any = setup.backend
+    own: tuple[Compression, ...] = backend.compressions
     is_fp8 = setup.cache_dtype is torch.float8_e4m3fn
     size, sizes = size_of(setup.size), head_sizes(backend, kernel, setup.format, setup.size)
     heads, most = query_heads(kernel), size.heads[1]
     dim = ROW_DIM if is_fp8 else sizes[0] if sizes else size.dim
     num_heads = most if heads is None or most in heads else min(heads)
-    kinds = {"window": None} | {"selected" if c.indexed else "entries": c for c in backend.compressions}
-    compression: Compression | None = kinds[setup.layer or "entries"]
+    names = SHORT_LAYERS if backend.compressions == SHORT else ["selected" if c.indexed else "entries" for c in own]
+    compression = dict(zip(("window", *names), (None, *own), strict=True))[setup.layer or "entries"]
     rng = torch.Generator().manual_seed(6)
 
     def draw(*shape: int) -> Tensor:

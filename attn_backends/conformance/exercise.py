@@ -12,7 +12,15 @@ from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
 from attn_backends.conformance.compressed_scenes import CompressedScene
-from attn_backends.conformance.compressed_worlds import REAL_PAGE, CompressedWorld, is_compressed, small
+from attn_backends.conformance.compressed_worlds import (
+    COMPRESSIONS,
+    REAL_PAGE,
+    SHORT,
+    SHORT_LAYERS,
+    CompressedWorld,
+    is_compressed,
+    small,
+)
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
@@ -29,8 +37,11 @@ CONTENTS = {"nan": float("nan"), "finite": 77.0}
 def setup_of(subject: Subject, case: Case) -> Setup:
     """Which backend, on what cache, in what arithmetic. Compressed keys have small ratios but on the largest pages."""
     format = CompressedFormat(case.format) if case.format in list(CompressedFormat) else CacheFormat(case.format)
+    backend = subject.backend
+    if is_compressed(backend) and case.page_size != REAL_PAGE:
+        backend = small(backend, SHORT if case.layer in SHORT_LAYERS else COMPRESSIONS)
     return Setup(
-        small(subject.backend) if is_compressed(subject.backend) and case.page_size != REAL_PAGE else subject.backend,
+        backend,
         format,
         case.page_size,
         case.topk,
