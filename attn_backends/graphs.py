@@ -5,17 +5,15 @@ tensors' addresses and Python values frozen, and refuses host reads as CUDA capt
 same memory, with every intermediate poisoned first. What a CUDA graph would get wrong, a stale scalar, a moved buffer,
 a value kept from capture, it gets wrong too. One thing it refuses that a CUDA graph would get wrong: to run on memory
 that holds the step of another bucket by then. It does not model memory reuse inside the graph's pool.
-
-A `PiecewiseGraph` is a row of either: what can't be captured runs eagerly between its pieces.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_backends.errors import CaptureError
 
 T = TypeVar("T")
-Given = TypeVar("Given")
 _recording: ContextVar[RecordedGraph | None] = ContextVar("recording", default=None)
 being_recorded = _recording.get  # the graph that is being recorded now, or None
 _paused: ContextVar[bool] = ContextVar("paused", default=False)
@@ -189,53 +186,6 @@ class RecordedGraph:
                     _poison(tensor)
             for call in self._calls:
                 call.run()
-
-
-class PiecewiseGraph(Generic[Given]):
-    """A region captured piecewise, between which calls run eagerly, on what each replay is given.
-
-    make_graph: a graph for each piece.
-    """
-
-    def __init__(self, make_graph: Callable[[], Graph]) -> None:
-        self._make_graph = make_graph
-        self._pieces: list[Graph] = []
-        self._between: list[Callable[[Given], None]] = []
-        self._open = ExitStack()
-
-    def capture(self, region: Callable[[], T], sharing: Self | None = None) -> T:
-        """Capture a region that calls `cut`; returns its outputs, whose memory every replay overwrites. sharing: as of
-        `Graph`; a piece shares with the one before it.
-        """
-        self._pieces, self._between = [], []
-        first = self._make_graph()
-        first.warm_up(region)
-        with torch.no_grad(), self._open:
-            self._begin(first, None if sharing is None else sharing._pieces[-1])
-            return region()
-
-    def cut(self, call: Callable[[Given], None]) -> None:
-        """Called by the region: the piece ends here, and a replay runs call(given) before the next one.
-
-        Nothing runs it during the capture, nor while the region is warmed up.
-        """
-        if self._pieces:
-            self._open.close()
-            self._between.append(call)
-            self._begin(self._make_graph(), self._pieces[-1])
-
-    def replay(self, given: Given) -> None:
-        """Run the region again: its pieces, and between them the calls."""
-        first, *others = self._pieces
-        first.replay()
-        with torch.no_grad():
-            for call, piece in zip(self._between, others, strict=True):
-                call(given)
-                piece.replay()
-
-    def _begin(self, piece: Graph, sharing: Graph | None) -> None:
-        self._pieces.append(piece)
-        self._open.enter_context(piece.recording(sharing))
 
 
 class _Call:

@@ -1,10 +1,9 @@
 """Runs a phase of a worker eagerly or through captured graphs, and returns results that the caller owns.
 
 A `Phase` is one region of device work (a draft loop, a verify, …) with typed inputs and outputs; its graphs hold it
-whole. A `PackedPhase`, such as a prefill, is captured whole too, or piecewise between its attention calls. Every tensor
-field of both is classified: one entry a request, one a query row, or independent of the batch. From the class the
-runner sizes static inputs, pads them, and trims results; a field without a class is refused when the runner is built
-(rule R5).
+whole. Every tensor field is classified: one entry a request, one a query row, or independent of the batch. From the
+class the runner sizes static inputs, pads them, and trims results; a field without a class is refused when the runner
+is built (rule R5).
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import Graph, PiecewiseGraph
+from attn_backends.graphs import Graph
 from attn_backends.memory.phase_sets import PhaseSet
-from attn_backends.planning.metadata import ForwardMetadata, Metadata
+from attn_backends.planning.metadata import Metadata
 from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
 Given = TypeVar("Given")
 Inputs = TypeVar("Inputs")
 Outputs = TypeVar("Outputs")
 Planning = Literal["before", "in_graph"]
-Forward = ForwardMetadata | PiecewiseGraph[ForwardMetadata]
-"""What models make their attention of: one forward's metadata, or a graph whose replays each bring theirs."""
 
 
 class FieldClass(StrEnum):
@@ -77,10 +74,6 @@ class AnyPhase(Generic[Given, Inputs, Outputs]):
 
 Phase = AnyPhase[Metadata, Inputs, Outputs]
 """Over uniform rows: from a step's metadata, because a draft loop plans several forwards."""
-PackedPhase = AnyPhase[Forward, Inputs, Outputs]
-"""Over packed rows, such as a prefill: one forward, which may be captured piecewise. All that it takes of a step beside
-attention is in its inputs, which hold as many requests as a bucket does.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +90,15 @@ class StepResult(Generic[Outputs]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Captured(Generic[Inputs, Outputs]):
-    """replay: runs the graph for a step whose inputs are in place."""
+class CapturedRegion(Generic[Inputs, Outputs]):
+    """What a runner captured for a bucket. graph: others may share its memory. replay: runs it for a step whose inputs
+    are in place.
+    """
 
     bucket: Bucket | TokenBucket
     inputs: Inputs
     outputs: Outputs
-    graph: Graph | PiecewiseGraph
+    graph: Any
     replay: Callable[[Step], None]
 
 
@@ -124,7 +119,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
     ) -> None:
         self.phase, self.backend = phase, backend
         classify(phase.output)  # refuses a field without a class now, not when a result is trimmed
-        self._captured: dict[int, _Captured[Inputs, Outputs]] = {}
+        self._captured: dict[int, CapturedRegion[Inputs, Outputs]] = {}
         if not sizes:
             return
         if make_graph is None:
@@ -164,7 +159,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
     @abstractmethod
     def _capture(
         self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
-    ) -> _Captured[Inputs, Outputs]:
+    ) -> CapturedRegion[Inputs, Outputs]:
         """Capture the region on static inputs. before: the graph of the next larger bucket, None of the largest."""
 
     def _run_idle(self, step: Step) -> StepResult[Outputs]:
@@ -209,7 +204,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
 
 
 class PhaseRunner(Runner[Inputs, Outputs]):
-    """Runs a phase of which a graph holds all, attention too: of uniform rows, or one that `whole` made.
+    """Runs a phase of which a graph holds all, attention too.
 
     buckets: sizes to capture. paging: the engine's table, which a graph reads in place. planning: "before" a graph
     runs, or "in_graph", as its first node, which a backend in checking mode can't. within: a set of phases that takes
@@ -251,7 +246,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
 
     def _capture(
         self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
-    ) -> _Captured[Inputs, Outputs]:
+    ) -> CapturedRegion[Inputs, Outputs]:
         graph, backend = make_graph(), self.backend
         meta = backend.capture(bucket, self._paging, within=self._within)
         plans_itself = self._planning == "in_graph"
@@ -269,47 +264,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
             graph.replay()
 
         outputs = graph.capture(region, before)
-        return _Captured(bucket, inputs, outputs, graph, replay)
-
-
-def whole(phase: PackedPhase[Inputs, Outputs]) -> Phase[Inputs, Outputs]:
-    """A packed phase on its step's metadata, for one graph of all of it."""
-    region = phase.region
-    return Phase(
-        phase.name, lambda meta, inputs: region(meta.at(), inputs), phase.safe_inputs, phase.output, phase.bucket
-    )
-
-
-class PiecewiseRunner(Runner[Inputs, Outputs]):
-    """Runs a phase of packed rows. Graphs hold the pieces between its attention calls, which run eagerly, on metadata
-    of the unpadded step, with any backend and kernel.
-
-    buckets: numbers of tokens to capture.
-    """
-
-    def __init__(
-        self,
-        phase: PackedPhase[Inputs, Outputs],
-        backend: AttentionBackend,
-        buckets: Sequence[int] = (),
-        make_graph: Callable[[], Graph] | None = None,
-    ) -> None:
-        self._region = phase.region
-        super().__init__(phase, backend, buckets, make_graph)
-
-    def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
-        return self._region(self.backend.init_forward_metadata(step).at(), inputs)
-
-    def _capture(
-        self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
-    ) -> _Captured[Inputs, Outputs]:
-        graph = PiecewiseGraph[ForwardMetadata](make_graph)
-        outputs = graph.capture(lambda: self._region(graph, inputs), before)
-
-        def replay(step: Step) -> None:
-            graph.replay(self.backend.init_forward_metadata(step).at())
-
-        return _Captured(bucket, inputs, outputs, graph, replay)
+        return CapturedRegion(bucket, inputs, outputs, graph, replay)
 
 
 def classify(kind: type) -> Mapping[str, FieldClass]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_backends.graphs import CudaGraph, Graph, RecordedGraph
 from attn_backends.registry import get_backend
-from attn_backends.runner import Forward, PackedPhase, PerToken, PhaseRunner, PiecewiseRunner, Runner, StepResult, whole
+from attn_backends.runner import PerToken, PhaseRunner, Runner, StepResult
 from attn_backends_reference.eagle.options import PhaseBackends, PrefillGraphs, WorkerOptions
 from attn_backends_reference.eagle.phases import Model, by_name
 from attn_backends_reference.eagle.prefill_phases import (
@@ -30,6 +30,7 @@ from attn_backends_reference.eagle.prefill_phases import (
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.worker import EagleWorker, SpeculativeWorker
 from attn_backends_reference.models.decoder import DraftModel
+from attn_backends_reference.pieces import Forward, PackedPhase, PiecewiseRunner, whole
 from spec_metadata import CacheGeometry, Capacity, Sampling, pad_step
 from tests import reference_models as rm
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, oracle_of, poisoned, random_tokens

@@ -12,21 +12,12 @@ import pytest
 import torch
 
 from attn_backends.graphs import RecordedGraph
-from attn_backends.runner import (
-    Forward,
-    PackedPhase,
-    PerRequest,
-    PerToken,
-    PhaseRunner,
-    PiecewiseRunner,
-    Runner,
-    StepResult,
-    whole,
-)
+from attn_backends.runner import PerRequest, PerToken, PhaseRunner, Runner, StepResult
 from attn_backends_reference.eagle.phases import Model
 from attn_backends_reference.eagle.prefill_phases import PrefillInputs, prefill_phase
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.worker import TargetWorker, last_rows
+from attn_backends_reference.pieces import Forward, PackedPhase, PiecewiseRunner, whole
 from spec_metadata import Step, pad_step, token_positions
 from tests import mm_laws
 from tests.mm_laws import PLACEHOLDER, prompt_of, text

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import CaptureError
-from attn_backends.graphs import CudaGraph, PiecewiseGraph, RecordedGraph, is_capturing
+from attn_backends.graphs import CudaGraph, RecordedGraph, is_capturing
+from attn_backends_reference.pieces import PiecewiseGraph
 
 
 def squares(given: Tensor, graph: PiecewiseGraph[float], seen: list[object]) -> Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_backends.runner import PhaseRunner, PiecewiseRunner
+from attn_backends.runner import PhaseRunner
 from attn_backends_reference.eagle import phases
 from attn_backends_reference.models.decoder import TargetModel
 from attn_backends_reference.models.eagle3 import Eagle3Model
+from attn_backends_reference.pieces import PiecewiseRunner
 from tests.mutants.mutant import mutant
 
 

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from attn_backends.graphs import PiecewiseGraph
 from attn_backends.runner import FieldClass, Runner, classify
 from attn_backends_reference.models.attention import PiecewiseAttention
+from attn_backends_reference.pieces import PiecewiseGraph
 from tests.mutants.mutant import mutant
 
 

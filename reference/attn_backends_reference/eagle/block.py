@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
-from attn_backends.runner import Forward, PackedPhase, PerRequest, PerToken, Phase
+from attn_backends.runner import PerRequest, PerToken, Phase
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, verify_phase
@@ -25,6 +25,7 @@ from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import SpeculativeWorker
 from attn_backends_reference.models.block import BlockModel
 from attn_backends_reference.models.decoder import TargetModel
+from attn_backends_reference.pieces import Forward, PackedPhase
 from spec_metadata import CacheGeometry, Capacity, DraftTree, Step, StepKind, padding_step, token_positions
 
 

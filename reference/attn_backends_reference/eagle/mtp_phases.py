@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from attn_backends.planning.metadata import Metadata
-from attn_backends.runner import Forward, PerRequest, PerToken, Phase
+from attn_backends.runner import PerRequest, PerToken, Phase
 from attn_backends_reference.eagle.phases import Accepted, Model
 from attn_backends_reference.models.decoder import DraftModel, MultimodalRows
+from attn_backends_reference.pieces import Forward
 from spec_metadata import Capacity, Step, StepKind, token_positions
 from spec_metadata.visibility import query_starts
 

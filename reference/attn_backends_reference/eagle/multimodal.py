@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attn_backends.runner import PackedPhase, PerRequest, PerToken
+from attn_backends.runner import PerRequest, PerToken
 from attn_backends_reference.eagle.embeddings import EmbeddingForm, PromptEmbeddings
 from attn_backends_reference.eagle.phases import by_name
 from attn_backends_reference.eagle.prefill_phases import DraftPrefillInputs, ModulesPrefillInputs, PrefillInputs
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.models.decoder import MultimodalRows
+from attn_backends_reference.pieces import PackedPhase
 from spec_metadata.upload import to_device
 
 Inputs = TypeVar("Inputs")

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import PagedCache
-from attn_backends.graphs import PiecewiseGraph
 from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
-from attn_backends.runner import Forward, PerRequest, Phase
+from attn_backends.runner import PerRequest, Phase
 from attn_backends_reference.models.attention import Attention, ForwardAttention, PiecewiseAttention
 from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
+from attn_backends_reference.pieces import Forward, PiecewiseGraph
 from spec_metadata import (
     Capacity,
     DraftBeams,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attn_backends.runner import Forward, PackedPhase, PerRequest, PerToken
+from attn_backends.runner import PerRequest, PerToken
 from attn_backends_reference.eagle.mtp_phases import Modules, Rows, chain, draft_over
 from attn_backends_reference.eagle.phases import (
     DraftState,
@@ -23,6 +23,7 @@ from attn_backends_reference.eagle.phases import (
     next_tokens,
 )
 from attn_backends_reference.models.decoder import DraftModel, MultimodalRows, TargetModel
+from attn_backends_reference.pieces import Forward, PackedPhase
 from spec_metadata import Capacity, SamplingParams
 
 PREFILL, DRAFT_PREFILL = "prefill", "draft_prefill"

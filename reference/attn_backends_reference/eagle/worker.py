@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.runner import PackedPhase, Phase, PhaseRunner, PiecewiseRunner, Rows, Runner, whole
+from attn_backends.runner import Phase, PhaseRunner, Rows, Runner
 from attn_backends_reference.eagle.adaptive import StepPolicy
 from attn_backends_reference.eagle.draft_checks import check_eagle
 from attn_backends_reference.eagle.draft_window import DraftWindow
@@ -53,6 +53,7 @@ from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.step_sets import StepSets
 from attn_backends_reference.eagle.tables import keep, kept
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
+from attn_backends_reference.pieces import PackedPhase, PiecewiseRunner, whole
 from spec_metadata import (
     CacheGeometry,
     Capacity,

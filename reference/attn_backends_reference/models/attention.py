@@ -14,9 +14,9 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import PagedCache
-from attn_backends.graphs import PiecewiseGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends.planning.metadata import ForwardMetadata
+from attn_backends_reference.pieces import PiecewiseGraph
 
 Rows = TypeVar("Rows")
 
