@@ -157,6 +157,8 @@ def check_values(step: Step, capacity: Capacity) -> None:
             )
     if step.seq_lens_cpu is not None and list(step.seq_lens_cpu) != lens:
         raise InvalidStepError(f"seq_lens_cpu says {list(step.seq_lens_cpu)}, the device holds {lens}")
+    if step.reads_alone:  # its own tokens are committed
+        lens, widths = [length + 1 for length in lens], [0] * num_real
     positions = torch.arange(step.paging.row_tokens, device=step.device).expand(step.bs, -1)
     slots = step.paging.slots(positions)[:num_real].tolist() if num_real else []
     visible = [row[:length] for row, length in zip(slots, lens, strict=True)]

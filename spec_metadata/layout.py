@@ -8,7 +8,7 @@ follows from it in `spec_metadata.visibility`. Query layouts are types of their 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypedDict, Unpack
 
 import torch
@@ -54,7 +54,8 @@ class Step:
     step finds in its table. num_real: leading rows that are real requests, the rest is padding; an integer of the host,
     or [1] int32 where the device alone knows. num_steps: drafted depth of a draft-decode step, which plans num_steps -
     1 forwards; else 1. tree_mask: [bs, width, width] bool of a verify over a tree, row sees column (itself included);
-    None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`).
+    None for a chain. max_committed, seq_lens_cpu: what the host knows (`HostBounds`). reads_alone: its rows' own tokens
+    are in the cache, and it writes none (`frozen_draft`).
     """
 
     kind: StepKind
@@ -67,6 +68,7 @@ class Step:
     tree_mask: Tensor | None = None
     max_committed: int | None = None
     seq_lens_cpu: tuple[int, ...] | None = None
+    reads_alone: bool = False
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Step:
         tree_mask: Tensor | None = None,
         max_committed: int | None = None,
         seq_lens_cpu: tuple[int, ...] | None = None,
+        reads_alone: bool = False,
     ) -> None:
         vars(self).update(  # a frozen dataclass sets field by field, which takes twice as long
             kind=kind,
@@ -92,6 +95,7 @@ class Step:
             tree_mask=tree_mask,
             max_committed=max_committed,
             seq_lens_cpu=seq_lens_cpu,
+            reads_alone=reads_alone,
         )
         if not is_sound(self):
             check_step(self)
@@ -222,6 +226,15 @@ class Step:
     ) -> Self:
         """One new token per request."""
         return cls._build(StepKind.DECODE, UniformQuery(1), seq_lens, paging, out_cache_loc, host)
+
+    @classmethod
+    def frozen_draft(cls, seq_lens: Tensor, paging: Paging, **host: Unpack[HostBounds]) -> Self:
+        """All forwards of a draft without keys of its own (Gemma-4's MTP): rows at the last committed token, which
+        lies behind `seq_lens` others in the target's cache, see it and those, and write nothing. Branches of a request
+        are rows of their own on its row of the table. A captured decode takes it; its graph attends by
+        `Metadata.reading`.
+        """
+        return replace(cls.decode(seq_lens, paging, **host), reads_alone=True)
 
     @classmethod
     def draft_decode(

@@ -15,10 +15,13 @@ from tests.serving_scenes import plain, tokens
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.mark.parametrize("backend", ["flashinfer_mla", "trtllm_mla"])
-def test_own_worker_equals_plain_decoding(backend, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["own_worker.py", backend])
-    ran = runpy.run_path(str(EXAMPLES / "own_worker.py"))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("own_worker.py", "flashinfer_mla"), ("own_worker.py", "trtllm_mla"), ("frozen_draft.py", "trtllm_mla")],
+)
+def test_workers_equal_plain_decoding(name, backend, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name, backend])
+    ran = runpy.run_path(str(EXAMPLES / name))
     expected, _ = plain("mla", "fa3", Capacity(2, 192, 16), ran["prompts"], ran["NEW_TOKENS"])
     found = [text[: ran["NEW_TOKENS"]] for text in ran["texts"]]
     assert found == tokens(expected)

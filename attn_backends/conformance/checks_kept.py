@@ -31,7 +31,7 @@ from attn_backends.conformance.situations import eager, graph, growing, idle, jo
 from attn_backends.conformance.worlds import World
 from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import StepKind
+from spec_metadata import Step, StepKind
 
 KINDS = (StepKind.DRAFT_BLOCK, StepKind.DRAFT_EXTEND)
 ANYTHING = 2**30  # what padded requests are said to have
@@ -100,39 +100,50 @@ def _tensor(counts: list[int], case: Case, world: World) -> Tensor:
 
 
 def _decodes(subject: Subject) -> list[Case]:
-    if is_compressed(subject.backend):
-        return []
     kinds = (StepKind.DECODE,)
     return joined(eager(kinds), *(graph(change, kinds) for change in (growing, padded)))(subject)
 
 
 @check("cache.reads_alone", _decodes)
 def reads_alone(subject: Subject, case: Case) -> Measured:
-    """A decode whose own token is in the cache already, as the last committed one is, attends without a store and
-    changes no byte, in every forward that shares its metadata. A store by that is refused.
+    """A frozen draft, whose own token is committed already, attends without a store and changes no byte. All forwards
+    share its metadata, branches of a request stand at one token, and a store is refused.
     """
-    world = world_of(setup_of(subject, case))
+    world = world_of(replace(setup_of(subject, case), checking=True))
     if case.path == "eager":
-        scene = scene_of(world, batch_of(case), case.seed)
-        meta, inputs = world.backend.init_forward_metadata(scene.step()), scene.inputs()
-        before = _filled(scene, case)
-        found = [world.attend(inputs[0], meta.reading()) for _ in range(2)]
+        scene = _branched(scene_of(world, batch_of(case), case.seed))
+        meta, inputs = world.backend.init_forward_metadata(_frozen(scene)), scene.inputs()
+        before, at = _filled(scene, case), meta.at()
+        found = [world.attend(inputs[0], at) for _ in range(2)]
     else:
-        captured = scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed)
-        meta, inputs = world.backend.capture(bucket_of(world, case), world.paging()), captured.inputs(case.bs)
+        captured = _branched(scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed))
+        bs = world.capacity.max_bs
+        meta = world.backend.capture(bucket_of(world, replace(case, bs=bs)), world.paging())
+        inputs, at = captured.inputs(bs), meta.reading()
         if world.backend.kernel_of(StepKind.DECODE).schedule is not None:
-            world.attend(inputs[0], meta.reading())  # a vendor's schedules are made by the first forward
+            world.attend(inputs[0], at)  # a vendor's schedules are made by the first forward
         recorded = new_graph(world.device)
         found = recorded.capture(lambda: [world.attend(inputs[0], meta.reading()) for _ in range(2)])
-        scene = scene_of(world, batch_of(case), case.seed + 1)
-        world.backend.replay(meta, scene.step())
-        fill(inputs, scene.inputs(case.bs))
+        scene = _branched(scene_of(world, batch_of(case), case.seed + 1))
+        world.backend.replay(meta, _frozen(scene))
+        fill(inputs, scene.inputs(bs))
         before = _filled(scene, case)
         recorded.replay()
         found = [AttentionOutput(out.clone(), lse.clone()) for out, lse in found]
     compare_identical("cache", world.memory, before)
-    refused("a store of rows that read alone", scene, lambda: world.store(inputs[0], meta.reading()))
+    refused("a store of rows that read alone", scene, lambda: world.store(inputs[0], at))
     return nearest([compare_outputs(scene, inputs, [output]) for output in found])
+
+
+def _frozen(scene: Scene) -> Step:
+    """A step that writes nothing, as the scene's would."""
+    step = scene.step()
+    return Step.frozen_draft(step.seq_lens, step.paging, seq_lens_cpu=step.seq_lens_cpu)
+
+
+def _branched(scene: Scene) -> Scene:
+    """Two rows for each request, as far as a step has room."""
+    return scene.select(sorted([*range(len(scene.requests))] * 2)[: scene.world.capacity.max_bs])[0]
 
 
 def _filled(scene: Scene, case: Case) -> Tensor:

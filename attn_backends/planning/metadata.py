@@ -113,6 +113,7 @@ class Metadata(Generic[Plan]):
             tree=tree,
             kind=self.step.kind,
             captured=self.captured,
+            reads_alone=self.step.reads_alone,
         )
 
     def keeping(self, num_kept: Tensor, num_rows: int | None = None) -> ForwardMetadata[Plan]:
@@ -135,8 +136,8 @@ class Metadata(Generic[Plan]):
 
     def reading(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata to attend by, without a store, in a cache that another model filled: what rows see is there
-        already, their own tokens too. A frozen-KV draft (Gemma-4's MTP) is a decode of the last committed token, of
-        length L - 1, which reads the target's cache; all its forwards share this. Arguments as of `at`.
+        already, their own tokens too. All forwards of a `Step.frozen_draft` share it, in a graph of decodes. Arguments
+        as of `at`.
         """
         return replace(self.at(forward, ancestors), reads_alone=True)
 

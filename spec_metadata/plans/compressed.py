@@ -24,26 +24,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import (
-    BS,
-    MAX_PAGES,
-    NOTHING,
-    NUM_FORWARDS,
-    NUM_PAGES,
-    NUM_TOKENS,
-    Buffers,
-    BufferSpec,
-    Dim,
-)
+from spec_metadata.buffers import BS, MAX_PAGES, NOTHING, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.layout import Step
-from spec_metadata.visibility import (
-    dense_part,
-    query_starts,
-    visible_pages,
-    write_pages,
-    write_slots,
-)
+from spec_metadata.visibility import dense_part, query_starts, visible_pages, write_pages, write_slots
 
 INDEX_GROUP = 64  # FlashMLA's sparse kernel reads indices in groups of as many
 GROUP = Dim(str(INDEX_GROUP), lambda e: INDEX_GROUP)

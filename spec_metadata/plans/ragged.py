@@ -14,14 +14,7 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
 from spec_metadata.layout import Step
-from spec_metadata.visibility import (
-    Drafted,
-    dense_part,
-    drafted,
-    is_causal,
-    query_starts,
-    write_pages,
-)
+from spec_metadata.visibility import Drafted, dense_part, drafted, is_causal, query_starts, write_pages
 
 BUFFERS = (
     BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),

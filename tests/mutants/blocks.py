@@ -16,6 +16,7 @@ from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.planning import metadata
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
+from spec_metadata.layout import repeat_requests
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import BlockRows, KeptRows
 from tests.mutants.mutant import mutant
@@ -157,3 +158,33 @@ def frozen_draft_advances(patch: pytest.MonkeyPatch) -> None:
 def frozen_draft_stores(patch: pytest.MonkeyPatch) -> None:
     """A store by metadata of rows that read alone is taken, and overwrites the target's cache."""
     patch.setattr(base, "slots_to_write", lambda backend, meta: meta.write_slots)
+
+
+@mutant("checking mode once: two branches of a request stand at one token", "cache.reads_alone")
+def frozen_draft_has_write_slots(patch: pytest.MonkeyPatch) -> None:
+    """A frozen draft is a decode like others, whose rows write, each to a slot of its own."""
+    patch.setattr(Step, "frozen_draft", Step.decode)
+
+
+@mutant("SGLang #25545: a frozen draft's graph of requests, not of their branches", "cache.reads_alone", graph=True)
+def frozen_branches_of_other_requests(patch: pytest.MonkeyPatch) -> None:
+    """Branches are planned one after the other for all requests, and run request after request."""
+    frozen = Step.frozen_draft
+
+    def by_branch(lens: Any, paging: Any, seq_lens_cpu: Any) -> Step:
+        order = [*range(0, len(lens), 2), *range(1, len(lens), 2)]
+        known = [seq_lens_cpu[i] for i in order]
+        return frozen(lens[order], repeat_requests(paging, torch.tensor(order)), seq_lens_cpu=known)
+
+    patch.setattr(Step, "frozen_draft", by_branch)
+
+
+@mutant("SGLang #24436: what the assistant reads ends before the target's last token", "cache.reads_alone")
+def frozen_draft_sees_one_key_less(patch: pytest.MonkeyPatch) -> None:
+    """A frozen draft sees the tokens before the last committed one."""
+    frozen = Step.frozen_draft
+
+    def shorter(lens: Any, paging: Any, seq_lens_cpu: Any) -> Step:
+        return frozen(lens - 1, paging, seq_lens_cpu=[length - 1 for length in seq_lens_cpu])
+
+    patch.setattr(Step, "frozen_draft", shorter)
