@@ -114,7 +114,7 @@ def reads_alone(subject: Subject, case: Case) -> Measured:
         scene = _branched(scene_of(world, batch_of(case), case.seed))
         meta, inputs = world.backend.init_forward_metadata(_frozen(scene)), scene.inputs()
         before, at = _filled(scene, case), meta.at()
-        found = [world.attend(inputs[0], at) for _ in range(2)]
+        found = [world.attend(inputs[0], meta.reading()) for _ in range(2)]
     else:
         captured = _branched(scene_of(world, batch_of(replace(case, lens=case.captured_lens)), case.seed))
         bs = world.capacity.max_bs
