@@ -121,6 +121,13 @@ def under_memcheck(path: str, limit: float) -> tuple[list[dict], str]:
         return (json.loads(rows.read_text()) if rows.exists() else [], text or said)
 
 
+def counted(rows: list[dict]) -> list[dict]:
+    """Rows of cases that passed, as one for each check and path with their number; all others as they are."""
+    same = Counter(tuple({**row, "case": ""}.items()) for row in rows if row["status"] == "pass")
+    passed = [{**dict(row), "cases": number} for row, number in same.items()]
+    return passed + [row for row in rows if row["status"] != "pass"]
+
+
 def verdict(rows: list[dict], errors: list[dict], logs: Mapping[str, str]) -> tuple[str, str]:
     """pass, fail or not_run, and why. logs: memcheck's, by path."""
     if not any(row["status"] != "not_run" for row in rows):
@@ -163,7 +170,9 @@ def main() -> int:
     errors = [error for log in logs.values() for error in memory_errors(log)]
     status, reason = verdict(rows, errors, logs)
     head = results.head(("python", "-m", "tests.gpu.sanitize", *sys.argv[1:]), "cuda")
-    results.write(args.json, head, rows, tool="compute-sanitizer memcheck", status=status, reason=reason, errors=errors)
+    results.write(
+        args.json, head, counted(rows), tool="compute-sanitizer memcheck", status=status, reason=reason, errors=errors
+    )
     ran = Counter(row["status"] for row in rows)
     print(f"memcheck: {status}", *[reason] * bool(reason), dict(ran), *errors, sep="\n")
     return int(status == "fail")
