@@ -93,16 +93,24 @@ def search(*, everywhere: bool = False) -> Kills:
 def read_kills() -> Kills:
     """The kills that the last search found."""
     found = json.loads(KILLS.read_text(encoding="utf-8"))
-    return {name: {check: Case.from_dict(case) for check, case in cases.items()} for name, cases in found.items()}
+    return {
+        name: {check: Case.from_dict({"check": check, **case}) for check, case in cases.items()}
+        for name, cases in found.items()
+    }
 
 
 def write_kills(kills: Kills) -> None:
-    """One case a line."""
+    """One case a line, without the check's id, which stands before it."""
     blocks = []
     for name, cases in kills.items():
-        lines = ",\n".join(f"    {json.dumps(check)}: {case.to_json()}" for check, case in cases.items())
-        blocks.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
+        lines = ",\n".join(f"{json.dumps(check)}:{_short(case)}" for check, case in cases.items())
+        blocks.append(f"{json.dumps(name)}: {{\n{lines}}}")
     KILLS.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+
+
+def _short(case: Case) -> str:
+    given = {name: value for name, value in case.to_dict().items() if name != "check"}
+    return json.dumps(given, separators=(",", ":"))
 
 
 def page(kills: Kills) -> str:
