@@ -24,6 +24,7 @@ from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
 from attn_backends.runner import PassThrough, PerRequest, PerToken, Phase, PhaseRunner, Rows, StepResult
+from attn_backends.selection.choose import Workload
 
 __all__ = [
     "AttentionBackend",
@@ -64,6 +65,7 @@ __all__ = [
     "StaticMemory",
     "StepResult",
     "UnsupportedStepError",
+    "Workload",
     "get_backend",
     "list_backends",
 ]
