@@ -28,6 +28,7 @@ from attn_backends.contract.capabilities import DTYPES
 from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionOutput
 from spec_metadata import StepKind
+from spec_metadata.capacity import UNIFORM_KINDS
 from tests.mutants.hosted import HostedBackend, ScheduledBackend
 from tests.mutants.narrow import NarrowBackend
 from tests.mutants.wide import WideBackend
@@ -163,7 +164,7 @@ class Extras(FA3Backend):
     kernels = (extras_kernel(),)
 
 
-@pytest.mark.parametrize(("extra", "executed"), [("sinks", 32), ("kv_scales", 29)])
+@pytest.mark.parametrize(("extra", "executed"), [("sinks", 36), ("kv_scales", 29)])
 def test_declared_extras_of_a_layer_are_checked(extra, executed):
     """Over chains, trees and packed rows."""
     report = run_conformance(Extras, select=f"math.{extra}")
@@ -186,6 +187,18 @@ def test_a_log_sum_exp_of_rounded_weights_is_declared(declared):
     report = run_conformance(Rounded, select="math.decode", quick=True)
     assert report.exit_code(require_run=True) == (0 if declared else 1)
     assert all(row.reason.startswith("LSE") for row in report.rows if row.status is Outcome.FAIL)
+
+
+def test_windows_and_sinks_are_asked_of_every_kind_of_step():
+    """Chains and trees, packed rows and uniform ones, eagerly and through graphs."""
+    trees = {(kind, True, False) for kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)}
+    packed = {(kind, False, True) for kind in (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)}
+    expected = {(kind, False, False) for kind in UNIFORM_KINDS} | trees | packed
+    for check in ("math.window", "math.sinks", "math.window_and_sinks"):
+        cases = CATALOGUE[check].cases(Subject(FA3Backend, "torch"))
+        for path in ("eager", "graph"):
+            asked = {(case.kind, case.topk > 1, bool(case.widths)) for case in cases if case.path == path}
+            assert asked == expected, f"{check}, {path}"
 
 
 def test_a_declared_window_that_is_ignored():

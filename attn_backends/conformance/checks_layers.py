@@ -12,6 +12,7 @@ from attn_backends.conformance.exercise import (
     Captured,
     Ran,
     batch_of,
+    bucket_of,
     fill,
     new_graph,
     prepare_memory,
@@ -113,16 +114,64 @@ def captured_layers_of_one_step(subject: Subject, case: Case) -> Measured:
     )
 
 
+def _groups(subject: Subject, case: Case) -> list[World]:
+    """Worlds of two groups over one backend, each with a table and a cache of its own; the second one's layers have a
+    window where that is declared.
+    """
+    full, windowed = (world_of(setup_of(subject, case)) for _ in range(2))
+    declared = subject.capabilities[StepKind(case.kind)]
+    if declared.window and not is_compressed(subject.backend) and (case.topk == 1 or declared.tree_window):
+        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.device)
+    windowed.backend, windowed.layer = full.backend, replace(windowed.layer, id=1)
+    return [full, windowed]
+
+
+def _scenes_of_groups(worlds: list[World], case: Case, seed: int) -> list[Scene]:
+    """A batch, on other pages in each group."""
+    return [scene_of(world, batch_of(case), seed, seed + group) for group, world in enumerate(worlds)]
+
+
 @check("api.cache_groups", one_page_size(eager()))
 def cache_groups(subject: Subject, case: Case) -> Measured:
-    """Two groups of layers, whose caches have pages of their own for the same requests: the step is planned once for
-    each, both before any forward, and their layers run in turn.
+    """Two groups of layers, the second windowed where that is declared, have caches with pages of their own. The step
+    is planned once for each, both before any forward, and their layers run in turn.
     """
-    worlds = [world_of(setup_of(subject, case)) for _ in range(2)]
-    worlds[1].backend = worlds[0].backend
-    scenes = [scene_of(world, batch_of(case), case.seed, case.seed + group) for group, world in enumerate(worlds)]
+    worlds = _groups(subject, case)
+    scenes = _scenes_of_groups(worlds, case, case.seed)
     metas = [scene.world.backend.init_forward_metadata(scene.step()) for scene in scenes]
     before = [prepare_memory(scene, case) for scene in scenes]
     inputs = [scene.inputs() for scene in scenes]
     outputs = _forwards(worlds, metas, inputs)
     return _compared([Ran(*each) for each in zip(scenes, inputs, outputs, before, metas, strict=True)])
+
+
+def _read_in_place(subject: Subject) -> list[Case]:
+    """Tables of slots. Page tables are copied, once for a phase of a backend: each group has a backend of its own."""
+    return [case for case in _dense(one_page_size(any_graph()))(subject) if case.table == "request"]
+
+
+@check("graph.cache_groups", _read_in_place)
+def captured_cache_groups(subject: Subject, case: Case) -> Measured:
+    """The layers of both groups are in one graph, and a replay plans for each on its own table, one after the other."""
+    worlds = _groups(subject, case)
+    backend, bucket = worlds[0].backend, bucket_of(worlds[0], case)
+    metas = [backend.capture(bucket, world.paging()) for world in worlds]
+    batch = replace(case, lens=case.captured_lens, widths=case.captured_widths)
+    scenes = _scenes_of_groups(worlds, batch, case.seed)
+    static = [scene.inputs(case.bs, case.num_tokens) for scene in scenes]
+    _plan(metas, scenes)
+    _forwards(worlds, metas, static)  # a vendor's schedules are made by the first forward, which a graph may not hold
+    graph = new_graph(worlds[0].device)
+    outputs = graph.capture(lambda: _forwards(worlds, metas, static))
+    scenes = _scenes_of_groups(worlds, case, case.seed + 1)
+    before = [prepare_memory(scene, case) for scene in scenes]
+    for given, scene in zip(static, scenes, strict=True):
+        fill(given, scene.inputs(case.bs, case.num_tokens))
+    _plan(metas, scenes)
+    graph.replay()
+    return _compared([Ran(*each) for each in zip(scenes, static, outputs, before, metas, strict=True)], padded=True)
+
+
+def _plan(metas: list[Metadata], scenes: list[Scene]) -> None:
+    for meta, scene in zip(metas, scenes, strict=True):
+        scene.world.backend.replay(meta, scene.step())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from attn_backends.cache import CacheFormat
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
@@ -22,6 +23,7 @@ from attn_backends.conformance.exercise import (
 )
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, one_page_size, situations
+from attn_backends.conformance.worlds import with_extra
 from spec_metadata import BoundedQuery, HostBounds, PackedQuery, Step, StepKind, mixed_step
 
 WIDTHS = (5, 1, 3, 2, 1)  # of a chunk, a decode, a verify, and two that are ragged
@@ -68,8 +70,11 @@ def _captures(subject: Subject) -> bool:
 
 
 def _mixed(subject: Subject) -> list[Case]:
-    """With a ragged part where the kernel takes widths of the device, eagerly and through a graph; without else."""
-    found = []
+    """With a ragged part where the kernel takes widths of the device, eagerly and through a graph; without else. Plain
+    layers, and such with what is declared of windows and sinks.
+    """
+    found, declared = [], subject.capabilities.get(StepKind.PREFILL)
+    extras = [name for name in ("window", "sinks") if getattr(declared, name, False)]
     for case in one_page_size(lambda each: situations(each, StepKind.PREFILL, topks=(1,)))(subject):
         edge, less, more, context = around_pages(case)
         widths = WIDTHS if _captures(subject) else WIDTHS[:3]
@@ -80,7 +85,8 @@ def _mixed(subject: Subject) -> list[Case]:
             rows = sum(widths) + SPARE
             through = replace(mixed, path="graph", captured_lens=(2, 1), captured_widths=(4, 1))
             found.append(replace(through, bs=len(widths), num_tokens=rows))
-    return found
+    able = [case for case in found if extras and not case.layer and case.format == CacheFormat.KV]
+    return found + [replace(case, feature="+".join(extras)) for case in able]
 
 
 class _Mixing(Captured):
@@ -96,6 +102,8 @@ class _Mixing(Captured):
 def mixed(subject: Subject, case: Case) -> Measured:
     """Rows of a chunk, a decode, a verify and a ragged verify in one step see what they see in steps of their own."""
     world = world_of(setup_of(subject, case))
+    if case.feature:
+        world.layer = with_extra(world.layer, case.feature, world.device)
     if case.path == "graph":
         captured = _Mixing(world, case)
         return nearest([_measured(captured.run(scene_of(world, batch_of(case), case.seed + i), case)) for i in (1, 2)])

@@ -21,6 +21,7 @@ from attn_backends.conformance.situations import (
     joined,
     main_dtype,
     one_page_size,
+    ragged_verifies,
 )
 from spec_metadata import StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
@@ -30,8 +31,10 @@ LONG_WINDOWS = (2, 40, 64, 130)  # of blocks of 16 and of 64 keys: in one, at an
 
 
 def _every_kind(subject: Subject) -> list[Case]:
-    """Chains, trees, prompts and packed extends at one page size, eagerly and through graphs, in the finest type."""
-    found = one_page_size(joined(eager(), graph(), prompts, packed_extend))(subject)
+    """Chains, trees, prompts, packed extends and ragged verifies at one page size, eagerly and through graphs, in the
+    finest type.
+    """
+    found = one_page_size(joined(eager(), graph(), prompts, packed_extend, ragged_verifies))(subject)
     return [case for case in found if case.dtype == main_dtype(subject, StepKind(case.kind))]
 
 

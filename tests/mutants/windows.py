@@ -14,6 +14,8 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.backends import fa3
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
+from attn_backends.memory import static_memory
+from spec_metadata import StepKind
 from spec_metadata.visibility import TreePart
 from tests.mutants.mutant import mutant
 
@@ -97,3 +99,48 @@ def sinks_dropped_in_a_window(patch: pytest.MonkeyPatch) -> None:
         return forward(self, q, cache, meta, layer if layer.window is None else replace(layer, sinks=None))
 
     patch.setattr(AttentionBackend, "forward", dropped)
+
+
+@mutant("vLLM #57432: a bound where the device has widths, for windows", "math.window", "math.window_and_sinks")
+def ragged_verify_drops_the_window(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a verify of several widths attend to all keys."""
+    forward = AttentionBackend.forward
+
+    def whole(self: AttentionBackend, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        lens = meta.schedules._plans[0].cu_seqlens_q.diff()
+        is_ragged = meta.kind is StepKind.TARGET_VERIFY and len(lens.unique()) > 1
+        return forward(self, q, cache, meta, replace(layer, window=None) if is_ragged else layer)
+
+    patch.setattr(AttentionBackend, "forward", whole)
+
+
+@mutant("SGLang #26513, of the decodes of a mixed batch", "math.mixed")
+def decodes_of_a_mixed_batch_see_all_keys(patch: pytest.MonkeyPatch) -> None:
+    """A request with one packed row has no window."""
+    over_pages = torch_attention._over_pages
+
+    def whole(q: Tensor, lens: Tensor, *rest: Any) -> Any:
+        out, lse = over_pages(q, lens, *rest[:-1], rest[-1]._replace(window=None))
+        own_out, own_lse = over_pages(q, lens, *rest)
+        is_one = ((lens == 1) & (lens.amax() > 1)).view(-1, 1, 1)
+        return torch.where(is_one.unsqueeze(3), out, own_out), torch.where(is_one, lse, own_lse)
+
+    patch.setattr(torch_attention, "_over_pages", whole)
+
+
+@mutant("vLLM #50707, captured: metadata made for one group", "graph.cache_groups", graph=True)
+def groups_share_page_ids(patch: pytest.MonkeyPatch) -> None:
+    """Captured phases share page ids whatever table they read, as if a step had one group of caches."""
+    key = static_memory._key
+    patch.setattr(static_memory, "_key", lambda *given: (*key(*given)[:2], *key(*given)[4:]))
+
+
+@mutant("our own: one plan and one window for all groups", "graph.cache_groups", "api.cache_groups", graph=True)
+def windowed_group_planned_as_the_full_one(patch: pytest.MonkeyPatch) -> None:
+    """Layers of every group attend as those of the first one, without a window."""
+    forward = AttentionBackend.forward
+
+    def full(self: AttentionBackend, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        return forward(self, q, cache, meta, replace(layer, window=None) if layer.id else layer)
+
+    patch.setattr(AttentionBackend, "forward", full)
