@@ -66,6 +66,7 @@ def runner(*, is_mla: bool = False, page_size: int = 64, **fields: Any) -> Any:
         "device": "cpu",
         "use_mla_backend": is_mla,
         "is_draft_worker": False,
+        "sliding_window_size": None,
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
         "model_config": SimpleNamespace(context_len=200),
@@ -81,6 +82,7 @@ def spec(algorithm: str | None = "EAGLE3", topk: int = 1, nodes: int = 4, **fiel
         "speculative_num_draft_tokens": nodes,
         "speculative_adaptive": False,
         "enable_multi_layer_eagle": False,
+        "speculative_draft_window_size": None,
     }
     return SimpleNamespace(**(given | fields))
 
@@ -96,10 +98,12 @@ def parallel(**fields: Any) -> Any:
     return SimpleNamespace(**({"dcp_enabled": False, "attn_cp_size": 1, "pp_size": 1} | fields))
 
 
+WINDOWED = {"speculative_draft_window_size": 64}
 SERVERS: dict[str, tuple[Any, Any, Any, Any]] = {
     "--speculative-algorithm NGRAM": (runner(), spec("NGRAM"), execution(), parallel()),
     "--enable-multi-layer-eagle": (runner(), spec(enable_multi_layer_eagle=True), execution(), parallel()),
     "--speculative-adaptive": (runner(), spec(speculative_adaptive=True), execution(), parallel()),
+    "--speculative-draft-window-size 64": (runner(is_draft_worker=True), spec(**WINDOWED), execution(), parallel()),
     "--speculative-eagle-topk 4 with --page-size 64": (runner(), spec(topk=4), execution(), parallel()),
     "decode context parallelism": (runner(), spec(), execution(), parallel(dcp_enabled=True)),
     "context parallelism of 2": (runner(), spec(), execution(), parallel(attn_cp_size=2)),
@@ -125,6 +129,11 @@ def test_a_server_that_we_have_is_not(algorithm: str | None, is_mla: bool) -> No
     served = (runner(is_mla=is_mla, page_size=1), spec(algorithm, topk=4, nodes=16), execution(), parallel())
     assert list(server_reasons(*served)) == []
     refuse("fa3", [])
+
+
+@pytest.mark.parametrize("fields", [{}, {"is_draft_worker": True, "sliding_window_size": 64}])
+def test_a_draft_window_is_taken_by_layers_that_have_it(fields: dict[str, Any]) -> None:
+    assert list(server_reasons(runner(**fields), spec(**WINDOWED), execution(), parallel())) == []
 
 
 MODELS: dict[str, tuple[str, Any, Any]] = {

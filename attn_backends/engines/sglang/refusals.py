@@ -38,6 +38,11 @@ def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Ite
         yield "--enable-multi-layer-eagle"
     if spec.speculative_adaptive:
         yield "--speculative-adaptive, whose verifies differ in width"
+    if runner.is_draft_worker and spec.speculative_draft_window_size and not runner.sliding_window_size:
+        yield (
+            f"--speculative-draft-window-size {spec.speculative_draft_window_size} with a draft whose layers have no "
+            "window (Llama's EAGLE-3 draft takes it for its layers)"
+        )
     if (spec.speculative_eagle_topk or 1) > 1 and runner.page_size > 1:
         yield (
             f"--speculative-eagle-topk {spec.speculative_eagle_topk} with --page-size {runner.page_size} "

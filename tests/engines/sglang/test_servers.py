@@ -33,13 +33,15 @@ REFUSED: dict[str, tuple[Case, Callable[[], None] | None]] = {
     "a model whose cache is of kv (it takes latent)": (Case("gqa", FLASHINFER, 0), None),
     "prefill by kernel torch: page size 1 (it takes 32, 64)": (Case("mla", TRTLLM, 1), None),
     "the caches of dsv4 have no view": (Case("mla", "attn_dsv4", 0), None),
+    "--speculative-draft-window-size 64 with a draft": (Case("mla", FLASHINFER, 3), None),
 }
+WINDOWED = {"--speculative-draft-window-size 64 with a draft": {"speculative_draft_window_size": 64}}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_server_does_not_start_and_says_why(models, tmp_path, reason):
     case, bug = REFUSED[reason]
-    refused = run(tmp_path / "engine", bug, **case.options(models))
+    refused = run(tmp_path / "engine", bug, **case.options(models), **WINDOWED.get(reason, {}))
     assert refused.tokens == []
     assert reason in refused.error
 
