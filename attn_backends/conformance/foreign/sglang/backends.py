@@ -80,7 +80,7 @@ def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
 
 ON_CPU: Where = ((80, 64), 4, torch.float32)
 ON_GPU: Where = ((576, 512), 16, torch.bfloat16)
-ONE_POOL = Exempt(("api.cache_groups",), "a backend of SGLang reads one pool")
+ONE_POOL = Exempt(("api.cache_groups", "graph.cache_groups"), "a backend of SGLang reads one pool")
 ROWS_AS_PLANNED = Exempt(
     ("cache.keeps_first_rows", "cache.reads_alone"), "a backend of SGLang stores the rows of its batch, all of them"
 )
