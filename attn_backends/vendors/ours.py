@@ -130,29 +130,27 @@ def _gluon(
 def _launch_latent(
     q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer
 ) -> AttentionOutput:
-    scratch = planned.schedule
-    assert isinstance(scratch, Scratch)
     assert isinstance(cache, PagedLatent)
-    scales = (layer.scale, layer.k_scale, layer.v_scale)
-    return AttentionOutput(*latent_attention(q, cache.latent, *scratch.keys, *scales, *scratch.partial))
+    return AttentionOutput(*latent_attention(q, cache.latent, *_arguments(planned, layer)))
 
 
 def _launch_prefill(
     q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer
 ) -> AttentionOutput:
-    scratch = planned.schedule
-    assert isinstance(scratch, Scratch)
-    scales = (layer.scale, layer.k_scale, layer.v_scale)
-    return AttentionOutput(*prefill_attention(q, *cache.pages, *scratch.keys, *scales, *scratch.partial))
+    return AttentionOutput(*prefill_attention(q, *cache.pages, *_arguments(planned, layer)))
 
 
 def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: AttentionLayer) -> AttentionOutput:
+    window = windowed(layer.window, planned.plan.drafted if isinstance(planned.plan, RaggedPlan) else 0)
+    arguments: tuple[Any, ...] = (*cache.pages, *_arguments(planned, layer), *window, layer.sinks)
+    return AttentionOutput(*paged_attention(q, *arguments))
+
+
+def _arguments(planned: Scheduled[PagedPlan], layer: AttentionLayer) -> tuple[Any, ...]:
+    """What each operator takes behind queries and pages: lists of the plan, scales, room for partial results."""
     scratch = planned.schedule
     assert isinstance(scratch, Scratch)
-    scales = (layer.scale, layer.k_scale, layer.v_scale)
-    window = windowed(layer.window, planned.plan.drafted if isinstance(planned.plan, RaggedPlan) else 0)
-    arguments: tuple[Any, ...] = (*cache.pages, *scratch.keys, *scales, *scratch.partial, *window, layer.sinks)
-    return AttentionOutput(*paged_attention(q, *arguments))
+    return *scratch.keys, layer.scale, layer.k_scale, layer.v_scale, *scratch.partial
 
 
 def _refuse_8_bits(cache_dtype: torch.dtype, capability: tuple[int, int]) -> None:
