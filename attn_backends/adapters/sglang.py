@@ -174,10 +174,10 @@ class ForwardBatches:
         return self.step(real)
 
     def _prefill(self, batch: ForwardBatch, bs: int) -> Step:
-        lens = _new_tokens(batch)[:bs]
+        lens, prefix_lens = _extended(batch, bs)
         return Step.prefill(
             PackedQuery.of(lens, batch.seq_lens.device),
-            _prefix_lens(batch)[:bs],
+            prefix_lens,
             self._paging(batch, bs),
             batch.out_cache_loc[: sum(lens)],
             **_host(batch, lens),
@@ -222,7 +222,7 @@ class ForwardBatches:
         )
 
     def _draft_extend(self, batch: ForwardBatch, bs: int) -> Step:
-        lens = _new_tokens(batch)[:bs]
+        lens, prefix_lens = _extended(batch, bs)
         width, front = lens[0], getattr(batch.spec_info, "num_front_tokens", 0)
         reasons = []
         if any(length != width for length in lens):
@@ -235,7 +235,7 @@ class ForwardBatches:
             )
         return Step.draft_extend(
             UniformQuery(width),
-            _prefix_lens(batch)[:bs],
+            prefix_lens,
             self._paging(batch, bs),
             batch.out_cache_loc[: bs * width],
             **_host(batch, lens),
@@ -262,21 +262,16 @@ def tree_mask(spec: VerifyInput) -> Tensor:
     return DraftTree.from_parents(tokens, parents, spec.spec_steps).mask
 
 
-def _new_tokens(batch: ForwardBatch) -> list[int]:
-    if batch.extend_seq_lens_cpu is None:
+def _extended(batch: ForwardBatch, bs: int) -> tuple[list[int], Tensor]:
+    """New tokens of each request, and [bs] the tokens before them."""
+    lens, prefix_lens = batch.extend_seq_lens_cpu, batch.extend_prefix_lens
+    if lens is None or prefix_lens is None:
+        missing = "extend_seq_lens_cpu" if lens is None else "extend_prefix_lens"
         raise InvalidStepError(
-            "ForwardBatch.extend_seq_lens_cpu is None; the numbers of new tokens are needed on the host and are not "
-            "read back from extend_seq_lens"
+            f"ForwardBatch.{missing} is None; an extend needs its numbers of new tokens on the host, where they are "
+            "not read back from extend_seq_lens, and the tokens before them"
         )
-    return list(batch.extend_seq_lens_cpu)
-
-
-def _prefix_lens(batch: ForwardBatch) -> Tensor:
-    if batch.extend_prefix_lens is None:
-        raise InvalidStepError(
-            "ForwardBatch.extend_prefix_lens is None; an extend needs the tokens before the new ones"
-        )
-    return batch.extend_prefix_lens
+    return lens[:bs], prefix_lens[:bs]
 
 
 def _host(batch: ForwardBatch, included: Sequence[int]) -> HostBounds:
