@@ -9,7 +9,6 @@ from typing import Annotated
 from pydantic import Field
 
 from attn_backends.config.toml_options import Options, read_toml, validated
-from attn_backends.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -37,23 +36,10 @@ class BackendOptions(Options):
     expected_failures: Annotated[tuple[ExpectedFailureOptions, ...], Field(strict=False)] = ()
 
 
-class ConformanceOptions(Options):
-    """The file that a conformance run of another package's backend is given."""
-
-    expected_failures: Annotated[tuple[ExpectedFailureOptions, ...], Field(strict=False)] = ()
-
-
 def backend_options(name: str) -> BackendOptions | None:
     """What `configs/backends` says of a backend; None of one that has no file there."""
     path = config_folder() / "backends" / f"{name}.toml"
     return validated(BackendOptions, read_toml(path), path) if path.is_file() else None
-
-
-def conformance_options(path: Path) -> ConformanceOptions:
-    """What a file says of a backend that has none in `configs/backends`."""
-    if not path.is_file():
-        raise ConfigError(f"{path} is no file")
-    return validated(ConformanceOptions, read_toml(path), path)
 
 
 def config_folder() -> Path:

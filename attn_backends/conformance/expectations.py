@@ -6,8 +6,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
-from attn_backends.config.backend_files import backend_options, conformance_options
+from pydantic import Field
+
+from attn_backends.config.backend_files import ExpectedFailureOptions, backend_options
+from attn_backends.config.toml_options import Options, read_toml, validated
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Subject
 from attn_backends.conformance.outcomes import Outcome, Row
@@ -38,10 +42,23 @@ class ExpectedFailure:
         return row
 
 
+class ConformanceOptions(Options):
+    """The file that a conformance run of another package's backend is given."""
+
+    expected_failures: Annotated[tuple[ExpectedFailureOptions, ...], Field(strict=False)] = ()
+
+
 def known_failures(name: str, config: Path | None = None) -> tuple[ExpectedFailure, ...]:
     """What the backend's file in `configs/backends`, or the given file, says that it fails."""
-    found = conformance_options(config) if config else backend_options(name)
+    found = _conformance_options(config) if config else backend_options(name)
     return tuple(ExpectedFailure(**each.model_dump()) for each in found.expected_failures) if found else ()
+
+
+def _conformance_options(path: Path) -> ConformanceOptions:
+    """What a file says of a backend that has none in `configs/backends`."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is no file")
+    return validated(ConformanceOptions, read_toml(path), path)
 
 
 def check_expectations(expected: Iterable[ExpectedFailure]) -> None:

@@ -18,6 +18,7 @@ from attn_backends.conformance.foreign import foreign_backend
 from attn_backends.conformance.foreign.driver import ForeignBackend, exemptions
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.contract import CONTRACT
+from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import BackendUnavailableError
 from attn_backends.registry import get_backend, list_backends
 from spec_metadata import CacheGeometry, Capacity
@@ -113,7 +114,7 @@ def resolve_subjects(backend: Backend, kernel: str = "auto", device: str = "cpu"
     ran = {known[subject.kernel].source for subject in subjects} - {""}
     absent = []
     for each in (each for each in asked if reasons[each.name]):
-        excused = not each.is_built_for(place) or each.source in ran
+        excused = not _is_built_for(each, place) or each.source in ran
         reason = "; ".join(reasons[each.name])
         absent.append(Row(found.name, each.name, "*", None, "", Outcome.NOT_RUN, reason, excused=excused))
     absent += [
@@ -147,3 +148,12 @@ def check_constructor(subject: Subject, cases: Sequence[Case]) -> None:
         reason = f"its constructor raised {type(error).__name__}: {error}"
         hint = f"Backends here: {', '.join(list_backends())}."
         raise BackendUnavailableError(f"backend {subject.backend.name!r}", [reason], hint) from error
+
+
+def _is_built_for(kernel: Kernel[Any], device: torch.device) -> bool:
+    """Whether a device is of an architecture that a kernel was built for, present or not."""
+    if not kernel.architectures:
+        return True
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device)[0] in kernel.architectures

@@ -98,14 +98,6 @@ class Kernel(Generic[Plan]):
     takes_parts: bool = False
     slower_mixed: Callable[[AttentionLayer, int], str] = lambda *_: "no measurement has one step as fast as two"
 
-    def is_built_for(self, device: torch.device) -> bool:
-        """Whether a device is of an architecture that it was built for, present or not."""
-        if not self.architectures:
-            return True
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return False
-        return torch.cuda.get_device_capability(device)[0] in self.architectures
-
     def layer_reasons(
         self,
         kind: StepKind,
