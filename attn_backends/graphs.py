@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attn_backends.errors import CaptureError
 
@@ -194,7 +193,7 @@ class _Call:
 
     def __init__(self, func: Any, args: tuple, kwargs: dict, outputs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.outputs = tree_leaves(outputs)
+        self.outputs = list(leaves(outputs))
         inputs = {_storage(t) for t in _tensors((args, kwargs))}
         self.made = [t for t in _tensors(outputs) if _storage(t) not in inputs]
         has_results = any(isinstance(output, Tensor) for output in self.outputs)
@@ -204,7 +203,7 @@ class _Call:
     def run(self) -> None:
         if self._is_view or self._is_empty:
             return
-        again = tree_leaves(self.func(*self.args, **self.kwargs))
+        again = leaves(self.func(*self.args, **self.kwargs))
         for output, value in zip(self.outputs, again, strict=True):
             if any(output is tensor for tensor in self.made):
                 output.copy_(value)
@@ -282,8 +281,19 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
+def leaves(tree: Any) -> Iterator[Any]:
+    """What an operator takes or gives, out of its tuples, lists and dictionaries."""
+    if isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from leaves(each)
+    elif isinstance(tree, dict):
+        yield from leaves(list(tree.values()))
+    else:
+        yield tree
+
+
 def _tensors(tree: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def _storage(tensor: Tensor) -> int:

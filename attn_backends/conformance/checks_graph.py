@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
@@ -43,6 +42,7 @@ from attn_backends.conformance.situations import (
     spacious,
 )
 from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.graphs import leaves
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, StepKind
 
@@ -230,8 +230,8 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(outputs):
+        old = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in old:
                 reference = StorageWeakRef(tensor.untyped_storage())
                 self.made[reference.cdata] = reference
