@@ -66,7 +66,7 @@ def eager_row(backend: type[AttentionBackend], kernel: str, raw: RawCall, size: 
     `init_forward_metadata`. loop_us: of the calibration loop.
     """
     format = next(each for each in LAYERS if each in backend.formats)
-    pool = fill_pool(format, size.batch_size, size.context, asked.stage.device)
+    pool = fill_pool(LAYERS[format][0], size.batch_size, size.context, asked.stage.device)
     given = problem(pool, LAYERS[format][0], WIDTH)
     step, layers = given.step, [replace(given.layer, id=index) for index in range(NUM_LAYERS)]
     made = backend(pool.capacity, pool.geometry, asked.stage.device, kernel={step.kind: kernel})

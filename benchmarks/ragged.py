@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Workload
 from benchmarks.layers import capture, check_same
 from benchmarks.rows import Asked, Missing, Row, Stage, compared, each, missing
-from benchmarks.shapes import DTYPE, LAYERS, PAGE_SIZE, Pool, fill_pool, one_step
+from benchmarks.shapes import DTYPE, LAYERS, LLAMA_8_GPUS, PAGE_SIZE, Pool, fill_pool, one_step
 from benchmarks.timing import take_turns
 from spec_metadata import BoundedQuery, Step, StepKind, mixed_step
 
@@ -59,7 +60,7 @@ def ragged(asked: Asked) -> Iterator[Row | Missing]:
     for format, layers in LAYERS.items():
         takers = [(b, k.name) for b, own in found.items() if format in b.formats for k in own]
         for context, batch_size in asked.sizes if takers else ():
-            pool = fill_pool(format, batch_size, context, asked.stage.device, [BOUND])
+            pool = fill_pool(layers[0], batch_size, context, asked.stage.device, [BOUND])
             for layer in layers:
                 yield from _beside_uniform(Place(pool, layer, BOUND), takers, asked.stage)
 
@@ -151,10 +152,10 @@ def _packed(rows: Tensor, widths: Tensor) -> Tensor:
 
 def mixed(asked: Asked) -> Iterator[Row | Missing]:
     """A chunk of a prompt with decodes, or verifies, as one step and as two, on the kernels that `auto` takes."""
-    for format, layers in LAYERS.items():
+    for format, layers in (*LAYERS.items(), (CacheFormat.KV, (LLAMA_8_GPUS,))):
         takers = [backend for backend in asked.backends if format in backend.formats]
         for context, batch_size in asked.sizes if takers else ():
-            pool = fill_pool(format, 1 + batch_size, context, asked.stage.device, [BOUND])
+            pool = fill_pool(layers[0], 1 + batch_size, context, asked.stage.device, [BOUND])
             places = [
                 Place(pool, layer, width, chunk) for layer in layers for width in (1, VERIFIED) for chunk in CHUNKS
             ]

@@ -29,6 +29,7 @@ LAYERS = {
     CacheFormat.LATENT: tuple(AttentionLayer(0, heads, 1, 576, 512, 192**-0.5) for heads in (16, 128)),
     CacheFormat.KV: tuple(AttentionLayer(0, heads, 8, 128, 128, 128**-0.5) for heads in (32, 64)),
 }  # DeepSeek-V3 on 8 GPUs and on one; Llama-3-8B and 70B
+LLAMA_8_GPUS = AttentionLayer(0, 8, 1, 128, 128, 128**-0.5)  # Llama-3-70B
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,10 +121,10 @@ def one_step(pool: Pool, width: int, tree_mask: Tensor | None = None, requests: 
 
 
 def fill_pool(
-    format: CacheFormat, batch_size: int, context: int, device: torch.device, widths: Sequence[int] = WIDTHS
+    layer: AttentionLayer, batch_size: int, context: int, device: torch.device, widths: Sequence[int] = WIDTHS
 ) -> Pool:
-    """A pool of random tokens, the same for the same arguments on the same device. widths: of the steps; a prefill's
-    keys are read for so many rows that one cache is enough.
+    """A pool of random tokens, the same for the same arguments on the same device. layer: whose keys it
+    holds. widths: of the steps; a prefill's keys are read for so many rows that one cache is enough.
     """
     is_prefill = max(widths) > MAX_VERIFIED
     num_drafted, cold_bytes = (2, 0) if is_prefill else (max(2, *widths), COLD_BYTES)
@@ -131,16 +132,16 @@ def fill_pool(
     capacity = Capacity(batch_size, context, PAGE_SIZE, num_steps=num_drafted - 1, num_draft_tokens=num_drafted)
     geometry = CacheGeometry(1 + batch_size * capacity.max_pages, PAGE_SIZE)
     order = 1 + torch.randperm(geometry.num_pages - 1, generator=generator, device=device)
-    layer = LAYERS[format][0]
-    entry = (layer.head_dim,) if format is CacheFormat.LATENT else (layer.num_kv_heads, layer.head_dim)
+    is_latent = layer.v_head_dim < layer.head_dim
+    entry = (layer.head_dim,) if is_latent else (layer.num_kv_heads, layer.head_dim)
 
     def tokens() -> Tensor:
         return torch.randn(geometry.num_pages, PAGE_SIZE, *entry, dtype=DTYPE, device=device, generator=generator)
 
     def cache() -> PagedCache:
-        return PagedLatent(tokens(), layer.v_head_dim) if format is CacheFormat.LATENT else PagedKV(tokens(), tokens())
+        return PagedLatent(tokens(), layer.v_head_dim) if is_latent else PagedKV(tokens(), tokens())
 
-    num_tensors = 1 if format is CacheFormat.LATENT else 2
+    num_tensors = 1 if is_latent else 2
     num_bytes = num_tensors * geometry.num_slots * math.prod(entry) * DTYPE.itemsize
     caches = tuple(cache() for _ in range(max(1, ceil_div(cold_bytes, num_bytes))))
     return Pool(batch_size, context, capacity, geometry, order.view(batch_size, -1), caches)
@@ -158,7 +159,7 @@ def dense_problems(
     format: CacheFormat, widths: Sequence[int], batch_size: int, context: int, device: torch.device
 ) -> Iterator[Problem]:
     """The problems of a size, which share a pool."""
-    pool = fill_pool(format, batch_size, context, device, widths)
+    pool = fill_pool(LAYERS[format][0], batch_size, context, device, widths)
     return (problem(pool, layer, width) for layer in LAYERS[format] for width in widths)
 
 

@@ -184,7 +184,7 @@ def test_layers_are_measured_beside_a_raw_call_that_computes_the_same(stage, mon
 def test_a_time_is_that_of_one_of_the_caches_which_no_l2_holds(stage, monkeypatch):
     monkeypatch.setattr(shapes, "COLD_BYTES", 2 * 64 * (1 + 2) * 576 * 2 + 1)
     monkeypatch.setitem(peers.PEERS, "torch", raw_attention)
-    pool = fill_pool(CacheFormat.LATENT, 1, 70, CPU)
+    pool = fill_pool(LAYERS[CacheFormat.LATENT][0], 1, 70, CPU)
     assert len(pool.caches) == 3
     assert sum(cache.latent.nbytes for cache in pool.caches) >= shapes.COLD_BYTES
     found, _ = split(layers.raw(asked_of(stage, "flashinfer_mla", batch_sizes=[1])))
@@ -192,7 +192,7 @@ def test_a_time_is_that_of_one_of_the_caches_which_no_l2_holds(stage, monkeypatc
 
 
 def test_the_last_row_sees_the_whole_context_and_requests_share_no_page():
-    pool = fill_pool(CacheFormat.KV, 3, 70, CPU)
+    pool = fill_pool(LAYERS[CacheFormat.KV][0], 3, 70, CPU)
     assert pool.pages.unique().numel() == pool.pages.numel()
     assert 0 not in pool.pages
     for width in (1, 4, 20):
@@ -265,7 +265,7 @@ def test_the_arguments_made_by_hand_describe_the_problem(kernel, format, width, 
     """Vendors that compute from their arguments what these say; their own kernels are compared on a GPU."""
     monkeypatch.setattr(peers, "load", VENDORS.__getitem__)
     monkeypatch.setattr(shapes, "COLD_BYTES", 1)
-    pool = fill_pool(format, 2, 70, CPU)
+    pool = fill_pool(LAYERS[format][0], 2, 70, CPU)
     asked = problem(pool, LAYERS[format][0], width)
     found = peers.PEERS[kernel](asked).call(pool.caches[0])
     torch.testing.assert_close(found, raw_attention(asked).call(pool.caches[0]), rtol=0.01, atol=0.01)
@@ -474,7 +474,7 @@ def test_a_mixed_step_is_beside_its_halves(stage, small):
     found, absent = split(ragged.mixed(asked_of(stage, "fa3", batch_sizes=[3], contexts=[64])))
     assert not absent, absent
     assert [(row["bench"], row["width"], row["peer"]) for row in found] == [
-        ("mixed", width, "chunk 20, two steps: torch, torch") for width in (1, 4)
+        ("mixed", width, "chunk 20, two steps: torch, torch") for width in (1, 4, 1, 4)
     ]
 
 

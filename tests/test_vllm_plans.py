@@ -174,9 +174,8 @@ def test_one_step_is_planned_only_where_it_was_measured_to_be_as_fast() -> None:
     kernels = {name: {kernel.name: kernel for kernel in get_backend(name).kernels} for name in list_backends()}
     ratios = []
     for row in rows:
-        sizes = (
-            (row["heads"], 1, 576, 512) if "heads" in row and row["heads"] in (16, 128) else (row["heads"], 8, 128, 128)
-        )
+        heads = row["heads"]
+        sizes = (heads, 1, 576, 512) if heads in (16, 128) else (heads, 1 if heads == 8 else 8, 128, 128)
         kernel = kernels[row["backend"]][row["kernel"]]
         if not kernel.slower_mixed(AttentionLayer(0, *sizes, 1.0), row["batch_size"] - 1):
             ratios.append(row["ratio"])

@@ -9,7 +9,7 @@ from types import ModuleType
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 from sglang.srt.speculative.eagle_utils import per_step_draft_out_cache_loc
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -32,6 +32,7 @@ __all__ = [
     "SpeculativeAlgorithm",
     "TinyMLAModelConfig",
     "attention_module",
+    "get_context",
     "get_parallel",
     "memory_pool",
     "per_step_draft_out_cache_loc",

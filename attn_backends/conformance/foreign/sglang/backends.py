@@ -55,7 +55,7 @@ def on_cpu(device: torch.device) -> list[str]:
 
 
 def on_gpu(device: torch.device) -> list[str]:
-    """Why stand-ins of kernels do not run on a GPU, over metadata that SGLang's kernels make there."""
+    """Why a GPU's kernels, or stand-ins of kernels over metadata that SGLang's kernels make there, do not run."""
     return missing_reasons() if device.type == "cuda" else [f"it runs on a GPU, not on {device.type}"]
 
 
@@ -65,6 +65,14 @@ def flashinfer_reasons(device: torch.device) -> list[str]:
         return [f"FlashInfer's kernels run on a GPU, not on {device.type}"]
     reasons = missing_reasons()
     return reasons if reasons or find_spec("flashinfer") else ["flashinfer is not installed"]
+
+
+def flash_attention_reasons(device: torch.device) -> list[str]:
+    """Why the FlashAttention-3 of SGLang's kernels does not run on a device."""
+    reasons = on_gpu(device)
+    if reasons or torch.cuda.get_device_capability(device) == (9, 0):
+        return reasons
+    return ["it is built for Hopper GPUs (compute capability 9.0)"]
 
 
 Where = tuple[tuple[int, int], int, torch.dtype]
@@ -186,11 +194,12 @@ class TRTLLMMLA(SGLangMLA):
 
 
 class FA3(SGLangMLA):
-    """SGLang's `fa3` backend over latents, and its multi-step draft backend; a stand-in reads their metadata."""
+    """SGLang's `fa3` backend over latents, and its multi-step draft backend."""
 
     name = "sglang:fa3"
     parts = FLASH_ATTENTION
     kernels = (
+        Kernel("flash_attention", launch, _flash_attention(ON_GPU), flash_attention_reasons, schedule=first_use),
         Kernel("stand_in_on_gpu", launch, _flash_attention(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
         Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
     )

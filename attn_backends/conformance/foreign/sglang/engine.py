@@ -59,6 +59,7 @@ class Engine:
             self.api: Any = import_module(API)
             self.api.get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
             self.runner = self._runner(geometry, dtype, layer)
+            self.api.get_context().override("the conformance suite", page_size=geometry.page_size)
         self.layer = self.api.RadixAttention(
             layer.num_heads, layer.head_dim, layer.scale, 1, layer_id=0, v_head_dim=layer.v_head_dim
         )

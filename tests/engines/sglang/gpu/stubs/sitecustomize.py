@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import types
 
+FLASH_ATTENTION = "sgl_kernel.flash_ops"  # which is not carried: vLLM's build takes its place
 DECORATES = ("cutlass",)
 STUBBED = tuple(name for name in ("IPython", "flash_mla", *DECORATES) if importlib.util.find_spec(name) is None)
 
@@ -61,6 +62,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds them as empty packages."""
 
     def find_spec(self, name, path=None, target=None):
+        if name == FLASH_ATTENTION:
+            return importlib.machinery.ModuleSpec(name, self)
         if name.partition(".")[0] in STUBBED and imported_by_sglang():
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
@@ -71,7 +74,10 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module):
-        pass
+        if module.__name__ == FLASH_ATTENTION:
+            from tests.engines.sglang.gpu import fa3_of_vllm
+
+            fa3_of_vllm.install()
 
 
 sys.meta_path.append(Finder())
