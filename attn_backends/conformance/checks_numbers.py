@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -48,7 +49,10 @@ from spec_metadata.buffers import out_of_range
 from spec_metadata.capacity import UNIFORM_KINDS
 
 LARGEST_SCORE = 1200.0
-"""Of `math.large_scores`: its exponential, and that of its negative, is no number of float64."""
+"""Of `math.large_scores`, but for a factor of at most the root of 2: its exponential, and that of its negative, is no
+number of float64. The layer's scale is multiplied by a power of 2, so that whoever plans with the scale of a model can
+multiply queries instead, and rounds nothing.
+"""
 MANY_PAGES = 70_000
 
 
@@ -73,8 +77,8 @@ def large_scores(subject: Subject, case: Case) -> Measured:
     row's keys are joined by their log-sum-exps.
     """
     world = world_of(setup_of(subject, case))
-    dim = world.layer.head_dim
-    world.layer = replace(world.layer, scale=LARGEST_SCORE / dim)
+    times = math.log2(LARGEST_SCORE / (world.layer.head_dim * world.layer.scale))
+    world.layer = replace(world.layer, scale=world.layer.scale * 2.0 ** round(times))
     if case.path == "graph":
         ran = Captured(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
     else:

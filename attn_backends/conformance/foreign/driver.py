@@ -132,7 +132,8 @@ DECLARED = Exempt(
     "they are about buffers that a backend declares, and this one declares none",
 )
 ONE_STEP = Exempt(
-    ("api.keeps_no_state", "graph.keeps_no_memory"), "the backend keeps what it planned, and of one step at a time"
+    ("api.keeps_no_state", "graph.keeps_no_memory", "*.sets_*"),
+    "the backend keeps what it planned in memory of its own, and of one step at a time",
 )
 OURS = Exempt(("worker.*", "refusals.*"), "they are about this library's own classes")
 

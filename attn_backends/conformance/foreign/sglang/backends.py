@@ -107,10 +107,10 @@ def _trtllm(where: Where) -> dict[StepKind, Capabilities]:
     return dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {32, 64}))
 
 
-def _flash_attention(where: Where) -> dict[StepKind, Capabilities]:
+def _flash_attention(where: Where, **others: Any) -> dict[StepKind, Capabilities]:
     """FlashAttention-3 over latents."""
-    able = dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {1, 64}))
-    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True)}
+    able = dict.fromkeys((*DECODES, StepKind.DRAFT_EXTEND), can(where, {1, 64}, **others))
+    return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True, **others)}
 
 
 class SGLangMLA(ForeignBackend):
@@ -199,7 +199,14 @@ class FA3(SGLangMLA):
     name = "sglang:fa3"
     parts = FLASH_ATTENTION
     kernels = (
-        Kernel("flash_attention", launch, _flash_attention(ON_GPU), flash_attention_reasons, schedule=first_use),
+        Kernel(
+            "flash_attention",
+            launch,
+            _flash_attention(ON_GPU, over_read=True),
+            flash_attention_reasons,
+            source="flash_attention_3",
+            schedule=first_use,
+        ),
         Kernel("stand_in_on_gpu", launch, _flash_attention(ON_GPU), on_gpu, source="stand_in", schedule=first_use),
         Kernel("stand_in", launch, _flash_attention(ON_CPU), on_cpu, source="stand_in", schedule=first_use),
     )
