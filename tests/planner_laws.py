@@ -55,17 +55,18 @@ FORMS = {
 
 
 class Rings(NamedTuple):
-    """What a compressed plan is made for."""
+    """What a compressed plan is made for. is_block: of draft blocks."""
 
     window: int
     rings: dict[Compression, int]
+    is_block: bool = False
 
     @property
     def form(self) -> Form:
         """The plan."""
-        window, rings = self
+        window, rings, is_block = self
         return Form(
-            compressed.buffer_specs(window, tuple(rings)),
+            compressed.buffer_specs(window, tuple(rings), is_block=is_block),
             lambda step, buffers: compressed.write_compressed(step, buffers, window, rings),
             lambda step, buffers: specified(step, buffers, rings),
             lambda step, buffers, bound=None: plan_operators.bind_compressed(step, buffers, window, rings, bound),
@@ -78,6 +79,7 @@ RINGS = {  # each with its page size
     "real": (256, Rings(128, {Compression(4, overlap=True, indexed=True): 12, Compression(128): 136})),
     "window alone": (4, Rings(7, {})),
 }
+BLOCKS = {"short": (4, Rings(7, {}, is_block=True)), "wide": (64, Rings(128, {}, is_block=True))}
 
 
 def garbage(specs: tuple[BufferSpec, ...], case: Case) -> Buffers:

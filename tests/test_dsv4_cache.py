@@ -297,6 +297,13 @@ def test_caches_and_layers_of_another_kind() -> None:
         refused(engine, 1, lambda c=wrong_cache, x=wrong_layer: backend.forward(given.q, c, at, x, given.index), reason)
 
 
+def test_layers_with_entries_draft_no_blocks() -> None:
+    engine, step, given = ready(1)
+    at = engine.backend.init_forward_metadata(Step.draft_block(step.width, step.seq_lens, step.paging)).at()
+    with pytest.raises(UnsupportedStepError, match=r"ratio=4.* in a draft block .layers of a window alone"):
+        engine.backend.forward(given.q, engine.caches[1], at, engine.layers[1], given.index)
+
+
 def test_inputs_that_do_not_fit_the_layer() -> None:
     engine, step, given = ready(1)
     layer, cache, backend = engine.layers[1], engine.caches[1], engine.backend

@@ -15,7 +15,7 @@ from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_
 from spec_metadata.plans import block_table
 from tests.bound_batches import engine, statics
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case
-from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
+from tests.planner_laws import BLOCKS, FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
 from tests.triton_interpreter import interpreted, last_program_first
 
 PAGE_SIZES = (1, 16, 64, 256)
@@ -62,6 +62,12 @@ COMPRESSED = [
 def test_fused_compressed(kind: str, rings: str, table: type, pad: int) -> None:
     page_size, form = RINGS[rings]
     check_equal(form.form, Case(kind, page_size, list(RINGS).index(rings), form=table, pad=pad))
+
+
+@pytest.mark.parametrize(("name", "table", "pad"), product(BLOCKS, (RequestTable, BlockTable), (0, 2)))
+def test_fused_windows_of_draft_blocks(name: str, table: type, pad: int) -> None:
+    page_size, rings = BLOCKS[name]
+    check_equal(rings.form, Case("block", page_size, pad, form=table, pad=pad))
 
 
 @pytest.mark.full

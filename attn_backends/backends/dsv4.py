@@ -13,7 +13,7 @@ of states is left out: a sum can't be rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from attn_backends.compressed_cache import (
     cache_reasons,
 )
 from attn_backends.compressed_layer import CompressedInputs, CompressedLayer, Compressor, IndexQuery, Projections
-from attn_backends.contract.capabilities import FLOAT_TYPES, Capabilities, LseBase
+from attn_backends.contract.capabilities import FLOAT_TYPES, Capabilities, LseBase, of_listed
 from attn_backends.contract.checked_layers import Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
@@ -58,7 +58,6 @@ _TORCH = Capabilities(
     cache_dtypes=frozenset({torch.float8_e4m3fn}),
 )
 _TRITON = replace(_TORCH, dtypes=FLOAT_TYPES - {torch.float64})
-_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,11 +113,11 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         Kernel(
             "triton",
             _launch_triton,
-            dict.fromkeys(_KINDS, _TRITON),
+            of_listed(_TRITON),
             runs_on_triton,
             architectures=frozenset({8, 9, 10, 11, 12}),
         ),
-        Kernel("torch", _launch_torch, dict.fromkeys(_KINDS, _TORCH), runs_anywhere),
+        Kernel("torch", _launch_torch, of_listed(_TORCH), runs_anywhere),
     )
     window: ClassVar[int] = 128
     compressions: ClassVar[tuple[Compression, ...]] = (Compression(4, overlap=True, indexed=True), Compression(128))
@@ -145,20 +144,21 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """Windows, entries and compressor rows, for every kind."""
-        return compressed.buffer_specs(cls.window, cls.compressions)
+        """Windows, entries and compressor rows; of a draft block the former alone."""
+        is_block = kind is StepKind.DRAFT_BLOCK
+        return compressed.buffer_specs(cls.window, () if is_block else cls.compressions, is_block=is_block)
 
     def plans(self, step: Step, buffers: Buffers) -> tuple[CompressedPlan, ...]:
         """The windows, entries and compressor rows of each forward."""
-        return compressed.view_compressed(step, buffers, self.compressions)
+        return compressed.view_compressed(step, buffers, self._rings_of(step.kind))
 
     def write(self, step: Step, buffers: Buffers) -> None:
         """Write the windows, entries and compressor rows of all forwards."""
-        compressed.write_compressed(step, buffers, self.window, self.rings)
+        compressed.write_compressed(step, buffers, self.window, self._rings_of(step.kind))
 
     def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """The same in one launch."""
-        return bind_compressed(step, buffers, self.window, self.rings, bound)
+        return bind_compressed(step, buffers, self.window, self._rings_of(step.kind), bound)
 
     def store(
         self,
@@ -169,6 +169,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     ) -> None:
         """Write this forward's rows to their slots, then the entries that close, their index keys, and the states."""
         cache, layer, shape = self._checked(cache, meta, layer, inputs.dtype)
+        if layer.compression is not None:
+            all_rows(self, meta)  # an entry is made of all that a forward processes
         inputs = layer.checked_inputs(inputs, slots_to_write(self, meta).shape[0])
         if meta.write_slots.shape[0] == 0:
             return
@@ -204,7 +206,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         """
         q = joined(q)
         cache, layer, shape = self._checked(cache, meta, layer, q.dtype)
-        num_tokens = meta.write_slots.shape[0]
+        num_tokens = all_rows(self, meta)
         layer.check_query(q, index, num_tokens)
         if num_tokens == 0:
             return AttentionOutput.of_no_rows(q, layer.v_head_dim)
@@ -247,6 +249,10 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
                 f"reuse {num_tokens // page_size * page_size} tokens",
             )
 
+    def _rings_of(self, kind: StepKind) -> Mapping[Compression, int]:
+        """State rows of a page of each compression that steps of a kind plan: a draft block's layers have none."""
+        return {} if kind is StepKind.DRAFT_BLOCK else self.rings
+
     def _smallest_ring(self, compression: Compression) -> int:
         needed = compressed.min_ring(
             compression.read_window, self.capacity.num_draft_tokens, self.capacity.num_steps - 1
@@ -262,7 +268,6 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     ) -> tuple[CompressedCache, CompressedLayer, LayerShape]:
         """The cache and layer as what they are, and the layer's shape, or a refusal. dtype: as of `_shape_of`."""
         check_forward(self, meta)
-        all_rows(self, meta)
         what = f"{self.name} layer {layer.id}"
         if not isinstance(cache, CompressedCache):
             raise UnsupportedStepError(what, [f"a cache of {cache.format} (it takes {', '.join(self.formats)})"])
@@ -271,7 +276,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         use = Use(meta.kind, dtype, is_tree=False)
         shape = self._layers.shape_of(layer, cache, use)
         if shape is None:
-            reasons = self._layer_reasons(cache, layer)
+            reasons = self._layer_reasons(cache, layer, meta.kind)
             if meta.kind is not StepKind.IDLE:
                 capabilities = self.kernel_of(meta.kind).capabilities[meta.kind]
                 reasons += capabilities.layer_reasons(layer, dtype, cache.dtype)
@@ -281,10 +286,12 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
             self._layers.take(layer, cache, use, shape)
         return cache, layer, shape
 
-    def _layer_reasons(self, cache: CompressedCache, layer: CompressedLayer) -> list[str]:
-        """Why metadata of this backend does not describe a layer or its cache; empty if it does."""
+    def _layer_reasons(self, cache: CompressedCache, layer: CompressedLayer, kind: StepKind) -> list[str]:
+        """Why metadata of a step kind does not describe a layer or its cache; empty if it does."""
         if layer.window != self.window:
             return [f"a window of {layer.window} tokens (it plans one of {self.window})"]
+        if kind is StepKind.DRAFT_BLOCK and layer.compression is not None:
+            return [f"{layer.compression} in a draft block (layers of a window alone draft them)"]
         if layer.compression not in (None, *self.compressions):
             return [f"{layer.compression} (it plans {', '.join(map(str, self.compressions))})"]
         return cache_reasons(cache, self.geometry, layer, self.ring(layer))
@@ -299,40 +306,19 @@ def _store_entries(
     reserved_page: int,
 ) -> None:
     """Write the entries of one compressor that close in a forward."""
-    write_entries(
-        pools.entries.data,
-        pools.entries.num_rows,
-        made.write_slots,
-        given.values,
-        given.gates,
-        pools.states.data,
-        made.input_rows,
-        made.state_reads,
-        made.first_positions,
-        compressor.position_bias,
-        compressor.norm_weight,
-        compressor.norm_eps,
-        compressor.inv_freq,
-        compression.overlap,
-        reserved_page,
-    )
+    into = (pools.entries.data, pools.entries.num_rows, made.write_slots)
+    tokens = (given.values, given.gates, pools.states.data, made.input_rows, made.state_reads, made.first_positions)
+    weights, eps = (compressor.position_bias, compressor.norm_weight), compressor.norm_eps
+    write_entries(*into, *tokens, *weights, eps, compressor.inv_freq, compression.overlap, reserved_page)
 
 
 def _select(index: IndexQuery, cache: CompressedCache, plan: CompressedPlan, layer: CompressedLayer) -> Tensor:
     """[num_tokens, index_topk] int32: slots of the entries that each row attends to, then -1."""
     assert cache.indexer is not None
     assert layer.compression is not None
-    return select_entries(
-        index.q,
-        index.weights,
-        cache.indexer.entries.data,
-        plan.page_table,
-        plan.qo_indptr,
-        plan.request,
-        plan.entries[layer.compression.ratio].num_visible,
-        plan.max_query,
-        layer.index_topk,
-    )
+    num_visible = plan.entries[layer.compression.ratio].num_visible
+    keys = (cache.indexer.entries.data, plan.page_table, plan.qo_indptr, plan.request, num_visible)
+    return select_entries(index.q, index.weights, *keys, plan.max_query, layer.index_topk)
 
 
 def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:

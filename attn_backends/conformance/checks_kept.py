@@ -14,7 +14,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.checks_refusals import refused
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
-from attn_backends.conformance.compressed_worlds import is_compressed
+from attn_backends.conformance.compressed_worlds import BLOCK_LAYER
 from attn_backends.conformance.exercise import (
     batch_of,
     bucket_of,
@@ -59,14 +59,13 @@ def _check(scene: Scene, before: Tensor, counts: list[int]) -> Measured:
     return Measured()
 
 
-def _dense(subject: Subject) -> list[Case]:
-    if is_compressed(subject.backend):
-        return []
+def _without_entries(subject: Subject) -> list[Case]:
+    """Entries are made of all rows that a forward processes."""
     graphs = (graph(change, KINDS) for change in (growing, shrinking, padded, idle))
-    return joined(eager(KINDS), *graphs)(subject)
+    return [case for case in joined(eager(KINDS), *graphs)(subject) if case.layer in ("", BLOCK_LAYER)]
 
 
-@check("cache.keeps_first_rows", _dense)
+@check("cache.keeps_first_rows", _without_entries)
 def keeps_first_rows(subject: Subject, case: Case) -> Measured:
     """Stored without attention, the first rows of each request, as many as the device counts, go to their slots,
     packed; the others change nothing, nor do those of padding, whatever is counted of it.

@@ -94,8 +94,9 @@ class CompressedScene(Scene):
                 part.fill_((NAN_BYTE if value != value else FINITE_BYTE) if is_bytes else value)
         window, compression = self.world.layer.window, self.world.layer.compression
         assert window is not None
+        sees_itself = self.batch.kind is not StepKind.DRAFT_BLOCK
         for request in self.requests:
-            for position in range(max(request.length + 1 - window, 0), request.length):
+            for position in range(max(request.length + sees_itself - window, 0), request.length):
                 self._write_row(pools, request, position)
             if compression is not None:
                 for position in range(max(request.length + 1 - compression.read_window, 0), request.length):
@@ -194,6 +195,13 @@ class CompressedScene(Scene):
         places = [request.places[name] for name in self._in_window(row)]
         keys = torch.cat((rows[places], entries[self._blocks(given, number, row)]))
         return keys, keys
+
+    def _in_window(self, row: Row) -> list[Name]:
+        """As `Scene._in_window`; of a draft block the window before it, and all of it (DSpark, of DeepSeek-V4.1)."""
+        if self.batch.kind is not StepKind.DRAFT_BLOCK:
+            return super()._in_window(row)
+        assert self.world.layer.window is not None
+        return row.visible[max(self.requests[row.request].length - self.world.layer.window, 0) :]
 
     def _tokens(self, request: Request, weights: torch.dtype | None) -> tuple[Tensor, Tensor]:
         """Rows of all tokens and entries of all blocks, [number, 1, dim] each. weights: as in `expected_output`."""

@@ -40,6 +40,7 @@ from attn_backends.contract.kernel import Kernel
 from spec_metadata.plans.compressed import Compression
 
 LAYERS = ("window", "selected", "entries")
+BLOCK_LAYER = "window"  # the kind that drafts blocks, as DeepSeek-V4.1's do
 WINDOW = 3
 COMPRESSIONS = (Compression(2, overlap=True, indexed=True), Compression(4))
 SHORT_LAYERS = ("tokens", "pairs")
@@ -158,7 +159,7 @@ class CompressedWorld(World):
 
 def state_dtype(setup: Setup) -> torch.dtype:
     """The type of the states, and of a layer's parameters."""
-    return torch.float64 if (setup.cache_dtype or setup.dtype) is torch.float64 else torch.float32
+    return torch.float64 if setup.dtype is torch.float64 else torch.float32
 
 
 def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:

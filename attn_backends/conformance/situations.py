@@ -9,7 +9,7 @@ from itertools import product
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
-from attn_backends.conformance.compressed_worlds import COMPRESSIONS, LAYERS, is_compressed
+from attn_backends.conformance.compressed_worlds import BLOCK_LAYER, COMPRESSIONS, LAYERS, is_compressed
 from attn_backends.conformance.sizes import MAX_BS
 from attn_backends.conformance.worlds import AnyFormat, capacity_of, sizes_of
 from attn_backends.contract.capabilities import DTYPES
@@ -101,7 +101,7 @@ def is_declared(subject: Subject, case: Case) -> bool:
     """Whether the width and trees of a case's step are declared."""
     kind = StepKind(case.kind)
     declared = subject.capabilities[kind]
-    if declared.kind_reasons(kind):
+    if declared.kind_reasons(kind) or (kind is StepKind.DRAFT_BLOCK and case.layer not in ("", BLOCK_LAYER)):
         return False
     if case.topk > 1 and (kind in CHAIN_KINDS or (kind in TREE_KINDS and not declared.tree)):
         return False

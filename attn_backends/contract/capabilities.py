@@ -151,6 +151,12 @@ def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
     return by_kind | {StepKind.TARGET_VERIFY: packed, StepKind.DRAFT_EXTEND: packed}
 
 
+def of_listed(able: Capabilities) -> dict[StepKind, Capabilities]:
+    """What a kernel can do that is given the slots which each row sees, by step kind: in a draft block any tokens."""
+    kinds = dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), able)
+    return kinds | {StepKind.DRAFT_BLOCK: replace(able, non_causal=True)}
+
+
 def extras_reasons(layer: AttentionLayer, format: object) -> list[str]:
     """Why a layer's extras do not go with a cache's format, whatever the kernel; empty if they do."""
     reasons = []

@@ -46,8 +46,8 @@ _library.define(
 _library.define(
     f"plan_compressed({_STEP}, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
     "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
-    "int[] read_windows, int over_read, int width, int num_steps, int first, int advance, int page_size, "
-    "int reserved_page, int known_real) -> ()",
+    "int[] read_windows, int over_read, int window, int is_block, int width, int num_steps, int first, int advance, "
+    "int page_size, int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
@@ -129,9 +129,10 @@ def bind_compressed(
 ) -> Callable[[], None]:
     """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
 
-    window: of the buffers. rings: state rows of a page, of each compression.
+    window: tokens of it. rings: state rows of a page, of each compression.
     """
-    assert buffers["window_slots"].shape[-1] == window, "buffers of another window"
+    is_block = step.kind is StepKind.DRAFT_BLOCK
+    assert buffers["window_slots"].shape[-1] >= window + is_block * step.width, "buffers of another window"
     names = ("qo_indptr", "request", "page_table", "window_slots", "window_lens", "write_slots")
     entries = []
     for compression in rings:
@@ -142,7 +143,9 @@ def bind_compressed(
     outputs = [buffers[name] for name in names]
     lists = (entries, ratios, list(rings.values()), read_windows)
     inputs = StepInputs.of(step, bound)
-    return _Repeated("plan_compressed", *inputs, *outputs, *lists, INDEX_GROUP, *_sizes(step, _keys(step)))
+    return _Repeated(
+        "plan_compressed", *inputs, *outputs, *lists, INDEX_GROUP, window, int(is_block), *_sizes(step, _keys(step))
+    )
 
 
 def _keys(step: Step) -> tuple[int, int]:

@@ -89,9 +89,11 @@ def _sizes_of(entries: Entries, over_read: int, ratio: int, ring: int, read_wind
 
 
 class WindowSizes(NamedTuple):
-    """The window and strides of what all ratios share."""
+    """The window, whether rows are those of draft blocks, slots of a row, and strides."""
 
     window: int
+    is_block: int
+    num_slots: int
     window_forward_stride: int
     window_stride: int
     lens_stride: int
@@ -131,14 +133,18 @@ def _plan_request(
 
 
 @triton.jit
-def _plan_window(into, position, row, rows, real, step, bound, window, BLOCK: tl.constexpr):
-    """Slots of a row's last tokens, itself first."""
-    page_size = number(step.page_size)
-    for start in range(0, window, BLOCK):
-        back = start + tl.arange(0, BLOCK)
-        token, live = position - back, (back < window) & (position >= back)
+def _plan_window(into, lens, position, start, end, row, rows, real, step, bound, shared, BLOCK: tl.constexpr):
+    """Slots of the tokens that a row sees, the last first, and their number. start, end: of its request's rows."""
+    page_size, is_block = number(step.page_size), number(shared.is_block) > 0
+    last = tl.where(is_block, end - 1, position)
+    num_seen = last + 1 - tl.maximum(tl.where(is_block, start, position + 1) - number(shared.window), 0)
+    tl.store(lens, num_seen)
+    for first in range(0, number(shared.num_slots), BLOCK):
+        back = first + tl.arange(0, BLOCK)
+        token, live = last - back, back < num_seen
         page = page_ids(row, rows, real, step, bound, token // page_size, live)
-        tl.store(into + back, tl.where(live, page * page_size + token % page_size, -1), mask=back < window)
+        slots = tl.where(live, page * page_size + token % page_size, -1)
+        tl.store(into + back, slots, mask=back < number(shared.num_slots))
 
 
 @triton.jit
@@ -281,15 +287,15 @@ def _plan_compressed(
         _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
         end = visible_keys(committed, real, given_starts, step, request, forward)
-        window, windows = number(shared.window), forward.to(tl.int64) * number(shared.window_forward_stride)
+        windows = window_slots + forward.to(tl.int64) * number(shared.window_forward_stride)
+        lens_of_rows = window_lens + forward * number(shared.lens_stride)
         for index in range(part, count, num_parts):
             into, position = begin + index, end - count + index
             place, live = into * number(step.num_steps) + forward, index < count
             slot = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live)
             tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
-            tl.store(window_lens + forward * number(shared.lens_stride) + into, tl.minimum(position + 1, window))
-            slots = window_slots + windows + into.to(tl.int64) * number(shared.window_stride)
-            _plan_window(slots, position, row, rows, real, step, bound, window, BLOCK)
+            slots, lens = windows + into.to(tl.int64) * number(shared.window_stride), lens_of_rows + into
+            _plan_window(slots, lens, position, end - count, end, row, rows, real, step, bound, shared, BLOCK)
             for i in tl.static_range(NUM_RATIOS):
                 at = (forward, into, position, end, slot, row, rows, real, step, bound)
                 _plan_row(entries[i], sizes[i], *at, BLOCK)
@@ -310,6 +316,8 @@ def plan_compressed(
     entries: Sequence[Entries],
     compressions: Sequence[tuple[int, int, int]],
     over_read: int,
+    window: int,
+    is_block: int,
     width: int,
     *counts: int,
 ) -> Prepared:
@@ -319,7 +327,7 @@ def plan_compressed(
     bs, num_forwards, max_pages = inputs.seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
     outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
     step = step_sizes(inputs, width, *counts, num_forwards, max_pages)
-    windows = (window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
+    windows = (window, is_block, window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
     strides = (window_lens.stride(0), page_table.stride(0), write_slots.stride(0))
     sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
     given, variant = arguments_of(inputs)

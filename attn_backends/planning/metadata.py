@@ -154,7 +154,9 @@ def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
     """Query rows of a forward; refuses metadata of those that are kept, which does not say what they see."""
     if meta.kept is not None:
         raise UnsupportedStepError(
-            backend.name, ["metadata of kept rows, which are stored alone, in a dense cache"], "pass meta.at(i)"
+            backend.name,
+            ["metadata of kept rows, which are stored alone, in a layer without compressed entries"],
+            "pass meta.at(i)",
         )
     return meta.write_slots.shape[0]
 

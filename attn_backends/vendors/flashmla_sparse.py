@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_backends.compressed_cache import CompressedCache, Fp8Pages
-from attn_backends.contract.capabilities import FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.capabilities import FP8_TYPES, Capabilities, LseBase, of_listed
 from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.fp8_pages import ROW_DIM
@@ -34,7 +34,7 @@ from attn_backends.kernels.schedule_operators import share_out
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection import providers
 from attn_backends.vendors import flashmla
-from spec_metadata import BufferSpec, StepKind
+from spec_metadata import BufferSpec
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, Dim
 from spec_metadata.plans.compressed import INDEX_GROUP, CompressedPlan
 
@@ -53,8 +53,6 @@ _SPARSE = Capabilities(
     cache_dtypes=FP8_TYPES,
     own_cache=False,
 )
-_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
-
 _NUM_PARTS = Dim("144", lambda e: 144)  # SMs of a whole GH100; no Hopper has more
 _PART_WORDS = Dim("8", lambda e: 8)
 _PARTS = BufferSpec(
@@ -192,7 +190,7 @@ def unavailable_reasons(device: torch.device) -> list[str]:
 KERNEL: Kernel[CompressedPlan] = Kernel(
     NAME,
     _launch,
-    dict.fromkeys(_KINDS, _SPARSE),
+    of_listed(_SPARSE),
     unavailable_reasons,
     architectures=frozenset({9}),
     schedule=_schedule,

@@ -5,6 +5,9 @@ A row attends to the last `window` tokens, each in its own slot, and to entries,
 block (and of the one before, where blocks overlap), and sees it already. The projections of tokens of earlier forwards
 are read from state rows, a ring for each page: token p of a page has row p % ring of it.
 
+Rows of a draft block attend to no entries. All of them see the same: the last `window` tokens before the block, and the
+block. That is DSpark's window, of DeepSeek-V4.1 (SGLang 0.5.23, `dspark_attn_metadata.py`).
+
 All stores are addressed by position: what a rejected token left behind is invisible until the forward that processes
 its position again, and that one rewrites it first. So rolling back is nothing but the committed length.
 
@@ -114,15 +117,21 @@ NUM_SLOTS = Dim("num_pages * page_size", lambda e: e.num_pages * e.page_size)
 
 
 @cache
-def buffer_specs(window: int, compressions: tuple[Compression, ...]) -> tuple[BufferSpec, ...]:
-    """The declared buffers. window: tokens that a row sees, itself included."""
+def buffer_specs(
+    window: int, compressions: tuple[Compression, ...], *, is_block: bool = False
+) -> tuple[BufferSpec, ...]:
+    """The declared buffers. window: tokens that a row sees, itself included. is_block: of draft blocks, whose rows see
+    the window before the block and all of it.
+    """
     keys = Dim(str(window), lambda e: window)
+    if is_block:
+        keys = Dim(f"round_up({window} + width, {INDEX_GROUP})", lambda e: _in_groups(window + e.width))
     shape = (NUM_FORWARDS, NUM_TOKENS)
     specs = [
         BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
         BufferSpec("request", torch.int32, (NUM_TOKENS,), "request of each row", high=BS),
         BufferSpec(
-            "window_slots", torch.int32, (*shape, keys), "a row's last tokens, itself first, then -1", -1, -1, NUM_SLOTS
+            "window_slots", torch.int32, (*shape, keys), "a row's tokens, the last first, then -1", -1, -1, NUM_SLOTS
         ),
         BufferSpec("window_lens", torch.int32, shape, "tokens of the window", high=keys + 1),
         BufferSpec(
@@ -172,12 +181,15 @@ def _in_groups(num: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Where the rows of a forward stand. request, position, write_slots: [num_tokens]. first_row, start, end: [bs],
-    the first row of a request, its position, and the one past the last. pages: [bs, max_pages]. All int64.
+    """Where the rows of a forward stand. request, position, write_slots: [num_tokens]. first_seen, last_seen:
+    [num_tokens], of the tokens that a row sees. first_row, start, end: [bs], the first row of a request, its position,
+    and the one past the last. pages: [bs, max_pages]. All int64.
     """
 
     request: Tensor
     position: Tensor
+    first_seen: Tensor
+    last_seen: Tensor
     write_slots: Tensor
     first_row: Tensor
     start: Tensor
@@ -232,11 +244,13 @@ def write_compressed(step: Step, buffers: Buffers, window: int, rings: Mapping[C
     buffers["request"].copy_(_request_of_rows(step))
     write_pages(step, last, buffers["page_table"])
     for forward, plan in enumerate(view_compressed(step, buffers, rings)):
-        rows = _rows(step, forward, buffers.extent)
-        positions = rows.position.unsqueeze(1) - torch.arange(window, device=step.device)
-        pages = rows.page(rows.request.unsqueeze(1), positions)
-        plan.window_slots.copy_(torch.where(positions >= 0, pages * rows.page_size + positions % rows.page_size, -1))
-        plan.window_lens.copy_((rows.position + 1).clamp(max=window))
+        rows = _rows(step, forward, buffers.extent, window)
+        num_seen = rows.last_seen + 1 - rows.first_seen
+        back = torch.arange(plan.window_slots.shape[1], device=step.device)
+        tokens = rows.last_seen.unsqueeze(1) - back
+        slots = rows.page(rows.request.unsqueeze(1), tokens) * rows.page_size + tokens % rows.page_size
+        plan.window_slots.copy_(torch.where(back < num_seen.unsqueeze(1), slots, -1))
+        plan.window_lens.copy_(num_seen)
         for compression, ring in rings.items():
             _write_entries(plan.entries[compression.ratio], compression, ring, rows)
 
@@ -246,18 +260,22 @@ def _request_of_rows(step: Step) -> Tensor:
     return torch.searchsorted(query_starts(step).long()[1:], row, right=True)
 
 
-def _rows(step: Step, forward: int, extent: Extent) -> _Rows:
+def _rows(step: Step, forward: int, extent: Extent, window: int) -> _Rows:
+    assert not step.is_tree, "a tree is refused before it is planned"
     dense = dense_part(step, forward)
-    assert dense.causal, "a tree is refused before it is planned"
     starts = query_starts(step).long()
     end = dense.kv_lens.long()
     row, request = torch.arange(step.num_tokens, device=step.device), _request_of_rows(step)
+    position, start = end[request] - (starts[1:][request] - row), end - starts.diff()
+    first = position + 1 if dense.causal else start[request]
     return _Rows(
         request=request,
-        position=end[request] - (starts[1:][request] - row),
+        position=position,
+        first_seen=(first - window).clamp_min(0),
+        last_seen=position if dense.causal else end[request] - 1,
         write_slots=write_slots(step, forward),
         first_row=starts[:-1],
-        start=end - starts.diff(),
+        start=start,
         end=end,
         pages=visible_pages(step, dense, extent.max_pages),
         page_size=extent.page_size,

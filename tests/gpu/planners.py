@@ -17,7 +17,7 @@ import torch
 from attn_backends.kernels import cuda_launch
 from spec_metadata import BlockTable, RequestTable
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, Case
-from tests.planner_laws import FORMS, RINGS, Form, check_equal, check_inputs
+from tests.planner_laws import BLOCKS, FORMS, RINGS, Form, check_equal, check_inputs
 
 DEVICE = torch.device("cuda")
 PAGE_SIZES = (1, 16, 64, 256)
@@ -40,6 +40,8 @@ def comparisons(seeds: range) -> Iterator[tuple[tuple[str, str], Callable[[], No
     for name in ("small", "real"):
         page_size, rings = RINGS[name]
         yield from _planned(f"compressed {name}", rings.form, COMPRESSED_KINDS, (page_size,), seeds)
+    for name, (page_size, rings) in BLOCKS.items():
+        yield from _planned(f"blocks {name}", rings.form, ["block"], (page_size,), seeds)
     for seed in seeds:
         kind = KINDS[seed % len(KINDS)]
         pad = 0 if kind in PACKED_KINDS else seed % 3

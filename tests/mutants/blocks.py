@@ -13,11 +13,12 @@ from attn_backends import backend as base
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.conformance.compressed_worlds import WINDOW
 from attn_backends.planning import metadata
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.layout import repeat_requests
-from spec_metadata.plans import ragged
+from spec_metadata.plans import compressed, ragged
 from spec_metadata.visibility import BlockRows, KeptRows
 from tests.mutants.mutant import mutant
 from tests.mutants.visibility import change_lengths
@@ -62,6 +63,37 @@ def block_is_not_among_the_keys(patch: pytest.MonkeyPatch) -> None:
 def block_counts_masks_alone(patch: pytest.MonkeyPatch) -> None:
     """The root is counted among the committed tokens: the last row of a block is seen by none."""
     change_lengths(patch, lambda step, _, lens: lens - int(step.kind is BLOCK))
+
+
+def change_rows(patch: pytest.MonkeyPatch, change: Callable[[Step, Any], dict[str, torch.Tensor]]) -> None:
+    """Let the rows of draft blocks see other tokens of compressed plans. change: (step, rows as planned) -> fields."""
+    rows_of = compressed._rows
+
+    def changed(step: Step, *rest: Any) -> Any:
+        rows = rows_of(step, *rest)
+        return replace(rows, **change(step, rows)) if step.kind is BLOCK else rows
+
+    patch.setattr(compressed, "_rows", changed)
+
+
+@mutant("vLLM #57432: causal visibility for DSpark's block, which is not causal", "math.draft_block", backend="dsv4")
+def listed_block_is_causal(patch: pytest.MonkeyPatch) -> None:
+    """Rows of a draft block list the tokens up to themselves alone."""
+    change_rows(patch, lambda _, rows: {"last_seen": rows.position})
+
+
+@mutant("vLLM #57432: a padded width for the active one", "math.draft_block", backend="dsv4")
+def listed_block_is_as_long_as_its_tile(patch: pytest.MonkeyPatch) -> None:
+    """The lists of a draft block hold the rows that its width is padded to."""
+    change_rows(patch, lambda step, rows: {"last_seen": rows.last_seen + 8 - step.width})
+
+
+@mutant(
+    "our own: the window that DFlash's blocks have, from each row's own position", "math.draft_block", backend="dsv4"
+)
+def listed_block_has_a_window_for_each_row(patch: pytest.MonkeyPatch) -> None:
+    """The windows of a draft block's rows begin one token after the other, not all before the block."""
+    change_rows(patch, lambda _, rows: {"first_seen": (rows.position + 1 - WINDOW).clamp_min(0)})
 
 
 @mutant("vLLM's (window - 1, 0) of a layer without a causal mask", "math.window", "math.window_and_sinks")
