@@ -209,7 +209,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
     (MEASURED, r"(\S+) executed cases", executed),
-    (MEASURED, r"take turns pass (\S+) cases", new_phases),
+    (MEASURED, r"take turns pass\s+(\S+) cases", new_phases),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs, (\S+) cases on", executed),
@@ -278,7 +278,12 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (
         MEASURED,
         r"and (\S+) to (\S+) times on Gluon",
-        lambda: spread((row["ratio"] for row in rows("h200/mixed", kernel="gluon")), 2),
+        lambda: spread((row["ratio"] for row in rows("h200/mixed_gluon", kernel="gluon")), 2),
+    ),
+    (
+        MEASURED,
+        r"FlashAttention-3, (\S+) to (\S+) times\s+on FlashInfer",
+        lambda: spread((row["ratio"] for row in rows("h200/mixed", kernel="flashinfer_fa3")), 2),
     ),
 ]
 TABLE = [

@@ -3,14 +3,16 @@
 python -m attn_backends.conformance.summary REPORT.json ...
 
 Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
-backend of another project (`project:backend`) the first failure of a check stands for all, with their number.
+backend of another project (`project:backend`) the first failure of a check stands for all, with their number. A cause
+stands in one row. Others that have it, but for numbers, name that row's check.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from attn_backends.errors import AttnBackendsError
 from attn_backends.results import read
 
 COMMAND = "python -m attn_backends.conformance.summary"
+_NUMBERS = re.compile(r"[\d,… ]+")
+_PLACES = re.compile(r"(row#belongs#to#slot#and#is#(nowhere|at#slot#);?#?)+")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +46,7 @@ def summary(report: Report) -> Report:
     groups: dict[object, list[Row]] = {}
     for number, row in enumerate(report.rows):
         groups.setdefault(_sort(row, number), []).append(row)
-    return replace(report, rows=tuple(_one(rows) for rows in groups.values()))
+    return replace(report, rows=tuple(_told_once(_one(rows) for rows in groups.values())))
 
 
 def _sort(row: Row, number: int) -> object:
@@ -61,6 +65,18 @@ def _one(rows: Sequence[Row]) -> Row:
     if rows[0].status is Outcome.FAIL:
         return replace(rows[0], cases=cases, ms=ms)
     return replace(max(rows, key=_part_of_budget), case=None, cases=cases, ms=ms)
+
+
+def _told_once(rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows; a cause that another row of the backend has, but for numbers, is that row's."""
+    told: dict[object, Row] = {}
+    for row in rows:
+        _, has_cause, cause = row.reason.partition("Cause: ")
+        if row.status is Outcome.FAIL and has_cause and not cause.startswith("none was found"):
+            sort = _PLACES.sub("places", _NUMBERS.sub("#", cause))
+            first = told.setdefault((row.backend, row.kernel, sort), row)
+            row = row if first is row else replace(row, reason=f"the cause is that of {first.check}, {first.path}")
+        yield row
 
 
 def _part_of_budget(row: Row) -> float:

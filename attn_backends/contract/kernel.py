@@ -82,7 +82,7 @@ class Kernel(Generic[Plan]):
     (planner, plan, shape, workspaces of all forwards) -> whether a captured step's planner writes all schedules from
     now on, by its own launch; None if it never does. scratch: buffers that hold nothing between two launches, one set
     for all launches of a backend, which therefore belong on one stream; of sizes that no step changes. slower_mixed:
-    (layer, running requests) -> why one step of packed rows of prompts and of these is slower than two; empty if not.
+    (layer, running requests, rows of prompts) -> why one step of packed rows of both is slower than two; empty if not.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Kernel(Generic[Plan]):
     along: Callable[[object, Plan, LayerShape, Mapping[str, Tensor]], bool] | None = None
     scratch: tuple[BufferSpec, ...] = ()
     takes_parts: bool = False
-    slower_mixed: Callable[[AttentionLayer, int], str] = lambda *_: "no measurement has one step as fast as two"
+    slower_mixed: Callable[[AttentionLayer, int, int], str] = lambda *_: "no measurement has one step as fast as two"
 
     def layer_reasons(
         self,

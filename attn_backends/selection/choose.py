@@ -50,11 +50,12 @@ class Choice:
     passed_over: tuple[str, ...] = ()
     layers: Sequence[AttentionLayer] = ()
 
-    def slower_mixed(self, num_running: int) -> str:
-        """Why prompts and so many running requests are faster as two steps than as one (`spec_metadata.mixed_step`), of
-        the kernel of prefills; empty if one is as fast. That depends on the layers, which the workload names.
+    def slower_mixed(self, num_running: int, num_prompt_rows: int) -> str:
+        """Why so many running requests and rows of prompts are faster as two steps than as one
+        (`spec_metadata.mixed_step`), of the kernel of prefills; empty if one is as fast. That depends on the layers,
+        which the workload names.
         """
-        reasons = [self.kernel.slower_mixed(layer, num_running) for layer in self.layers]
+        reasons = [self.kernel.slower_mixed(layer, num_running, num_prompt_rows) for layer in self.layers]
         return next(filter(None, reasons), "" if reasons else "the workload names no layers")
 
 

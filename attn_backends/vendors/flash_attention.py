@@ -50,6 +50,7 @@ from spec_metadata.plans.ragged import RaggedPlan
 from spec_metadata.visibility import BlockRows
 
 MLA_SIZES = (576, 512)
+TILE_ROWS, NUM_SMS = 128, 132  # of the kernel for keys and values, and of the H200 that it was measured on
 _SIZES = frozenset({(64, 64), (128, 128), (256, 256), MLA_SIZES})
 _UNIFORM = Capabilities(
     page_sizes=None,
@@ -174,16 +175,20 @@ def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Ke
     )
 
 
-def slower_mixed(layer: AttentionLayer, num_running: int) -> str:
+def slower_mixed(layer: AttentionLayer, num_running: int, num_prompt_rows: int) -> str:
     """`Kernel.slower_mixed`. Packed rows get the tiles of the longest query.
 
     Chunks of 512 and 2,048 tokens ran beside decodes and verifies of 4, at 4,096 tokens. Where the reason is empty, one
-    step took 0.92 to 0.99 times as long as two, and elsewhere 1.00 to 1.22 times (H200, mixed.json).
+    step took 0.67 to 0.99 times as long as two, and elsewhere 0.90 to 1.22 times (H200, mixed.json).
     """
     if (layer.head_dim, layer.v_head_dim) == MLA_SIZES:
         rows = layer.num_heads * num_running
         return "" if rows >= 2048 else f"{rows} rows of heads are few for its tiles of prompts (it needs 2048)"
-    return "" if num_running <= 64 else f"{num_running} requests are many for its tiles of prompts (it takes 64)"
+    running = layer.num_kv_heads * num_running
+    tiles = running + ceil_div(num_prompt_rows * layer.num_heads, TILE_ROWS)
+    if tiles <= NUM_SMS or 256 <= running <= 512:
+        return ""
+    return f"{tiles} tiles, {running} of them of running requests (it takes {NUM_SMS} in all, or 256 to 512 of these)"
 
 
 def _launch(

@@ -118,7 +118,9 @@ class Plans:
         """Running requests that are a step of their own beside prompts: vLLM has those of one width first."""
         first = batch.query_lens[0] if batch.bs else 0
         running = batch.leading(first) if first in (1, self.num_draft_tokens) else 0
-        reason = self.backend.choices[StepKind.PREFILL].slower_mixed(running) if 0 < running < batch.bs else ""
+        if not 0 < running < batch.bs:
+            return 0
+        reason = self.backend.choices[StepKind.PREFILL].slower_mixed(running, sum(batch.query_lens[running:]))
         if reason and not self._told:
             logger.info(
                 "%s attends prompts and %d running requests in two steps: %s", self.backend.name, running, reason
