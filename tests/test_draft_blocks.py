@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_backends import AttentionLayer, PagedKV, UnsupportedStepError, get_backend
+from attn_backends import AttentionLayer, PagedKV, UnsupportedStepError
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
 from spec_metadata import BlockTable, CacheGeometry, Capacity, InvalidStepError, PackedQuery, Step, StepKind
@@ -47,11 +47,18 @@ def causal_fa3() -> type[AttentionBackend]:
     return type("CausalFA3", (FA3Backend,), {"kernels": (replace(kernel, capabilities=able),)})
 
 
+def blockless_fa3() -> type[AttentionBackend]:
+    """With one kernel, which declares no draft blocks."""
+    kernel = torch_kernel(FA3Backend)
+    able = {kind: known for kind, known in kernel.capabilities.items() if kind is not StepKind.DRAFT_BLOCK}
+    return type("BlocklessFA3", (FA3Backend,), {"kernels": (replace(kernel, capabilities=able),)})
+
+
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
         (causal_fa3(), "see those after them (it needs a non-causal kernel)"),
-        (get_backend("dsv4"), "draft token by token, in draft_decode steps, or take a backend that has one"),
+        (blockless_fa3(), "draft token by token, in draft_decode steps, or take a backend that has one"),
     ],
     ids=["kernel", "backend"],
 )
