@@ -1,7 +1,8 @@
 """What planning a cycle costs: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
 
-A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Each phase is captured with `BoundInputs`, on an
-engine's own buffers, for layers of one shape, so that their kernel's vendor plans along. A row is one graph: of a phase
+A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4 and a ragged verify
+of at most 4 rows, of kernels that capture them. Each phase is captured with `BoundInputs`, on an engine's own buffers,
+for layers of one shape, so that their kernel's vendor plans along. A row is one graph: of a phase
 alone, or of the whole cycle. us: elapsed device time of a replay less that of a graph of one empty kernel, medians of
 rounds in which all take turns. kernel_us: the sum of what its kernels take. nodes: kernels, copies and fills. The host
 launches nothing else. host_us, of a cycle: making its three steps and copying their inputs, for an engine that binds no
@@ -26,10 +27,11 @@ from benchmarks.rows import Asked, Missing, Row, Stage, missing
 from benchmarks.shapes import DTYPE, LAYERS
 from benchmarks.speculation import CYCLE, NUM_STEPS, PHASES, Batch, Tables, speculative
 from benchmarks.timing import CALIBRATION, Work, take_host_turns, take_turns
-from spec_metadata import BoundInputs
+from spec_metadata import BoundInputs, StepKind
 from spec_metadata.plans.compressed import Compression
 
 PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
+KINDS, RAGGED = PHASES | {"block": StepKind.DRAFT_BLOCK}, "ragged_verify"
 CAPACITY_CONTEXT = 131072
 OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128, (Compression(4, True, True), 512))
 
@@ -47,7 +49,7 @@ def plans(asked: Asked) -> Iterator[Row | Missing]:
                 for size in asked.sizes:
                     batch = Batch.of(tables, size.batch_size, size.context)
                     try:
-                        yield from _rows(backend, kernel.name, batch, tables, asked.stage)
+                        yield from _rows(backend, kernel, batch, tables, asked.stage)
                     except Exception as error:  # of a vendor, which may raise anything
                         yield missing(backend, kernel.name, f"{size}, page size {page_size}", error)
 
@@ -64,52 +66,50 @@ def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Ke
     return [*vendors[:1], *ours[:1]]
 
 
-def layer_shape(backend: type[AttentionBackend]) -> LayerShape:
-    """Of a layer that attends: MLA with 16 heads, else grouped queries, or DeepSeek-V4's that is indexed."""
+def layer_shape(backend: type[AttentionBackend], kind: StepKind) -> LayerShape:
+    """Of a layer that attends: MLA with 16 heads, else grouped queries, or DeepSeek-V4's: one that is indexed, or that
+    drafts blocks.
+    """
     formats: frozenset[object] = frozenset(backend.formats)
     if CompressedFormat.COMPRESSED in formats:
-        return OF_DSV4
+        return OF_DSV4._replace(variant=(None, 0)) if kind is StepKind.DRAFT_BLOCK else OF_DSV4
     format = CacheFormat.LATENT if CacheFormat.LATENT in formats else CacheFormat.KV
     return LayerShape.of(LAYERS[format][0], DTYPE, DTYPE)
 
 
-def _rows(backend: type[AttentionBackend], kernel: str, batch: Batch, tables: Tables, stage: Stage) -> Iterator[Row]:
-    chosen = dict.fromkeys(PHASES.values(), kernel)
+def _rows(backend: type[AttentionBackend], kernel: Kernel, batch: Batch, tables: Tables, stage: Stage) -> Iterator[Row]:
+    chosen = dict.fromkeys(KINDS.values() & kernel.capabilities.keys(), kernel.name)
     made = backend(tables.capacity, tables.geometry, stage.device, kernel=chosen)
     graphs = _graphs(made, batch, stage)
     empty = _captured(torch.zeros(1, device=stage.device).zero_, stage)
     replays = [graph.replay for graph in graphs.values()]
     *times, least = take_turns([*replays, empty.replay], stage.rounds, stage.clock)
-    host_us, loop_us = _copying(made, batch, stage)
+    copying = {CYCLE: _copying(made, batch, stage)}
+    place = {
+        "page_size": tables.capacity.page_size,
+        "batch_size": len(batch.lens),
+        "context": batch.host["max_committed"],
+    }
     for phase, us in zip(graphs, times, strict=True):
         nodes = nodes_of(graphs[phase])
-        yield {
-            "bench": "plans",
-            "backend": backend.name,
-            "kernel": kernel,
-            "phase": phase,
-            "page_size": tables.capacity.page_size,
-            "batch_size": len(batch.lens),
-            "context": batch.host["max_committed"],
-            "us": round(us - least, 2),
-            "kernel_us": round(sum(nodes), 2),
-            "nodes": len(nodes),
-            "host_us": round(host_us, 2) if phase == CYCLE else None,
-            "loop_us": round(loop_us, 1) if phase == CYCLE else None,
-        }
+        device = {"us": round(us - least, 2), "kernel_us": round(sum(nodes), 2), "nodes": len(nodes)}
+        host_us, loop_us = copying.get(phase, (None, None))
+        of = {"bench": "plans", "backend": backend.name, "kernel": kernel.name, "phase": phase}
+        yield {**of, **place, **device, "host_us": host_us, "loop_us": loop_us}
 
 
 def _graphs(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str, Graph]:
-    """A graph of each phase's plan, and one of all, on buffers of an engine's own."""
-    layers = [layer_shape(type(backend))]
-    steps = {phase: batch.step(kind) for phase, kind in PHASES.items()}
-    metas = {
-        phase: backend.capture(
-            step.bucket(), step.paging, BoundInputs(step.seq_lens, step.out_cache_loc), layers=layers
-        )
-        for phase, step in steps.items()
-    }
-    held = {phase: (meta,) for phase, meta in metas.items()} | {CYCLE: tuple(metas.values())}
+    """A graph of each phase's plan, and one of a cycle's, on buffers of an engine's own."""
+    steps = {phase: batch.step(kind) for phase, kind in KINDS.items() if kind in backend.choices}
+    held = {}
+    for phase, step in steps.items():
+        layers, inputs = [layer_shape(type(backend), step.kind)], BoundInputs(step.seq_lens)
+        held[phase] = [backend.capture(step.bucket(), step.paging, inputs, layers=layers)]
+        if step.kind is StepKind.TARGET_VERIFY and backend.kernel_of(step.kind).capabilities[step.kind].captures_packed:
+            bucket = backend.capacity.verify_bucket(step.bs, step.num_tokens)
+            inputs = BoundInputs(step.seq_lens, widths=torch.ones_like(step.seq_lens))
+            held[RAGGED] = [backend.capture(bucket, step.paging, inputs, layers=layers)]
+    held[CYCLE] = [held[phase][0] for phase in PHASES]
 
     def plan(name: str) -> None:
         for meta in held[name]:
@@ -124,7 +124,7 @@ def _captured(region: Callable[[], object], stage: Stage) -> Graph:
     return graph
 
 
-def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> list[float]:
+def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> tuple[float, float]:
     """Host time of a cycle's steps and the copies of their inputs, and of the calibration loop."""
     steps = {kind: batch.step(kind) for kind in PHASES.values()}
     metas = {kind: backend.capture(step.bucket(), step.paging) for kind, step in steps.items()}
@@ -133,7 +133,8 @@ def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> list[floa
         for kind, meta in metas.items():
             backend.copy_inputs(meta, batch.step(kind))
 
-    return take_host_turns([Work.of(copy), CALIBRATION], max(1, stage.rounds // 10), stage.device)
+    us, loop_us = take_host_turns([Work.of(copy), CALIBRATION], max(1, stage.rounds // 10), stage.device)
+    return round(us, 2), round(loop_us, 1)
 
 
 def nodes_of(graph: Graph) -> list[float]:

@@ -74,4 +74,6 @@ class Batch:
             return Step.draft_decode(1, self.capacity.num_steps, self.lens, self.paging, **self.host)
         if kind is StepKind.DRAFT_EXTEND:
             return Step.draft_extend(UniformQuery(self.capacity.extend_width), self.lens, self.paging, **self.host)
+        if kind is StepKind.DRAFT_BLOCK:
+            return Step.draft_block(self.capacity.num_draft_tokens, self.lens, self.paging, **self.host)
         return Step.target_verify(self.capacity.num_draft_tokens, self.lens, self.paging, **self.host)
