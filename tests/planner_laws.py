@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attn_backends.kernels import plan_operators
 from attn_backends.kernels.schedule_operators import share_out
+from attn_backends.kernels.tile_sizes import TileSizes
 from attn_backends.kernels.work_operators import NUM_WORDS, WorkLists, list_work
 from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
@@ -29,6 +30,7 @@ from spec_metadata.plans.compressed import Compression
 from spec_metadata.visibility import leading, query_starts
 from tests.plan_batches import Case
 from tests.specified import specified
+from tests.tile_words import words_of
 
 GARBAGE = 12345
 
@@ -115,15 +117,18 @@ def check_equal(form: Form, case: Case) -> None:
 
 def written_along(plan: Callable[[], None], buffers: Buffers) -> tuple[Tensor, ...]:
     """A vendor's schedule that a launch is to write along: of a block table FlashMLA's share-outs to some parts, and
-    their scratch; of CSR FlashInfer's lists of work.
+    their scratch; of CSR FlashInfer's lists of work; of the ragged form FlashAttention-3's words.
     """
-    if next((buffers[name] for name in ("cache_seqlens", "kv_len") if name in buffers), torch.empty(0)).numel() == 0:
+    names = ("cache_seqlens", "kv_len", "seqused_k")
+    if next((buffers[name] for name in names if name in buffers), torch.empty(0)).numel() == 0:
         return ()  # of another form, or an idle step
     assert isinstance(plan, plan_operators.PagePlanner)
     made = _garbage_along(buffers)
     for is_first in (True, False):
         if "kv_len" in buffers:
             assert plan.list_work(WorkLists(*made), *_listed(buffers)) is is_first, "a launch writes one"
+        elif "seqused_k" in buffers:
+            assert plan.split_tiles(*made, _tiles(buffers)) is is_first, "a launch writes one for each forward"
         else:
             assert plan.share_out(*made) is is_first, "a launch writes one for each forward"
     return made
@@ -139,6 +144,13 @@ def check_along(made: tuple[Tensor, ...], expected: Buffers) -> None:
         rows = given["qo_indptr"], given["kv_indptr"], given["kv_len"]
         num_tokens, num_heads, causal = _listed(expected)
         list_work(*rows, WorkLists(*wanted), num_tokens=num_tokens, num_heads=num_heads, causal=causal)
+    elif "seqused_k" in given:
+        rows, (words,) = given["cu_seqlens_q"].diff().tolist(), wanted
+        for lens, of_forward in zip(given["seqused_k"].tolist(), words, strict=True):
+            told = torch.tensor(words_of(rows, lens, _tiles(expected)), dtype=torch.int32)
+            of_forward[: len(told)] = told
+            runs = of_forward[: len(told) - 1].view(-1, _tiles(expected).stride)
+            runs[:, len(lens) :] = GARBAGE
     else:
         for forward, *of_forward in zip(given["cache_seqlens"], *wanted, strict=True):
             share_out(forward, *of_forward)
@@ -151,7 +163,17 @@ def _listed(buffers: Buffers) -> tuple[int, int, bool]:
     return buffers.extent.num_tokens, 24, buffers.extent.bs % 2 == 0
 
 
+def _tiles(buffers: Buffers) -> TileSizes:
+    """Sizes of tiles that few tokens fill: every kind of word, or rows alone."""
+    bs = buffers.extent.bs
+    has_splits, stride = bs % 3 != 0, -(-bs // 4) * 4
+    return TileSizes(4, 8, 3, 4, 2, 7, 9 if has_splits else 1, 12, int(has_splits), bs % 2, stride)
+
+
 def _garbage_along(buffers: Buffers) -> tuple[Tensor, ...]:
+    if "seqused_k" in buffers:
+        shape, device = (buffers["seqused_k"].shape[0], 3 * _tiles(buffers).stride + 4), buffers["seqused_k"].device
+        return (torch.full(shape, GARBAGE, dtype=torch.int32, device=device),)
     if "kv_len" not in buffers:
         return _share_outs(buffers["cache_seqlens"])
     words = torch.full((NUM_WORDS,), GARBAGE, dtype=torch.int32, device=buffers["kv_len"].device)

@@ -96,6 +96,26 @@ def test_a_launch_gives_the_driver_every_parameter(machine: SimpleNamespace) -> 
     ]
 
 
+def test_a_launch_on_other_arguments_gives_the_driver_all_of_them(machine: SimpleNamespace) -> None:
+    """Of tensors their addresses; the same kernel is launched by Triton where the driver tells no parameters."""
+    kernel, (lens, into) = Kernel(), torch.zeros(2, 4, dtype=torch.int32)
+    kernel.src.signature = {**SIGNATURE, "sizes": ("i32", ("i64", "*i8")), "counts": ("i32", "i32")}
+    machine.driver.places = [*PLACES, (48, 4), (52, 4)]
+    calls = [(lens, 3, None, into, (-7, (2**40, lens)), (1, 2)), (into, 4, None, lens, (8, (0, into)), (5, 6))]
+    launch = cuda_launch.bind_arguments(kernel, DEVICE, GRID, calls[0])
+    for call in calls:
+        launch(*call)
+    a, b = lens.data_ptr(), into.data_ptr()
+    assert [values for *_, values in machine.driver.launched] == [
+        [a, 3, b, -7, 2**40, a, 1, 2],
+        [b, 4, a, 8, 0, b, 5, 6],
+    ]
+    machine.driver = Driver([])
+    cuda_launch._parameter_places.cache_clear()
+    cuda_launch.bind_arguments(kernel, DEVICE, GRID, calls[0])(*calls[1])
+    assert kernel.launched == [(GRID, calls[1])]
+
+
 OTHER_PLACES = {
     "none are told": [],
     "fewer": PLACES[:-1],

@@ -14,15 +14,19 @@ from attn_backends import backend
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.backends.trtllm_mla import TrtllmMLABackend
 from attn_backends.cache import CacheFormat
+from attn_backends.conformance import worlds
 from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernels.tile_sizes import TileSizes
 from attn_backends.layer import AttentionLayer, LatentQuery, joined
 from attn_backends.selection import providers
-from attn_backends.vendors import flash_attention
+from attn_backends.vendors import flash_attention, flash_attention_tiles
 from spec_metadata import StepKind
+from spec_metadata.capacity import ceil_div
 from tests.checks import check_eager, check_replay
+from tests.triton_interpreter import interpreted
 from tests.vendor_stand_ins import (
     batches,
     check_replay_after_warmup,
@@ -40,11 +44,10 @@ HOPPER, SGLANG = "flash_attn_interface", "sgl_kernel.flash_attn"
 VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 
 
-def words(bs: int, max_seqlen_q: int, causal: bool, window_size: tuple[int, int]) -> int:
-    """How long the metadata of a step is."""
-    local = window_size[0] >= 0
-    vectors = 2 + (local or (causal and max_seqlen_q > 1))
-    return (bs + 3) // 4 * 4 * vectors + 1
+def tiles_of(bs: int, max_seqlen_q: int, causal: bool, window_size: tuple[int, int]) -> TileSizes:
+    """Tiles of one key, and as many splits as there are: splits tell lengths, so that those of another step show."""
+    masks = window_size[0] >= 0 or (causal and max_seqlen_q > 1)
+    return TileSizes(1, 1, 1, 1, 1, 10**6, 10**6, 1, 1, int(masks), ceil_div(bs, 4) * 4)
 
 
 def get_scheduler_metadata(
@@ -70,9 +73,12 @@ def get_scheduler_metadata(
     assert cu_seqlens_q is not None
     assert page_size is not None
     assert max_seqlen_k % page_size == 0
-    metadata = torch.zeros(words(batch_size, max_seqlen_q, causal, window_size), dtype=torch.int32)
-    metadata[:batch_size] = cache_seqlens
-    return metadata
+    tiles = tiles_of(batch_size, max_seqlen_q, causal, window_size)
+    kinds = [cu_seqlens_q.diff(), cache_seqlens.clamp(min=1), torch.ones_like(cache_seqlens)]
+    words = torch.zeros(tiles.stride * (2 + tiles.has_heads) + 1, dtype=torch.int32)
+    for place, kind in enumerate(kinds[: 2 + tiles.has_heads]):
+        words[place * tiles.stride :][:batch_size] = kind
+    return words
 
 
 def forward(
@@ -101,9 +107,11 @@ def forward(
     assert (q.shape[-1], v.shape[-1]) in {(64, 64), (64, 512)}
     reach = None
     if scheduler_metadata is not None:
-        assert scheduler_metadata.shape == (words(bs, max_seqlen_q, causal, window_size),)
+        tiles = tiles_of(bs, max_seqlen_q, causal, window_size)
+        assert scheduler_metadata.shape == (tiles.stride * (2 + tiles.has_heads) + 1,)
         assert scheduler_metadata.storage_offset() % 4 == 0
-        reach = scheduler_metadata[:bs]
+        is_right = (scheduler_metadata[:bs] == cu_seqlens_q.diff()) & (scheduler_metadata[-1] == 0)
+        reach = scheduler_metadata[tiles.stride : tiles.stride + bs] * is_right
     if qv is not None:
         q, k = torch.cat((qv, q), -1), torch.cat((v, k), -1)
     out, lse = paged_attention(
@@ -296,6 +304,38 @@ def test_a_schedule_of_another_step_is_seen(name: str, monkeypatch: pytest.Monke
     world = world_of(FA3Backend, name, (KV, 16, 1))
     with pytest.raises(CheckFailure, match="rows are wrong"):
         check_replay_after_warmup(world, *batches(StepKind.DECODE, 1, 16), plans_itself=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_captured_step_is_planned_with_its_tiles_by_one_launch(
+    kind: StepKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package makes them once, at capture; no replay asks it again."""
+    interpreted("triton_plan_tiles", "_plan_and_split")
+    monkeypatch.setattr(worlds, "planner_of", lambda kernel: "fused")
+    monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
+    monkeypatch.setattr(providers, "version_of", lambda distribution: "0.33.1")
+    named = ("batch_size", "max_seqlen_q", "causal", "window_size")
+    monkeypatch.setattr(
+        flash_attention_tiles, "tile_sizes", lambda words, given, num: tiles_of(*[given[name] for name in named])
+    )
+    refresh = flash_attention.TileSchedule.refresh
+    monkeypatch.setattr(
+        flash_attention.TileSchedule, "refresh", lambda self: None if len(self.metadata) else refresh(self)
+    )
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    for plans_itself in (False, True):
+        check_replay_after_warmup(world, *batches(kind, 1, 16), plans_itself=plans_itself)
+
+
+@pytest.mark.parametrize(("name", "version", "is_known"), [("vllm", "0.33.0", True), ("vllm", "0.34.0", False)])
+def test_words_are_written_for_versions_that_are_known_alone(
+    name: str, version: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(providers, "version_of", lambda distribution: version if distribution == name else None)
+    monkeypatch.setattr(flash_attention_tiles, "split_along", lambda *given: True)
+    found = {source.name: source.split_along(None, None, None, {}) for source in flash_attention.SOURCES}
+    assert found == {"flash_attn_interface": False, "sgl_kernel": False, "vllm_flash_attn": is_known}
 
 
 @pytest.mark.parametrize("name", NAMES)

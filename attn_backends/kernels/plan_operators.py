@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels.devices import is_watched, on_its_device, undispatched
+from attn_backends.kernels.tile_sizes import TileSizes
 from attn_backends.kernels.work_operators import WorkLists
 from spec_metadata import BoundStep, Buffers, Paging, RequestTable, Step, StepKind, UniformQuery
 from spec_metadata.errors import InvalidStepError
@@ -179,16 +180,22 @@ def _bind_pages(
 class PagePlanner:
     """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule.
 
-    launch: the tensors of a schedule, or none, and the numbers of work lists -> what launches.
+    launch: the tensors of a schedule, or none, and its numbers -> what launches.
     """
 
     def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Callable[[], None]]) -> None:
         self._launch, self._has_along = launch, False
-        self._write = launch((), ())
+        self._write, self._read = launch((), ()), lambda: None
 
     def __call__(self) -> None:
         """Launch."""
+        self._read()
         self._write()
+
+    def behind(self, read: Callable[[], None]) -> PagePlanner:
+        """This planner, from now on with a launch before its own that reads the step."""
+        self._read = read
+        return self
 
     def share_out(self, parts: Tensor, splits: Tensor, marks: Tensor) -> bool:
         """Write FlashMLA's share-outs of all forwards along from now on; False where others are written already.
@@ -203,6 +210,13 @@ class PagePlanner:
         Arguments as of `work_operators.list_work`, of CSR of one length a request.
         """
         return self._write_along(lists, (num_tokens, num_heads, int(causal)))
+
+    def split_tiles(self, words: Tensor, tiles: TileSizes) -> bool:
+        """Write FlashAttention-3's scheduler metadata of all forwards along from now on; False where another schedule
+        is written already. words: [num_forwards, words] int32, of a request or more: rows, splits and heads, the kinds
+        that `tiles` has, [stride] each, then the counter of tiles, 0.
+        """
+        return self._write_along((words,), tiles)
 
     def _write_along(self, tensors: Sequence[Tensor], listed: Sequence[int]) -> bool:
         if self._has_along:
@@ -267,6 +281,10 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
 def _pages(*arguments: Any) -> Prepared:
     num = len(StepInputs._fields)
     inputs, (*outputs, along, listed), counts = StepInputs(*arguments[:num]), arguments[num:-8], arguments[-8:]
+    if len(along) == 1:
+        from attn_backends.kernels import triton_plan_tiles
+
+        return triton_plan_tiles.plan_and_split(inputs, outputs, along[0], TileSizes(*listed), *counts)
     if listed:
         from attn_backends.kernels import triton_plan_work
 

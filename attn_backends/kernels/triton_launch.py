@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attn_backends.kernels.cuda_launch import bind_launch, bind_tensors
+from attn_backends.kernels.cuda_launch import bind_arguments, bind_launch, bind_tensors
 
 MOST_KEPT = 1024
 """Launches that a `DirectLaunch` keeps; with one more it begins anew."""
@@ -53,16 +53,22 @@ class Launch:
     def __init__(self, kernel: Any, device: torch.device, grid: tuple[int, int, int], num_warps: int = 4) -> None:
         self.kernel, self._device, self._grid, self._num_warps = kernel, device, grid, num_warps
         self._compiled: dict[Hashable, Any] = {}
+        self._direct: dict[Hashable, Callable[..., None]] = {}
 
     def __call__(self, variant: Hashable, *arguments: Any) -> None:
         """Launch. variant: what compilation depends on: types, which arguments are None, and constants, which are the
-        last arguments. Integers must fit 32 bits.
+        last arguments. Integers must fit 32 bits. What launches it after that is a thread's own (`bind_arguments`).
         """
-        compiled = self._compiled.get(variant)
-        if compiled is None:
+        key = (get_ident(), variant)
+        direct = self._direct.get(key)
+        if direct is not None:
+            direct(*arguments)
+        elif variant not in self._compiled:
             self.compile(variant, *arguments)
         else:
-            compiled[self._grid](*arguments)
+            compiled = self._compiled[variant]
+            direct = self._direct[key] = bind_arguments(compiled, self._device, self._grid, arguments)
+            direct(*arguments)
 
     def compile(self, variant: Hashable, *arguments: Any) -> None:
         """The first launch of a variant, which compiles it."""

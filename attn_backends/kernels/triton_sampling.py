@@ -11,6 +11,8 @@ neither on the launch nor on the other rows.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -237,9 +239,8 @@ def sample(logits: Tensor, params: SamplingParams, positions: Tensor, tokens: Te
     is_aligned = not any(each % 16 for each in (*strides, vocab, logits.data_ptr()))
     constants = (is_aligned, _SHIFTS[logits.dtype], _DRAWN, _VECTORS)
     given = (positions, params.temperature, params.top_p, params.top_k, params.seed)
-    launch = Launch(_choose, logits.device, (bs * width, 1, 1), _WARPS)
-    launch(
-        (logits.dtype, constants),
+    _launch(logits.device, bs * width)(
+        (logits.dtype, *(each.dtype for each in given), constants),
         logits,
         *(each.contiguous() for each in given),
         tokens,
@@ -248,3 +249,8 @@ def sample(logits: Tensor, params: SamplingParams, positions: Tensor, tokens: Te
         vocab,
         *constants,
     )
+
+
+@cache
+def _launch(device: torch.device, num_rows: int) -> Launch:
+    return Launch(_choose, device, (num_rows, 1, 1), _WARPS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -189,7 +190,11 @@ def share_out(
     num_parts = parts.shape[0]
     strides = (lens.stride(0), 0 if more_lens is None else more_lens.stride(0))
     numbers = (lens.shape[0], num_parts, most, lens.shape[0].bit_length())
-    launch = Launch(_share_out, lens.device, (1, 1, 1), _WARPS)
     variant = (lens.dtype, more_lens is None, read_lens is None, constants(num_parts))
     outputs = (parts, splits, marks, read_lens)
-    launch(variant, lens, more_lens, *outputs, *strides, *numbers, *constants(num_parts))
+    _launch(lens.device)(variant, lens, more_lens, *outputs, *strides, *numbers, *constants(num_parts))
+
+
+@cache
+def _launch(device: torch.device) -> Launch:
+    return Launch(_share_out, device, (1, 1, 1), _WARPS)

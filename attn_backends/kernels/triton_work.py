@@ -7,8 +7,10 @@ the lists. Every word is written once, so that no thread waits for another's.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -314,5 +316,9 @@ def list_work(
     """`work_operators.list_work`."""
     sizes = sizes_of(lists, kv_len.shape[0], num_tokens, num_heads)
     constants = constants_of(lists, sizes, causal)
-    launch = Launch(_list_work, kv_len.device, (1, 1, 1), _WARPS)
-    launch(constants, qo_indptr, kv_indptr, kv_len, *lists, *sizes, *constants)
+    _launch(kv_len.device)(constants, qo_indptr, kv_indptr, kv_len, *lists, *sizes, *constants)
+
+
+@cache
+def _launch(device: torch.device) -> Launch:
+    return Launch(_list_work, device, (1, 1, 1), _WARPS)

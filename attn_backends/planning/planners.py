@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_backends.errors import BackendUnavailableError
+from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.planning.captured import CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
 from attn_backends.selection import providers
@@ -82,6 +83,8 @@ def bind_fused(
     from attn_backends.kernels import triton_bound  # Triton is imported by those that run it
 
     read, plan = triton_bound.bind_ragged_read(bound), bind(step, buffers, None)
+    if isinstance(plan, PagePlanner):
+        return plan.behind(read)
 
     def read_and_plan() -> None:
         read()

@@ -10,7 +10,8 @@ and -inf where a row sees no key.
 
 The scheduler metadata says how many splits each request's keys get and in which order tiles run. Where a package lets
 us make it (`get_scheduler_metadata`), it is made once per forward and shape of layers into a declared buffer. That
-saves each layer 1 µs on an H200. Else the kernel prepares it before every launch, on the device too. Both are right
+saves each layer 1 µs on an H200. The launch that plans a captured step writes it along where the version is known
+(`flash_attention_tiles`). Else the kernel prepares it before every launch, on the device too. All are right
 under capture: the host sees only promises, the width of the step and the extent of the page table. From these it takes
 the largest number of splits, by the same heuristic for the metadata and the launch (num_splits=0), and the device
 shares splits out by the true lengths. So a graph can hold packed rows, too: max_seqlen_q is then a bound, and a request
@@ -29,7 +30,7 @@ begin at other keys of the prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,17 +40,16 @@ from torch import Tensor
 
 from attn_backends.cache import PagedCache, PagedKV
 from attn_backends.contract.capabilities import Capabilities, LseBase, of_dense
-from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled
+from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.selection import providers
-from spec_metadata import BufferSpec, StepKind
-from spec_metadata.buffers import NUM_FORWARDS, Dim
+from attn_backends.vendors import flash_attention_tiles as tiles
+from attn_backends.vendors.flash_attention_tiles import MLA_SIZES, TileSchedule
+from spec_metadata import StepKind
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.ragged import RaggedPlan
-from spec_metadata.visibility import BlockRows
 
-MLA_SIZES = (576, 512)
 TILE_ROWS, NUM_SMS = 128, 132  # of the kernel for keys and values, and of the H200 that it was measured on
 _SIZES = frozenset({(64, 64), (128, 128), (256, 256), MLA_SIZES})
 _UNIFORM = Capabilities(
@@ -71,27 +71,33 @@ PREFILL_OF_LATENTS = replace(
     window=False,
 )
 
-# At most four numbers a request, each kind in a run of whole 16 bytes, then a counter; 16 bytes keep forwards aligned.
-_METADATA = BufferSpec(
-    "scheduler_metadata",
-    torch.int32,
-    (NUM_FORWARDS, Dim("4 * round_up(bs, 4) + 4", lambda e: 16 * ceil_div(e.bs, 4) + 4)),
-    "splits and order of the tiles of each request, and the counter that tiles are drawn from",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A package that has FlashAttention-3; its calls are those of its entry in `providers.VENDOR_KERNELS`.
 
     names: what it calls an argument that we call otherwise, None for one that it does not take. chosen: what else it
-    must be given. missing: path of a text that says why it was built without the kernel, None if it was not.
+    must be given. missing: path of a text that says why it was built without the kernel, None if it was not. known: how
+    versions begin whose scheduler metadata our planners write, empty if none does.
     """
 
     name: str
     names: Mapping[str, str | None]
     chosen: Mapping[str, Any] = field(default_factory=dict)
     missing: str = ""
+    known: str = ""
+
+    @property
+    def prepare(self) -> str:
+        """Where its function is that makes scheduler metadata; empty if it has none."""
+        calls = providers.VENDOR_KERNELS[self.name].calls
+        return calls[1].path if len(calls) > 1 else ""
+
+    def split_along(self, planner: object, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> bool:
+        """As `split_along` of tiles, if the installed version's metadata is known."""
+        version = providers.version_of(providers.VENDOR_KERNELS[self.name].distribution) or ""
+        is_known = bool(self.known) and version.startswith(self.known)
+        return is_known and tiles.split_along(self.prepare, planner, plan, shape, buffers)
 
     def call(self, index: int, arguments: Mapping[str, Any]) -> Any:
         """Call one of its functions under its own names of the arguments."""
@@ -117,39 +123,9 @@ SOURCES = (
         {"page_table": "block_table"},
         {"fa_version": 3},
         "vllm.vllm_flash_attn.flash_attn_interface:FA3_UNAVAILABLE_REASON",
+        "0.33.",
     ),
 )
-
-
-class TileSchedule(Schedule):
-    """The scheduler metadata of one forward and shape. metadata: [words] int32, at the same place in every step."""
-
-    def __init__(self, source: Source, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
-        is_mla = (shape.head_dim, shape.v_head_dim) == MLA_SIZES
-        self._source, self._workspace = source, buffers[_METADATA.name]
-        self._arguments = {
-            "batch_size": plan.seqused_k.shape[0],
-            "max_seqlen_q": plan.max_seqlen_q,
-            "max_seqlen_k": plan.max_seqlen_k,
-            "num_heads_q": shape.num_heads,
-            "num_heads_kv": shape.num_kv_heads,
-            "headdim": shape.head_dim - shape.v_head_dim if is_mla else shape.head_dim,
-            "cache_seqlens": plan.seqused_k,
-            "qkv_dtype": shape.dtype,
-            "headdim_v": shape.v_head_dim,
-            "cu_seqlens_q": plan.cu_seqlens_q,
-            "page_size": plan.page_size,
-            "causal": _causal(plan, shape.window),
-            "window_size": _window(plan, shape.window),
-        }
-        self.metadata = self._workspace[:0]
-
-    def refresh(self) -> None:
-        """Make it again from the plan's lengths."""
-        prepare = providers.load(providers.VENDOR_KERNELS[self._source.name].calls[1].path)
-        made = prepare(**self._arguments)
-        self.metadata = self._workspace[: made.shape[0]]
-        self.metadata.copy_(made)
 
 
 def kernels(capabilities: Mapping[StepKind, Capabilities]) -> tuple[Kernel[RaggedPlan], ...]:
@@ -158,9 +134,6 @@ def kernels(capabilities: Mapping[StepKind, Capabilities]) -> tuple[Kernel[Ragge
 
 
 def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Kernel[RaggedPlan]:
-    schedule: Callable[[RaggedPlan, LayerShape, Mapping[str, Tensor]], Schedule] | None = None
-    if len(providers.VENDOR_KERNELS[source.name].calls) > 1:
-        schedule = partial(TileSchedule, source)
     return Kernel(
         source.name,
         partial(_launch, source),
@@ -168,8 +141,9 @@ def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Ke
         source.unavailable_reasons,
         architectures=frozenset({9}),
         source="flash_attention_3",
-        schedule=schedule,
-        workspaces=() if schedule is None else (_METADATA,),
+        schedule=partial(TileSchedule, source.prepare) if source.prepare else None,
+        workspaces=(tiles.METADATA,) if source.prepare else (),
+        along=source.split_along,
         takes_parts=True,
         slower_mixed=slower_mixed,
     )
@@ -221,26 +195,14 @@ def _launch(
         "max_seqlen_q": plan.max_seqlen_q,
         "max_seqlen_k": plan.max_seqlen_k,
         "softmax_scale": layer.scale,
-        "causal": _causal(plan, layer.window),
-        "window_size": _window(plan, layer.window),
+        "causal": tiles.is_causal(plan, layer.window),
+        "window_size": tiles.window_of(plan, layer.window),
         "return_softmax_lse": True,
         **({} if metadata is None else {"scheduler_metadata": metadata}),
         **source.chosen,
     }
     out, lse = source.call(0, arguments)[:2]
     return AttentionOutput(out, lse.transpose(0, 1))
-
-
-def _causal(plan: RaggedPlan, window: int | None) -> bool:
-    """Whether the kernel masks. A last row sees all keys, and a launch of nothing else is a tenth faster without."""
-    return plan.causal and (plan.max_seqlen_q > 1 or window is not None)
-
-
-def _window(plan: RaggedPlan, window: int | None) -> tuple[int, int]:
-    """(keys before the row's own, keys after it), -1 for all; rows are the last tokens of what is seen. `causal`
-    decides about the latter, but in a draft block, whose rows see all that come after them.
-    """
-    return (-1, -1) if window is None else (window - 1, -1 if isinstance(plan.drafted, BlockRows) else 0)
 
 
 def _check(source: Source, cache: PagedCache, layer: AttentionLayer) -> None:

@@ -56,5 +56,6 @@ mkdir -p "$work/fa3/vllm"
 cp -r "$work/vllm/vllm/vllm_flash_attn" "$work/fa3/vllm/"
 find "$work/fa3" -type f ! -name __init__.py ! -name flash_attn_interface.py ! -name '_vllm_fa3_C*' -delete
 touch "$work/fa3/vllm/__init__.py"
+mkdir "$work/fa3/vllm-0.33.0.dist-info" && cp "$work"/vllm/vllm-0.33.0.dist-info/METADATA "$work/fa3/vllm-0.33.0.dist-info/"
 pack "$work/fa3" "$out/fa3/fa3.tar.xz"
 du -sh "$out"/*
