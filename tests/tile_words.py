@@ -80,7 +80,7 @@ def _compared(
 ) -> Iterator[bool]:
     """Whether both plan random batches of one captured step alike."""
     context = 65536 if bs <= 33 else 8192
-    capacity = Capacity(bs, context, page_size, 1, max(width - 1, 1), width, block_size=width)
+    capacity = Capacity(bs, context, page_size, 1, max(width - 1, 1), max(width, 2), block_size=width)
     geometry = CacheGeometry(capacity.max_pages + 1, page_size)
     pages = torch.arange(1, capacity.max_pages + 1, dtype=torch.int32, device=device).repeat(bs, 1)
     lens = torch.ones(bs, dtype=torch.int32, device=device)
