@@ -85,7 +85,8 @@ def _compared(
     pages = torch.arange(1, capacity.max_pages + 1, dtype=torch.int32, device=device).repeat(bs, 1)
     lens = torch.ones(bs, dtype=torch.int32, device=device)
     backend = FA3Backend(capacity, geometry, device, kernel=KERNEL)
-    meta = backend.capture(capacity.bucket(kind, bs), BlockTable(pages, geometry), BoundInputs(lens), layers=[shape])
+    inputs = BoundInputs(lens, num_real=torch.full((1,), bs, dtype=torch.int32, device=device))
+    meta = backend.capture(capacity.bucket(kind, bs), BlockTable(pages, geometry), inputs, layers=[shape])
     scheduled = meta.schedules.planned(0, shape)
     assert isinstance(scheduled, Scheduled)
     schedule = scheduled.schedule
