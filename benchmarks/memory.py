@@ -29,7 +29,7 @@ CASES = {
     "dsv4": ((256, 1),),
 }  # page size and topk
 SIZES = tuple(CASES), (MAX_BS,), (MAX_CONTEXT,)
-TOTAL, ALL, WORKSPACE = "total", "all", "workspace"
+ALL, WORKSPACE = "all", "workspace"
 
 
 PAGINGS: Mapping[str, Callable[[CacheGeometry], Paging]] = {
@@ -41,7 +41,7 @@ PAGINGS: Mapping[str, Callable[[CacheGeometry], Paging]] = {
 
 
 def memory(asked: Asked) -> Iterator[Row | Missing]:
-    """A row of each buffer of each backend's cases, for as many requests and as long contexts as were asked for."""
+    """A row of each phase of each backend's cases, for as many requests and as long contexts as were asked for."""
     for backend in asked.backends:
         cases = CASES.get(backend.name, ((64, 1),))
         if asked.page_size is not None or asked.topk is not None:
@@ -52,8 +52,9 @@ def memory(asked: Asked) -> Iterator[Row | Missing]:
 
 
 def static_memory(backend: type[AttentionBackend], capacity: Capacity) -> Iterator[Row | Missing]:
-    """Over either form of table, and of each kernel's workspaces. phase: draft, verify or draft_extend; all, the memory
-    that they share; or workspace, of a kernel. buffer: its name, or total. paging: the form of the engine's table.
+    """Over either form of table, and of each kernel's workspaces. phase: draft, verify or draft_extend, each with what
+    all share; all; or workspace, of kernels. buffers: bytes by name, of what a phase has alone, or all share. paging:
+    the form of the engine's table.
     """
     geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
     made = backend(capacity, geometry)
@@ -67,21 +68,17 @@ def static_memory(backend: type[AttentionBackend], capacity: Capacity) -> Iterat
     place: dict[str, Any] = {"bench": "memory", "backend": backend.name, "batch_size": capacity.max_bs}
     place |= {"context": capacity.max_context, "page_size": capacity.page_size, "topk": capacity.topk}
 
-    def row(paging: str, phase: str, buffer: str, num_bytes: int) -> Row:
-        return {**place, "paging": paging, "phase": phase, "buffer": buffer, "bytes": num_bytes}
+    def row(paging: str, phase: str, num_bytes: int, buffers: Mapping[str, int]) -> Row:
+        return {**place, "paging": paging, "phase": phase, "bytes": num_bytes, "buffers": dict(buffers)}
 
     for paging, make in PAGINGS.items():
         by_kind = made.static_bytes(make(geometry))
-        yield from (row(paging, ALL, name, num_bytes) for name, num_bytes in by_kind[SHARED].items())
-        shared, own = sum(by_kind[SHARED].values()), 0
-        for phase, kind in PHASES.items():
-            of_phase = sum(by_kind[kind].values())
-            own += of_phase
-            yield from (row(paging, phase, name, num_bytes) for name, num_bytes in by_kind[kind].items())
-            yield row(paging, phase, TOTAL, of_phase + shared)
-        yield row(paging, ALL, TOTAL, own + shared)
-    for name, num_bytes in _workspaces(backend, capacity):
-        yield row("", WORKSPACE, name, num_bytes)
+        shared = sum(by_kind[SHARED].values())
+        own = {phase: sum(by_kind[kind].values()) for phase, kind in PHASES.items()}
+        yield from (row(paging, phase, own[phase] + shared, by_kind[kind]) for phase, kind in PHASES.items())
+        yield row(paging, ALL, sum(own.values()) + shared, by_kind[SHARED])
+    workspaces = dict(_workspaces(backend, capacity))
+    yield row("", WORKSPACE, sum(workspaces.values()), workspaces)
 
 
 def _workspaces(backend: type[AttentionBackend], capacity: Capacity) -> Iterator[tuple[str, int]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.memory import ALL, MAX_BS, MAX_CONTEXT, TOTAL
+from benchmarks.memory import ALL, MAX_BS, MAX_CONTEXT
 from benchmarks.rows import Row
 from benchmarks.speculation import CYCLE
 
@@ -60,7 +60,7 @@ _LATENTS: dict[str, Any] = {
     "kernel": ("triton", "gluon"),
 }
 _LATENTS |= {"width": 1, "batch_size": 128, "context": 4096}
-_STATIC = {"bench": "memory", "phase": ALL, "buffer": TOTAL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
+_STATIC = {"bench": "memory", "phase": ALL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
 _DECODE = {"bench": "kernels", "kernel": "triton", "width": 1}
 _CYCLE = {"phase": CYCLE, "context": 4096}
 _SAMPLED = {"bench": "sampling", "requests": 128}

@@ -637,7 +637,7 @@ def test_memory_needs_no_gpu(tmp_path, monkeypatch):
     assert all(each["met"] for each in written["targets"])
     words = ["memory", "--backend", "fa3", "--page-size", "16", "--batch-size", "2", "--context", "100"]
     found = run(words, tmp_path, monkeypatch)[1]["rows"]
-    tables = [row["bytes"] for row in found if (row["phase"], row["buffer"]) == ("all", "page_table")]
+    tables = [row["buffers"]["page_table"] for row in found if row["phase"] == "all"]
     assert tables == [4 * 2 * 7] * 2, "7 pages of 16 hold 100 tokens and 5 nodes"
 
 

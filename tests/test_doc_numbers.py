@@ -83,7 +83,7 @@ def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
 
 
 def megabytes(page_size: int) -> str:
-    whole = rows("h200/bench_memory", phase="all", buffer="total", page_size=page_size, batch_size=128, context=131072)
+    whole = rows("h200/bench_memory", phase="all", page_size=page_size, batch_size=128, context=131072)
     return f"{max(row['bytes'] for row in whole) / 1e6:.3g}"
 
 
