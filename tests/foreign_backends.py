@@ -62,7 +62,9 @@ class DensePool(Pool):
 
 
 class Attention:
-    """plan: keys of each request's last row, into memory that a graph reads. attend: over those."""
+    """plan: keys of each request's last row, into memory that a graph reads. others: slots that other layers write by.
+    attend: over the keys.
+    """
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -74,6 +76,9 @@ class Attention:
 
     def count(self, work: Work, forward: int) -> Tensor:
         return work.committed + work.rows + forward
+
+    def others(self, work: Work, forward: int) -> Tensor:
+        return work.writes_of(forward)
 
     def attend(self, work: Work, forward: int, q: Tensor, pool: Pool, layer: AttentionLayer) -> Tensor:
         bs = len(work.committed)
@@ -98,6 +103,13 @@ class CommittedAlone(Attention):
 
     def count(self, work: Work, forward: int) -> Tensor:
         return work.committed if work.steps > 1 else super().count(work, forward)
+
+
+class CutOff(Attention):
+    """A plan for other layers has the slots of all forwards, cut off at the batch size."""
+
+    def others(self, work: Work, forward: int) -> Tensor:
+        return work.writes[: len(work.writes) // work.steps]
 
 
 class PlannedOnce(Attention):
@@ -144,6 +156,9 @@ class TinyStep(ForeignStep):
 
     def handed_slots(self, forward: int) -> Handed:
         return Handed.of(self.work.writes_of(forward), torch.Tensor.clone)
+
+    def latent_slots(self, forward: int) -> dict[str, list[int]]:
+        return {"others": self.attention.others(self.work, forward).tolist()}
 
 
 def _no_reasons(device: torch.device) -> list[str]:
@@ -236,6 +251,10 @@ class DriverTurnsSlotsRound(Tiny):
 
 class DraftsCommittedAlone(Tiny):
     attention = CommittedAlone
+
+
+class CutsOffSlots(Tiny):
+    attention = CutOff
 
 
 class StoresDensely(Tiny):

@@ -59,6 +59,21 @@ def test_the_backends_bug_is_a_failure_with_its_cause(bug, cause):
     assert all(row.reason.endswith("passes with a backend that is right behind the same driver") for row in rows)
 
 
+def test_slots_that_no_layer_here_writes_by_are_latent():
+    rows = failed(rows_of(tiny.CutsOffSlots, ("cache.writes_owned_slots", "math.draft_decode"), most=8))
+    assert {(row.status, row.check, row.case.kind) for row in rows} == {
+        (Outcome.FAIL, "cache.writes_owned_slots", "draft_decode")
+    }
+    assert all(row.reason.startswith("latent, ") and "others of forward" in row.reason for row in rows)
+    assert all("cut off at the batch size, not sliced for this forward. The case" in row.reason for row in rows)
+
+
+def test_a_window_that_ends_before_the_drafted_tokens_is_told():
+    told = told_list([21, 22, 23], [20, 21, 22], [[10, 11, 12]], 1)
+    assert told.startswith("its window of 3 keys ends 1 too early, without slots 23, what was drafted since")
+    assert "drafted" not in told_list([21, 22, 23], [20, 21, 22], [[10, 11, 12]], 2)
+
+
 def test_a_graph_that_is_not_planned_again_is_seen():
     rows = failed(rows_of(tiny.PlansOnce, ("math.decode",)))
     assert {(row.status, row.case.path) for row in rows} == {(Outcome.FAIL, "graph")}
@@ -69,7 +84,7 @@ def test_a_graph_that_is_not_planned_again_is_seen():
 
 
 def test_offsets_of_other_lengths_are_told():
-    told = told_list([20, 21, 22], [12, 20, 21], [[10, 11, 12]], 2)
+    told = told_list([20, 21, 22], [12, 20, 21], [[10, 11, 12]], 1)
     assert told.startswith(
         "its list begins at entry 2 of the packed index list, in which its own tokens begin at entry 3"
     )

@@ -43,7 +43,7 @@ def _asks(subject: Subject, kind: StepKind, **changes: Any) -> Case:
     format = formats_of(subject)[0]
     size, dtype = page_sizes(subject, kind)[0], main_dtype(subject, kind)
     case = Case("", kind, format=format, page_size=size, dtype=dtype, lens=(5, 3), widths=widths)
-    case = replace(case, cache_dtype=cache_dtype_of(subject, kind), layer=layers_of(format)[-1])
+    case = replace(case, cache_dtype=cache_dtype_of(subject, kind), layer=layers_of(subject, format)[-1])
     return replace(case, **changes)
 
 

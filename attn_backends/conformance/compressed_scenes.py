@@ -192,14 +192,14 @@ class CompressedScene(Scene):
         assert isinstance(given, CompressedForwardInputs)
         request = self.requests[row.request]
         rows, entries = self._tokens(request, weights)
-        places = [request.places[name] for name in self._in_window(row)]
+        places = [request.places[name] for name in self.in_window(row)]
         keys = torch.cat((rows[places], entries[self._blocks(given, number, row)]))
         return keys, keys
 
-    def _in_window(self, row: Row) -> list[Name]:
-        """As `Scene._in_window`; of a draft block the window before it, and all of it (DSpark, of DeepSeek-V4.1)."""
+    def in_window(self, row: Row) -> list[Name]:
+        """As `Scene.in_window`; of a draft block the window before it, and all of it (DSpark, of DeepSeek-V4.1)."""
         if self.batch.kind is not StepKind.DRAFT_BLOCK:
-            return super()._in_window(row)
+            return super().in_window(row)
         assert self.world.layer.window is not None
         return row.visible[max(self.requests[row.request].length - self.world.layer.window, 0) :]
 

@@ -25,7 +25,7 @@ from attn_backends.compressed_cache import (
     pool_shapes,
 )
 from attn_backends.compressed_layer import CompressedLayer, Compressor
-from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES
+from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES, quantised
 from attn_backends.conformance.sizes import SMALL, size_of
 from attn_backends.conformance.worlds import (
     SCALE,
@@ -142,6 +142,19 @@ class CompressedWorld(World):
         """As `World.attend`."""
         backend: Any = self.backend
         return self.told(backend.forward(given.q, cache or self.cache, at, layer or self.layer, given.index), at)
+
+    def tokens_in(self, memory: Tensor) -> Tensor:
+        """As `World.tokens_in`, the rows, as they are or their bytes."""
+        pool, (size, _) = self.pools(memory)["rows"], self.places["rows"].shape
+        if self.places["rows"].dtype is not None:
+            return pool.flatten(0, 1)
+        data, scales, _ = pool.tensor_split((size * DATA, size * (DATA + SCALES)), dim=1)
+        return torch.cat((data.unflatten(1, (size, DATA)), scales.unflatten(1, (size, SCALES))), dim=-1).flatten(0, 1)
+
+    def token_of(self, vector: Tensor) -> Tensor:
+        """As `World.token_of`. vector: [token_shape]."""
+        row, dtype = self.split(vector)["row"], self.places["rows"].dtype
+        return torch.cat(quantised(row), dim=-1) if dtype is None else row.to(dtype)
 
     def _places(self) -> dict[str, Pool]:
         """Where the pools lie in a page's bytes."""

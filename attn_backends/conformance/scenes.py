@@ -241,11 +241,11 @@ class Scene:
         memory[self.world.geometry.reserved_page] = reserved
         rows = [row for rows in self.rows for row in rows] if self.world.layer.window else []
         for index, request in enumerate(self.requests):
-            seen = {name for row in rows if row.request == index for name in self._in_window(row)}
+            seen = {name for row in rows if row.request == index for name in self.in_window(row)}
             self._write(memory, request, [name for name in range(request.length) if name in seen or not rows])
         return memory.clone()
 
-    def _in_window(self, row: Row) -> list[Name]:
+    def in_window(self, row: Row) -> list[Name]:
         """What a row attends to, by name; in a sliding window the last of it up to the row's own, and all after it."""
         window = self.world.layer.window
         return row.visible[max(row.visible.index(row.token) + 1 - window, 0) :] if window else row.visible
@@ -277,7 +277,7 @@ class Scene:
         """Keys and values that a row attends to. given: inputs of its forward, of which it is that number."""
         request = self.requests[row.request]
         keys, values = self._tokens(request, weights)
-        index = torch.tensor([request.places[name] for name in self._in_window(row)])
+        index = torch.tensor([request.places[name] for name in self.in_window(row)])
         return keys[index], values[index]
 
     def longest_key(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.cases import Case
@@ -81,9 +82,9 @@ def _situations(subject: Subject, kind: StepKind, topks: tuple[int, ...], size: 
         poison="finite" if subject.capabilities[kind].over_read else "nan",
         size=size,
     )
-    forms = [(form, layer) for form in formats_of(subject) for layer in layers_of(form)]
+    forms = [(form, layer) for form in formats_of(subject) for layer in layers_of(subject, form)]
     for (form, layer), (index, page_size) in product(forms, enumerate(page_sizes(subject, kind))):
-        turn = index + layers_of(form).index(layer)
+        turn = index + layers_of(subject, form).index(layer)
         for topk in topks:
             case = replace(common, format=form, layer=layer, page_size=page_size, topk=topk, seed=index)
             if is_declared(subject, case):
@@ -92,9 +93,12 @@ def _situations(subject: Subject, kind: StepKind, topks: tuple[int, ...], size: 
                 yield replace(case, table=table, index=integers, lens=around_pages(case))
 
 
-def layers_of(format: AnyFormat) -> tuple[str, ...]:
-    """The kinds of layers of a format."""
-    return LAYERS if format is CompressedFormat.COMPRESSED else ("",)
+def layers_of(subject: Subject, format: AnyFormat) -> tuple[str, ...]:
+    """The kinds of layers of a format; of a backend without compressions those of a window alone."""
+    if format is not CompressedFormat.COMPRESSED:
+        return ("",)
+    backend: Any = subject.backend
+    return LAYERS if backend.compressions else LAYERS[:1]
 
 
 def is_declared(subject: Subject, case: Case) -> bool:

@@ -3,8 +3,9 @@
 python -m attn_backends.conformance.summary REPORT.json ...
 
 Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
-backend of another project (`project:backend`) the first failure of a check stands for all, with their number. A cause
-stands in one row. Others that have it, but for numbers, name that row's check.
+backend of another project (`project:backend`) the first failure or refusal of a check stands for all, with their
+number, and what passed is one row, eager and through graphs. A cause stands in one row. Others that have it, but for
+numbers, name that row's check and have no case of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from attn_backends.errors import AttnBackendsError
 from attn_backends.results import read
 
 COMMAND = "python -m attn_backends.conformance.summary"
+SAME = "the cause is that of"
 _NUMBERS = re.compile(r"[\d,… ]+")
 _PLACES = re.compile(r"(row#belongs#to#slot#and#is#(nowhere|at#slot#);?#?)+")
 
@@ -52,30 +54,34 @@ def summary(report: Report) -> Report:
 def _sort(row: Row, number: int) -> object:
     """What rows that become one have in common. number: of the row."""
     of_check = (row.backend, row.kernel, row.check, row.status)
-    if row.status in (Outcome.PASS, Outcome.REFUSED):
-        return *of_check, row.path, row.reason
-    return of_check if row.status is Outcome.FAIL and ":" in row.backend else number
+    if ":" in row.backend:
+        return of_check if row.status in (Outcome.PASS, Outcome.REFUSED, Outcome.FAIL) else number
+    return (*of_check, row.path, row.reason) if row.status in (Outcome.PASS, Outcome.REFUSED) else number
 
 
 def _one(rows: Sequence[Row]) -> Row:
     """Rows that came to the same: the number of cases, their time, and the error that is closest to its budget."""
     if len(rows) == 1:
-        return rows[0]
+        return replace(rows[0], case=None) if ":" in rows[0].backend and rows[0].status is Outcome.PASS else rows[0]
     cases, ms = sum(row.cases for row in rows), round(sum(row.ms for row in rows), 1)
-    if rows[0].status is Outcome.FAIL:
+    if rows[0].status is Outcome.FAIL or (rows[0].status is Outcome.REFUSED and ":" in rows[0].backend):
         return replace(rows[0], cases=cases, ms=ms)
-    return replace(max(rows, key=_part_of_budget), case=None, cases=cases, ms=ms)
+    path = rows[0].path if len({row.path for row in rows}) == 1 else ""
+    return replace(max(rows, key=_part_of_budget), case=None, path=path, cases=cases, ms=ms)
 
 
 def _told_once(rows: Iterable[Row]) -> Iterator[Row]:
     """The rows; a cause that another row of the backend has, but for numbers, is that row's."""
     told: dict[object, Row] = {}
     for row in rows:
+        if row.reason.startswith(SAME):
+            row = replace(row, case=None)
         _, has_cause, cause = row.reason.partition("Cause: ")
         if row.status is Outcome.FAIL and has_cause and not cause.startswith("none was found"):
             sort = _PLACES.sub("places", _NUMBERS.sub("#", cause))
             first = told.setdefault((row.backend, row.kernel, sort), row)
-            row = row if first is row else replace(row, reason=f"the cause is that of {first.check}, {first.path}")
+            same = replace(row, case=None, reason=f"{SAME} {first.check}, {first.path}")
+            row = row if first is row else same
         yield row
 
 

@@ -139,6 +139,14 @@ class World:
         limit = torch.finfo(dtype).max
         return keys.clamp(-limit, limit).to(dtype), values.clamp(-limit, limit).to(dtype)
 
+    def tokens_in(self, memory: Tensor) -> Tensor:
+        """[num_slots, ...] the keys that the slots of a memory hold."""
+        return memory.flatten(0, 1)[:, 0]
+
+    def token_of(self, vector: Tensor) -> Tensor:
+        """What the slot of a token holds, as of `tokens_in`. vector: [planes, kv_heads, dim]."""
+        return self.entries(vector.unsqueeze(0))[0][0]
+
     def write(self, memory: Tensor, slots: Tensor, vectors: Tensor) -> None:
         """Put tokens into slots of a cache's memory. slots: [num_tokens]. vectors: as of `entries`."""
         keys, values = (x.to(self.device) for x in self.entries(vectors))

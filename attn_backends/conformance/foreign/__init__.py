@@ -16,6 +16,7 @@ FOREIGN = {
     "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
     "sglang:fa3": f"{_SGLANG}:FA3",
     "sglang:triton": f"{_SGLANG}:TritonMLA",
+    "sglang:dsv4": "attn_backends.conformance.foreign.sglang.dsv4:DeepSeekV4",
 }
 
 

@@ -3,6 +3,8 @@
 The case's batch is run once more. What the metadata says that a row reads, and where its token was found afterwards,
 are compared with the scene's own lists. The first difference of each sort is described: rows that see other keys, lists
 that begin elsewhere, and tokens that were written elsewhere.
+
+What is wrong in the metadata and shows in no output is latent (`latent`): slots of layers that are not driven.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from attn_backends.conformance.scenes import Scene
 
 SHOWN = 4
 SHIFTED = "its list begins at entry"
+COMMITTED_ALONE = ", what was drafted since, its own token last: the length is that of the committed tokens"
 
 
 def causes(subject: Subject, case: Case) -> list[str]:
@@ -36,6 +39,35 @@ def causes(subject: Subject, case: Case) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def latent(subject: Subject, case: Case) -> str:
+    """A description of slots that a case's step owes and the metadata has wrong, though no layer here writes by them;
+    empty if there is none.
+    """
+    ran = run_case(subject, case)
+    plans: Sequence[ForeignPlan] = ran.meta.plans
+    forwards = range(len(ran.scene.rows)) if ran.scene.rows and ran.scene.rows[0] else ()
+    for forward in forwards:
+        owed = ran.scene.slots_of(forward)
+        for name, slots in plans[0].step.latent_slots(forward).items():
+            if slots[: len(owed)] != owed:
+                return _told_latent(name, forward, owed, slots[: len(owed)], ran.scene.write_order())
+    return ""
+
+
+def _told_latent(name: str, forward: int, owed: list[int], got: list[int], flat: list[int]) -> str:
+    """What a field of slots has wrong. flat: the slots of all forwards, request after request."""
+    told = (
+        f"latent, because all that is written here is right, and other layers write by it: {name} of forward {forward} "
+        f"is slots {_shown(got)} and must be {_shown(owed)}"
+    )
+    if got == flat[: len(got)]:
+        told += (
+            f". These are the first {len(got)} of the step's {len(flat)} slots, those of the first request's forwards: "
+            "the slots of all forwards were cut off at the batch size, not sliced for this forward"
+        )
+    return told
+
+
 def _wrong_reads(scene: Scene, step: ForeignStep) -> Iterator[str]:
     """Rows whose metadata lists other slots than they must see, in order."""
     for forward, rows in enumerate(scene.rows):
@@ -45,18 +77,21 @@ def _wrong_reads(scene: Scene, step: ForeignStep) -> Iterator[str]:
         wanted = _wanted(scene, forward)
         for number, (expected, got) in enumerate(zip(wanted, read, strict=False)):
             if got != expected:
-                request = rows[number].request
-                told = told_list(expected, got, wanted[:number], scene.requests[request].length)
+                request, row = rows[number].request, rows[number]
+                drafted = len(row.visible) - scene.requests[request].length
+                told = told_list(expected, got, wanted[:number], drafted)
                 yield f"metadata of forward {forward}, row {number} (request {request}): {told}"
 
 
 def _wanted(scene: Scene, forward: int) -> list[list[int]]:
     """The slots that each row of a forward must see."""
-    return [[scene.requests[row.request].slots[name] for name in row.visible] for row in scene.rows[forward]]
+    return [[scene.requests[row.request].slots[name] for name in scene.in_window(row)] for row in scene.rows[forward]]
 
 
-def told_list(expected: list[int], got: list[int], before: list[list[int]], committed: int) -> str:
-    """How a list of slots is wrong. before: those of the rows before it. committed: tokens of its request."""
+def told_list(expected: list[int], got: list[int], before: list[list[int]], drafted: int) -> str:
+    """How a list of slots is wrong. before: those of the rows before it. drafted: tokens that it must have which are
+    not committed.
+    """
     missing = len(expected) - len(got)
     if NOWHERE in got:
         return f"its length is {len(got)}, and its table ends after {got.index(NOWHERE)} keys: a kernel reads past it"
@@ -64,9 +99,7 @@ def told_list(expected: list[int], got: list[int], before: list[list[int]], comm
         told = (
             f"it attends to {len(got)} keys and must to {len(expected)}, without slots {_shown(expected[len(got) :])}"
         )
-        if len(got) == committed:
-            told += ", what was drafted since, its own token last: the length is that of the committed tokens"
-        return told
+        return told + (COMMITTED_ALONE if missing == drafted else "")
     packed, start = [slot for row in [*before, expected] for slot in row], sum(map(len, before))
     at = _place(packed, got)
     if at is not None and at != start:
@@ -74,12 +107,22 @@ def told_list(expected: list[int], got: list[int], before: list[list[int]], comm
             f"{SHIFTED} {at} of the packed index list, in which its own tokens begin at entry {start}: "
             "the offsets were made from other lengths than the list"
         )
+    early = _early(expected, got)
+    if early:
+        told = f"its window of {len(got)} keys ends {early} too early, without slots {_shown(expected[-early:])}"
+        return told + (COMMITTED_ALONE if early == drafted else "")
     differ = (i for i, (x, y) in enumerate(zip(expected, got, strict=False)) if x != y)
     place = next(differ, min(len(expected), len(got)))
     return (
         f"it lists {len(got)} keys and must list {len(expected)}; key {place} is slot "
         f"{_shown(got[place : place + 1]) or 'none'} and must be {_shown(expected[place : place + 1]) or 'none'}"
     )
+
+
+def _early(expected: list[int], got: list[int]) -> int:
+    """How many keys before its own token a window ends that is else right; 0 if that is not what is wrong."""
+    overlaps = (n for n in range(1, len(expected)) if 0 < len(expected) - n <= len(got))
+    return next((n for n in overlaps if got[n - len(expected) :] == expected[:-n]), 0)
 
 
 def _place(packed: list[int], part: list[int]) -> int | None:
@@ -93,15 +136,15 @@ def _place(packed: list[int], part: list[int]) -> int | None:
 
 def _wrong_writes(ran: Ran, step: ForeignStep) -> Iterator[str]:
     """Forwards of which a row's token is not where it belongs."""
-    scene, memory = ran.scene, ran.scene.world.memory.flatten(0, 1)[:, 0].cpu()
-    before = ran.before.flatten(0, 1)[:, 0].cpu()
+    scene = ran.scene
+    memory, before = scene.world.tokens_in(scene.world.memory.cpu()), scene.world.tokens_in(ran.before.cpu())
     changed = (memory.view(torch.uint8) != before.view(torch.uint8)).flatten(1).any(dim=1).nonzero().flatten().tolist()
     for forward, rows in enumerate(scene.rows):
         lost = []
         for number, row in enumerate(rows):
             request = scene.requests[row.request]
             wanted = request.slots[row.token]
-            key = scene.world.entries(request.vectors[row.token].unsqueeze(0))[0][0]
+            key = scene.world.token_of(request.vectors[row.token]).cpu()
             if not _is(memory[wanted], key):
                 lost.append((number, wanted, [slot for slot in changed if _is(memory[slot], key)]))
         if lost:
@@ -109,7 +152,7 @@ def _wrong_writes(ran: Ran, step: ForeignStep) -> Iterator[str]:
 
 
 def _is(entry: Tensor, key: Tensor) -> bool:
-    return torch.equal(entry, key.to(entry.dtype))
+    return torch.equal(entry, key)
 
 
 def _told_writes(forward: int, lost: list[tuple[int, int, list[int]]], handed: Handed, changed: list[int]) -> str:

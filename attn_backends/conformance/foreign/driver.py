@@ -73,6 +73,10 @@ class ForeignStep(ABC):
     def handed_slots(self, forward: int) -> Handed:
         """The slots that the pool has to write in a forward."""
 
+    def latent_slots(self, forward: int) -> dict[str, list[int]]:
+        """Where the metadata says that a forward's rows belong, by name of field that no layer here writes by."""
+        return {}
+
 
 @dataclass(slots=True, eq=False)
 class Held:

@@ -9,13 +9,14 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from attn_backends.cache import PagedCache, PagedLatent
+from attn_backends.cache import PagedCache
 from attn_backends.conformance.foreign.driver import ForeignStep
-from attn_backends.conformance.foreign.sglang.backends import FA3, TRTLLMMLA, FlashInferMLA, SGLangMLA, TritonMLA
+from attn_backends.conformance.foreign.sglang.backends import FA3, TRTLLMMLA, FlashInferMLA, SGLangBackend, TritonMLA
+from attn_backends.conformance.foreign.sglang.dsv4 import DeepSeekV4
 from spec_metadata import Step
 
 
-class DriverCountsOneLess(SGLangMLA):
+class DriverCountsOneLess(SGLangBackend):
     """The driver's mistake: lengths are one too short."""
 
     def plan_eagerly(self, step: Step) -> ForeignStep:
@@ -23,15 +24,14 @@ class DriverCountsOneLess(SGLangMLA):
         return super().plan_eagerly(replace(step, seq_lens_cpu=tuple(n - 1 for n in step.seq_lens_cpu)))
 
 
-class DriverTurnsPagesRound(SGLangMLA):
+class DriverTurnsPagesRound(SGLangBackend):
     """The driver's mistake: every page is brought to the place of the next."""
 
     def bring_in(self, cache: PagedCache) -> None:
-        assert isinstance(cache, PagedLatent)
-        self.engine.pages.copy_(cache.latent.roll(1, 0))
+        self.engine.pages.copy_(self.pages_of(cache).roll(1, 0))
 
 
-class BrokenBackend(SGLangMLA):
+class BrokenBackend(SGLangBackend):
     """Another backend in SGLang's place. broken: SGLang's class -> one of it with a bug."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -86,8 +86,26 @@ class DenseSlices(FA3):
         api.per_step_draft_out_cache_loc = lambda *given: slices(*given).contiguous()
 
 
-DRIVEN = (FlashInferMLA, TRTLLMMLA, FA3, TritonMLA)
-BUGS: dict[tuple[str, str], type[SGLangMLA]] = {}
+class MendedDrafts(BrokenBackend, DeepSeekV4):
+    """SGLang's DeepSeek-V4 with lengths and slots of each forward of a draft."""
+
+    @staticmethod
+    def broken(right: Any) -> Any:
+        class Backend(right):
+            def init_forward_metadata_in_graph(self, batch: Any) -> None:
+                if batch.forward_mode.is_decode() and self.speculative_num_steps > 1:
+                    flat, forward = batch.out_cache_loc, self.speculative_step_id
+                    slots = flat.view(batch.batch_size, -1)[:, forward].contiguous()
+                    lens = batch.seq_lens[: batch.batch_size] + forward + 1
+                    self.forward_metadata = replace(self.forward_metadata, out_cache_loc=slots, seq_lens=lens)
+                super().init_forward_metadata_in_graph(batch)
+
+        Backend.right = right
+        return Backend
+
+
+DRIVEN = (FlashInferMLA, TRTLLMMLA, FA3, TritonMLA, DeepSeekV4)
+BUGS: dict[tuple[str, str], type[SGLangBackend]] = {}
 for _bug in (DriverCountsOneLess, DriverTurnsPagesRound, DecodesOneKeyLess, VerifiesWhatWasCaptured):
     for _driver in DRIVEN:
         _name = _bug.__name__ + _driver.__name__

@@ -34,9 +34,21 @@ __all__ = [
     "attention_module",
     "get_context",
     "get_parallel",
+    "kit",
+    "memory_module",
     "memory_pool",
     "per_step_draft_out_cache_loc",
 ]
+
+
+def kit(name: str) -> ModuleType:
+    """A module of SGLang's test kit of backends."""
+    return import_module(f"sglang.test.kits.attention_unittest.attention_methods.{name}")
+
+
+def memory_module(name: str) -> ModuleType:
+    """One of SGLang's modules of pools."""
+    return import_module(f"sglang.srt.mem_cache.{name}")
 
 
 def attention_module(name: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerSt
 from attn_backends.conformance.worlds import layer_of
 from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Kernel
+from attn_backends.layer import AttentionLayer
 from spec_metadata import Bucket, CacheGeometry, Capacity, Step, StepKind
 
 KNOWN_VERSIONS = ("0.5.23",)
@@ -113,25 +115,37 @@ def _flash_attention(where: Where, **others: Any) -> dict[StepKind, Capabilities
     return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True, **others)}
 
 
-class SGLangMLA(ForeignBackend):
-    """A backend of SGLang over latents. right: whether what is driven is right instead (`control`)."""
+class SGLangBackend(ForeignBackend):
+    """A backend of SGLang. right: whether what is driven is right instead (`control`). engine_type: of its server.
+    eager_type, captured_type: of its steps.
+    """
 
     project = "SGLang"
-    formats = frozenset({CacheFormat.LATENT})
     exempt = (*ForeignBackend.exempt, ONE_POOL, ROWS_AS_PLANNED)
     parts: ClassVar[Parts]
     right: ClassVar[bool] = False
+    engine_type: ClassVar[type[Engine]] = Engine
+    eager_type: ClassVar[type[EagerStep]] = EagerStep
+    captured_type: ClassVar[type[CapturedStep]] = CapturedStep
 
     def __init__(
         self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
     ) -> None:
         super().__init__(capacity, geometry, device, **options)
-        sizes, heads, dtype = ON_GPU if self.device.type == "cuda" else ON_CPU
-        layer, _ = layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))
         names = {choice.kernel.name for choice in self.choices.values()}
         own = not any(name.startswith("stand_in") for name in names)
-        place = capacity, geometry, self.device, dtype, layer
-        self.engine = Engine(self.parts, *place, has_kernels=own, right=self.right)
+        place = capacity, geometry, self.device, *self.model_on(self.device)
+        self.engine = self.engine_type(self.parts, *place, has_kernels=own, right=self.right)
+
+    @classmethod
+    @abstractmethod
+    def model_on(cls, device: torch.device) -> tuple[torch.dtype, AttentionLayer]:
+        """The type and the layer of the model that is served on a device."""
+
+    @staticmethod
+    @abstractmethod
+    def pages_of(cache: Any) -> Tensor:
+        """[num_pages, ...] the memory of the suite's cache, as the pool's."""
 
     @classmethod
     def control(cls) -> type[ForeignBackend]:
@@ -145,21 +159,19 @@ class SGLangMLA(ForeignBackend):
 
     def plan_eagerly(self, step: Step) -> ForeignStep:
         """A batch of a server without graphs."""
-        return EagerStep(self.engine, step)
+        return self.eager_type(self.engine, step)
 
     def plan_captured(self, bucket: Bucket) -> ForeignStep:
         """A batch over a graph runner's buffers."""
-        return CapturedStep(self.engine, bucket, self.capacity.num_steps)
+        return self.captured_type(self.engine, bucket, self.capacity.num_steps)
 
     def bring_in(self, cache: PagedCache) -> None:
         """Copy the cache into the pool, whose page 0 is the reserved one."""
-        assert isinstance(cache, PagedLatent), "it takes no other format"
-        _copy(cache.latent, self.engine.pages, self.geometry.reserved_page)
+        _copy(self.pages_of(cache), self.engine.pages, self.geometry.reserved_page)
 
     def bring_out(self, cache: PagedCache) -> None:
         """Copy the pool into the cache."""
-        assert isinstance(cache, PagedLatent), "it takes no other format"
-        _copy(self.engine.pages, cache.latent, self.geometry.reserved_page)
+        _copy(self.engine.pages, self.pages_of(cache), self.geometry.reserved_page)
 
 
 def _copy(source: Tensor, destination: Tensor, reserved: int) -> None:
@@ -167,6 +179,24 @@ def _copy(source: Tensor, destination: Tensor, reserved: int) -> None:
     destination.copy_(source)
     destination[reserved].copy_(source[0])
     destination[0].copy_(source[reserved])
+
+
+class SGLangMLA(SGLangBackend):
+    """A backend of SGLang over latents."""
+
+    formats = frozenset({CacheFormat.LATENT})
+
+    @classmethod
+    def model_on(cls, device: torch.device) -> tuple[torch.dtype, AttentionLayer]:
+        """A layer over latents."""
+        sizes, heads, dtype = ON_GPU if device.type == "cuda" else ON_CPU
+        return dtype, layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))[0]
+
+    @staticmethod
+    def pages_of(cache: Any) -> Tensor:
+        """[num_pages, page_size, dim]"""
+        assert isinstance(cache, PagedLatent), "it takes no other format"
+        return cache.latent
 
 
 class FlashInferMLA(SGLangMLA):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels.torch_attention import page_table_attention
+from attn_backends.kernels.torch_compressed import Keys, attend_rows, write_rows
 
 
 class RightBackend:
@@ -74,11 +75,46 @@ class RightBackend:
         return out.flatten(1)
 
 
+class RightWindowBackend(RightBackend):
+    """One backend of layers of a window, over DeepSeek-V4's pages of 8-bit rows."""
+
+    def forward(  # type: ignore[override]
+        self,
+        q: Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        compress_ratio: int,
+        save_kv_cache: bool,
+        attn_sink: Tensor,
+    ) -> Tensor:
+        """Attention of the batch's rows, each over the last tokens up to its own."""
+        batch, pool, size = forward_batch, self.runner.token_to_kv_pool, self.runner.page_size
+        pages, bs = pool.get_swa_raw_buffer(layer.layer_id), forward_batch.batch_size
+        if save_kv_cache:
+            write_rows(pages, size, batch.out_cache_loc, k, 0)
+        width, mode = q.shape[0] // bs, batch.forward_mode
+        last = batch.seq_lens[:bs].long() - 1
+        if self.draft is not None:
+            last = last + self.draft + 1
+        elif mode.is_target_verify():
+            last = last + width
+        steps = torch.arange(1 - width, 1, device=q.device)
+        behind = torch.arange(-self.runner.sliding_window_size + 1, 1, device=q.device)
+        seen = (last.unsqueeze(1) + steps).flatten().unsqueeze(1) + behind
+        requests = batch.req_pool_indices[:bs].long().unsqueeze(1).expand(-1, width).reshape(-1, 1)
+        slots = self.runner.req_to_token_pool.req_to_token[requests, seen.clamp_min(0)]
+        slots = torch.where(seen >= 0, slots, -1).to(torch.int32)
+        keys = Keys(pages, size, slots, torch.full_like(slots[:, 0], slots.shape[1]))
+        return attend_rows(q, [keys], layer.scaling, attn_sink)[0]
+
+
 class RightDraftBackend:
     """The backends of a draft's forwards."""
 
-    def __init__(self, model_runner: Any, num_steps: int) -> None:
-        self.attn_backends = [RightBackend(model_runner, draft) for draft in range(num_steps - 1)]
+    def __init__(self, model_runner: Any, num_steps: int, right: type[RightBackend] = RightBackend) -> None:
+        self.attn_backends = [right(model_runner, draft) for draft in range(num_steps - 1)]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to allocate."""

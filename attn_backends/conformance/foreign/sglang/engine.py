@@ -54,7 +54,7 @@ class Engine:
         right: bool,
     ) -> None:
         self.parts, self.capacity, self.device, self.right = parts, capacity, device, right
-        self.numbers, self._num_rows, self._row = Numbers(geometry), STEPS_HELD * capacity.max_bs, 0
+        self.numbers, self.num_rows, self._row = Numbers(geometry), STEPS_HELD * capacity.max_bs, 0
         with self.simulated():
             self.api: Any = import_module(API)
             self.api.get_parallel().override_permanently(attn_dcp_size=1, attn_dcp_rank=0)
@@ -94,8 +94,8 @@ class Engine:
             api.ForwardMode.TARGET_VERIFY,
             layer.num_heads,
             geometry.page_size,
-            (1,) * self._num_rows,
-            (nodes,) * self._num_rows,
+            (1,) * self.num_rows,
+            (nodes,) * self.num_rows,
         )
         runner = api.MockMLAModelRunner(
             case=batch,
@@ -122,7 +122,7 @@ class Engine:
 
     def take_rows(self, bs: int) -> Tensor:
         """[bs] rows of the request table, of which row 0 is what padding uses: those after the last that were taken."""
-        rows = [1 + (self._row + request) % self._num_rows for request in range(bs)]
+        rows = [1 + (self._row + request) % self.num_rows for request in range(bs)]
         self._row += bs
         return torch.tensor(rows, device=self.device)
 

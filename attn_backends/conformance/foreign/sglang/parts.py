@@ -148,6 +148,24 @@ def _install_flash_attention(api: Any) -> None:
     api.attention_module("flashattention_backend").flash_attn_with_kvcache = stand_ins.flash_attn_with_kvcache
 
 
+def read_windows(backend: Any, planned: Any, batch: Any) -> Rows | None:
+    """What the lists of windows give each row, which begin with its own token."""
+    core = getattr(planned, "core_attn_metadata", None)
+    if core is None:
+        return None
+    lists = core.swa_page_indices.tolist(), core.swa_topk_lengths.tolist()
+    return [listed[:length][::-1] for listed, length in zip(*lists, strict=True)]
+
+
+def _install_dsv4(api: Any) -> None:
+    names = {"flash_mla_with_kvcache": stand_ins.flash_mla_with_kvcache, "get_mla_metadata": lambda: (None,)}
+    interface: Any = ModuleType("sglang.kernels.ops.attention.flash_mla_interface")
+    vars(interface).update(names, SPLIT_KV_MIN_TOPK=0)
+    sys.modules[interface.__name__] = interface
+    backend = api.attention_module("deepseek_v4_backend").DeepseekV4AttnBackend
+    backend._flash_mla_with_kvcache = staticmethod(stand_ins.flash_mla_with_kvcache)  # as its constructor does on CUDA
+
+
 FLASHINFER = Parts(
     "flashinfer",
     "flashinfer_mla_backend",
@@ -184,4 +202,13 @@ TRITON = Parts(
     read_parts,
     _install_triton,
     joined=True,
+)
+DSV4 = Parts(
+    "dsv4",
+    "deepseek_v4_backend",
+    "DeepseekV4AttnBackend",
+    "DeepseekV4MultiStepBackend",
+    "forward_metadata",
+    read_windows,
+    _install_dsv4,
 )

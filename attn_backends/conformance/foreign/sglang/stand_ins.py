@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
+from attn_backends.kernels.torch_compressed import Keys, attend_rows, write_rows
 
 
 class OnCpu(TorchFunctionMode):
@@ -294,6 +295,32 @@ def extend_attention_fwd(
     scores = torch.einsum("thd,tkd->thk", q_extend, torch.cat((k_buffer, k_extend)).squeeze(1)[place]) * sm_scale
     weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(dim=-1).nan_to_num(0.0)
     o_extend.copy_(torch.einsum("thk,tkd->thd", weights, torch.cat((v_buffer, v_extend)).squeeze(1)[place]))
+
+
+def write_rows_of_512(*, input: Tensor, cache: Tensor, indices: Tensor, page_size: int, **others: Any) -> None:
+    """`fused_store_cache` of DeepSeek-V4's pool: rows [n, 512] go to slots [n] of pages [num_pages, bytes]."""
+    write_rows(cache, page_size, indices, input, 0)
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    *,
+    softmax_scale: float,
+    indices: Tensor,
+    topk_length: Tensor,
+    attn_sink: Tensor,
+    extra_k_cache: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """FlashMLA's sparse function of this name, over one cache of 8-bit pages.
+
+    q: [num_tokens, 1, num_heads, 512]. k_cache: [num_pages, page_size, 1, 584]. indices: [num_tokens, 1, n].
+    """
+    assert extra_k_cache is None, "a layer of a window has one cache"
+    keys = Keys(k_cache.flatten(1).view(torch.uint8), k_cache.shape[1], indices.squeeze(1), topk_length)
+    out, _ = attend_rows(q.squeeze(1), [keys], softmax_scale, attn_sink)
+    return out.unsqueeze(1), None
 
 
 def concatenate(*parts: Tensor) -> Tensor:

@@ -42,12 +42,20 @@ class SGLangStep(ForeignStep):
         self.batch = batch
         with self.engine.simulated():
             plan(batch)
-        self._planned = [getattr(each, self.engine.parts.held, None) for each in self._backends]
+        self._planned = self._held()
+
+    def _held(self) -> list[Any]:
+        """The metadata that the backends hold."""
+        return [getattr(each, self.engine.parts.held, None) for each in self._backends]
+
+    def _hold(self) -> None:
+        """Have the backends hold this step's metadata."""
+        for backend, planned in zip(self._backends, self._planned, strict=True):
+            setattr(backend, self.engine.parts.held, planned)
 
     def begin(self, forward: int) -> None:
         """Slice the slots of each forward, as `draft_forward` does."""
-        for backend, planned in zip(self._backends, self._planned, strict=True):
-            setattr(backend, self.engine.parts.held, planned)
+        self._hold()
         if forward == 0 or not self._forwards:
             self._forwards = self._sliced()
 
