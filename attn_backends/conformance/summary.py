@@ -5,7 +5,7 @@ python -m attn_backends.conformance.summary REPORT.json ...
 Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
 backend of another project (`project:backend`) the first failure or refusal of a check stands for all, with their
 number, and what passed is one row, eager and through graphs. A cause stands in one row. Others that have it, but for
-numbers, name that row's check and have no case of their own.
+numbers, are one more row, which names all their checks and that row's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from attn_backends.errors import AttnBackendsError
 from attn_backends.results import read
 
 COMMAND = "python -m attn_backends.conformance.summary"
-SAME = "the cause is that of"
+_SAME = "the cause is that of"
 _NUMBERS = re.compile(r"[\d,… ]+")
 _PLACES = re.compile(r"(row#belongs#to#slot#and#is#(nowhere|at#slot#);?#?)+")
 
@@ -70,19 +70,28 @@ def _one(rows: Sequence[Row]) -> Row:
     return replace(max(rows, key=_part_of_budget), case=None, path=path, cases=cases, ms=ms)
 
 
-def _told_once(rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows; a cause that another row of the backend has, but for numbers, is that row's."""
+def _told_once(rows: Iterable[Row]) -> list[Row]:
+    """The rows; those of a cause that another row of the backend has, but for numbers, become one that names it."""
     told: dict[object, Row] = {}
-    for row in rows:
-        if row.reason.startswith(SAME):
-            row = replace(row, case=None)
+    found: dict[object, Row] = {}
+    for number, row in enumerate(rows):
         _, has_cause, cause = row.reason.partition("Cause: ")
         if row.status is Outcome.FAIL and has_cause and not cause.startswith("none was found"):
             sort = _PLACES.sub("places", _NUMBERS.sub("#", cause))
             first = told.setdefault((row.backend, row.kernel, sort), row)
-            same = replace(row, case=None, reason=f"{SAME} {first.check}, {first.path}")
-            row = row if first is row else same
-        yield row
+            if first is not row:
+                row = replace(row, case=None, reason=f"{_SAME} {first.check}, {first.path}")
+        is_same = row.reason.startswith(_SAME)
+        place = (row.backend, row.kernel, row.reason) if is_same else number
+        found[place] = _joined(found[place], row) if place in found else row
+    return list(found.values())
+
+
+def _joined(one: Row, two: Row) -> Row:
+    """Rows of several checks as one."""
+    path = one.path if one.path == two.path else ""
+    cases, ms = one.cases + two.cases, round(one.ms + two.ms, 1)
+    return replace(one, check=f"{one.check}, {two.check}", case=None, path=path, cases=cases, ms=ms)
 
 
 def _part_of_budget(row: Row) -> float:
