@@ -167,7 +167,7 @@ def test_the_results_page_refuses_a_report_of_another_contract():
         matrix.page(results(contract="1.0"))
     shown = matrix.page(results(contract=CONTRACT, profiles={"mine/own": ["chain"]}))
     assert f"`mine/own` passes chain of contract {CONTRACT}." in shown
-    assert "Suite 2026.11; 1 checks" in matrix.page(results())
+    assert "Suite 2026.11, before contracts had versions; executed: 1 cases of " in matrix.page(results())
 
 
 def test_patterns_are_joined_by_commas_and_each_must_select_something():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from attn_backends import results
+from attn_backends.conformance.catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED = "README.md", "docs/measured.md"
@@ -48,9 +49,22 @@ def cases(row: Any) -> int:
     return row.get("cases", 1)
 
 
-def executed() -> str:
-    done = ("pass", "fail", "xfail", "refused")
-    return f"{sum(cases(row) for row in rows('h200/conformance_*') if row['status'] in done):,}"
+def executed(pattern: str, *, with_contract: bool | None = None) -> tuple[str, str]:
+    """Cases that ran, none of which failed, and how many checks of today's suite they are of. with_contract: of reports
+    that name a contract, or of those from before contracts had versions; None: of all.
+    """
+    files = sorted((ROOT / "docs" / "results").glob(f"{pattern}.json"))
+    found = [
+        row for read in map(results.read, files) if with_contract in (None, "contract" in read.own) for row in read.rows
+    ]
+    ran = [row for row in found if row["status"] != "not_run"]
+    assert {row["status"] for row in ran} <= {"pass", "refused"}
+    return f"{sum(map(cases, ran)):,}", str(len({row["check"] for row in ran} & CATALOGUE.keys()))
+
+
+def checks_since() -> str:
+    """Checks that ran on the H200 since, and not before contracts had versions."""
+    return str(int(executed("h200/conformance_*")[1]) - int(executed("h200/conformance_*", with_contract=False)[1]))
 
 
 def packed_graphs() -> str:
@@ -158,10 +172,10 @@ def reported() -> tuple[str, str]:
     return found
 
 
-def fuzzed() -> tuple[str, str]:
-    (file,) = (ROOT / "docs" / "results" / "h200").glob("fuzz_fused.json")
-    own = results.read(file).own
-    return f"{own['batches']:,}", str(len(own["mismatches"]))
+def fuzzed() -> tuple[str, ...]:
+    found = results.read(ROOT / "docs" / "results" / "h200" / "fuzz_fused.json")
+    attended = sum(row["attended"] for row in found.rows)
+    return f"{found.own['batches']:,}", f"{attended:,}", str(len(found.own["mismatches"]))
 
 
 def made_in() -> tuple[str, str]:
@@ -193,26 +207,33 @@ def adapted() -> tuple[str, ...]:
     return spread((row["ratio"] for row in alone), 2)
 
 
-def new_phases() -> str:
-    assert {name for row in rows("h200/phases") for name in row} == {"backend", "kernel", "check", "path", "pass"}
-    return f"{sum(row['pass'] for row in rows('h200/phases')):,}"
-
-
 SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"\[(\S+) of \d+\]\(docs/results/full_cross", lambda: all_are("full_cross", "identical", True)),
     (README, r"\[(\S+) of \d+\]\(docs/results/h200/demo", lambda: all_are("h200/demo_float32", "identical", True)),
-    (README, r"\[(\S+) cases, none failed", executed),
-    (README, r"\[(\S+), (\S+) wrong outputs", fuzzed),
+    (
+        README,
+        r"H200 \| \[(\S+) cases, none failed\]\(docs/matrix.md\), of (\S+) of",
+        lambda: executed("h200/conformance_*"),
+    ),
+    (README, r"of \S+ of the (\S+) checks", lambda: str(len(CATALOGUE))),
+    (README, r"CPU \| \[(\S+) cases, none failed", lambda: executed("conformance_cpu")[0]),
+    (README, r"\[(\S+) planned and (\S+) attended, (\S+) wrong", fuzzed),
     (README, r"of (\S+) that users reported, \[(\S+) are", reported),
     (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
-    (MEASURED, r"(\S+) executed cases", executed),
-    (MEASURED, r"take turns pass\s+(\S+) cases", new_phases),
+    (
+        MEASURED,
+        r"(?s)(\S+) of\s+today's \S+ checks, passed .*? torch and Triton. These were (\S+) cases",
+        lambda: executed("h200/conformance_*", with_contract=False)[::-1],
+    ),
+    (MEASURED, r"of\s+today's (\S+) checks", lambda: str(len(CATALOGUE))),
+    (MEASURED, r"(\S+) of the later checks ran there", checks_since),
+    (MEASURED, r"take turns pass\s+(\S+) cases", lambda: executed("h200/conformance_phases")[0]),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
-    (RECORDED, r"CUDA graphs, (\S+) cases on", executed),
+    (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),
     (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),

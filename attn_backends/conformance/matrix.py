@@ -101,8 +101,8 @@ def page(*results: Results) -> str:
         "",
         *_table(_COLUMNS, _capability_rows()),
     ]
-    for report in _merged(filter(_is_of_this_contract, results)):
-        lines += ["", *_outcomes(report)]
+    for heads, report in _merged(filter(_is_of_this_contract, results)):
+        lines += ["", *_outcomes(heads, report)]
     for form, title, about, columns in _NUMBERS:
         for found in (found for found in results if found.rows and form in found.rows[0]):
             lines += ["", f"## {title} on {found.head.device}", "", *_source(found.head), "", about, ""]
@@ -116,7 +116,7 @@ def _is_of_this_contract(found: Results) -> bool:
     """Whether it is a report of conformance; refuses one of another contract, whose outcomes mean something else."""
     if "suite_version" not in found.own:
         return False
-    contract = found.own.get("contract", CONTRACT)  # none: from before it had a version
+    contract = found.own.get("contract", CONTRACT)  # none: from before it had a version, and shown as that
     if contract != CONTRACT:
         raise ConfigError(
             f"a report of contract {contract} ({found.head.command}, {found.head.date}): this page is of contract "
@@ -125,16 +125,19 @@ def _is_of_this_contract(found: Results) -> bool:
     return True
 
 
-def _merged(results: Iterable[Results]) -> list[Report]:
-    """One report of each device, from the runs of several backends."""
-    reports: dict[tuple[str, str], Report] = {}
+def _merged(results: Iterable[Results]) -> list[tuple[list[Head], Report]]:
+    """One report of each device, suite and contract, from the runs of several backends, and what each run was."""
+    runs: dict[tuple[str, ...], list[Report]] = {}
     for report in map(Report.of, results):
-        key = (report.device, report.suite_version)
-        if key in reports:
-            rows, profiles = reports[key].rows + report.rows, {**reports[key].profiles, **report.profiles}
-            report = replace(reports[key], rows=rows, profiles=profiles)
-        reports[key] = report
-    return list(reports.values())
+        runs.setdefault((report.device, report.suite_version, report.contract), []).append(report)
+    return [([each.head for each in of_one], _joined(of_one)) for of_one in runs.values()]
+
+
+def _joined(reports: Sequence[Report]) -> Report:
+    """All rows and profiles, with the first one's head."""
+    rows = tuple(row for report in reports for row in report.rows)
+    profiles = {name: told for report in reports for name, told in report.profiles.items()}
+    return replace(reports[0], rows=rows, profiles=profiles)
 
 
 def _source(head: Head) -> Iterator[str]:
@@ -144,15 +147,19 @@ def _source(head: Head) -> Iterator[str]:
     yield f"`{head.command}`{commit}, {head.date}; {versions}."
 
 
-def _outcomes(report: Report) -> Iterator[str]:
+def _outcomes(heads: Sequence[Head], report: Report) -> Iterator[str]:
     cells = by_cell(report.rows)
     columns = distinct(column for _, column in cells)
     checks = distinct(check for check, _ in cells)
     yield f"## What the suite found on {report.device}"
     yield ""
-    yield from _source(Head(report.device, report.versions, report.date, report.commit, report.command))
-    of_contract = f", contract {report.contract}" if report.contract else ""
-    yield f"Suite {report.suite_version}{of_contract}; {report.executed} checks executed."
+    for line in distinct(line for head in heads for line in _source(head)):
+        yield f"- {line}"
+    yield ""
+    of_contract = f"contract {report.contract}" if report.contract else "before contracts had versions"
+    known = sum(check in CATALOGUE for check in checks)
+    executed = f"{report.executed} cases of {known} checks, of {len(CATALOGUE)} that there are now"
+    yield f"Suite {report.suite_version}, {of_contract}; executed: {executed}."
     for kernel, names in report.profiles.items():
         yield f"`{kernel}` {told(names)}."
     yield ""

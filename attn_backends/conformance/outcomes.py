@@ -11,7 +11,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.errors import ConfigError
 from attn_backends.results import Head, Results
 
-SUITE_VERSION = "2026.11"
+SUITE_VERSION = "2026.11.2"
 EXECUTED_OK, FAILED, BROKEN = 0, 1, 2
 
 
@@ -113,7 +113,7 @@ class Report:
 
     @property
     def executed(self) -> int:
-        """Checks that ran."""
+        """Cases that ran."""
         return sum(row.cases for row in self.rows if row.status in EXECUTED)
 
     def exit_code(self, require_run: bool) -> int:
