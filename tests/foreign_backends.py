@@ -17,6 +17,7 @@ from attn_backends.conformance.foreign.driver import (
     ForeignBackend,
     ForeignStep,
     Handed,
+    LatentSlots,
     first_use,
     launch,
 )
@@ -157,8 +158,8 @@ class TinyStep(ForeignStep):
     def handed_slots(self, forward: int) -> Handed:
         return Handed.of(self.work.writes_of(forward), torch.Tensor.clone)
 
-    def latent_slots(self, forward: int) -> dict[str, list[int]]:
-        return {"others": self.attention.others(self.work, forward).tolist()}
+    def latent_slots(self, forward: int) -> list[LatentSlots]:
+        return [LatentSlots("others", self.attention.others(self.work, forward).tolist())]
 
 
 def _no_reasons(device: torch.device) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
-from attn_backends.conformance.foreign.causes import causes, latent
+from attn_backends.conformance.foreign.causes import LATENT, causes, latent
 from attn_backends.conformance.foreign.driver import ForeignBackend
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.conformance.running import run_case
@@ -29,7 +29,7 @@ def run_foreign_case(subject: Subject, case: Case) -> Row:
             f"the case fails as well: {held.reason}"
         )
         return replace(row, status=Outcome.ERROR, reason=reason)
-    told = [] if row.reason.startswith("latent") else _causes(subject, case)
+    told = [] if row.reason.startswith(LATENT) else _causes(subject, case)
     shown = f". Cause: {'; and '.join(told)}" if told else ""
     return replace(
         row, reason=f"{row.reason}{shown}. The case passes with a backend that is right behind the same driver"

@@ -18,11 +18,12 @@ from torch import Tensor
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.exercise import Ran, run_case
-from attn_backends.conformance.foreign.driver import NOWHERE, ForeignPlan, ForeignStep, Handed
+from attn_backends.conformance.foreign.driver import NOWHERE, ForeignPlan, ForeignStep, Handed, LatentSlots
 from attn_backends.conformance.scenes import Scene
 
 SHOWN = 4
 SHIFTED = "its list begins at entry"
+LATENT = "latent, because all that is written here is right, and other layers write by it"
 COMMITTED_ALONE = ", what was drafted since, its own token last: the length is that of the committed tokens"
 
 
@@ -40,31 +41,49 @@ def causes(subject: Subject, case: Case) -> list[str]:
 
 
 def latent(subject: Subject, case: Case) -> str:
-    """A description of slots that a case's step owes and the metadata has wrong, though no layer here writes by them;
-    empty if there is none.
+    """A description of slots that a case's step owes and the metadata has wrong, though no layer here writes by them:
+    the first of each field. Empty if there are none.
     """
-    ran = run_case(subject, case)
+    ran, told = run_case(subject, case), dict[str, str]()
     plans: Sequence[ForeignPlan] = ran.meta.plans
     forwards = range(len(ran.scene.rows)) if ran.scene.rows and ran.scene.rows[0] else ()
     for forward in forwards:
-        owed = ran.scene.slots_of(forward)
-        for name, slots in plans[0].step.latent_slots(forward).items():
-            if slots[: len(owed)] != owed:
-                return _told_latent(name, forward, owed, slots[: len(owed)], ran.scene.write_order())
-    return ""
+        for given in plans[0].step.latent_slots(forward):
+            owed = _owed(ran.scene, forward, given.block)
+            if given.name not in told and given.slots[: len(owed)] != owed:
+                tell = _told_cut if given.block == 1 else _told_entries
+                told[given.name] = f"{given.name} of forward {forward} {tell(ran.scene, forward, given, owed)}"
+    return f"{LATENT}: {'; and '.join(told.values())}" if told else ""
 
 
-def _told_latent(name: str, forward: int, owed: list[int], got: list[int], flat: list[int]) -> str:
-    """What a field of slots has wrong. flat: the slots of all forwards, request after request."""
-    told = (
-        f"latent, because all that is written here is right, and other layers write by it: {name} of forward {forward} "
-        f"is slots {_shown(got)} and must be {_shown(owed)}"
-    )
+def _owed(scene: Scene, forward: int, block: int) -> list[int]:
+    """What `LatentSlots.slots` must be. No block crosses a page."""
+    rows, slots = scene.rows[forward], scene.slots_of(forward)
+    ends = [block == 1 or (isinstance(row.token, int) and (row.token + 1) % block == 0) for row in rows]
+    return [slot - block + 1 if end else NOWHERE for slot, end in zip(slots, ends, strict=True)]
+
+
+def _told_cut(scene: Scene, forward: int, given: LatentSlots, owed: list[int]) -> str:
+    """What a field of rows' slots has wrong."""
+    got, flat = given.slots[: len(owed)], scene.write_order()
+    told = f"is slots {_shown(got)} and must be {_shown(owed)}"
     if got == flat[: len(got)]:
         told += (
             f". These are the first {len(got)} of the step's {len(flat)} slots, those of the first request's forwards: "
             "the slots of all forwards were cut off at the batch size, not sliced for this forward"
         )
+    return told
+
+
+def _told_entries(scene: Scene, forward: int, given: LatentSlots, owed: list[int]) -> str:
+    """What a field of entries' slots has wrong."""
+    number = next(n for n, (one, two) in enumerate(zip(owed, given.slots, strict=False)) if one != two)
+    must, got, block = owed[number], given.slots[number], given.block
+    must_be = f"ends no block of {block} tokens" if must == NOWHERE else f"ends the block of slot {must}"
+    told = f"has {'no entry' if got == NOWHERE else f'the entry of slot {got}'} for row {number}, which {must_be}"
+    committed = [scene.requests[row.request].length % block == 0 for row in scene.rows[forward]]
+    if committed == [slot != NOWHERE for slot in given.slots[: len(owed)]]:
+        told += ": blocks end as if the committed tokens were all"
     return told
 
 

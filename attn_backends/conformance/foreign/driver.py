@@ -44,6 +44,19 @@ class Handed:
         return cls(translated(tensor).tolist(), tensor.stride(0), translated(dense).tolist())
 
 
+@dataclass(frozen=True)
+class LatentSlots:
+    """Slots of a forward's rows that no layer here writes by, in a field of the metadata.
+
+    block: tokens that one entry stands for. slots: of each row, that of its token; of an entry, that of its block's
+    first token, `NOWHERE` for a row that ends no block.
+    """
+
+    name: str
+    slots: list[int]
+    block: int = 1
+
+
 class ForeignStep(ABC):
     """A step that the other project has planned, eagerly or for a graph. All slots here are the suite's."""
 
@@ -73,9 +86,9 @@ class ForeignStep(ABC):
     def handed_slots(self, forward: int) -> Handed:
         """The slots that the pool has to write in a forward."""
 
-    def latent_slots(self, forward: int) -> dict[str, list[int]]:
-        """Where the metadata says that a forward's rows belong, by name of field that no layer here writes by."""
-        return {}
+    def latent_slots(self, forward: int) -> list[LatentSlots]:
+        """Where the metadata says that other layers, which are not driven here, write what a forward makes."""
+        return []
 
 
 @dataclass(slots=True, eq=False)

@@ -16,6 +16,7 @@ OTHER_OFFSETS = "the offsets were made from other lengths than the list"
 READ_AS_DENSE = "as a view of stride 3, and read them as if they were dense"
 CUT_OFF = "the slots of all forwards were cut off at the batch size, not sliced for this forward"
 CAPTURED_SLOTS = "raw_out_loc of forward 0 is slots"
+ENTRIES = ("c4_out_loc", "c128_out_loc")
 RIGHT = ("math.decode", "math.target_verify", "math.draft_extend", "math.prefill")
 DRAFTS = ("math.draft_decode", "cache.writes_owned_slots")
 
@@ -58,20 +59,22 @@ def test_sglangs_triton_backend_passes():
 
 def test_of_deepseek_v4_the_lengths_of_drafts_are_reported_and_slots_that_its_windows_do_not_write_by():
     rows = rows_of(foreign_backend("sglang:dsv4"), (*RIGHT, *DRAFTS))
-    failed = {(row.check, row.case.path): row for row in rows if row.status is not Outcome.PASS}
+    failed = {(row.check, row.case.path): row.reason for row in rows if row.status is not Outcome.PASS}
+    assert failed.keys() == {(check, path) for check in DRAFTS for path in ("eager", "graph")}
+    assert {row.case.kind for row in rows if row.status is Outcome.FAIL} == {"draft_decode"}
     lengths, slots = DRAFTS
-    assert failed.keys() == {(lengths, "eager"), (lengths, "graph"), (slots, "graph")}
-    assert {row.case.kind for row in failed.values()} == {"draft_decode"}
-    assert all(COMMITTED_ALONE in failed[lengths, path].reason for path in ("eager", "graph"))
-    assert failed[slots, "graph"].reason.startswith("latent, because all that is written here is right")
-    assert CUT_OFF in failed[slots, "graph"].reason
+    for path in ("eager", "graph"):
+        assert COMMITTED_ALONE in failed[lengths, path]
+        assert failed[slots, path].startswith("latent, because all that is written here is right")
+        assert all(f"{name} of forward 0 has the entry of" in failed[slots, path] for name in ENTRIES)
+        assert (CUT_OFF in failed[slots, path]) == (path == "graph")
 
 
 @pytest.mark.parametrize("driver", [driver.__name__ for driver in drivers.DRIVEN])
 @pytest.mark.parametrize("bug", ["DriverCountsOneLess", "DriverTurnsPagesRound"])
 def test_the_drivers_mistake_is_an_error_and_no_failure(bug, driver):
-    found = rows_of(drivers.BUGS[bug, driver], ("math.decode", "cache.writes_owned_slots"))
-    broken = [row for row in found if row.case.kind == "decode" and row.status is not Outcome.PASS]
+    found = rows_of(drivers.BUGS[bug, driver], ("math.decode", "cache.writes_owned_slots"), "decode")
+    broken = [row for row in found if row.status is not Outcome.PASS]
     assert broken
     assert {row.status for row in broken} == {Outcome.ERROR}
     assert all("a mistake of the driver, not of SGLang" in row.reason for row in broken)

@@ -5,6 +5,7 @@ A model runner and a model configuration come from SGLang's own test kit, which 
 
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
@@ -38,12 +39,19 @@ __all__ = [
     "memory_module",
     "memory_pool",
     "per_step_draft_out_cache_loc",
+    "plan_compression",
 ]
 
 
 def kit(name: str) -> ModuleType:
     """A module of SGLang's test kit of backends."""
     return import_module(f"sglang.test.kits.attention_unittest.attention_methods.{name}")
+
+
+def plan_compression(*lens_and_slots: Any, **options: Any) -> Any:
+    """What SGLang plans for layers with compressed entries: the slots of ratio 4's first, of ratio 128's fifth."""
+    planner = import_module("sglang.kernels.ops.attention.dsv4.metadata_kernel")
+    return planner.init_compression_metadata(*lens_and_slots, **options)
 
 
 def memory_module(name: str) -> ModuleType:

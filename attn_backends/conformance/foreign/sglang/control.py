@@ -78,6 +78,16 @@ class RightBackend:
 class RightWindowBackend(RightBackend):
     """One backend of layers of a window, over DeepSeek-V4's pages of 8-bit rows."""
 
+    def positions(self, batch: Any, num_rows: int) -> Tensor:
+        """[num_rows] int64 the position of each row."""
+        bs, mode = batch.batch_size, batch.forward_mode
+        width, last = num_rows // bs, batch.seq_lens[:bs].long() - 1
+        if self.draft is not None:
+            last = last + self.draft + 1
+        elif mode.is_target_verify():
+            last = last + width
+        return (last.unsqueeze(1) + torch.arange(1 - width, 1, device=last.device)).flatten()
+
     def forward(  # type: ignore[override]
         self,
         q: Tensor,
@@ -94,15 +104,9 @@ class RightWindowBackend(RightBackend):
         pages, bs = pool.get_swa_raw_buffer(layer.layer_id), forward_batch.batch_size
         if save_kv_cache:
             write_rows(pages, size, batch.out_cache_loc, k, 0)
-        width, mode = q.shape[0] // bs, batch.forward_mode
-        last = batch.seq_lens[:bs].long() - 1
-        if self.draft is not None:
-            last = last + self.draft + 1
-        elif mode.is_target_verify():
-            last = last + width
-        steps = torch.arange(1 - width, 1, device=q.device)
+        width = q.shape[0] // bs
         behind = torch.arange(-self.runner.sliding_window_size + 1, 1, device=q.device)
-        seen = (last.unsqueeze(1) + steps).flatten().unsqueeze(1) + behind
+        seen = self.positions(batch, q.shape[0]).unsqueeze(1) + behind
         requests = batch.req_pool_indices[:bs].long().unsqueeze(1).expand(-1, width).reshape(-1, 1)
         slots = self.runner.req_to_token_pool.req_to_token[requests, seen.clamp_min(0)]
         slots = torch.where(seen >= 0, slots, -1).to(torch.int32)

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from attn_backends.compressed_cache import CompressedCache, CompressedFormat, Fp8Pages, cache_reasons
 from attn_backends.compressed_layer import CompressedInputs, IndexQuery
-from attn_backends.conformance.foreign.driver import Exempt, ForeignPlan, Handed, first_use, launch
+from attn_backends.conformance.foreign.driver import (
+    NOWHERE,
+    Exempt,
+    ForeignPlan,
+    Handed,
+    LatentSlots,
+    first_use,
+    launch,
+)
 from attn_backends.conformance.foreign.sglang import control, stand_ins
 from attn_backends.conformance.foreign.sglang.backends import DECODES, SGLangBackend, Where, can, on_cpu, on_gpu
 from attn_backends.conformance.foreign.sglang.engine import MARGIN, ROOM, Engine
@@ -113,12 +121,25 @@ class WindowStep(SGLangStep):
         slots = getattr(planned, "swa_out_cache_loc", None)
         return super().handed_slots(forward) if slots is None else Handed.of(slots, self.engine.numbers.slots)
 
-    def latent_slots(self, forward: int) -> dict[str, list[int]]:
-        """`raw_out_loc`, from which the slots of compressed entries are made."""
-        planned = getattr(self._planned[forward], "core_attn_metadata", None)
-        if planned is None:
-            return {"out_cache_loc": super().handed_slots(forward).slots}
-        return {"raw_out_loc": self.engine.numbers.slots(planned.raw_out_loc).tolist()}
+    def latent_slots(self, forward: int) -> list[LatentSlots]:
+        """`raw_out_loc`, and what SGLang's planner makes of this metadata for layers of ratios 4 and 128."""
+        lens, positions, rows = self._lens_and_slots(forward)
+        made = self.engine.api.plan_compression(lens, positions, rows, compute_page_indices=False)
+        slots = self.engine.numbers.slots
+        found = [LatentSlots("raw_out_loc", slots(rows).tolist())]
+        for name, block, entries in (("c4_out_loc", 4, made[0]), ("c128_out_loc", 128, made[4])):
+            places = torch.where(entries == 0, NOWHERE, slots(entries * block))  # entry 0 is the reserved page's
+            found.append(LatentSlots(name, places.tolist(), block))
+        return found
+
+    def _lens_and_slots(self, forward: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[num_tokens] keys, position and slot of each row, by the metadata, or by the batch for a right backend."""
+        core = getattr(self._planned[forward], "core_attn_metadata", None)
+        if core is not None:
+            return core.seq_lens_casual, core.positions_casual, core.raw_out_loc
+        batch = self._forwards[forward]
+        positions = self._backends[forward].positions(batch, batch.out_cache_loc.shape[0]).int()
+        return positions + 1, positions, batch.out_cache_loc.contiguous()
 
 
 class EagerWindowStep(WindowStep, EagerStep):
