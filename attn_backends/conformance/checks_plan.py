@@ -15,7 +15,7 @@ from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind, token_positions
-from spec_metadata.buffers import out_of_range
+from spec_metadata.buffers import allocate, out_of_range
 
 
 def _prefill(subject: Subject) -> list[Case]:
@@ -64,7 +64,7 @@ def positions_of_tokens(subject: Subject, case: Case) -> Measured:
 
 @check("plan.declared_buffers", joined(eager(), graph(), _prefill))
 def declared_buffers(subject: Subject, case: Case) -> Measured:
-    """Every declared buffer is there, in its declared type and range."""
+    """Every declared buffer is there, in its declared type and range; its padding is in that range, too."""
     scene, meta = _planned(subject, case)
     specs = scene.world.backend.buffers(scene.batch.kind)
     for spec in specs:
@@ -73,9 +73,11 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
         if meta.buffers[spec.name].dtype is not spec.dtype:
             got = str(meta.buffers[spec.name].dtype)
             raise CheckFailure(spec.name, "another type than declared", None, str(spec.dtype), got)
-    problems = out_of_range(specs, meta.buffers)
-    if problems:
-        raise CheckFailure(problems[0].split()[0], f"outside its declared range: {'; '.join(problems)}")
+    allocated = allocate(specs, meta.buffers.extent, torch.device("cpu"))
+    for when, buffers in (("before it is planned", allocated), ("planned", meta.buffers)):
+        if problems := out_of_range(specs, buffers):
+            name = problems[0].split()[0]
+            raise CheckFailure(name, f"{when}, it is outside its declared range: {'; '.join(problems)}")
     return Measured()
 
 

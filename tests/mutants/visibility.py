@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from attn_backends import backend as base
+from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.kernels import torch_attention
 from attn_backends.planning import metadata
-from spec_metadata import BlockTable, Capacity, Extent, PackedQuery, RequestTable, Step, StepKind
+from spec_metadata import BlockTable, BufferSpec, Capacity, Extent, PackedQuery, RequestTable, Step, StepKind
 from spec_metadata.plans import block_table, csr, ragged, slots
 from spec_metadata.visibility import (
     DensePart,
@@ -271,3 +272,14 @@ def draft_room_without_topk(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Capacity, name, property(getattr(Capacity, name).func))
     patch.setattr(Capacity, "draft_room", property(lambda self: self.num_steps))
     patch.setattr(base, "check_table_room", lambda step, capacity: None)
+
+
+@mutant("our own, by a random change of one token", "plan.declared_buffers", backend="dsv4")
+def padding_outside_its_range(patch: pytest.MonkeyPatch) -> None:
+    """Slots of a window are declared to be padded with -2, and to be -1 at least."""
+    buffers = DSV4Backend.buffers.__func__  # type: ignore[attr-defined]
+
+    def declared(cls: type[DSV4Backend], kind: StepKind) -> tuple[BufferSpec, ...]:
+        return tuple(replace(s, pad=-2) if s.name == "window_slots" else s for s in buffers(cls, kind))
+
+    patch.setattr(DSV4Backend, "buffers", classmethod(declared))
