@@ -129,7 +129,7 @@ def test_reports_of_one_device_are_one_table():
     text = page(one, other)
     assert text.count("## What the suite found") == 1
     assert "| check | fa3/torch | reference/torch |" in text
-    assert "2 checks executed" in text
+    assert "executed: 2 cases of 1 checks, of " in text
 
 
 def test_the_committed_matrix_is_what_the_committed_results_and_the_records_give():
