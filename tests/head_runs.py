@@ -21,6 +21,8 @@ from tests.head_forward import HeadOracle, attend
 
 BUDGET = 1e-4
 """Of logits: two orders of float32 sums. A key that is ignored moves them by 100 times as much."""
+CLOSE = {"rtol": 1e-5, "atol": BUDGET}
+"""How near scores are that differ in the order of their sums alone; processors differ in it, and scores reach 100."""
 TEXT = rm.random_tokens((40,))[0]
 """Longer than the formats' windows and the original lengths of their rotary embeddings."""
 

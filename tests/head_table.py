@@ -25,7 +25,7 @@ from tests.head_catalogue import FORMATS
 from tests.head_formats import write
 from tests.head_judges import SGLANG, VLLM
 from tests.head_names import HEADS, Named
-from tests.head_runs import BUDGET, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
+from tests.head_runs import CLOSE, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
 from tests.serving_scenes import PHASES
 
 PAGE = Path(__file__).parent.parent / "docs" / "heads.md"
@@ -67,7 +67,7 @@ def format_results(name: str) -> tuple[bool, bool]:
         except AttnBackendsError:
             return False, False
         found = log_probs(draft, oracle.features(TEXT.tolist()), DenseAttention(draft))
-    return True, torch.allclose(found, expected_log_probs(oracle), rtol=0, atol=BUDGET)
+    return True, torch.allclose(found, expected_log_probs(oracle), **CLOSE)
 
 
 def head_results() -> Iterator[tuple[Named, bool, bool]]:

@@ -26,7 +26,7 @@ from tests.eagle3_scenes import watch
 from tests.head_catalogue import FORMATS, VARIANTS
 from tests.head_formats import write
 from tests.head_runs import (
-    BUDGET,
+    CLOSE,
     TEXT,
     DenseAttention,
     expected_log_probs,
@@ -47,7 +47,7 @@ def test_logits_are_those_of_an_independent_forward(name: str, tmp_path: Path) -
     assert draft.feature_layers == tuple(oracle.layers)
     features, expected = oracle.features(TEXT.tolist()), expected_log_probs(oracle)
     for attention in (DenseAttention(draft), paged(draft)):
-        torch.testing.assert_close(log_probs(draft, features, attention), expected, rtol=0, atol=BUDGET)
+        torch.testing.assert_close(log_probs(draft, features, attention), expected, **CLOSE)
 
 
 SHAPES = {"chain": CHAIN, "tree": TREE}
