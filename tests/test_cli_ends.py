@@ -19,6 +19,7 @@ from attn_backends.cli import main
 from attn_backends.conformance import Report
 from attn_backends.conformance.matrix import main as write_matrix
 from attn_backends.errors import ConfigError
+from attn_backends.results import files
 from tests.gpu_results import is_done
 
 ROOT = Path(__file__).parent.parent
@@ -222,8 +223,8 @@ def test_a_version_that_can_not_be_written_leaves_the_one_before(tmp_path, monke
 def test_rows_that_come_fast_are_written_together(tmp_path, monkeypatch):
     """Writing each of many rows would take longer than they do."""
     now, written = iter(range(10**6)), []
-    monkeypatch.setattr(results.time, "monotonic", lambda: next(now))
-    monkeypatch.setattr(results, "write_text", lambda path, text: written.append(len(json.loads(text)["rows"])))
+    monkeypatch.setattr(files.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(files, "write_text", lambda path, text: written.append(len(json.loads(text)["rows"])))
     with results.Recording(tmp_path / "rows.json", results.head(["attn-backends"])) as recording:
         for number in range(200):
             recording.add({"row": number})

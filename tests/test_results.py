@@ -16,7 +16,7 @@ from attn_backends.conformance import CATALOGUE, Report
 from attn_backends.conformance.matrix import COMMAND, page, shown
 from attn_backends.conformance.outcomes import EXECUTED
 from attn_backends.errors import ConfigError
-from attn_backends.results import Head, Results
+from attn_backends.results import Head, Results, __main__, heads
 from tests import gpu_results
 from tests.gpu.sanitize import memory_errors, verdict
 
@@ -46,6 +46,21 @@ def test_what_is_written_is_read_back_with_a_row_on_each_line(tmp_path):
         DEMO_ROW,
         BENCH_ROW,
     ]
+
+
+def test_rows_of_the_same_keys_may_be_lists(tmp_path):
+    same, mixed = tmp_path / "same.json", tmp_path / "mixed.json"
+    whole = {same: Results(HEAD, (DEMO_ROW,) * 3, {"rounds": 50})}
+    whole[mixed] = Results(HEAD, (DEMO_ROW, BENCH_ROW))
+    for path, found in whole.items():
+        results.write(path, found.head, found.rows, **found.own)
+    __main__.main([str(same), str(mixed)])
+    assert json.loads(same.read_text())["columns"] == list(DEMO_ROW)
+    assert "columns" not in json.loads(mixed.read_text())
+    assert {path: results.read(path) for path in whole} == whole
+    same.write_text(same.read_text().replace('"columns": ["backend", ', '"columns": ['))
+    with pytest.raises(ConfigError, match=r"same\.json: not a result"):
+        results.read(same)
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "nonsense", '{"rows": 3, "device": "x", "versions": {}}'])
@@ -89,7 +104,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 def test_the_commit_is_that_of_the_checkout_and_says_if_code_differs(monkeypatch, tmp_path):
     monkeypatch.delenv(results.COMMIT_VARIABLE, raising=False)
-    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(heads, "ROOT", tmp_path)
     assert results.commit() == "unknown"
     git(tmp_path, "init", "--quiet")
     (tmp_path / "docs").mkdir()

@@ -2,59 +2,27 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Rows are written as they come (`Recording`): the file of a run that
-was interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a result names a path of
-the machine that it came from.
+A command may add keys of its own before the rows. Rows of the same keys may be lists, with `"columns": [...]` before
+them (`Results.in_columns`), in half the room. Rows are written as they come (`Recording`): the file of a run that was
+interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a result names a path of the
+machine that it came from.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import re
-import shlex
-import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
 from attn_backends.errors import ConfigError
-from attn_backends.selection.packages import is_installed
+from attn_backends.results.heads import Head
 
-ROOT = Path(__file__).resolve().parent.parent
 INCOMPLETE = "incomplete"  # the key of a result whose run has not come to its end
-COMMIT_VARIABLE = "ATTN_BACKENDS_COMMIT"  # for a copy of the tree that git knows nothing of
-DISTRIBUTIONS = {
-    "triton": "triton",
-    "transformers": "transformers",
-    "flashinfer-python": "flashinfer",
-    "sgl-flash-mla": "flash_mla",
-    "sgl-kernel": "sgl_kernel",
-    "flash-attn-3": "flash_attn_interface",
-    "vllm": "vllm",
-    "sglang": "sglang",
-}  # and the module of each, which may be there without the package's metadata
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """Where rows come from. device: its name. versions: of what matters. date: UTC day, ISO. commit: of the code, with
-    "+dirty" if files beside docs differ from it. command: what to type, without paths of a machine.
-    """
-
-    device: str
-    versions: Mapping[str, str]
-    date: str
-    commit: str
-    command: str
+COLUMNS = "columns"  # the key of the names of rows' values, where rows are lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +46,27 @@ class Results:
         """A key, then a row, on each line."""
         return _as_json(self.head, self.own, map(_line, self.rows))
 
+    def in_columns(self) -> str:
+        """`to_json` with rows as lists; as it is where rows have different keys."""
+        names = list(self.rows[0]) if self.rows else []
+        if any(row.keys() != set(names) for row in self.rows):
+            return self.to_json()
+        lines = (_line([row[name] for name in names]) for row in self.rows)
+        return _as_json(self.head, {**self.own, COLUMNS: names}, lines)
+
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """What `to_json` wrote. Results from before commits were recorded have none."""
+        """What `to_json` or `in_columns` wrote. Results from before commits were recorded have none."""
         try:
             own = dict(json.loads(text))
+            if COLUMNS in own:
+                names = own.pop(COLUMNS)
+                own["rows"] = [zip(names, row, strict=True) for row in own["rows"]]
             rows, device, versions = (own.pop(name) for name in ("rows", "device", "versions"))
             head = Head(device, dict(versions), *(own.pop(name, "") for name in ("date", "commit", "command")))
             return cls(head, tuple(map(dict, rows)), own)
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"not a result: {error!r}") from None
-
-
-def head(command: Sequence[str], device: str = "cpu") -> Head:
-    """The head of rows that a command makes here. command: its words. device: such as cpu or cuda."""
-    today = datetime.now(UTC).date().isoformat()
-    return Head(device_name(device), versions(), today, commit(), without_paths(command))
 
 
 class Recording:
@@ -200,62 +173,5 @@ def _as_json(head: Head, own: Mapping[str, Any], lines: Iterable[str]) -> str:
     return "{\n" + ",\n".join([*keys, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any] | Sequence[Any]) -> str:
     return "  " + json.dumps(row, separators=(",", ":"))
-
-
-def device_name(device: str) -> str:
-    """What a device calls itself, such as NVIDIA H200."""
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.get_device_name(device)
-    return torch.device(device).type.upper()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what numbers depend on, as far as it is installed."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    for distribution, module in DISTRIBUTIONS.items():
-        try:
-            found[distribution] = version(distribution)
-        except PackageNotFoundError:
-            if is_installed(module):
-                found[distribution] = "without package metadata"
-    return found
-
-
-def commit() -> str:
-    """The commit of this code: what the environment says, else what git does, else "unknown"."""
-    if COMMIT_VARIABLE in os.environ:
-        return os.environ[COMMIT_VARIABLE]
-    if not (ROOT / ".git").exists():
-        return "unknown"
-    try:
-        found = _git("rev-parse", "HEAD")
-        return found + ("+dirty" if _git("status", "--porcelain", "--", ".", ":(exclude)docs") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def without_paths(words: Sequence[str]) -> str:
-    """A command line in which files are named relative to the checkout, and files outside it FILE."""
-    return shlex.join(_without_path(word) for word in words)
-
-
-def without_folders(text: str) -> str:
-    """A message with the names of files, without the machine's folders."""
-    return re.sub(r"(?<![\w.])/(?:[\w.+@-]+/)+", "", text)
-
-
-def _without_path(word: str) -> str:
-    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
-    if os.sep in value:
-        path = Path(value).resolve()
-        value = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else "FILE"
-    return option + equals + value
-
-
-def _git(*arguments: str) -> str:
-    command = ("git", "-C", str(ROOT), *arguments)
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

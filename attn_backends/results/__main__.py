@@ -1,0 +1,18 @@
+"""Rewrite results with rows as lists, as they are committed: ``python -m attn_backends.results FILE …``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from attn_backends.results import read, write_text
+
+
+def main(files: list[str]) -> None:
+    """Rewrite each file."""
+    for path in map(Path, files):
+        write_text(path, read(path).in_columns())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
