@@ -232,8 +232,8 @@ class TokenBucket:
         return min(self.num_tokens, capacity.num_draft_tokens if is_verify else capacity.max_kv_len)
 
     def padded_bs(self, capacity: Capacity) -> int:
-        """Requests of a graph of the whole step: the real ones, and after them those that padded rows belong to. One
-        does for that, unless there can be more such rows than a table row holds.
+        """Requests of a graph of the whole step: the real ones, and after them those that own padded rows. One is
+        enough, unless padded rows can exceed what one request holds.
         """
         return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))
 

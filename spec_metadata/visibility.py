@@ -166,8 +166,8 @@ def real_rows(step: Step) -> Tensor:
 def tree_part(step: Step, forward: int, ancestors: Tensor | None = None) -> TreePart | None:
     """The tree part of a forward; None if the step is no tree.
 
-    ancestors: for a draft of topk > 1, [bs, topk, forward + 1] int64: the branch on which the path of branch k stood at
-    each depth so far, the last entry being k itself. Raises `InvalidStepError` for others, and for a forward that the
+    ancestors: for a draft of topk > 1, [bs, topk, forward + 1] int64: for each depth so far, the ancestor branch of
+    branch k; the last entry is k itself. Raises `InvalidStepError` for others, and for a forward that the
     step does not plan.
     """
     check_forward(step.kind, forward, step.num_forwards)

@@ -69,7 +69,7 @@ EXAMPLES = {
         lambda lens, p: Step.draft_extend(PackedQuery.of(WIDTHS[: len(lens)]), lens, p),
     ),
     "prefill": Example(
-        "chunks of 2 and 4 prompt tokens behind cached ones",
+        "chunks of 2 and 4 prompt tokens after cached ones",
         lambda lens, p: Step.prefill(PackedQuery.of(WIDTHS[: len(lens)]), lens, p),
     ),
     "decode": Example("plain decoding, a token a request", lambda lens, p: Step.decode(lens, p)),
