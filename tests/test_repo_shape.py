@@ -116,6 +116,40 @@ def test_a_wrong_direction_is_seen(name, source):
     assert wrong_directions(name, source)
 
 
+def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
+    """The modules that a module imports, and those that these import, and so on."""
+    found, ahead = set[str](), [start]
+    while ahead:
+        new = graph[ahead.pop()] - found
+        found |= new
+        ahead += new
+    return found
+
+
+def crossing_cycles(graph: dict[str, set[str]], room_of: dict[str, str]) -> set[tuple[str, str]]:
+    """Modules of two rooms that import each other, by whatever others."""
+    all_of = {name: reached(name, graph) for name in graph}
+    pairs = {(one, other) for one in graph for other in all_of[one] if one in all_of[other]}
+    return {(one, other) for one, other in pairs if room_of[one] != room_of[other]}
+
+
+def test_no_cycle_of_imports_crosses_rooms():
+    """A room is a folder; a file of a package's root is a room of its own."""
+    files = {module_name(path): path for path in SOURCES}
+    roots = {folder / package for package, folder in PACKAGES.items()}
+    room_of = {name: name if path.parent in roots else str(path.parent) for name, path in files.items()}
+    room_of |= {name: str(path.parent) for name, path in files.items() if name.startswith("spec_metadata.")}
+    graph = {}
+    for name, path in files.items():
+        parts = (imported.split(".") for imported in imports(ast.parse(path.read_text())))
+        names = [[".".join(part[:length]) for length in range(len(part), 0, -1)] for part in parts]
+        graph[name] = {next((each for each in prefixes if each in files), name) for prefixes in names} - {name}
+    assert len(graph) > 250
+    assert crossing_cycles(graph, room_of) == set()
+    graph["attn_backends.contract.kernel"].add("attn_backends.backend")
+    assert ("attn_backends.contract.kernel", "attn_backends.backend") in crossing_cycles(graph, room_of)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_an_engine_is_imported_in_one_place(path):
     """That place, `api.py`, looks at the version; a package registers names before, whatever the version."""
