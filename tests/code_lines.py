@@ -15,8 +15,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "what came since: bound inputs, ragged and mixed steps, sets, our schedules of vendors": (
+        579,
+        (
+            "spec_metadata/bound_inputs.py",
+            "spec_metadata/mixed.py",
+            "spec_metadata/widths.py",
+            "attn_backends/memory/phase_sets.py",
+            "attn_backends/vendors/flash_attention_tiles.py",
+            "attn_backends/vendors/flashinfer_work.py",
+        ),
+    ),
     "contract, machinery, backends, vendors, adapters": (
-        6902,
+        6500,
         (
             "spec_metadata/",
             "attn_backends/adapters/",
@@ -35,7 +46,7 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tests of benchmarks": (500, ("tests/test_benchmarks.py",)),
     "tests/gpu": (800, ("tests/gpu/",)),
 }
-"""A room's ceiling, and where it lies."""
+"""A room's ceiling, and where it lies. A file is of the first room that it lies in."""
 _SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -61,24 +72,28 @@ def sources() -> list[str]:
     return [path for path in listed.stdout.split() if (ROOT / path).exists()]
 
 
-def of_room(places: tuple[str, ...], files: list[str]) -> int:
-    """Code lines of a room. A place that ends in *.py is of its folder alone."""
-    found = [
-        path
-        for path in files
-        if any(
-            Path(path).match(place) and path.count("/") == 1 if "*" in place else path.startswith(place)
-            for place in places
+def by_room() -> dict[str, int]:
+    """Code lines of each room."""
+    counts = dict.fromkeys(BUDGETS, 0)
+    for path in sources():
+        room = next(
+            (room for room, (_, places) in BUDGETS.items() if any(_lies_in(path, place) for place in places)), ""
         )
-    ]
-    return sum(code_lines((ROOT / path).read_text(encoding="utf-8")) for path in found)
+        if room:
+            counts[room] += code_lines((ROOT / path).read_text(encoding="utf-8"))
+    return counts
+
+
+def _lies_in(path: str, place: str) -> bool:
+    """Whether a file lies in a place, which is a file, a folder, or a folder's own files where it ends in *.py."""
+    folder, _, pattern = place.rpartition("/")
+    return path.rpartition("/")[0] == folder if pattern == "*.py" else path.startswith(place)
 
 
 def main() -> None:
     """Print the table."""
-    files = sources()
-    for room, (most, places) in BUDGETS.items():
-        print(f"{of_room(places, files):6} of {most:5}  {room}")
+    for room, count in by_room().items():
+        print(f"{count:6} of {BUDGETS[room][0]:5}  {room}")
 
 
 if __name__ == "__main__":
