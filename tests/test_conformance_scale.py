@@ -10,9 +10,11 @@ from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS
 from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.sizes import size_of
 from attn_backends.conformance.worlds import capacity_of
+from attn_backends.layer import AttentionOutput
 from attn_backends.registry import get_backend
 from spec_metadata import StepKind
 from tests.mutants import MUTANTS
+from tests.unusual_backends import KV, launching
 
 DENSE = ("fa3", "flashinfer_mla", "trtllm_mla")
 LIMITS = [
@@ -94,3 +96,20 @@ def test_every_edge_is_met_in_every_kind(name: str) -> None:
         assert set(BATCHES) <= {len(case.lens) for case in of_kind}
         assert set(HEADS) <= {size_of(case.size).heads[0] for case in of_kind}
         assert {case.path for case in of_kind} == {"eager", "graph"}
+
+
+def test_a_head_size_between_the_least_and_the_most_is_met_in_every_kind() -> None:
+    """As 128 of FlashAttention-3's 64, 128 and 256: a kernel that is wrong there alone passes everything else."""
+
+    def without_12(output: AttentionOutput) -> AttentionOutput:
+        return AttentionOutput(output.out * (output.out.shape[-1] != 12), output.lse)
+
+    backend = launching(without_12, head_sizes=frozenset({(6, 6), (12, 12), (24, 24)}))
+    backend.formats = KV
+    subject = Subject(backend, "torch")
+    cases = selected_cases(subject, "scale.edges")
+    others = [case for case in cases if size_of(case.size).declared]
+    assert {case.kind for case in others} == {str(kind) for kind in subject.capabilities}
+    assert {run_case(subject, case).status for case in others} == {Outcome.FAIL}
+    most = next(case for case in cases if case.kind == StepKind.DECODE and not size_of(case.size).declared)
+    assert run_case(subject, most).status is Outcome.PASS

@@ -15,9 +15,9 @@ from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
 from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import run_case
-from attn_backends.conformance.situations import TREE_KINDS, is_declared, situations
+from attn_backends.conformance.situations import TREE_KINDS, formats_of, is_declared, situations
 from attn_backends.conformance.sizes import size_of
-from attn_backends.conformance.worlds import capacity_of
+from attn_backends.conformance.worlds import AnyFormat, capacity_of, sizes_of
 from spec_metadata import StepKind
 
 CONTEXTS: tuple[tuple[int, ...], ...] = (
@@ -41,9 +41,13 @@ MOST_PACKED = 33  # requests of a graph of packed rows, whose torch kernels pad 
 LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
 
 
-def _with(subject: Subject, kind: StepKind, turn: int, size: str, topk: int = 1) -> Case | None:
-    """A situation of a kind in a size, of the turn's format, page size, table and path; None if it is not declared."""
-    found = situations(subject, kind, (topk,), size)
+def _with(
+    subject: Subject, kind: StepKind, turn: int, size: str, topk: int = 1, format: AnyFormat | None = None
+) -> Case | None:
+    """A situation of a kind in a size, of the turn's page size, table and path, and of a format (None: the turn's);
+    None if it is not declared.
+    """
+    found = [case for case in situations(subject, kind, (topk,), size) if format in (None, case.format)]
     if not found:
         return None
     case = replace(found[(turn * 5 + turn // len(found)) % len(found)], size=size, topk=topk, seed=turn)
@@ -81,8 +85,14 @@ def _longest(subject: Subject, kind: StepKind) -> int:
     return max(map(max, CONTEXTS)) if kind in (StepKind.DECODE, StepKind.TARGET_VERIFY) else 32_768
 
 
+def _other_sizes(subject: Subject) -> list[tuple[AnyFormat, int]]:
+    """Formats and elements of query-key heads that a kernel declares, but for the least and the most."""
+    declared = {each: sizes_of(subject.backend, subject.chosen, each) for each in formats_of(subject)}
+    return [(each, dim) for each, sizes in declared.items() for dim, _ in sorted(sizes or ())[1:-1]]
+
+
 def _edges(subject: Subject) -> Iterator[Case]:
-    """Contexts, batches of one long request among short ones, and heads, of each kind."""
+    """Contexts, batches of one long request among short ones, heads and their elements, of each kind."""
     for kind in subject.capabilities:
         turns = count(list(subject.capabilities).index(kind))
         for lens in CONTEXTS:
@@ -103,6 +113,9 @@ def _edges(subject: Subject) -> Iterator[Case]:
             turn = next(turns)
             size = f"long.bs3.steps3.tokens700.heads{heads}"
             yield from _filled(subject, _with(subject, kind, turn, size), (130, 600, 1), turn)
+        for format, dim in _other_sizes(subject):
+            turn, size = next(turns), f"long.bs3.steps3.tokens700.dims{dim}"
+            yield from _filled(subject, _with(subject, kind, turn, size, format=format), (130, 600, 1), turn)
 
 
 def _widths(subject: Subject) -> Iterator[Case]:
@@ -133,7 +146,7 @@ def _measure(subject: Subject, case: Case) -> Measured:
 @check("scale.edges", lambda subject: list(_edges(subject)))
 def edges(subject: Subject, case: Case) -> Measured:
     """Contexts around tile and split edges up to 131,072 tokens, one long request among up to 256 short ones, up to 128
-    heads.
+    heads, every declared head size.
     """
     return _measure(subject, case)
 

@@ -21,7 +21,8 @@ class Size:
     pages, tokens: that a request may commit, at least. spare_pages: of a table row, past what a request may have.
     heads: of queries, (over keys and values, over latents). kv: key-value heads and elements of a head. latent: (rank,
     rope). dim: elements of a compressed row. Where a kernel declares heads or elements of its own, a world has the next
-    larger number of heads and, unless it is the small one, the most elements. nodes: that a verify takes, of a tree or
+    larger number of heads and, unless it is the small one, the most elements, or those of declared: elements of a
+    query-key head (0: the most). nodes: that a verify takes, of a tree or
     a chain (0: all that may be drafted). full: requests that may be of full length at once, the others being shorter
     than a page and a draft (0: all). cache: pages of the cache, at least.
     """
@@ -38,6 +39,7 @@ class Size:
     nodes: int = 0
     full: int = 0
     cache: int = 0
+    declared: int = 0
 
     def room(self, topk: int) -> int:
         """Tokens that a step may add: branches at all depths or all nodes, or a chain of all steps with its root."""
@@ -71,6 +73,7 @@ CHANGES = {
     "full": "full",
     "cache": "cache",
     "spare": "spare_pages",
+    "dims": "declared",
 }
 """What a size's name may change, by the words that it is said with; and `heads`, of queries."""
 

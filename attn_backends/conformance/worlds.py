@@ -177,12 +177,14 @@ class World:
 def head_sizes(
     backend: type[AttentionBackend], kernel: Kernel, format: AnyFormat, size: str = ""
 ) -> tuple[int, int] | None:
-    """The smallest sizes that a kernel declares for a format, in a larger world the largest; None if it declares none:
-    it takes any, or refuses the format.
+    """The smallest sizes that a kernel declares for a format, in a larger world the largest or those that its size
+    names; None if it declares none: it takes any, or refuses the format.
     """
-    sizes = sizes_of(backend, kernel, format)
+    sizes, named = sizes_of(backend, kernel, format), size_of(size).declared
     if not sizes:
         return None
+    if named:
+        return next(each for each in sorted(sizes) if each[0] == named)
     return max(sizes) if size else min(sizes)
 
 
