@@ -194,7 +194,7 @@ class AttentionBackend(ABC, Generic[Plan]):
         self.refresh(meta)
 
     def copy_inputs(self, meta: Metadata[Plan], step: Step) -> None:
-        """Copy a step's inputs and run host planners: the first half of `replay`, for a graph that records `refresh`."""
+        """Copy a step's inputs and run host planners: half of `replay`, for a graph that records `refresh`."""
         if not isinstance(meta, Metadata) or meta.owner is not self:
             refuse_metadata(self, meta)
         if (captured := meta.captured) is None:

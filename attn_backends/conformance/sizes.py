@@ -21,8 +21,8 @@ class Size:
     pages, tokens: that a request may commit, at least. spare_pages: of a table row, past what a request may have.
     heads: of queries, (over keys and values, over latents). kv: key-value heads and elements of a head. latent: (rank,
     rope). dim: elements of a compressed row. Where a kernel declares heads or elements of its own, a world has the next
-    larger number of heads and, unless it is the small one, the most elements, or those of declared: elements of a
-    query-key head (0: the most). nodes: that a verify takes, of a tree or
+    larger number of heads. It has the kernel's least elements if it is small, the most if not, or those of declared:
+    elements of a query-key head (0: none named). nodes: that a verify takes, of a tree or
     a chain (0: all that may be drafted). full: requests that may be of full length at once, the others being shorter
     than a page and a draft (0: all). cache: pages of the cache, at least.
     """
