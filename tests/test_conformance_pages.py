@@ -23,6 +23,7 @@ from attn_backends.conformance import (
     Outcome,
     Report,
     Row,
+    conforming,
     resolve_subjects,
     run_case,
     selected_cases,
@@ -260,3 +261,31 @@ def test_every_group_of_checks_and_every_option_is_described():
     options = re.findall(r'add\(\s*"(--attn-[a-z-]+)"', (ROOT / "attn_backends_pytest" / "__init__.py").read_text())
     assert len(options) == 12
     assert [option for option in options if option not in text] == []
+
+
+def test_the_page_of_conforming_packages_is_what_their_reports_give():
+    reports = DOCS / "conforming"
+    assert [path.stem for path in reports.glob("*.json")] == ["seqmajor-0.1.0"]
+    assert (DOCS / "conforming.md").read_text() == conforming.page(reports), f"stale; run {conforming.COMMAND}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("seqmajor.json", {}, r"seqmajor\.json: a report is named PACKAGE-VERSION\.json"),
+        ("a-1.json", {"contract": "1.0"}, r"a-1\.json: a report of contract 1\.0 .* of contract 2\.0"),
+        ("a-1.json", {"profiles": {}}, r"a-1\.json: no profile passes"),
+        ("a-1.json", {"profiles": {"seqmajor/torch": []}}, r"a-1\.json: no profile passes"),
+        ("a-1.json", {"status": "fail"}, r"a-1\.json: 1 cases failed or broke"),
+        ("a-1.json", {"incomplete": True}, r"a-1\.json: the run was interrupted"),
+    ],
+)
+def test_a_report_that_does_not_conform_is_refused(name, changes, message, tmp_path, capsys):
+    found = read(DOCS / "conforming" / "seqmajor-0.1.0.json")
+    status = {"status": changes.pop("status", "pass"), "cases": 1}
+    rows = (found.rows[0] | status, *found.rows[1:])
+    (tmp_path / name).write_text(replace(found, rows=rows, own={**found.own, **changes}).to_json())
+    page = tmp_path / "page.md"
+    assert conforming.main(["--reports", str(tmp_path), "--output", str(page)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not page.exists()

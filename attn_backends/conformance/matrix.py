@@ -101,7 +101,7 @@ def page(*results: Results) -> str:
         "",
         *_table(_COLUMNS, _capability_rows()),
     ]
-    for heads, report in _merged(filter(_is_of_this_contract, results)):
+    for heads, report in _merged(filter(is_of_this_contract, results)):
         lines += ["", *_outcomes(heads, report)]
     for form, title, about, columns in _NUMBERS:
         for found in (found for found in results if found.rows and form in found.rows[0]):
@@ -112,7 +112,7 @@ def page(*results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _is_of_this_contract(found: Results) -> bool:
+def is_of_this_contract(found: Results) -> bool:
     """Whether it is a report of conformance; refuses one of another contract, whose outcomes mean something else."""
     if "suite_version" not in found.own:
         return False
