@@ -1,7 +1,6 @@
-"""The contract of an attention backend, and the metadata interface that follows from it.
+"""What engines call of an attention backend: the metadata interface that follows from its definition.
 
-A backend declares its buffers, writes all that a step's forwards need of them in one function, `write` (rule R1), and
-says in another how they are read, `plans`. Eager, capture and replay all run it and differ only in the destination:
+Eager, capture and replay all run the one `write` of the definition (rule R1) and differ only in the destination:
 
     meta = backend.init_forward_metadata(step)      # eager: fresh buffers
     meta = backend.capture(bucket, paging, inputs)  # static buffers; inputs: an engine's own, else safe contents
@@ -15,19 +14,18 @@ Metadata is returned and passed in (rule R7); a backend keeps only its memory.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from attn_backends.cache import CacheFormat, CacheInputs, PagedCache, check_cache
+from attn_backends.cache import CacheInputs, PagedCache, check_cache
 from attn_backends.contract.capabilities import listed
 from attn_backends.contract.checked_layers import CheckedLayers, Use
-from attn_backends.contract.kernel import Kernel, LayerShape, Schedules
+from attn_backends.contract.definition import BackendDefinition
+from attn_backends.contract.kernel import Kernel, LayerShape, Plan, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined, query_reasons
@@ -69,15 +67,11 @@ from spec_metadata.layout import check_is_step
 from spec_metadata.static_inputs import closed, padding_step
 from spec_metadata.visibility import HostLens, chain_parts
 
-Plan = TypeVar("Plan")
 
-
-class AttentionBackend(ABC, Generic[Plan]):
+class AttentionBackend(BackendDefinition[Plan]):
     """An attention backend bound to one engine's capacity, cache geometry and device.
 
-    A subclass gives `name`, `formats`, `kernels` (best first), `buffers`, `plans` and `write`; with a fused planner,
-    `bind_fused`. prefix_only: whether the forwards of a draft share one plan, of the committed tokens alone, and read
-    what they drafted by slot, in a chain too.
+    A backend derives from it and defines what `BackendDefinition` lists; all else is here.
 
     capacity: the largest step. geometry: of the cache. kernel: "auto" for the best one of each step kind; a kernel's
     name for every kind that it has, the others as "auto"; or a name for each kind to support. workload: layers and
@@ -86,11 +80,6 @@ class AttentionBackend(ABC, Generic[Plan]):
     worker (None: its own). phases: its buffers. checking: tests' and debuggers' mode, which reads the device back
     (docs/adapters.md).
     """
-
-    name: ClassVar[str]
-    formats: ClassVar[frozenset[CacheFormat]]
-    kernels: ClassVar[tuple[Kernel, ...]]
-    prefix_only: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -120,33 +109,6 @@ class AttentionBackend(ABC, Generic[Plan]):
     def kernel_of(self, kind: StepKind) -> Kernel[Plan]:
         """The kernel of a step kind that the backend has; of an idle step, which launches none, any."""
         return (next(iter(self.choices.values())) if kind is StepKind.IDLE else self.choices[kind]).kernel
-
-    @classmethod
-    @abstractmethod
-    def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """The declared buffers of a step kind, of all forwards."""
-
-    @classmethod
-    def page_multiple(cls) -> int:
-        """Tokens that every page size must be a multiple of, whatever the kernel."""
-        return 1
-
-    @abstractmethod
-    def plans(self, step: Step, buffers: Buffers) -> tuple[Plan, ...]:
-        """The plan of each forward of a step, as views of buffers that `write` fills. Host only, no device work."""
-
-    @abstractmethod
-    def write(self, step: Step, buffers: Buffers) -> None:
-        """Write the metadata of all forwards into buffers. Device only, fixed shapes, no host reads."""
-
-    @classmethod
-    def has_fused(cls) -> bool:
-        """Whether it has a fused planner."""
-        return cls.bind_fused is not AttentionBackend.bind_fused
-
-    def bind_fused(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
-        """A launch that reads a bound step and writes its plan and write slots; it may be repeated, and recorded."""
-        raise NotImplementedError(f"{self.name} has no fused planner")
 
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
         """Metadata of an eager step, in fresh buffers."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import being_recorded, repeat_at_replays
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import BoundStep, Bucket, Capacity, Paging, RequestTable, Step, TokenBucket
+from spec_metadata import AnyBucket, BoundStep, Capacity, Paging, RequestTable, Step
 from spec_metadata.admission import check_values, most_committed
 from spec_metadata.query import most_rows
 
@@ -28,7 +28,7 @@ class Captured:
     appears.
     """
 
-    bucket: Bucket | TokenBucket
+    bucket: AnyBucket
     static: Step
     capacity: Capacity
     phase: PhaseMemory
@@ -44,9 +44,7 @@ class Captured:
         """Copy a step into the static inputs if one like it was taken already; False, with nothing written, if not."""
         if not self.admits(step):
             return False
-        if being_recorded():
-            repeat_at_replays(self.take_phase)
-        self.phase.take(self)
+        self.take_phase()
         self.copy_inputs(step)
         return True
 

@@ -4,46 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn
 
 import torch
 from torch import Tensor
 
-from attn_backends.contract.kernel import Schedules
+from attn_backends.contract.definition import BackendDefinition
+from attn_backends.contract.kernel import Plan, Schedules
 from attn_backends.errors import CaptureError, PlanError, UnsupportedStepError
 from attn_backends.graphs import is_capturing
 from attn_backends.planning.captured import Captured
-from spec_metadata import (
-    Bucket,
-    Buffers,
-    BufferSpec,
-    Capacity,
-    InvalidStepError,
-    Step,
-    StepKind,
-    TokenBucket,
-    TreePart,
-    tree_part,
-)
+from spec_metadata import AnyBucket, Buffers, BufferSpec, InvalidStepError, Step, StepKind, TreePart, tree_part
 from spec_metadata.admission import check_ancestors, check_kept, check_num_kept
 from spec_metadata.buffers import NUM_FORWARDS, NUM_TOKENS, out_of_range
 from spec_metadata.visibility import kept_rows
 
-Plan = TypeVar("Plan")
-
 WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS), "where the rows of a forward write")
-
-
-class Owner(Protocol):
-    """The backend that planned metadata, which it alone takes; told apart by identity."""
-
-    @property
-    def name(self) -> str:
-        """As it is known."""
-
-    @property
-    def capacity(self) -> Capacity:
-        """The largest step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +32,7 @@ class ForwardMetadata(Generic[Plan]):
     which attend, too. reads_alone: whether they attend and are not stored.
     """
 
-    owner: Owner
+    owner: BackendDefinition
     schedules: Schedules[Plan]
     forward: int
     write_slots: Tensor
@@ -77,7 +53,7 @@ class Metadata(Generic[Plan]):
     bucket and memory of captured metadata; None if eager. checking: whether `at` reads ancestors.
     """
 
-    owner: Owner
+    owner: BackendDefinition
     step: Step
     buffers: Buffers
     plans: tuple[Plan, ...]
@@ -88,7 +64,7 @@ class Metadata(Generic[Plan]):
     checking: bool = False
 
     @property
-    def bucket(self) -> Bucket | TokenBucket | None:
+    def bucket(self) -> AnyBucket | None:
         """What it was captured for; None if eager."""
         return None if self.captured is None else self.captured.bucket
 
@@ -142,7 +118,7 @@ class Metadata(Generic[Plan]):
         return replace(self.at(forward, ancestors), reads_alone=True)
 
 
-def slots_to_write(backend: Owner, meta: ForwardMetadata) -> Tensor:
+def slots_to_write(backend: BackendDefinition, meta: ForwardMetadata) -> Tensor:
     """[num_rows] int64, where the rows of a forward are stored; refuses metadata of those that read alone."""
     if meta.reads_alone:
         reason = "metadata of rows that read alone: the cache is another model's"
@@ -150,7 +126,7 @@ def slots_to_write(backend: Owner, meta: ForwardMetadata) -> Tensor:
     return meta.write_slots
 
 
-def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
+def all_rows(backend: BackendDefinition, meta: ForwardMetadata) -> int:
     """Query rows of a forward; refuses metadata of those that are kept, which does not say what they see."""
     if meta.kept is not None:
         raise UnsupportedStepError(
@@ -161,7 +137,7 @@ def all_rows(backend: Owner, meta: ForwardMetadata) -> int:
     return meta.write_slots.shape[0]
 
 
-def refuse_metadata(backend: Owner, meta: Metadata) -> NoReturn:
+def refuse_metadata(backend: BackendDefinition, meta: Metadata) -> NoReturn:
     """Refuse what is not the metadata of a step, or was planned by another backend."""
     if not isinstance(meta, Metadata):
         raise UnsupportedStepError(
@@ -170,7 +146,7 @@ def refuse_metadata(backend: Owner, meta: Metadata) -> NoReturn:
     _refuse_owner(backend, meta.owner, meta.step.kind)
 
 
-def _refuse_owner(backend: Owner, owner: Owner, kind: StepKind) -> NoReturn:
+def _refuse_owner(backend: BackendDefinition, owner: BackendDefinition, kind: StepKind) -> NoReturn:
     """Refuse metadata that another backend planned: also one of the same class has tables and memory of its own."""
     mine, its = backend.capacity, owner.capacity
     raise UnsupportedStepError(
@@ -183,7 +159,7 @@ def _refuse_owner(backend: Owner, owner: Owner, kind: StepKind) -> NoReturn:
     )
 
 
-def check_forward(backend: Owner, meta: ForwardMetadata) -> None:
+def check_forward(backend: BackendDefinition, meta: ForwardMetadata) -> None:
     """Refuse what is not the metadata of one forward, was planned by another backend, or is stale."""
     if not isinstance(meta, ForwardMetadata):
         raise UnsupportedStepError(
