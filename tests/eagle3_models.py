@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attn_backends_reference.models import TargetModel
 from attn_backends_reference.models.eagle3 import Eagle3Draft, Eagle3Model
@@ -80,10 +80,7 @@ def publish(folder: Path, draft: Eagle3Draft, config: dict[str, Any]) -> None:
 @cache
 def tiny_target(num_layers: int = NUM_LAYERS) -> PreTrainedModel:
     """A random float32 target deep enough for three states."""
-    config = rm.tiny_config("gqa", num_hidden_layers=num_layers)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    rm.randomize(model, 0)
-    return model.requires_grad_(False)
+    return rm.tiny_target("gqa", num_hidden_layers=num_layers)
 
 
 @cache

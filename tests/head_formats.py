@@ -177,10 +177,11 @@ def write(
         noise = torch.randn(shape, generator=generator)
         is_norm = len(shape) == 1 and "norm" in name
         tensors[name] = 1 + 0.3 * noise if is_norm else 1.5 * noise * shape[-1] ** -0.5
-    ids = torch.randperm(SIZES["V"], generator=generator)[: SIZES["D"]].sort().values
+    vocab_size, num_ids = format.shape("V D")
+    ids = torch.randperm(vocab_size, generator=generator)[:num_ids].sort().values
     maps = {
         "d2t": ids - torch.arange(len(ids)),
-        "t2d": torch.zeros(SIZES["V"], dtype=torch.bool).index_fill_(0, ids, True),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
     }
     tensors |= {name: maps[name] for name in format.tensors if name in MAPS} | dict(given)
     folder.mkdir(exist_ok=True)

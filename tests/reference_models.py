@@ -157,9 +157,9 @@ def randomize(module: nn.Module, seed: int) -> None:
             weight.data = 1.5 * noise * weight.shape[-1] ** -0.5
 
 
-def tiny_target(name: str, seed: int = 0) -> PreTrainedModel:
-    """A random float32 target."""
-    model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager").eval()
+def tiny_target(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random float32 target. changes: of its configuration."""
+    model = AutoModelForCausalLM.from_config(tiny_config(name, **changes), attn_implementation="eager").eval()
     model.set_experts_implementation("eager")
     randomize(model, seed)
     return model.requires_grad_(False)

@@ -6,9 +6,11 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -25,6 +27,9 @@ from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import DraftModel, TargetModel, load_draft, load_target, load_tokenizer
 from spec_metadata import CacheGeometry, Capacity, Sampling, Step, StepKind
+from tests import head_formats
+from tests import reference_models as rm
+from tests.head_catalogue import FORMATS
 
 CHAIN = {"topk": 1, "num_steps": 3, "num_draft_tokens": 4}
 TREE = {"topk": 4, "num_steps": 3, "num_draft_tokens": 16}
@@ -34,9 +39,18 @@ NEWLINE = 10
 
 @cache
 def models(name: str, device: str = "cpu") -> tuple[TargetModel, DraftModel]:
-    """A shipped target and its draft, float32."""
-    target = load_target(name, torch.float32, torch.device(device))
-    return target, load_draft(name, target)
+    """A shipped target and its draft, float32; or "gpt_oss", a random target of bytes with sinks and windows, and a
+    random EAGLE-3 head.
+    """
+    if name != "gpt_oss":
+        target = load_target(name, torch.float32, torch.device(device))
+        return target, load_draft(name, target)
+    target = rm.served_target(name, rm.tiny_target(name, num_hidden_layers=4, vocab_size=256).to(device))
+    published = FORMATS["SpecForge, gpt-oss"]
+    of_bytes = replace(published, config={**published.config, "vocab_size": 256}, sizes={"V": 256})
+    with TemporaryDirectory() as folder:
+        head_formats.write(of_bytes, Path(folder))
+        return target, load_draft(folder, target)
 
 
 @cache

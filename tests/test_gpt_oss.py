@@ -1,4 +1,5 @@
-"""gpt-oss from a folder as OpenAI publishes it: experts of 4-bit blocks (MXFP4), sinks, windows in alternate layers.
+"""gpt-oss from a folder as OpenAI publishes it: experts of 4-bit blocks (MXFP4), sinks, windows in alternate layers; and
+random serving on a random one.
 
 `tests/test_published_targets.py` and `tests/test_models.py` hold the logits to transformers' own.
 """
@@ -25,9 +26,12 @@ from attn_backends_reference.models import load_draft, load_target, open_target
 from spec_metadata import CacheGeometry, Capacity
 from tests import head_formats
 from tests import reference_models as rm
+from tests import serving_laws as laws
+from tests.eagle3_laws import accepted_lengths
+from tests.eagle3_scenes import accept_any_length, watch
 from tests.head_catalogue import FORMATS
 from tests.published_targets import LAYERS, TARGETS, WINDOW, write
-from tests.serving_scenes import PHASES
+from tests.serving_scenes import CHAIN, NEWLINE, PHASES, TREE, arrivals, eagle_worker, endless
 from tests.test_published_targets import plain_model
 from tests.test_target_families import greedy
 
@@ -172,3 +176,24 @@ def test_texts_are_transformers_own(published: Path, tmp_path: Path, shape: str,
     for worker in (PlainWorker(target, *place), EagleWorker(target, draft, *place)):
         assert [done.tokens for done in serve(worker, given, 16)] == expected
         assert bool(worker.num_graph_steps) == bool(graphs)
+
+
+GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("path", [GRAPH, {}], ids=["recorded", "eager"])
+def test_requests_that_come_and_go_get_what_plain_decoding_gives(path: dict[str, Any], shape: dict[str, int]) -> None:
+    """Greedy and sampled, a round late, whatever lengths cycles accept of a random head's drafts."""
+    scene = arrivals(20, 25, 80, 20, seed=3)
+    prompts, texts = [arrival.prompt for arrival in scene], endless("gpt_oss", scene, 28)
+    assert sum(len(prompt) > 3 * rm.WINDOW for prompt in prompts) > len(scene) / 2
+    options = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": 1} | path
+    worker = eagle_worker("gpt_oss", "fa3", Capacity(6, 112, 8, **shape), **options)
+    assert [layer.window for layer in worker.target.layers] == [rm.WINDOW, None] * (LAYERS // 2)
+    with watch(worker, accept_any_length(prompts, texts)) as seen:
+        figures = laws.check_scene(worker, scene, texts)
+    assert accepted_lengths(seen).keys() == {1, 2, 3, 4}
+    assert figures["largest_batch"] > 4, "more than the largest bucket"
+    assert figures["most_rows_of_a_page"] > 1
+    assert bool(worker.num_graph_steps) == bool(path)
