@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.eagle.options import WorkerOptions
-from spec_metadata import Capacity, InvalidStepError
+from spec_metadata import Capacity, InvalidStepError, Sampling
 from tests import serving_laws as laws
 from tests.serving_scenes import CHAIN, NEWLINE, TREE, Arrival, arrivals, eagle_worker, endless
 
@@ -18,8 +20,14 @@ GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 
 @cache
 def scene_of(model: str) -> tuple[list[Arrival], list[list[int]]]:
-    """Requests, some greedy and some sampled, and what plain decoding makes of them."""
+    """Requests, half of them sampled at temperature 1, of the others most greedy, and what plain decoding makes of
+    them.
+    """
     scene = arrivals(12, 16, 60, 14, seed=5)
+    for number, arrival in enumerate(scene[::2]):
+        options = replace(arrival.options, sampling=Sampling(1.0, seed=number))
+        scene[2 * number] = replace(arrival, options=options)
+    assert Counter(arrival.options.sampling.temperature for arrival in scene) == {0.0: 4, 0.7: 2, 1.0: 6}
     return scene, endless(model, scene, 14)
 
 
