@@ -1,5 +1,5 @@
-"""gpt-oss from a folder as OpenAI publishes it: experts of 4-bit blocks (MXFP4), sinks, windows in alternate layers; and
-random serving on a random one.
+"""gpt-oss from a folder as OpenAI publishes it: experts of 4-bit blocks (MXFP4), sinks, windows in alternate layers;
+and random serving on a random one.
 
 `tests/test_published_targets.py` and `tests/test_models.py` hold the logits to transformers' own.
 """
