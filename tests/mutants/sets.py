@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from attn_backends.backend import AttentionBackend, Metadata
+from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.contract.kernel import Schedules
 from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
 from attn_backends.memory.phases import PhaseMemory
-from spec_metadata import Bucket
+from spec_metadata import Bucket, Buffers, Paging, Step, StepKind
 from spec_metadata.visibility import HostLens
 from tests.mutants import hosted
-from tests.mutants.hosts import HOSTED
+from tests.mutants.hosts import HOSTED, SCHEDULED
 from tests.mutants.mutant import mutant
 from tests.mutants.replays import keep_captures
 
@@ -64,6 +69,34 @@ def own_last_plan_taken_for_the_sets(patch: pytest.MonkeyPatch) -> None:
         self.last = lens
 
     patch.setattr(hosted.OnHost, "plan_host", once)
+
+
+@mutant("SGLang #35275: the hook of another backend, after a capture's warm-up", TURNS, backend=SCHEDULED, graph=True)
+def schedule_of_the_first_set_asked(patch: pytest.MonkeyPatch) -> None:
+    """Device schedules are renewed in the first set that was captured: another set's stay in its graph as they were."""
+    capture, asked = AttentionBackend.capture, dict[object, Schedules]()
+
+    def keeping(self: AttentionBackend, bucket: Bucket, paging: Paging, **options: Any) -> Metadata:
+        meta = capture(self, bucket, paging, **options)
+        first = asked.setdefault((self, bucket.kind, bucket.bs), meta.schedules)
+        patch.setattr(meta.schedules, "refresh", first.refresh)
+        return meta
+
+    patch.setattr(AttentionBackend, "capture", keeping)
+
+
+@mutant("vLLM #48329: the target's numbers of drafts, taken for the draft's own steps", TURNS, graph=True)
+def draft_sized_by_the_target_s_schedule(patch: pytest.MonkeyPatch) -> None:
+    """Drafts of a set fall short by as many keys as its steps are fewer than those of the largest."""
+    write, most = FA3Backend.write, [0]
+
+    def derived(self: FA3Backend, step: Step, buffers: Buffers) -> None:
+        write(self, step, buffers)
+        if step.kind is StepKind.DRAFT_DECODE:
+            most[0] = max(most[0], step.num_steps)
+            buffers["seqused_k"].sub_(most[0] - step.num_steps).clamp_(min=0)
+
+    patch.setattr(FA3Backend, "write", derived)
 
 
 @mutant("a switch that does not wait for the last set's reads", "streams.sets_switch_behind_reads", needs=("cuda",))
