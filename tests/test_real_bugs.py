@@ -31,7 +31,7 @@ def test_the_mutants_of_a_report_are_killed(report: Report) -> None:
 
 def test_how_many_are_caught() -> None:
     assert (len(REPORTS), len(INSIDE)) == (62, 48)
-    assert sum(bool(each.checks(KILLS)) for each in INSIDE) >= 40
+    assert sum(bool(each.checks(KILLS)) for each in INSIDE) >= 41
 
 
 def test_the_readme_quotes_the_page() -> None:

@@ -14,6 +14,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.conformance.compressed_worlds import WINDOW
+from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning import metadata
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
@@ -51,6 +52,18 @@ def block_is_causal(patch: pytest.MonkeyPatch) -> None:
 def block_is_as_long_as_its_tile(patch: pytest.MonkeyPatch) -> None:
     """The lengths of a draft block count the rows that its width is padded to."""
     change_lengths(patch, lambda step, _, lens: lens + (8 - step.width) * (step.kind is BLOCK))
+
+
+@mutant("vLLM #48787, #41559", "math.cache_types")
+def block_reads_stored_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Draft blocks read an 8-bit cache without its scales."""
+    forward = AttentionBackend.forward
+
+    def unscaled(self: Any, q: Any, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        given = replace(layer, k_scale=1.0, v_scale=1.0) if meta.kind is BLOCK else layer
+        return forward(self, q, cache, meta, given)
+
+    patch.setattr(AttentionBackend, "forward", unscaled)
 
 
 @mutant("our own: the mode without a mask that trees have", "math.draft_block", backend="flashinfer_mla")
