@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_bound import BoundGraph, bindable
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import (
     Captured,
     Ran,
     batch_of,
-    bucket_of,
     fill,
     new_graph,
     prepare_memory,
@@ -146,32 +146,32 @@ def cache_groups(subject: Subject, case: Case) -> Measured:
 
 
 def _read_in_place(subject: Subject) -> list[Case]:
-    """Tables of slots. Page tables are copied, once for a phase of a backend: each group has a backend of its own."""
-    return [case for case in _dense(one_page_size(any_graph()))(subject) if case.table == "request"]
+    """Tables of slots, and page tables that an engine has bound. Those that are copied are copied once for a phase of a
+    backend: each group has a backend of its own.
+    """
+    slots = [case for case in _dense(one_page_size(any_graph()))(subject) if case.table == "request"]
+    return slots + [case for case in _dense(one_page_size(bindable))(subject) if case.table == "block" and case.lens]
 
 
 @check("graph.cache_groups", _read_in_place)
 def captured_cache_groups(subject: Subject, case: Case) -> Measured:
-    """The layers of both groups are in one graph, and a replay plans for each on its own table, one after the other."""
+    """The layers of both groups are in one graph, and a replay plans for each on its own table, one after the other.
+    Where tables are bound, the graph plans for both.
+    """
     worlds = _groups(subject, case)
-    backend, bucket = worlds[0].backend, bucket_of(worlds[0], case)
-    metas = [backend.capture(bucket, world.paging()) for world in worlds]
-    batch = replace(case, lens=case.captured_lens, widths=case.captured_widths)
-    scenes = _scenes_of_groups(worlds, batch, case.seed)
-    static = [scene.inputs(case.bs, case.num_tokens) for scene in scenes]
-    _plan(metas, scenes)
-    _forwards(worlds, metas, static)  # a vendor's schedules are made by the first forward, which a graph may not hold
+    groups = [(BoundGraph if case.table == "block" else Captured)(world, case) for world in worlds]
+    metas, static = [group.meta for group in groups], [group.static for group in groups]
+
+    def region() -> list[list[AttentionOutput]]:
+        for meta in metas if case.refresh else ():
+            worlds[0].backend.refresh(meta)
+        return _forwards(worlds, metas, static)
+
     graph = new_graph(worlds[0].device)
-    outputs = graph.capture(lambda: _forwards(worlds, metas, static))
+    outputs = graph.capture(region)
     scenes = _scenes_of_groups(worlds, case, case.seed + 1)
     before = [prepare_memory(scene, case) for scene in scenes]
-    for given, scene in zip(static, scenes, strict=True):
-        fill(given, scene.inputs(case.bs, case.num_tokens))
-    _plan(metas, scenes)
+    for group, scene in zip(groups, scenes, strict=True):
+        group.load(scene)
     graph.replay()
     return _compared([Ran(*each) for each in zip(scenes, static, outputs, before, metas, strict=True)], padded=True)
-
-
-def _plan(metas: list[Metadata], scenes: list[Scene]) -> None:
-    for meta, scene in zip(metas, scenes, strict=True):
-        scene.world.backend.replay(meta, scene.step())

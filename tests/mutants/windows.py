@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from attn_backends.backends import fa3
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.memory import static_memory
-from spec_metadata import StepKind
+from spec_metadata import BlockTable, BufferSpec, Extent, Paging, StepKind
 from spec_metadata.visibility import TreePart
 from tests.mutants.mutant import mutant
 
@@ -133,6 +134,18 @@ def groups_share_page_ids(patch: pytest.MonkeyPatch) -> None:
     """Captured phases share page ids whatever table they read, as if a step had one group of caches."""
     key = static_memory._key
     patch.setattr(static_memory, "_key", lambda *given: (*key(*given)[:2], *key(*given)[4:]))
+
+
+@mutant("vLLM #50707, with its page tables in place", "graph.cache_groups", backend="trtllm_mla", graph=True)
+def bound_groups_share_page_ids(patch: pytest.MonkeyPatch) -> None:
+    """Captured phases share the page ids of bound page tables, as if one were given to every group."""
+    key = static_memory._key
+
+    def of_any(spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> Hashable:
+        found = key(spec, extent, paging, device)
+        return (*found[:2], *found[4:]) if isinstance(paging, BlockTable) else found
+
+    patch.setattr(static_memory, "_key", of_any)
 
 
 @mutant("our own: one plan and one window for all groups", "graph.cache_groups", "api.cache_groups", graph=True)
