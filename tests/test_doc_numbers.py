@@ -6,6 +6,7 @@ Results are read by `attn_backends.results` alone. Who commits a new result rene
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,20 @@ def drafts_in_sglang() -> tuple[str, ...]:
     return tuple(str(each) for pair in zip(ours, theirs, strict=True) for each in pair)
 
 
+def planning_nodes() -> tuple[str, ...]:
+    """Of a draft block, a ragged verify, one of 512 requests on FlashAttention-3; `flashmla_sparse`, more by."""
+    found = defaultdict[str, dict[str, set[int]]](dict)
+    for row in rows("h200/plan_graphs"):
+        is_large = row["kernel"] == "vllm_flash_attn" and row["batch_size"] == 512
+        name = row["kernel"] if is_large or row["kernel"] == "flashmla_sparse" else "others"
+        found[name].setdefault(row["phase"], set()).add(row["nodes"])
+    (block,), (ragged,) = found["others"]["block"], found["others"]["ragged_verify"]
+    (most,) = found["vllm_flash_attn"]["ragged_verify"]
+    sparse = found["flashmla_sparse"]
+    (more,) = {nodes - block for nodes in sparse["block"]} | {nodes - ragged for nodes in sparse["ragged_verify"]}
+    return str(block), str(ragged), str(most), str(more)
+
+
 def adapted() -> tuple[str, ...]:
     *alone, _ = rows("adaptive")
     return spread((row["ratio"] for row in alone), 2)
@@ -232,6 +247,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"(\S+) of the later checks ran there", checks_since),
     (MEASURED, r"take turns pass\s+(\S+) cases", lambda: executed("h200/conformance_phases")[0]),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
+    (
+        MEASURED,
+        r"(?s)planned by (\S+) node, a ragged verify by (\S+): .*? has (\S+)\. `flashmla_sparse` has (\S+) more",
+        planning_nodes,
+    ),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),

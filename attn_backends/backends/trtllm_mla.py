@@ -76,13 +76,6 @@ def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: Attenti
     return AttentionOutput(out, lse)
 
 
-def _slower_mixed(layer: AttentionLayer, num_running: int, num_prompt_rows: int) -> str:
-    """Of FlashAttention-3 beside FlashMLA: 128 requests of 128 heads took up to 1.01 times as long in one step."""
-    rows = layer.num_heads * num_running
-    too_many = f"{rows} rows of heads fill the GPU without a prompt (one step takes up to 16383)"
-    return too_many if rows >= 16384 else flash_attention.slower_mixed(layer, num_running, num_prompt_rows)
-
-
 class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
     """MLA in the metadata format of TensorRT-LLM and FlashMLA."""
 
@@ -91,7 +84,7 @@ class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):
     kernels = (
         trtllm_gen.KERNEL,
         flashmla.KERNEL,
-        *(replace(kernel, slower_mixed=_slower_mixed) for kernel in flash_attention.kernels(_FLASH_ATTENTION)),
+        *flash_attention.kernels(_FLASH_ATTENTION),
         gluon_kernel(_TORCH),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),

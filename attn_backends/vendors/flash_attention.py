@@ -152,8 +152,9 @@ def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Ke
 def slower_mixed(layer: AttentionLayer, num_running: int, num_prompt_rows: int) -> str:
     """`Kernel.slower_mixed`. Packed rows get the tiles of the longest query.
 
-    Chunks of 512 and 2,048 tokens ran beside decodes and verifies of 4, at 4,096 tokens. Where the reason is empty, one
-    step took 0.67 to 0.99 times as long as two, and elsewhere 0.90 to 1.22 times (H200, mixed.json).
+    Chunks of 512 and 2,048 tokens ran beside decodes and verifies of 4, at 4,096 tokens, on an H200. Where the reason
+    is empty, one step took 0.67 to 1.00 times as long as two, and elsewhere 0.90 to 1.21 times (mixed.json). Another
+    GPU is judged as if it had the H200's 132 SMs.
     """
     if (layer.head_dim, layer.v_head_dim) == MLA_SIZES:
         rows = layer.num_heads * num_running
