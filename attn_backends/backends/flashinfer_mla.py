@@ -10,12 +10,13 @@ that of the committed tokens, planned once, and what they drafted is read by slo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase, of_dense
+from attn_backends.contract.capabilities import TORCH, of_dense
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.plan_operators import bind_csr
 from attn_backends.kernels.torch_attention import csr_attention
@@ -27,16 +28,7 @@ from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import csr
 
 _VERSION = version_of("flashinfer-python")
-_TORCH = of_dense(
-    Capabilities(
-        page_sizes=None,
-        dtypes=FLOAT_TYPES,
-        cache_dtypes=FP8_TYPES,
-        non_causal=True,
-        lse=LseBase.NATURAL,
-        kv_scales=True,
-    )
-)
+_TORCH = of_dense(replace(TORCH, window=False, tree_window=False, sinks=False))
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: csr.CsrPlan, layer: AttentionLayer) -> AttentionOutput:

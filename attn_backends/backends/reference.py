@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase, of_dense
+from attn_backends.contract.capabilities import TORCH, of_dense
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.torch_attention import slot_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
@@ -19,19 +19,7 @@ from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import slots
 from spec_metadata.visibility import windowed
 
-_TORCH = of_dense(
-    Capabilities(
-        page_sizes=None,
-        dtypes=FLOAT_TYPES,
-        cache_dtypes=FP8_TYPES,
-        non_causal=True,
-        lse=LseBase.NATURAL,
-        window=True,
-        tree_window=True,
-        sinks=True,
-        kv_scales=True,
-    )
-)
+_TORCH = of_dense(TORCH)
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: slots.SlotPlan, layer: AttentionLayer) -> AttentionOutput:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache
-from attn_backends.contract.capabilities import FLOAT_TYPES, FP8_TYPES, Capabilities, LseBase
+from attn_backends.contract.capabilities import TORCH
 from attn_backends.contract.kernel import Kernel
 from attn_backends.kernels.plan_operators import bind_block_table, bind_ragged
 from attn_backends.kernels.torch_attention import block_table_attention, page_table_attention
@@ -30,14 +30,7 @@ from spec_metadata.plans import block_table, ragged
 
 TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
 
-_UNIFORM = Capabilities(
-    page_sizes=frozenset({32, 64}),
-    dtypes=FLOAT_TYPES,
-    cache_dtypes=FP8_TYPES,
-    non_causal=True,
-    lse=LseBase.NATURAL,
-    kv_scales=True,
-)
+_UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)
 _TORCH = {
     StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),
     **dict.fromkeys(UNIFORM_KINDS, _UNIFORM),

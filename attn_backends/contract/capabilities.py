@@ -144,6 +144,20 @@ class Capabilities:
         ]
 
 
+TORCH = Capabilities(
+    page_sizes=None,
+    dtypes=FLOAT_TYPES,
+    cache_dtypes=FP8_TYPES,
+    non_causal=True,
+    lse=LseBase.NATURAL,
+    window=True,
+    tree_window=True,
+    sinks=True,
+    kv_scales=True,
+)
+"""What attention in torch can do with rows of one width."""
+
+
 def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
     """What a dense kernel can do, by step kind: of prompts, verifies and draft extends it takes packed rows, too."""
     packed = replace(uniform, packed=True, packed_graph=True)
