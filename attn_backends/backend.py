@@ -141,6 +141,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         if reasons := reasons or (self.kernel_of(bucket.kind).bound_reasons(bucket.kind) if inputs else []):
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         phase = self.phases.phase(bucket, paging, bound=inputs is not None, within=within)
+        phase.reads.wait()
         buffers = phase.view(self.phases.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
@@ -161,6 +162,8 @@ class AttentionBackend(BackendDefinition[Plan]):
             refuse_metadata(self, meta)
         if (captured := meta.captured) is None:
             raise CaptureError("this metadata is eager; replay takes what capture() returned")
+        if captured.phase.reads.ended:
+            captured.phase.reads.wait()
         if not isinstance(step, Step) or self.checking or meta.schedules.needs_lens or not captured.load(step):
             self._copy_anew(meta, captured, step)
 
@@ -189,6 +192,8 @@ class AttentionBackend(BackendDefinition[Plan]):
         if not isinstance(meta, Metadata) or meta.owner is not self:
             refuse_metadata(self, meta)
         if meta.captured is not None:
+            if meta.captured.bound is not None:
+                meta.captured.phase.reads.wait()
             meta.captured.begin()
         meta.write()
         meta.schedules.refresh()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,3 +39,21 @@ def test_an_event_orders_what_was_launched_before_it_and_comes_after_its_wait(la
     assert order.index("read") < order.index("written")
     assert (order.index("free") < order.index("read")) is (late is Name.MAIN)
     assert (order.index("written") < order.index("later")) is (late is Name.MAIN)
+
+
+@pytest.mark.parametrize("late", Name)
+def test_what_comes_before_the_event_of_a_phase_runs_in_a_call_that_waits_for_it(late: Name) -> None:
+    meta: Any = SimpleNamespace(captured=SimpleNamespace(phase=SimpleNamespace(reads=None)))
+    meta.reads_end = lambda: meta.captured.phase.reads.end()
+    streams, order = ModelledStreams(late), list[str]()
+
+    def plan() -> None:
+        meta.captured.phase.reads.wait()
+        order.append("planned")
+
+    streams.launch(Name.MAIN, lambda: order.append("read"))
+    streams.end_reads(Name.MAIN, meta)
+    streams.launch(Name.MAIN, lambda: order.append("later"))
+    streams.launch(Name.SIDE, plan)
+    streams.finish()
+    assert order == (["read", "planned", "later"] if late is Name.MAIN else ["read", "later", "planned"])

@@ -91,12 +91,16 @@ class BoundGraph(Captured):
 def bindable(subject: Subject) -> list[Case]:
     """Graphs that can be planned from bound inputs, of every kind, padded and idle."""
     cases = joined(graph(growing), one_page_size(joined(graph(padded), graph(idle))))(subject)
-    able = subject.capabilities
     return [
         replace(case, refresh=True, seed=case.seed + number)
         for number, case in enumerate(cases)
-        if not able[StepKind(case.kind)].needs_host_lens
+        if is_bindable(subject, case)
     ]
+
+
+def is_bindable(subject: Subject, case: Case) -> bool:
+    """Whether a case's graph can be planned from an engine's buffers, which tell the host no lengths."""
+    return not subject.capabilities[StepKind(case.kind)].needs_host_lens
 
 
 @check("graph.bound_inputs", bindable)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.checks_bound import BoundGraph, bindable
+from attn_backends.conformance.checks_bound import BoundGraph, bindable, is_bindable
 from attn_backends.conformance.checks_sets import InSet, verifies
 from attn_backends.conformance.checks_turns import in_pairs, same_pages
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
@@ -116,17 +117,19 @@ def _planned_beside(subject: Subject, case: Case, others: Sequence[str]) -> Meas
 
 @check("streams.planned_again", one_page_size(graph(growing)))
 def planned_again(subject: Subject, case: Case) -> Measured:
-    """A phase is planned for its next step on a second stream, after the event that ends the reads of its graph on the
-    main one; the graph runs again after an event of that. Either stream may lag.
+    """A phase is planned for its next step on a second stream, from a copy or an engine's buffers. The plan waits for
+    the event that ends the reads of its graph on the main stream, and the graph for an event of the plan. Either stream
+    may lag.
     """
     world, found = world_of(setup_of(subject, case)), []
-    captured, scenes = Captured(world, case), same_pages(world, case, [case.kind])
-    for late in Name:
+    forms = [Captured, BoundGraph] if not case.refresh and is_bindable(subject, case) else [Captured]
+    for form, late in product(forms, Name):
+        captured, scenes = form(world, case), same_pages(world, case, [case.kind])
         graphs = [_OnStream(captured, scene, prepare_memory(scene, case)) for scene in scenes]
         following = scenes[1].step()
         captured.load(scenes[0])
         streams = streams_of(world.device, late)
-        end_reads(streams, [graphs[0].run], Name.SIDE)
+        end_reads(streams, [graphs[0].run], partial(streams.end_reads, Name.MAIN, captured.meta))
         streams.launch(Name.SIDE, partial(captured.bring if case.refresh else captured.plan, following))
         hand_over(streams, Name.SIDE, Name.MAIN)
         streams.launch(Name.MAIN, graphs[1].run)
@@ -135,16 +138,18 @@ def planned_again(subject: Subject, case: Case) -> Measured:
     return nearest(found)
 
 
-def _read_then_overwritten(graph: _OnStream, reads: list[Call], inputs: list[Tensor], last: list[Call]) -> Measured:
-    """Measure a graph whose inputs are overwritten after their reads: on its own stream, and on another one after
-    the event that ends the reads.
+def _read_then_overwritten(
+    graph: _OnStream, reads: list[Call], end: Callable[[Streams, Name], None], inputs: list[Tensor], last: list[Call]
+) -> Measured:
+    """Measure a graph whose inputs are overwritten after their reads: on its own stream, and on another one. end: has
+    a stream wait for the event that ends the reads.
     """
     world, found = graph.captured.world, []
     true = [tensor.clone() for tensor in inputs]
     for stream in Name:
         fill(inputs, true)
         streams = streams_of(world.device, late=Name.MAIN)
-        end_reads(streams, reads, stream)
+        end_reads(streams, reads, partial(end, streams, stream))
         streams.launch(stream, partial(overwrite, inputs))
         for call in last:
             streams.launch(Name.MAIN, call)
@@ -163,7 +168,11 @@ def copied_inputs(subject: Subject, case: Case) -> Measured:
     ran = _OnStream(captured, scene, prepare_memory(scene, case))
     step = captured.fill(scene)
     plan = partial(captured.bring if case.refresh else captured.plan, step)
-    return _read_then_overwritten(ran, [plan], inputs_of(step), [ran.run])
+
+    def end(streams: Streams, stream: Name) -> None:
+        hand_over(streams, Name.MAIN, stream)
+
+    return _read_then_overwritten(ran, [plan], end, inputs_of(step), [ran.run])
 
 
 def _growing_bindable(subject: Subject) -> list[Case]:
@@ -173,7 +182,7 @@ def _growing_bindable(subject: Subject) -> list[Case]:
 @check("streams.bound_inputs", one_page_size(_growing_bindable))
 def bound_inputs(subject: Subject, case: Case) -> Measured:
     """An engine's buffers are overwritten once a graph that is planned from them has run: in stream order, and on
-    another stream after an event.
+    another stream after the phase's event.
     """
     world = world_of(setup_of(subject, case))
     captured, scene = BoundGraph(world, case), scene_of(world, batch_of(case), case.seed + 1)
@@ -181,7 +190,12 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
     captured.load(scene)
     given = captured.inputs
     inputs = [given.seq_lens, captured.paging.static_input(), given.out_cache_loc, given.num_real, given.tree_mask]
-    return _read_then_overwritten(ran, [ran.run], [tensor for tensor in inputs if tensor is not None], [])
+
+    def end(streams: Streams, stream: Name) -> None:
+        streams.end_reads(Name.MAIN, captured.meta)
+        streams.launch(stream, captured.meta.wait_for_reads)
+
+    return _read_then_overwritten(ran, [ran.run], end, [tensor for tensor in inputs if tensor is not None], [])
 
 
 def inputs_of(step: Step) -> list[Tensor]:
@@ -202,11 +216,11 @@ def overwrite(inputs: list[Tensor]) -> None:
         tensor.zero_()
 
 
-def end_reads(streams: Streams, reads: list[Call], stream: Name) -> None:
-    """Launch what reads inputs, then the event after which a stream may overwrite them."""
+def end_reads(streams: Streams, reads: list[Call], end: Call) -> None:
+    """Launch what reads, then the event after which its memory may be overwritten."""
     for call in reads:
         streams.launch(Name.MAIN, call)
-    hand_over(streams, Name.MAIN, stream)
+    end()
 
 
 def hand_over(streams: Streams, before: Name, after: Name) -> None:

@@ -3,7 +3,7 @@
 Both run what is launched in the order that events give, and everything else as late as they can on the stream that
 lags. On a GPU that stream is kept busy first. The model puts off every launch until `finish`, and then runs what is
 ready on the other stream first. A launch of the model is whole: it sees neither an overlap of kernels, nor what a call
-does on the host in the meantime.
+does on the host in the meantime. But where the library waits for the event of a phase, what comes before it runs there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from enum import StrEnum
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from attn_backends.memory.reads import Reads
+from attn_backends.planning.metadata import Metadata
 
 _ROOM_BYTES = 2**28
 _PASSES = 200  # over it: milliseconds, in which the host launches all the rest
@@ -34,6 +38,9 @@ class Streams(Protocol):
 
     def order(self, before: Name, after: Name) -> None:
         """What is launched on `after` from now on runs after an event of `before`, recorded now."""
+
+    def end_reads(self, stream: Name, meta: Metadata) -> None:
+        """Call `Metadata.reads_end` on a stream, after all that was launched there."""
 
     def finish(self) -> None:
         """Wait for all."""
@@ -61,6 +68,10 @@ class CudaStreams:
         """An event, and a wait for it."""
         self._streams[after].wait_event(self._streams[before].record_event())
 
+    def end_reads(self, stream: Name, meta: Metadata) -> None:
+        """Call it now, with the stream as the current one."""
+        self.launch(stream, meta.reads_end)
+
     def finish(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize()
@@ -84,16 +95,46 @@ class ModelledStreams:
         """Launches so far on `before` come first."""
         self._first[after][before] = len(self._queues[before])
 
+    def end_reads(self, stream: Name, meta: Metadata) -> None:
+        """Call it now, on a model of the event. A call that waits for that runs what comes first then."""
+        assert meta.captured is not None, "eager metadata is not planned again"
+        meta.captured.phase.reads = _ModelledReads(partial(self._run_first, stream, len(self._queues[stream])))
+        meta.reads_end()
+
     def finish(self) -> None:
         """Run all; on each stream in turn as far as it may."""
         while ready := next(filter(self._is_ready, self._turns), None):
-            call, _ = self._queues[ready][self._num_done[ready]]
-            self._num_done[ready] += 1
-            call()
+            self._run(ready)
+
+    def _run_first(self, stream: Name, number: int) -> None:
+        """Run the first launches of a stream, that many, in the midst of one of the other's."""
+        while self._num_done[stream] < number:
+            assert self._is_ready(stream), "an event comes after what waits for it"
+            self._run(stream)
+
+    def _run(self, stream: Name) -> None:
+        call, _ = self._queues[stream][self._num_done[stream]]
+        self._num_done[stream] += 1
+        call()
 
     def _is_ready(self, stream: Name) -> bool:
         number, queue = self._num_done[stream], self._queues[stream]
         return number < len(queue) and all(self._num_done[other] >= least for other, least in queue[number][1].items())
+
+
+class _ModelledReads(Reads):
+    """Reads of a phase on modelled streams. run: what runs all that comes before the event."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__(torch.device("cpu"))
+        self._run = run
+
+    def end(self) -> None:
+        self.ended = True
+
+    def wait(self) -> None:
+        if self.ended:
+            self._run()
 
 
 def streams_of(device: torch.device, late: Name) -> Streams:

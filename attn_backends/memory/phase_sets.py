@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attn_backends.memory.reads import Reads
 from spec_metadata.buffers import ALIGNMENT
 
 
@@ -36,7 +37,7 @@ class PhaseSets:
         self.device = device
         self.alive: PhaseSet | None = None
         self._blocks = [torch.empty(num_bytes, dtype=torch.uint8, device=device)] if num_bytes else []
-        self._reads_done: torch.cuda.Event | None = None
+        self._reads = Reads(device)
 
     @property
     def num_bytes(self) -> int:
@@ -51,9 +52,7 @@ class PhaseSets:
         """Nothing that is launched later reads the set which is alive. Another set is planned after what the
         device's current stream holds now, whatever stream that is on.
         """
-        if self.device.type == "cuda":
-            self._reads_done = self._reads_done or torch.cuda.Event()
-            self._reads_done.record(torch.cuda.current_stream(self.device))
+        self._reads.end()
 
     def block(self, num_bytes: int, taken: dict[int, int]) -> Tensor:
         """The block with the least room that is enough, a new one if there is none. taken: bytes of each block."""
@@ -71,8 +70,7 @@ class PhaseSets:
         """Make a set the one that is alive, behind what still reads the last one."""
         if self.alive is one:
             return
-        if self._reads_done is not None:
-            torch.cuda.current_stream(self.device).wait_event(self._reads_done)
+        self._reads.wait()
         if self.alive is not None:
             for member in self.alive.members:
                 member.forget()

@@ -11,6 +11,7 @@ from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.errors import CaptureError
 from attn_backends.kernels.device_memory import room_for
 from attn_backends.memory.phase_sets import PhaseSet
+from attn_backends.memory.reads import Reads
 from attn_backends.memory.static_memory import SharedTable, StaticMemory
 from spec_metadata import (
     AnyBucket,
@@ -37,13 +38,14 @@ class PhaseMemory:
     """The buffers of one captured phase: uniform steps of a kind and width, or packed rows of a number.
 
     Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
-    tables. largest: sizes of its largest bucket. workspaces: what kernels plan into, by kernel and shape of layers.
-    planned: what was captured in it and planned last. tables: those of arenas that it shares. within: the set whose
-    memory it lies in, None for its own.
+    tables. largest: sizes of its largest bucket. reads: of the graphs of its buckets. workspaces: what kernels plan
+    into, by kernel and shape of layers. planned: what was captured in it and planned last. tables: those of arenas that
+    it shares. within: the set whose memory it lies in, None for its own.
     """
 
     arenas: tuple[Arena, ...]
     largest: Extent
+    reads: Reads
     tables: tuple[SharedTable, ...] = field(default=(), repr=False)
     workspaces: dict[Hashable, Arena] = field(default_factory=dict)
     planned: object = None
@@ -204,7 +206,9 @@ class BackendMemory:
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):
             arena = self._arena(own, extent, within)
             tables = tuple(self.tables.table(spec, *place) for spec in shared)
-            return PhaseMemory((arena, *(table.arena for table in tables)), extent, tables, within=within)
+            return PhaseMemory(
+                (arena, *(table.arena for table in tables)), extent, Reads(self.device), tables, within=within
+            )
 
     def _too_large(self, bucket: AnyBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
         listed = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))

@@ -68,6 +68,21 @@ class Metadata(Generic[Plan]):
         """What it was captured for; None if eager."""
         return None if self.captured is None else self.captured.bucket
 
+    def reads_end(self) -> None:
+        """Nothing that is launched later reads captured metadata or inputs that it is bound to: records an event of the
+        phase on the current stream. Whatever plans the phase again from the host waits for the last one; graphs that
+        plan it do not. Of eager metadata, which is never planned again, nothing. Raises `CaptureError` in a capture.
+        """
+        if self.captured is not None:
+            self.captured.phase.reads.end()
+
+    def wait_for_reads(self) -> None:
+        """Have the current stream wait for the event of `reads_end`, if there is one: before it overwrites bound
+        inputs, or replays a graph that plans the phase.
+        """
+        if self.captured is not None:
+            self.captured.phase.reads.wait()
+
     def at(self, forward: int = 0, ancestors: Tensor | None = None) -> ForwardMetadata[Plan]:
         """The metadata of one forward, counted from 0; of an idle step, any number. ancestors: the paths of a draft of
         topk > 1 (`spec_metadata.tree_part`); their values are checked in checking mode, outside of a capture. Refuses
