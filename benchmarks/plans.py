@@ -109,7 +109,7 @@ def _graphs(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str, 
         layers, inputs = [layer_shape(type(backend), step.kind)], BoundInputs(step.seq_lens)
         held[phase] = [backend.capture(step.bucket(), step.paging, inputs, layers=layers)]
         if step.kind is StepKind.TARGET_VERIFY and backend.kernel_of(step.kind).capabilities[step.kind].captures_packed:
-            bucket = backend.capacity.verify_bucket(step.bs, step.num_tokens)
+            bucket = backend.capacity.ragged_bucket(StepKind.TARGET_VERIFY, step.bs, step.num_tokens)
             inputs = BoundInputs(step.seq_lens, widths=torch.ones_like(step.seq_lens))
             held[RAGGED] = [backend.capture(bucket, step.paging, inputs, layers=layers)]
     held[CYCLE] = [held[phase][0] for phase in PHASES]

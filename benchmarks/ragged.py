@@ -119,7 +119,9 @@ def verify_of(place: Place, backend: type[AttentionBackend], kernel: str, stage:
     made = backend(pool.capacity, pool.geometry, device, kernel={StepKind.TARGET_VERIFY: kernel})
     bs, num_tokens = pool.batch_size, pool.batch_size * BOUND
     uniform = pool.capacity.bucket(StepKind.TARGET_VERIFY, bs)
-    meta = made.capture(pool.capacity.verify_bucket(bs, num_tokens) if is_ragged else uniform, pool.table)
+    meta = made.capture(
+        pool.capacity.ragged_bucket(StepKind.TARGET_VERIFY, bs, num_tokens) if is_ragged else uniform, pool.table
+    )
     generator = torch.Generator(device).manual_seed(layer.num_heads)
     shape = (num_tokens, layer.num_heads, layer.head_dim)
     rows = torch.randn(shape, dtype=DTYPE, device=device, generator=generator)

@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
+from spec_metadata.capacity import PACKED_KINDS, Bucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
@@ -28,12 +28,10 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     """
     if step.kind is StepKind.IDLE:
         return
-    is_ragged = isinstance(step.query, BoundedQuery) and step.kind is StepKind.TARGET_VERIFY
-    if is_ragged and min(step.width, step.num_tokens) > capacity.num_draft_tokens:
-        raise InvalidStepError(
-            f"a ragged verify of up to {step.width} rows per request; the capacity says num_draft_tokens="
-            f"{capacity.num_draft_tokens}"
-        )
+    if isinstance(step.query, BoundedQuery):
+        most = TokenBucket(step.kind, step.bs, step.num_tokens).max_query(capacity)
+        if min(step.width, step.num_tokens) > most:
+            raise InvalidStepError(f"a ragged {step.kind} step of up to {step.width} rows per request; at most {most}")
     committed, num_added = _longest(step, capacity)
     if committed + num_added > capacity.max_kv_len:
         raise InvalidStepError(
@@ -104,7 +102,7 @@ def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
     if kind is StepKind.IDLE:
         raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
     if isinstance(bucket, TokenBucket):
-        if kind not in (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
+        if kind not in PACKED_KINDS:
             raise InvalidStepError(f"a {kind} step has no packed rows; take Capacity.bucket, not ({bucket})")
         return
     if kind is StepKind.PREFILL:

@@ -36,7 +36,7 @@ class BoundInputs:
     a request table those of the reserved row (SGLang's row 0), in a block table those of length 0 (vLLM's, whose
     lengths include rows). Padded requests come last.
     tree_mask: [bs, width, width] bool of a verify over a tree.
-    widths: [bs] int32 or int64, rows of each request of a ragged verify (`BoundedQuery`), whose out_cache_loc is
+    widths: [bs] int32 or int64, rows of each request of a ragged step (`BoundedQuery`), whose out_cache_loc is
     [bs * width], the slots that each has for the longest; those that don't fit are cut by `fit_widths`.
     All of any stride, on one device. Values are read at each replay; those beyond what the capacity and the pool hold
     are clamped there, and told in checking mode.
@@ -55,7 +55,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     if inputs is None:
         return
     is_ragged = isinstance(bucket, TokenBucket)
-    if is_ragged and bucket.kind is not StepKind.TARGET_VERIFY:
+    if is_ragged and bucket.kind is StepKind.PREFILL:
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
     bs, slots = bucket.bs, inputs.out_cache_loc
     width, num_steps = (bucket.max_query(capacity), 1) if isinstance(bucket, TokenBucket) else _sizes(bucket)
@@ -64,7 +64,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
     if is_ragged != (inputs.widths is not None):
         given = describe(inputs.widths)
-        raise InvalidStepError(f"inputs.widths of ({bucket}) is {given}; a ragged verify has them, no other")
+        raise InvalidStepError(f"inputs.widths of ({bucket}) is {given}; a ragged step has them, no other")
     if inputs.widths is not None:
         check_tensor("inputs.widths", inputs.widths, (bs,), _INTEGERS)
     if slots is not None:
@@ -190,8 +190,8 @@ def _bounded(widths: Tensor, static: Step) -> BoundedQuery:
 
 
 def _read_rows(static: Step, query: PaddedQuery, inputs: BoundInputs, real: Tensor) -> None:
-    """Rows of a ragged verify and their slots. static: with its other inputs written. real: [bs] bool."""
-    assert inputs.widths is not None, "capture refused a ragged verify without"
+    """Rows of a ragged step and their slots. static: with its other inputs written. real: [bs] bool."""
+    assert inputs.widths is not None, "capture refused a ragged step without"
     bs, given = real.shape[0], inputs.out_cache_loc
     if given is None:
         paging = static.paging.on_static(static.paging.static_input()[:bs])

@@ -36,6 +36,9 @@ UNIFORM_KINDS = (
 )
 """Kinds whose requests may have one width, for which there is a `Bucket`."""
 
+PACKED_KINDS = (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
+"""Kinds whose rows may be packed, for which there is a `TokenBucket`."""
+
 
 def ceil_div(a: int, b: int) -> int:
     """Smallest integer that is at least a / b."""
@@ -176,11 +179,11 @@ class Capacity:
             raise InvalidStepError(f"a bucket of prefill holds at least 1 token, got num_tokens={num_tokens!r}")
         return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
 
-    def verify_bucket(self, bs: int, num_tokens: int) -> TokenBucket:
-        """The bucket in which ragged verifies are captured: of at most bs requests, of up to num_draft_tokens rows
-        each, and num_tokens rows of all, at least the root of each.
+    def ragged_bucket(self, kind: StepKind, bs: int, num_tokens: int) -> TokenBucket:
+        """The bucket in which ragged steps are captured, verifies of chains or draft extends: of at most bs requests,
+        of up to as many rows each as a uniform step has, and num_tokens rows of all, at least one of each.
         """
-        bucket = TokenBucket(StepKind.TARGET_VERIFY, bs, num_tokens)
+        bucket = TokenBucket(kind, bs, num_tokens)
         check_bucket(bucket)
         return bucket
 
@@ -228,8 +231,8 @@ class TokenBucket:
 
     def max_query(self, capacity: Capacity) -> int:
         """Bound on the rows of one request."""
-        is_verify = self.kind is StepKind.TARGET_VERIFY
-        return min(self.num_tokens, capacity.num_draft_tokens if is_verify else capacity.max_kv_len)
+        is_prefill = self.kind is StepKind.PREFILL
+        return min(self.num_tokens, capacity.max_kv_len if is_prefill else capacity.bucket(self.kind, 1).width)
 
     def padded_bs(self, capacity: Capacity) -> int:
         """Requests of a graph of the whole step: the real ones, and after them those that own padded rows. One is
@@ -248,15 +251,15 @@ def check_bucket(bucket: AnyBucket) -> None:
     """Refuse what is no bucket, or one without requests or rows."""
     if not isinstance(bucket, Bucket | TokenBucket) or not isinstance(bucket.kind, StepKind):
         raise InvalidStepError(
-            f"a bucket is what Capacity.bucket, prefill_bucket or verify_bucket returns, got {describe(bucket)}"
+            f"a bucket is what Capacity.bucket, prefill_bucket or ragged_bucket returns, got {describe(bucket)}"
         )
     sizes = (bucket.width, bucket.num_steps) if isinstance(bucket, Bucket) else (bucket.num_tokens,)
     if not all(isinstance(size, Integral) for size in (bucket.bs, *sizes)):
         raise InvalidStepError(f"the sizes of a bucket are whole numbers, got ({bucket})")
     if bucket.bs < 1 or bucket.num_tokens < 1:
         raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
-    if bucket.kind is StepKind.TARGET_VERIFY and bucket.num_tokens < bucket.bs:
-        raise InvalidStepError(f"a bucket of verifies holds the root of each request, got ({bucket})")
+    if bucket.kind is not StepKind.PREFILL and bucket.num_tokens < bucket.bs:
+        raise InvalidStepError(f"a bucket of {bucket.kind} steps holds a row of each request, got ({bucket})")
 
 
 class Extent(NamedTuple):

@@ -285,13 +285,15 @@ class Step:
     @classmethod
     def draft_extend(
         cls,
-        query: UniformQuery | PackedQuery,
+        query: UniformQuery | PackedQuery | BoundedQuery,
         seq_lens: Tensor,
         paging: Paging,
         out_cache_loc: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle."""
+        """The draft catches up with what was accepted; rows past the accepted ones are overwritten next cycle. A
+        `BoundedQuery` has accepted rows alone, and slots as in `target_verify`; its widths count rows that run again.
+        """
         return cls._build(StepKind.DRAFT_EXTEND, query, seq_lens, paging, out_cache_loc, host)
 
     @classmethod

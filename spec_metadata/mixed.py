@@ -26,7 +26,7 @@ def mixed_step(parts: Sequence[Step]) -> Step:
     """One step of packed rows from prefills, decodes, verifies of chains and draft extends of one model, whose rows
     stand in the order of the parts. It is a prefill: its kernel and its buckets are those of `StepKind.PREFILL`.
 
-    A ragged verify is the last part, so that the host knows where the rows of all others stand; it is cut to its own
+    A ragged part is the last one, so that the host knows where the rows of all others stand; it is cut to its own
     bound before, and never takes rows of another part. All parts have slots, or none. Raises `InvalidStepError` for
     parts whose rows see other keys (a tree, a draft), and for parts that do not share a table.
     """
@@ -57,7 +57,7 @@ def mixed_reasons(parts: Sequence[Step]) -> list[str]:
         return ["there are none"]
     reasons = [reason for part in parts for reason in _part_reasons(part)]
     if any(isinstance(part.query, BoundedQuery) for part in parts[:-1]):
-        reasons.append("a ragged verify stands before another part (it comes last)")
+        reasons.append("a ragged step stands before another part (it comes last)")
     if len({part.out_cache_loc is None for part in parts}) > 1:
         reasons.append("some parts have out_cache_loc and some leave it out")
     first = parts[0].paging
@@ -83,7 +83,7 @@ def _part_reasons(part: Step) -> list[str]:
 
 
 def _widths(part: Step) -> list[int]:
-    """Rows of each request, of a ragged verify its bound on them."""
+    """Rows of each request, of a ragged step its bound on them."""
     return list(most_rows(part.query) or [part.width] * part.bs)
 
 
@@ -107,7 +107,7 @@ def _joined_paging(tables: Sequence[Paging]) -> Paging:
 
 
 def _joined_slots(parts: Sequence[Step]) -> Tensor:
-    """The slots of all rows; beside a ragged verify those of `width` rows of each request, as it needs them."""
+    """The slots of all rows; beside a ragged part those of `width` rows of each request, as it needs them."""
     if not isinstance(parts[-1].query, BoundedQuery):
         return torch.cat([part.flat_slots().long() for part in parts])
     width, found = max(part.width for part in parts), []

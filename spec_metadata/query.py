@@ -55,11 +55,12 @@ class PackedQuery:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundedQuery:
-    """A chain of each request, of a width that the device alone knows: a ragged verify. The host has bounds.
+    """Rows of each request, of a width that the device alone knows: a ragged step, which is the verify of a chain, a
+    draft extend over accepted tokens, or a mixed step. The host has bounds.
 
     widths: [bs] int32 or int64, 1 to `width`, on the step's device. num_tokens: bound on their sum, at least bs. width:
     bound on each. most: of a mixed step the host's bound on the rows of each request, for which its slots and its table
-    row have room; None for `width` of each, as a verify has. Whoever plans the step brings widths within the bounds
+    row have room; None for `width` of each, as the others have. Whoever plans the step brings widths within the bounds
     (`spec_metadata.fit_widths`) and packs the rows, as a `PaddedQuery`.
     """
 
@@ -112,11 +113,11 @@ def min_added(query: AnyQuery, num_steps: int) -> int:
 
 
 def check_room(num_tokens: int, bs: int) -> None:
-    """Refuse a bound on the rows of `bs` requests that does not hold the root of each."""
+    """Refuse a bound on the rows of `bs` requests that does not hold one of each."""
     if not isinstance(num_tokens, Integral) or num_tokens < max(bs, 1):
         raise InvalidStepError(
-            f"num_tokens bounds the rows of a ragged verify, so it must be at least {max(bs, 1)}, the root of each of "
-            f"{bs} requests; got {num_tokens!r}"
+            f"num_tokens bounds the rows of a ragged step, so it must be at least {max(bs, 1)}, a row of each of {bs} "
+            f"requests; got {num_tokens!r}"
         )
 
 
@@ -124,7 +125,7 @@ def as_packed(query: AnyQuery) -> AnyPacked:
     """The query, whose rows are packed; refuses one that was not planned yet."""
     if isinstance(query, AnyPacked):
         return query
-    raise InvalidStepError("a ragged verify has rows once it is planned: take them of the metadata's step (meta.step)")
+    raise InvalidStepError("a ragged step has rows once it is planned: take them of the metadata's step (meta.step)")
 
 
 def packed_rows(packed: AnyQuery) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import StepKind
+from spec_metadata.capacity import PACKED_KINDS
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import BlockTable, Paging, RequestTable
 from spec_metadata.query import (
@@ -78,9 +78,9 @@ def check_step(step: Step) -> None:
     check_requests(step.query, step.num_steps, step.seq_lens, step.paging)
     slots, num_real, mask = step.out_cache_loc, step.num_real, step.tree_mask
     if isinstance(step.query, BoundedQuery):
-        if step.kind not in (StepKind.TARGET_VERIFY, StepKind.PREFILL):
+        if step.kind not in PACKED_KINDS:
             raise InvalidStepError(
-                f"a {step.kind} step has no widths of the device; a verify takes a BoundedQuery, and a mixed step"
+                f"a {step.kind} step has no widths of the device; verifies, draft extends and mixed steps take them"
             )
         if mask is not None:
             raise InvalidStepError(

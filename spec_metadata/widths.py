@@ -1,6 +1,6 @@
-"""How many rows each request of a ragged verify has: the rule that keeps them within bounds, on the device.
+"""How many rows each request of a ragged step has: the rule that keeps them within bounds, on the device.
 
-The root always stays. Of the others it is the least confident rows that go, and with a row all that are below it:
+The first row always stays. Of the others it is the least confident rows that go, and with a row all that are below it:
 
 - A worker that knows how confident its draft is cuts first (`confident_widths`), before it makes the step.
 - A step knows widths alone (`BoundedQuery`). It takes the deeper row for the less confident one, as a path's
@@ -73,8 +73,7 @@ def check_widths(query: BoundedQuery, num_real: int, num_tokens: int | None = No
     for request, width in enumerate(widths):
         if not 1 <= width <= query.width:
             raise InvalidStepError(
-                f"request {request} has a width of {width}; a ragged verify has 1 to {query.width} rows per request, "
-                "the root among them"
+                f"request {request} has a width of {width}; a ragged step has 1 to {query.width} rows per request"
             )
     if sum(widths) > room:
         raise InvalidStepError(

@@ -222,7 +222,7 @@ from spec_metadata import BlockTable, BoundStep, RequestTable, pad_step
 from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
 from tests.planner_laws import FORMS, RINGS, garbage, written_along
-from tests.ragged_verifies import CAPACITY, Ragged, static_of
+from tests.ragged_steps import CAPACITY, Ragged, static_of
 
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)

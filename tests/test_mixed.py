@@ -29,7 +29,7 @@ from spec_metadata import (
 )
 from spec_metadata.capacity import Extent
 from spec_metadata.static_inputs import closed
-from tests.ragged_verifies import CAPACITY, GEOMETRY
+from tests.ragged_steps import CAPACITY, GEOMETRY
 from tests.triton_interpreter import interpreted
 
 TABLE = torch.cat((torch.full((1, 24), 12), 16 + torch.arange(9 * 24).view(9, 24)))

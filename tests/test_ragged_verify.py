@@ -30,7 +30,7 @@ from spec_metadata import (
 )
 from spec_metadata.bound_inputs import check_bound
 from spec_metadata.static_inputs import closed
-from tests.ragged_verifies import CAPACITY, GEOMETRY, WIDTH, Ragged, cut, static_of
+from tests.ragged_steps import CAPACITY, GEOMETRY, WIDTH, Ragged, cut, static_of
 from tests.triton_interpreter import interpreted
 
 FORMS = [RequestTable, BlockTable]
@@ -45,6 +45,10 @@ def query(*widths: int, num_tokens: int = 12, width: int = WIDTH) -> BoundedQuer
 
 def verify(*widths: int, **bounds: int) -> Step:
     return Step.target_verify(query(*widths, **bounds), LENS, ROWS)
+
+
+def bucket_of(bs: int, num_tokens: int, kind: StepKind = StepKind.TARGET_VERIFY) -> TokenBucket:
+    return CAPACITY.ragged_bucket(kind, bs, num_tokens)
 
 
 @pytest.mark.parametrize(
@@ -196,28 +200,29 @@ def test_slots_outside_the_pool_are_bound_to_the_reserved_page() -> None:
     ("make", "message"),
     [
         (lambda: verify(1, 2, num_tokens=12), r"widths of 3 requests must be \[3\] int32 or int64, got"),
-        (lambda: verify(1, 2, 3, num_tokens=2), "at least 3, the root of each of 3 requests; got 2"),
+        (lambda: verify(1, 2, 3, num_tokens=2), "at least 3, a row of each of 3 requests; got 2"),
         (lambda: verify(1, 2, 3, width=0), "must be at least 1, got 0"),
         (
             lambda: Step.target_verify(query(1, 1, 1), LENS, ROWS, tree_mask=torch.ones(3, 4, 4).bool()),
             "its rows are chains. Verify a tree at one width",
         ),
-        (lambda: Step.draft_extend(query(1, 1, 1), LENS, ROWS), "a verify takes a BoundedQuery, and a mixed step"),  # type: ignore[arg-type]
+        (lambda: bucket_of(4, 3, StepKind.DRAFT_EXTEND), "a bucket of draft_extend steps holds a row of each"),
+        (lambda: replace(verify(1, 1, 1), kind=StepKind.DRAFT_BLOCK), "a draft_block step has no widths of the device"),
         (lambda: token_positions(verify(1, 1, 1)), r"has rows once it is planned: .* \(meta.step\)"),
-        (lambda: CAPACITY.verify_bucket(4, 3), "a bucket of verifies holds the root of each request, got"),
+        (lambda: bucket_of(4, 3), "a bucket of target_verify steps holds a row of each request, got"),
         (lambda: confident_widths(torch.zeros(2, 3), 1.5, 8, torch.ones(2).bool()), "a probability in"),
-        (lambda: confident_widths(torch.zeros(2, 3), 0.5, 1, torch.ones(2).bool()), "at least 2, the root of each"),
+        (lambda: confident_widths(torch.zeros(2, 3), 0.5, 1, torch.ones(2).bool()), "at least 2, a row of each"),
         (lambda: confident_widths(torch.zeros(2), 0.5, 4, torch.ones(2).bool()), "scores must be"),
     ],
 )
-def test_what_is_no_ragged_verify(make, message: str) -> None:
+def test_what_is_no_ragged_step(make, message: str) -> None:
     with pytest.raises(InvalidStepError, match=message):
         make()
 
 
 BAD = [
-    ((2, 0, 1), 12, "request 1 has a width of 0; a ragged verify has 1 to 4 rows"),
-    ((2, 5, 1), 12, "request 1 has a width of 5; a ragged verify has 1 to 4 rows"),
+    ((2, 0, 1), 12, "request 1 has a width of 0; a ragged step has 1 to 4 rows"),
+    ((2, 5, 1), 12, "request 1 has a width of 5; a ragged step has 1 to 4 rows"),
     ((4, 3, 1), 7, r"widths \[4, 3, 1\] are 8 rows, over the bound of 7"),
 ]
 
@@ -228,12 +233,12 @@ def test_bad_widths_are_told_in_checking_mode_and_cut_otherwise(widths, num_toke
     strict, plain = (get_backend("fa3")(CAPACITY, GEOMETRY, checking=checking) for checking in (True, False))
     with pytest.raises(InvalidStepError, match=message):
         strict.init_forward_metadata(step)
-    captured = strict.capture(CAPACITY.verify_bucket(4, 14), ROWS)
+    captured = strict.capture(bucket_of(4, 14), ROWS)
     with pytest.raises(InvalidStepError, match=message):
         strict.replay(captured, step)
     starts = plain.init_forward_metadata(step).plans[0].cu_seqlens_q.tolist()
     assert starts[:4] == [sum(cut(widths, WIDTH, num_tokens)[:i]) for i in range(4)]
-    bucket = CAPACITY.verify_bucket(3, num_tokens)
+    bucket = bucket_of(3, num_tokens)
     inputs = BoundInputs(LENS, num_real=torch.tensor([3]), widths=step.query.widths)
     with pytest.raises(InvalidStepError, match=message):
         strict.refresh(strict.capture(bucket, ROWS, inputs))
@@ -246,10 +251,10 @@ def test_bad_widths_are_told_in_checking_mode_and_cut_otherwise(widths, num_toke
 @pytest.mark.parametrize(
     ("inputs", "bucket", "message"),
     [
-        ({}, CAPACITY.verify_bucket(3, 9), "inputs.widths of .* is None; a ragged verify has them, no other"),
-        ({"widths": LENS}, CAPACITY.bucket(StepKind.DECODE, 3), "a ragged verify has them, no other"),
-        ({"widths": LENS[:2]}, CAPACITY.verify_bucket(3, 9), r"inputs.widths must be \[3\]"),
-        ({"widths": LENS, "out_cache_loc": torch.zeros(9).long()}, CAPACITY.verify_bucket(3, 9), r"must be \[12\]"),
+        ({}, bucket_of(3, 9), "inputs.widths of .* is None; a ragged step has them, no other"),
+        ({"widths": LENS}, CAPACITY.bucket(StepKind.DECODE, 3), "a ragged step has them, no other"),
+        ({"widths": LENS[:2]}, bucket_of(3, 9), r"inputs.widths must be \[3\]"),
+        ({"widths": LENS, "out_cache_loc": torch.zeros(9).long()}, bucket_of(3, 9), r"must be \[12\]"),
         ({}, TokenBucket(StepKind.PREFILL, 3, 9), "whose inputs are copied"),
     ],
 )
@@ -260,9 +265,9 @@ def test_what_can_not_be_bound(inputs: dict, bucket, message: str) -> None:
 
 def test_wider_than_the_capacity_or_the_graph() -> None:
     backend = get_backend("fa3")(CAPACITY, GEOMETRY)
-    with pytest.raises(InvalidStepError, match="up to 6 rows per request; the capacity says num_draft_tokens=4"):
+    with pytest.raises(InvalidStepError, match="a ragged target_verify step of up to 6 rows per request; at most 4"):
         backend.init_forward_metadata(verify(1, 1, 1, width=6))
-    meta = backend.capture(CAPACITY.verify_bucket(3, 9), ROWS)
+    meta = backend.capture(bucket_of(3, 9), ROWS)
     with pytest.raises(UnsupportedStepError, match=r"captured for \(target_verify bs=3 num_tokens=9\), the step is"):
         backend.replay(meta, verify(1, 1, 1))
     paging = replace(ROWS, rows=torch.tensor([1, 2, 3, 4]))
@@ -281,13 +286,13 @@ def test_a_kernel_of_one_width_refuses_it() -> None:
     with pytest.raises(UnsupportedStepError, match=r"packed query rows \(it takes one uniform width\)"):
         backend.init_forward_metadata(Step.target_verify(query(1, 1, 1), LENS, rows))
     with pytest.raises(UnsupportedStepError, match=r"packed query rows \(it takes one uniform width\)"):
-        backend.capture(capacity.verify_bucket(3, 9), rows)
+        backend.capture(capacity.ragged_bucket(StepKind.TARGET_VERIFY, 3, 9), rows)
 
 
 def test_a_layout_seen_before_is_not_asked_about_again() -> None:
     """Widths differ from step to step, and their layout does not."""
     backend = get_backend("fa3")(CAPACITY, GEOMETRY)
-    meta = backend.capture(CAPACITY.verify_bucket(3, 12), ROWS)
+    meta = backend.capture(bucket_of(3, 12), ROWS)
     backend.replay(meta, verify(1, 2, 3))
     assert meta.captured.admits(verify(4, 4, 4))
     assert not meta.captured.admits(verify(4, 4, 4, num_tokens=11))
@@ -296,6 +301,6 @@ def test_a_layout_seen_before_is_not_asked_about_again() -> None:
 
 
 def test_a_padded_step_is_taken_as_it_is() -> None:
-    step = pad_step(verify(1, 2, 3), CAPACITY.verify_bucket(4, 14), CAPACITY)
+    step = pad_step(verify(1, 2, 3), bucket_of(4, 14), CAPACITY)
     assert closed(step, CAPACITY) is step
     assert step.width == WIDTH

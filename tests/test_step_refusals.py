@@ -168,8 +168,8 @@ BUCKETS: dict[str, Bucket | TokenBucket] = {
     "no target_verify step of width 2 has num_steps=3": Bucket(StepKind.TARGET_VERIFY, 2, 2, 3),
     r"sizes of a bucket are whole numbers, got \(decode bs=2.5 width=1\)": AnyBucket(StepKind.DECODE, 2.5, 1),
     r"sizes of a bucket are whole numbers, got \(decode bs=2 width=None\)": AnyBucket(StepKind.DECODE, 2, None),
-    "a bucket is what Capacity.bucket, prefill_bucket or verify_bucket returns, got Bucket": AnyBucket("decode", 2, 1),
-    "a bucket is what Capacity.bucket, prefill_bucket or verify_bucket returns, got None": Nothing,
+    "a bucket is what Capacity.bucket, prefill_bucket or ragged_bucket returns, got Bucket": AnyBucket("decode", 2, 1),
+    "a bucket is what Capacity.bucket, prefill_bucket or ragged_bucket returns, got None": Nothing,
 }
 
 

@@ -43,7 +43,7 @@ from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, jo
 from attn_backends.planning.metadata import ForwardMetadata, all_rows, check_forward, slots_to_write
 from attn_backends.selection.providers import runs_anywhere, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
-from spec_metadata import BoundStep, Buffers, BufferSpec, CacheGeometry, Capacity, PaddedQuery, Step, StepKind
+from spec_metadata import BoundStep, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed
 from spec_metadata.plans.compressed import CompressedPlan, Compression, EntryPlan
 
@@ -324,8 +324,6 @@ def _select(index: IndexQuery, cache: CompressedCache, plan: CompressedPlan, lay
 def _ring_reasons(step: Step, compression: Compression, ring: int) -> list[str]:
     """Why a ring of states can't take a step back after it; empty if it can."""
     page_size, window = step.paging.geometry.page_size, compression.read_window
-    if isinstance(step.query, PaddedQuery):
-        return []  # a graph's: what it is replayed on has lengths, and is asked then
     if step.kind in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
         most, asked, unit = compressed.max_rows(window, ring, page_size), step.width, "query rows per request"
     elif step.kind is StepKind.DRAFT_DECODE:

@@ -48,7 +48,8 @@ class Case:
     seed: of pages, vectors and queries. far: half of the pages lie past 2**31 elements of the cache. cache_dtype: of
     the cache where it is not the query's own; it comes with scales. layer: of compressed keys, what it attends to.
     size: of the world, as `sizes.size_of` takes it. after: the kind of a step that the same backend has planned before.
-    drawn: at random (`random_cases`).
+    drawn: at random (`random_cases`). ragged: the device alone knows the widths of a draft extend, as it does those of
+    a verify.
     """
 
     check: str
@@ -78,6 +79,7 @@ class Case:
     size: str = ""
     after: str = ""
     drawn: bool = False
+    ragged: bool = False
 
     @property
     def name(self) -> str:
@@ -112,7 +114,8 @@ class Case:
         )
         words = [f"{self.kind}, {batch}"]
         if self.widths:
-            words.append(f"{', '.join(map(str, self.widths))} query rows")
+            known = ", which the device alone knows" if self.ragged else ""
+            words.append(f"{', '.join(map(str, self.widths))} query rows{known}")
         if self.path == "graph":
             captured = ", ".join(map(str, self.captured_lens))
             size = f"{self.bs} requests" + (f" and {self.num_tokens} packed rows" if self.num_tokens else "")

@@ -11,7 +11,16 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
-from attn_backends.conformance.situations import graph, growing, idle, joined, one_page_size, padded, ragged_verifies
+from attn_backends.conformance.situations import (
+    RAGGED_KINDS,
+    graph,
+    growing,
+    idle,
+    joined,
+    one_page_size,
+    padded,
+    ragged_steps,
+)
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import (
     BlockTable,
@@ -114,14 +123,14 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
 
 
 class BoundRaggedGraph(Captured):
-    """A graph of ragged verifies whose metadata reads an engine's buffers: widths, lengths, slots and rows or pages,
+    """A graph of ragged steps whose metadata reads an engine's buffers: widths, lengths, slots and rows or pages,
     with anything after the real requests.
     """
 
     def capture(self, bucket: Bucket | TokenBucket) -> Metadata:
         """Buffers of the bucket's size, of padding alone."""
         world, index, device = self.world, self.world.setup.index, self.world.device
-        self.width = world.capacity.num_draft_tokens
+        self.width = self.scene.most_rows
         pages = torch.zeros(bucket.bs, world.max_pages, dtype=index, device=device)
         rows = torch.full((bucket.bs,), world.geometry.reserved_row, dtype=torch.int64, device=device)
         is_table = world.setup.block_table
@@ -161,9 +170,13 @@ def _widths(step: Step) -> Tensor:
     return step.query.widths
 
 
-@check("graph.bound_ragged", lambda subject: [case for case in ragged_verifies(subject) if case.path == "graph"])
+def _bindable_ragged(subject: Subject) -> list[Case]:
+    return [case for case in ragged_steps(*RAGGED_KINDS)(subject) if case.path == "graph"]
+
+
+@check("graph.bound_ragged", _bindable_ragged)
 def bound_ragged(subject: Subject, case: Case) -> Measured:
-    """A ragged verify that is planned from an engine's own buffers has the widths that they hold at its replay."""
+    """A ragged step that is planned from an engine's own buffers has the widths that they hold at its replay."""
     world, found = world_of(setup_of(subject, case)), []
     captured = BoundRaggedGraph(world, replace(case, refresh=True))
     for turn, widths in enumerate((case.widths, case.widths[::-1])):

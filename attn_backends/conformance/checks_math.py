@@ -131,8 +131,7 @@ def measure_extra(subject: Subject, case: Case) -> Measured:
         ran = Captured(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
     else:
         ran = run_eagerly(scene_of(world, batch_of(case), case.seed), case)
-    is_ragged = bool(case.widths) and case.kind == StepKind.TARGET_VERIFY  # such a step pads itself
-    compare_memory(ran.scene, ran.before, padded=is_ragged or case.path == "graph")
+    compare_memory(ran.scene, ran.before, padded=batch_of(case).is_ragged or case.path == "graph")  # it pads itself
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 

@@ -1,4 +1,4 @@
-"""Verifies whose widths the device alone knows, where a kernel takes packed rows of graphs in a verify."""
+"""Verifies and draft extends whose widths the device alone knows, where a kernel captures packed rows of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from attn_backends.conformance.exercise import (
     setup_of,
     world_of,
 )
-from attn_backends.conformance.situations import one_page_size, ragged_chains, ragged_verifies
+from attn_backends.conformance.situations import one_page_size, ragged_kinds, ragged_steps
+from spec_metadata import StepKind
 
 
 def _measured(ran: Ran) -> Measured:
@@ -26,15 +27,21 @@ def _measured(ran: Ran) -> Measured:
     return measured
 
 
-@check("math.ragged_verify", ragged_verifies)
+@check("math.ragged_verify", ragged_steps(StepKind.TARGET_VERIFY))
 def ragged_verify(subject: Subject, case: Case) -> Measured:
     """Row j of a verify sees the committed tokens and j + 1 more, however many rows the device gives its request."""
     return _measured(run_case(subject, case))
 
 
+@check("math.ragged_draft_extend", ragged_steps(StepKind.DRAFT_EXTEND))
+def ragged_draft_extend(subject: Subject, case: Case) -> Measured:
+    """A draft extend has and writes the rows that the device says were accepted, and no row of a rejected token."""
+    return _measured(run_case(subject, case))
+
+
 def _over_the_bound(subject: Subject) -> list[Case]:
     cases = []
-    for case in one_page_size(ragged_chains)(subject):
+    for case in one_page_size(ragged_kinds)(subject):
         three = replace(case, lens=case.lens[:3], widths=(4, 4, 4))
         cases += [three, replace(three, path="graph", captured_lens=(2, 1), captured_widths=(1, 3), bs=3, num_tokens=9)]
     return cases

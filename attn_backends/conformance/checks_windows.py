@@ -15,13 +15,14 @@ from attn_backends.conformance.checks_math import measure_extra, packed_extend, 
 from attn_backends.conformance.checks_scale import large
 from attn_backends.conformance.situations import (
     PACKED_KINDS,
+    RAGGED_KINDS,
     Cases,
     eager,
     graph,
     joined,
     main_dtype,
     one_page_size,
-    ragged_verifies,
+    ragged_steps,
 )
 from spec_metadata import StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
@@ -31,10 +32,10 @@ LONG_WINDOWS = (2, 40, 64, 130)  # of blocks of 16 and of 64 keys: in one, at an
 
 
 def _every_kind(subject: Subject) -> list[Case]:
-    """Chains, trees, prompts, packed extends and ragged verifies at one page size, eagerly and through graphs, in the
+    """Chains, trees, prompts, packed extends and ragged steps at one page size, eagerly and through graphs, in the
     finest type.
     """
-    found = one_page_size(joined(eager(), graph(), prompts, packed_extend, ragged_verifies))(subject)
+    found = one_page_size(joined(eager(), graph(), prompts, packed_extend, ragged_steps(*RAGGED_KINDS)))(subject)
     return [case for case in found if case.dtype == main_dtype(subject, StepKind(case.kind))]
 
 

@@ -72,7 +72,7 @@ def batch_of(case: Case) -> Batch:
     """The batch that is run."""
     if not case.lens:
         return Batch(StepKind.IDLE, ())
-    return Batch(StepKind(case.kind), case.lens, case.widths, case.bounded)
+    return Batch(StepKind(case.kind), case.lens, case.widths, case.bounded, ragged=case.ragged)
 
 
 @dataclass
@@ -134,7 +134,8 @@ class Captured:
 
     def __init__(self, world: World, case: Case) -> None:
         self.world, self.case = world, case
-        self.scene = scene_of(world, Batch(StepKind(case.kind), case.captured_lens, case.captured_widths), case.seed)
+        batch = Batch(StepKind(case.kind), case.captured_lens, case.captured_widths, ragged=case.ragged)
+        self.scene = scene_of(world, batch, case.seed)
         prepare_memory(self.scene, case)
         backend, bucket = world.backend, bucket_of(world, case)
         self.meta = self.capture(bucket)

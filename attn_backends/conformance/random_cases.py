@@ -65,7 +65,7 @@ def _changed(case: Case, rng: Random) -> Case:
 
 def _sized(case: Case, rng: Random) -> Case:
     """The case in a world of other steps, contexts, table widths and, of trees, branches and nodes."""
-    most = max(case.widths + case.captured_widths, default=1) if case.kind == StepKind.DRAFT_EXTEND else 1
+    most = max(case.widths + case.captured_widths, default=1) if case.kind != StepKind.PREFILL else 1
     steps = rng.randint(max(2, most - 1), 7)
     topk = rng.choice((2, 3, 4, 8)) if case.topk > 1 else 1
     largest = min(20, 1 + topk + topk * topk * (steps - 1))

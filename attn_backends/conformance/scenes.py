@@ -24,7 +24,8 @@ from spec_metadata.layout import HostBounds
 @dataclass(frozen=True)
 class Batch:
     """lens: committed tokens of each request. widths: query rows of each in a packed step, else the capacity's; in a
-    verify only the device knows them. asked: its widths where they do not fit. bounded: the step promises its longest.
+    verify, and in a draft extend that is `ragged`, only the device knows them. asked: its widths where they do not fit.
+    bounded: the step promises its longest.
     """
 
     kind: StepKind
@@ -32,12 +33,17 @@ class Batch:
     widths: tuple[int, ...] = ()
     bounded: bool = False
     asked: tuple[int, ...] = ()
+    ragged: bool = False
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether only the device knows the widths."""
+        return bool(self.widths) and (self.ragged or self.kind is StepKind.TARGET_VERIFY)
 
     @property
     def bound(self) -> int:
-        """Bound on the rows of a ragged verify: one more than there are, where the widths fit; of others 0."""
-        is_ragged = self.kind is StepKind.TARGET_VERIFY and bool(self.widths)
-        return sum(self.widths) + (not self.asked) if is_ragged else 0
+        """Bound on the rows of a ragged step: one more than there are, where the widths fit; of others 0."""
+        return sum(self.widths) + (not self.asked) if self.is_ragged else 0
 
 
 class Scene:
@@ -161,23 +167,29 @@ class Scene:
                 return Step.draft_decode(self.width, self.num_steps, lens, self.paging(), slots, **host)
             case StepKind.DRAFT_BLOCK:
                 return Step.draft_block(self.width, lens, self.paging(), slots, **host)
-            case StepKind.TARGET_VERIFY if self.batch.widths:
+            case kind if self.batch.is_ragged:
                 room = strided(torch.tensor(self._room(), dtype=other, device=device))
-                return Step.target_verify(self._ragged_query(other), lens, self.paging(), room, **host)
+                make = Step.target_verify if kind is StepKind.TARGET_VERIFY else Step.draft_extend
+                return make(self._ragged_query(other), lens, self.paging(), room, **host)
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
                 return Step.target_verify(self.width, lens, self.paging(), slots, tree_mask=mask, **host)
             case _:
                 return Step.draft_extend(query, lens, self.paging(), slots, **host)
 
+    @property
+    def most_rows(self) -> int:
+        """Query rows of a request of a ragged step, at most."""
+        return self.world.capacity.bucket(self.batch.kind, 1).width
+
     def _ragged_query(self, index: torch.dtype) -> BoundedQuery:
         """Widths that the device alone knows."""
         asked = torch.tensor(self.batch.asked or self.batch.widths, dtype=index, device=self.world.device)
-        return BoundedQuery(strided(asked), self.batch.bound, self.world.capacity.num_draft_tokens)
+        return BoundedQuery(strided(asked), self.batch.bound, self.most_rows)
 
     def _room(self) -> list[int]:
         """Slots of each request for the most rows; after those that it has, places that no row of it may write."""
-        width, found = self.world.capacity.num_draft_tokens, []
+        width, found = self.most_rows, []
         for request in self.requests:
             own = [slot for name, slot in request.slots.items() if not self._is_committed(request, name)]
             others = request.slots[0] if request.length else self.world.geometry.reserved_slot

@@ -23,6 +23,7 @@ PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
 TREE_TOPK = 3
 SPARE = 2  # rows of a graph that no ragged batch fills
 PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
+RAGGED_KINDS = (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
 TREE_KINDS = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 CHAIN_KINDS = (StepKind.PREFILL, StepKind.DECODE, StepKind.DRAFT_BLOCK)  # which branches change nothing of
 
@@ -233,20 +234,27 @@ def in_every_dtype(cases: Cases) -> Cases:
     ]
 
 
-def ragged_chains(subject: Subject) -> list[Case]:
-    """Verifies of chains at every page size, where packed rows of them can be captured."""
-    declared = subject.capabilities.get(StepKind.TARGET_VERIFY)
-    if declared is None or not declared.captures_packed or declared.max_width is not None:
-        return []
-    return situations(subject, StepKind.TARGET_VERIFY, topks=(1,))
-
-
-def ragged_verifies(subject: Subject) -> list[Case]:
-    """Ragged ones of these, eagerly and through graphs that were captured on other widths."""
+def ragged_kinds(subject: Subject) -> list[Case]:
+    """Verifies of chains and draft extends at every page size, where packed rows of them can be captured."""
     found = []
-    for case in ragged_chains(subject):
-        found.append(replace(case, widths=(3, 1, 4, 2)))
-        for transition in (growing, shrinking, padded):
-            through = in_rows(transition(case))
-            found.append(replace(through, num_tokens=through.num_tokens + SPARE))
+    for kind in RAGGED_KINDS:
+        declared = subject.capabilities.get(kind)
+        if declared is not None and declared.captures_packed and declared.max_width is None:
+            chains = situations(subject, kind, topks=(1,))
+            found += [replace(case, ragged=kind is StepKind.DRAFT_EXTEND) for case in chains]
     return found
+
+
+def ragged_steps(*kinds: StepKind) -> Cases:
+    """Ragged ones of some kinds, eagerly and through graphs that were captured on other widths."""
+
+    def of_kinds(subject: Subject) -> list[Case]:
+        found = []
+        for case in ragged_kinds(subject):
+            if case.kind in kinds:
+                through = [in_rows(transition(case)) for transition in (growing, shrinking, padded)]
+                found.append(replace(case, widths=(3, 1, 4, 2)))
+                found += [replace(each, num_tokens=each.num_tokens + SPARE) for each in through]
+        return found
+
+    return of_kinds

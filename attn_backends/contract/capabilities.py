@@ -12,7 +12,7 @@ import torch
 from attn_backends.cache import CacheFormat
 from attn_backends.layer import AttentionLayer
 from spec_metadata import BoundedQuery, Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
-from spec_metadata.capacity import UNIFORM_KINDS
+from spec_metadata.capacity import PACKED_KINDS, UNIFORM_KINDS
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 FLOAT_TYPES = frozenset(DTYPES.values())
@@ -35,8 +35,8 @@ class Capabilities:
     value) sizes. query_heads: numbers of local query heads. dtypes: of queries and cache. cache_dtypes: of the cache
     beside the query's own, such as float8_e4m3fn with a scale for keys and one for values. own_cache: it takes a cache
     of the query's own type. graph: can be captured at a uniform width. packed_graph: can be captured over packed rows:
-    of their lengths its launch takes bounds alone from the host, and requests may have no row. A verify with both is
-    taken ragged too, its widths known to the device alone.
+    of their lengths its launch takes bounds alone from the host, and requests may have no row. A verify or draft
+    extend with both is taken ragged too, its widths known to the device alone.
     needs_host_lens: its planning needs exact lengths on the host. over_read: may read keys of a visible page that the
     request does not see (it multiplies them by zero, so they must be finite). rounded_lse: its log-sum-exp counts
     softmax weights that were rounded to the query's type. window, sinks, kv_scales: which parts of a layer's extras it
@@ -161,8 +161,7 @@ TORCH = Capabilities(
 def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
     """What a dense kernel can do, by step kind: of prompts, verifies and draft extends it takes packed rows, too."""
     packed = replace(uniform, packed=True, packed_graph=True)
-    by_kind = {StepKind.PREFILL: packed, **dict.fromkeys(UNIFORM_KINDS, uniform)}
-    return by_kind | {StepKind.TARGET_VERIFY: packed, StepKind.DRAFT_EXTEND: packed}
+    return dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), uniform) | dict.fromkeys(PACKED_KINDS, packed)
 
 
 def of_listed(able: Capabilities) -> dict[StepKind, Capabilities]:

@@ -1,4 +1,4 @@
-"""A captured ragged verify from an engine's own buffers as one Triton launch, which a graph holds: `BoundStep.read`.
+"""A captured ragged step from an engine's own buffers as one Triton launch, which a graph holds: `BoundStep.read`.
 
 Where a request's rows begin depends on the widths of all, so this launch goes before the planner's; a uniform step is
 read by the launch that plans it (`triton_step`). Every program counts the real requests itself, which are few. Of a
@@ -24,7 +24,7 @@ _BLOCK = 256
 
 
 class RaggedSizes(NamedTuple):
-    """Sizes of a captured verify and its table. bs: of the engine. num_tokens: query rows of all. included: 1 where
+    """Sizes of a captured step and its table. bs: of the engine. num_tokens: query rows of all. included: 1 where
     lengths count the step's rows, else 0. num_given: columns of the engine's table. num_columns, paging_stride: of the
     static block table.
     """
@@ -206,10 +206,10 @@ def _read_ragged(
 
 
 def bind_ragged_read(bound: BoundStep) -> Callable[[], None]:
-    """What reads a captured ragged verify, with every call, as `BoundStep.read` does."""
+    """What reads a captured ragged step, with every call, as `BoundStep.read` does."""
     static, inputs, paging = bound.static, bound.inputs, bound.paging
     table, slots, widths = static.paging.static_input(), inputs.out_cache_loc, inputs.widths
-    assert widths is not None, "a ragged verify has them"
+    assert widths is not None, "a ragged step has them"
     rows = paging.rows if isinstance(paging, RequestTable) else None
     geometry, num_columns = paging.geometry, table.shape[1] if isinstance(paging, BlockTable) else 1
     sizes = RaggedSizes(

@@ -60,7 +60,7 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 @triton.jit
 def padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
-    """Where the rows of a request of a ragged verify begin and end, and those of all real ones end. Requests from
+    """Where the rows of a request of a ragged step begin and end, and those of all real ones end. Requests from
     `max_real` on have what is left, up to `bound` rows each of num_rows. The rest as of `fitted_rows`.
     """
     begin, end, total = fitted_rows(widths, stride, count, request, width, room, BLOCK)
@@ -193,7 +193,7 @@ def _copy_inputs(
     BLOCK: tl.constexpr,
 ):
     """All inputs of a request; a padded one commits nothing and writes to the reserved page. paging: rows of a table
-    of slots, or a block table of num_given columns. nodes: a tree mask, or widths of a ragged verify, up to given_width
+    of slots, or a block table of num_given columns. nodes: a tree mask, or widths of a ragged step, up to given_width
     rows a request and `room` of all. known_real: of the host, or below 0. None: what a step has not.
     """
     request, part, real = tl.program_id(0), tl.program_id(1), tl.program_id(0) < bs
@@ -278,7 +278,7 @@ def _launch_packed(launch: Launch, variant: Hashable, step: Step, static: Step, 
 
 
 def _nodes(step: Step) -> tuple[Tensor, ...]:
-    """What a step says of its nodes: the mask of a tree, or the widths of a ragged verify; nothing of any other."""
+    """What a step says of its nodes: the mask of a tree, or the widths of a ragged step; nothing of any other."""
     if isinstance(step.query, BoundedQuery):
         return (step.query.widths,)
     return () if step.tree_mask is None else (as_bytes(step.tree_mask),)

@@ -1,4 +1,4 @@
-"""Rows of the requests of a ragged verify, in whatever kernel packs them: `spec_metadata.fit_widths`, without a sort.
+"""Rows of the requests of a ragged step, in whatever kernel packs them: `spec_metadata.fit_widths`, without a sort.
 
 Every program finds where its own request begins by sums over all widths, so that there is no second launch. Widths that
 fit, as they mostly do, are read twice.

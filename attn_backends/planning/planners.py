@@ -77,7 +77,7 @@ def bind_fused(
     buffers: Buffers,
     bound: BoundStep | None,
 ) -> Callable[[], None]:
-    """What a fused planner launches. A bound ragged verify is read by a launch before it: `bind` is a backend's own."""
+    """What a fused planner launches. A bound ragged step is read by a launch before it: `bind` is a backend's own."""
     if bound is None or bound.inputs.widths is None:
         return bind(step, buffers, bound)
     from attn_backends.kernels import triton_bound  # Triton is imported by those that run it

@@ -22,6 +22,7 @@ from spec_metadata import (
     BoundedQuery,
     Capacity,
     SamplingParams,
+    StepKind,
     TokenBucket,
     accept,
     confident_widths,
@@ -51,7 +52,9 @@ def verify_phase_of(
     """The verify of all drafted tokens, or of those that the draft is sure of."""
     if not options.verifies_by_confidence:
         return verify_phase(target, capacity)
-    reasons = target.backend.capture_reasons(capacity.verify_bucket(1, capacity.num_draft_tokens))
+    reasons = target.backend.capture_reasons(
+        capacity.ragged_bucket(StepKind.TARGET_VERIFY, 1, capacity.num_draft_tokens)
+    )
     if capacity.topk > 1:
         reasons = [f"topk={capacity.topk} (the rows of a ragged verify are a chain: topk=1)", *reasons]
     if options.adaptive is not None:
@@ -85,7 +88,7 @@ def ragged_verify_phase(
         return Accepted(acceptance.num_accepted, acceptance.tokens, accepted)
 
     def bucket(bs: int) -> TokenBucket:
-        return capacity.verify_bucket(bs, num_rows(capacity, options, bs))
+        return capacity.ragged_bucket(StepKind.TARGET_VERIFY, bs, num_rows(capacity, options, bs))
 
     return replace(uniform, region=region, bucket=bucket)
 

@@ -1,5 +1,5 @@
-"""Random ragged verifies in either form of table, their captured steps, and how many rows each request has by the rule,
-which is written here without the library's.
+"""Random ragged steps in either form of table, verifies and draft extends, their captured steps, and how many rows each
+request has by the rule, which is written here without the library's.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from spec_metadata import (
     Paging,
     RequestTable,
     Step,
+    StepKind,
     TokenBucket,
     allocate,
     input_specs,
@@ -48,12 +49,15 @@ def strided(values: Sequence[int] | Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Ragged:
-    """A batch whose widths may lie outside of the bounds. num_padded: requests behind the real ones."""
+    """A batch whose widths may lie outside of the bounds, of an odd seed a draft extend, else a verify. num_padded:
+    requests behind the real ones.
+    """
 
     def __init__(
         self, seed: int, form: type = RequestTable, *, has_slots: bool = True, num_padded: int = 0, bs: int = 0
     ) -> None:
         rng = random.Random(f"{form.__name__} {seed}")
+        self.kind = (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)[seed % 2]
         self.num_real = bs or rng.randint(1, 5)
         self.bs = self.num_real + num_padded
         self.index = rng.choice([torch.int32, torch.int64])
@@ -91,14 +95,15 @@ class Ragged:
     def step(self) -> Step:
         """The step; of a batch with padding, one that says so."""
         query = BoundedQuery(strided(self.widths, self.index), self.num_tokens, WIDTH)
-        step = Step.target_verify(query, strided(self.lens, self.index), self.paging, self.given)
+        make = Step.target_verify if self.kind is StepKind.TARGET_VERIFY else Step.draft_extend
+        step = make(query, strided(self.lens, self.index), self.paging, self.given)
         if self.bs == self.num_real:
             return step
         return replace(step, num_real=torch.tensor([self.num_real], dtype=torch.int32))
 
     def bucket(self, num_more: int) -> TokenBucket:
         """One with room for more requests and rows."""
-        return CAPACITY.verify_bucket(self.bs + num_more, self.num_tokens + 3 * num_more)
+        return CAPACITY.ragged_bucket(self.kind, self.bs + num_more, self.num_tokens + 3 * num_more)
 
     def inputs(self, *, include: bool = False) -> BoundInputs:
         """The batch as buffers of an engine. include: lengths count the rows that it asked for."""
