@@ -1,4 +1,5 @@
-"""A verify of as many drafts as each request's draft is sure of: how many, and the phase that verifies them.
+"""A verify of as many drafts as each request's draft is sure of: how many, and the phases that verify them and extend
+the draft by what was accepted.
 
 What is cut depends on the draft alone, and a row's choice on the row alone, so that tokens are those of plain decoding,
 greedy and sampled.
@@ -11,17 +12,29 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import Phase
 from attn_backends_reference.eagle.options import WorkerOptions
-from attn_backends_reference.eagle.phases import Accepted, Drafted, Model, VerifyInputs, by_name, verify_phase
-from attn_backends_reference.models.decoder import TargetModel
+from attn_backends_reference.eagle.phases import (
+    Accepted,
+    Drafted,
+    DraftState,
+    Model,
+    VerifyInputs,
+    best_drafts,
+    by_name,
+    extend_phase,
+    verify_phase,
+)
+from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     BoundedQuery,
     Capacity,
     SamplingParams,
+    Step,
     StepKind,
     TokenBucket,
     accept,
@@ -46,15 +59,38 @@ def ragged_query(drafted: Drafted, capacity: Capacity, options: WorkerOptions) -
     return BoundedQuery(widths, bound, capacity.num_draft_tokens)
 
 
+def accepted_query(accepted: Accepted, capacity: Capacity, options: WorkerOptions) -> BoundedQuery:
+    """The rows of a draft extend: those of accepted tokens, no more than the verify had."""
+    bound = num_rows(capacity, options, accepted.tokens.shape[0])
+    return BoundedQuery(accepted.num_accepted, bound, capacity.max_accepted)
+
+
 def verify_phase_of(
     target: Model[TargetModel], capacity: Capacity, options: WorkerOptions
 ) -> Phase[VerifyInputs, Accepted]:
     """The verify of all drafted tokens, or of those that the draft is sure of."""
     if not options.verifies_by_confidence:
         return verify_phase(target, capacity)
-    reasons = target.backend.capture_reasons(
-        capacity.ragged_bucket(StepKind.TARGET_VERIFY, 1, capacity.num_draft_tokens)
-    )
+    _check(StepKind.TARGET_VERIFY, target.backend, capacity, options)
+    return ragged_verify_phase(target, capacity, options)
+
+
+def extend_phase_of(
+    draft: Model[DraftModel], capacity: Capacity, options: WorkerOptions, num_best: int = 0
+) -> Phase[Accepted, DraftState]:
+    """The draft extend over all rows of the longest path, or over those that were accepted. num_best: of
+    `draft_phase`.
+    """
+    if not options.verifies_by_confidence:
+        return extend_phase(draft, capacity, num_best)
+    _check(StepKind.DRAFT_EXTEND, draft.backend, capacity, options)
+    return ragged_extend_phase(draft, capacity, options, num_best)
+
+
+def _check(kind: StepKind, backend: AttentionBackend, capacity: Capacity, options: WorkerOptions) -> None:
+    """Refuse ragged steps where the backend of their kind or another option has none."""
+    bucket = capacity.ragged_bucket(kind, 1, capacity.num_draft_tokens)
+    reasons = [f"{reason}, in a {kind} step" for reason in backend.capture_reasons(bucket)]
     if capacity.topk > 1:
         reasons = [f"topk={capacity.topk} (the rows of a ragged verify are a chain: topk=1)", *reasons]
     if options.adaptive is not None:
@@ -62,7 +98,6 @@ def verify_phase_of(
     if reasons:
         nearest = "no verify_threshold and verify_rows, which verifies all that is drafted"
         raise UnsupportedStepError("verifying by confidence", reasons, nearest)
-    return ragged_verify_phase(target, capacity, options)
 
 
 def ragged_verify_phase(
@@ -73,8 +108,7 @@ def ragged_verify_phase(
 
     def region(meta: Metadata, given: VerifyInputs) -> Accepted:
         step, bs, tree = meta.step, given.tokens.shape[0], given.tree
-        request, node = packed_rows(step.query)
-        request, node = request.clamp(max=bs - 1), node.clamp(max=num_nodes - 1)
+        request, node = _rows(step, bs, num_nodes)
         positions = token_positions(step)
         hidden, features = target.model.forward_features(
             given.tokens[request, node], positions, target.attention(meta.at())
@@ -91,6 +125,33 @@ def ragged_verify_phase(
         return capacity.ragged_bucket(StepKind.TARGET_VERIFY, bs, num_rows(capacity, options, bs))
 
     return replace(uniform, region=region, bucket=bucket)
+
+
+def ragged_extend_phase(
+    draft: Model[DraftModel], capacity: Capacity, options: WorkerOptions, num_best: int = 0
+) -> Phase[Accepted, DraftState]:
+    """As `extend_phase`, over the rows of accepted tokens alone."""
+    uniform, max_accepted = extend_phase(draft, capacity, num_best), capacity.max_accepted
+
+    def region(meta: Metadata, accepted: Accepted) -> DraftState:
+        step, bs = meta.step, accepted.tokens.shape[0]
+        request, row = _rows(step, bs, max_accepted)
+        features, attention = draft.model.fuse(accepted.hidden[request, row]), draft.attention(meta.at())
+        out = draft.model.forward(accepted.tokens[request, row], features, token_positions(step), attention)
+        hidden = out[(query_starts(step).long()[1 : bs + 1] - 1).clamp_min(0)]
+        log_probs, tokens = best_drafts(draft.model, hidden, num_best or capacity.topk)
+        return DraftState(root=accepted.tokens[:, -1], tokens=tokens, log_probs=log_probs, hidden=hidden)
+
+    def bucket(bs: int) -> TokenBucket:
+        return capacity.ragged_bucket(StepKind.DRAFT_EXTEND, bs, num_rows(capacity, options, bs))
+
+    return replace(uniform, region=region, bucket=bucket)
+
+
+def _rows(step: Step, bs: int, width: int) -> tuple[Tensor, Tensor]:
+    """The request of each query row and the row's number in it, both [num_tokens] int64; of padding those of any."""
+    request, row = packed_rows(step.query)
+    return request.clamp(max=bs - 1), row.clamp(max=width - 1)
 
 
 def _rows_of_nodes(starts: Tensor, num_nodes: int, num_tokens: int) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,8 @@ from attn_backends_reference.eagle.phases import (
     Model,
     VerifyInputs,
     draft_phase,
-    extend_phase,
 )
-from attn_backends_reference.eagle.ragged import verify_phase_of
+from attn_backends_reference.eagle.ragged import extend_phase_of, verify_phase_of
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import Capacity, Paging
 
@@ -61,7 +60,7 @@ class StepSets:
             (
                 draft_phase(draft(backends.draft), capacity, num_best, windowed=options.draft_window is not None),
                 verify_phase_of(target, capacity, options),
-                extend_phase(draft(backends.draft_extend), capacity, num_best),
+                extend_phase_of(draft(backends.draft_extend), capacity, options, num_best),
             )
             for capacity in capacities
         ]

@@ -47,7 +47,7 @@ from attn_backends_reference.eagle.prefill_phases import (
     prefill_phase,
 )
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.ragged import ragged_query
+from attn_backends_reference.eagle.ragged import accepted_query, ragged_query
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.eagle.step_sets import StepSets
@@ -305,7 +305,8 @@ class EagleWorker(SpeculativeWorker):
         verifying = Step.target_verify(nodes, lens, paging, tree_mask=mask, **bounds)
         accepted = self._run(phases.verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
         timings.mark("verify")
-        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
+        query = accepted_query(accepted, capacity, self.options) if ragged else UniformQuery(capacity.max_accepted)
+        extending = Step.draft_extend(query, lens, paging, **bounds)
         state = self._run(phases.extend, extending, accepted)
         self.step_sets.cycle_ends()
         timings.mark("draft_extend")
