@@ -49,7 +49,7 @@ from spec_metadata import (
 from spec_metadata.plans.compressed import Compression
 from tests.fuzz.compressed import Ring
 from tests.fuzz.model import Ints
-from tests.fuzz.steps import Drawn, Slot, World
+from tests.fuzz.steps import RAGGED, Drawn, Slot, World
 from tests.triton_interpreter import interpreted
 
 REFUSALS = (AttnBackendsError, InvalidStepError)
@@ -62,6 +62,7 @@ KIND_OF = {
     "ragged verify": StepKind.TARGET_VERIFY,
     "extend": StepKind.DRAFT_EXTEND,
     "packed extend": StepKind.DRAFT_EXTEND,
+    "ragged extend": StepKind.DRAFT_EXTEND,
 }
 
 
@@ -247,7 +248,7 @@ class Engine:
             return True
         reasons = able.width_reasons(slot.width, slot.is_tree) + able.page_reasons(self.world.page_size)
         reasons += self.backend.capture_reasons(self.bucket(slot)) if self.world.path == "replay" else []
-        packs = able.captures_packed if slot.kind == "ragged verify" else able.packed
+        packs = able.captures_packed if slot.kind in RAGGED else able.packed
         return not reasons and (packs or not slot.is_packed)
 
     def bucket(self, slot: Slot) -> Bucket | TokenBucket:
@@ -296,9 +297,9 @@ class Engine:
                 return Step.draft_decode(p.width, p.num_steps, p.lens, paging, p.slots, **host)
             case "block":
                 return Step.draft_block(p.width, p.lens, paging, p.slots, **host)
-            case "ragged verify":
-                ragged = BoundedQuery(p.asked, p.num_tokens, p.width)
-                return Step.target_verify(ragged, p.lens, paging, p.slots, **host)
+            case "ragged verify" | "ragged extend":
+                make = Step.target_verify if p.kind == "ragged verify" else Step.draft_extend
+                return make(BoundedQuery(p.asked, p.num_tokens, p.width), p.lens, paging, p.slots, **host)
             case "verify":
                 return Step.target_verify(p.width, p.lens, paging, p.slots, tree_mask=p.mask, **host)
         return Step.draft_extend(query, p.lens, paging, p.slots, **host)

@@ -201,7 +201,7 @@ def blocks_are_causal(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("reference", "eager")
 def ragged_rows_are_as_many_as_may_be(patch: pytest.MonkeyPatch) -> None:
-    """Inputs: a request of a ragged verify has the rows that the bound on one allows."""
+    """Inputs: a request of a ragged step has the rows that the bound on one allows."""
 
     def wrong(right: Any, query: Any, real: Tensor) -> Tensor:
         return right(replace(query, widths=query.widths * 0 + query.width), real)

@@ -16,7 +16,8 @@ BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3", "reference", "dsv4")
 PLANNERS = ("torch", "fused")
 PATHS = ("eager", "replay")
 CELLS = [(b, p, w) for b in BACKENDS for p in PLANNERS for w in PATHS if (b, p) != ("reference", "fused")]
-KINDS = ("prefill", "decode", "draft", "block", "verify", "ragged verify", "extend", "packed extend")
+KINDS = ("prefill", "decode", "draft", "block", "verify", "ragged verify", "extend", "packed extend", "ragged extend")
+RAGGED = ("ragged verify", "ragged extend")
 
 SIZES = {  # name: what is drawn, and how often
     "batch": ([(1, 1), (2, 2), (3, 5), (6, 9), (10, 17), (18, 33)], [0.2, 0.2, 0.3, 0.15, 0.1, 0.05]),
@@ -79,7 +80,7 @@ class Drawn:
 
     columns: pages of a row of the block tables. tables: [number, bs, columns]. max_committed, gives_lens: what the host
     says. gives_slots: whether write slots are named. wide: the tensors that are int64, by name. is_strided: tensors
-    have strides. order: [number] place of each step in its chunk. room: [number, bs * width] of a ragged verify, the
+    have strides. order: [number] place of each step in its chunk. room: [number, bs * width] of a ragged step, the
     slots that its requests have for the longest, which it is handed.
     """
 
@@ -166,12 +167,12 @@ class Slot:
     @property
     def is_packed(self) -> bool:
         """Whether requests have rows of differing numbers."""
-        return self.kind in ("prefill", "packed extend", "ragged verify")
+        return self.kind in ("prefill", "packed extend", *RAGGED)
 
 
 def slot(rng: np.random.Generator, world: World) -> Slot:
     """A random layout that the backend takes: that of a bucket of the capacity, or of eager steps a smaller one too."""
-    refused = {"packed extend", "ragged verify"} if world.backend == "trtllm_mla" else set()
+    refused = {"packed extend", *RAGGED} if world.backend == "trtllm_mla" else set()
     refused |= {"block"} if world.backend == "dsv4" else set()
     refused |= {"draft"} if world.num_steps == 1 else set()
     kind = str(rng.choice([kind for kind in KINDS if kind not in refused]))
@@ -186,7 +187,8 @@ def slot(rng: np.random.Generator, world: World) -> Slot:
     is_tree = topk > 1 and (kind == "draft" or (kind == "verify" and not (is_eager and rng.random() < 0.5)))
     if uniform:
         return Slot(kind, bs, uniform, num_steps, is_tree, bs * uniform)
-    most = {"packed extend": world.extend_width, "ragged verify": world.num_draft_tokens}.get(kind, _most_rows(world))
+    most = world.num_draft_tokens if kind == "ragged verify" else world.extend_width
+    most = _most_rows(world) if kind == "prefill" else most
     return Slot(kind, bs, most, 1, False, bs + int(rng.integers(0, bs * (most - 1) + 1)))
 
 
@@ -207,7 +209,7 @@ def steps(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, orde
     widths = _widths(rng, world, slot, real)
     lens = np.where(real, _lens(rng, world, truth, slot, requests, widths), 0)
     gives_slots, mask, ancestors = bool(rng.random() < 0.7), None, ()
-    is_closed = world.path == "eager" and slot.kind != "ragged verify"  # whose rows are padded to the bound
+    is_closed = world.path == "eager" and slot.kind not in RAGGED  # whose rows are padded to the bound
     num_tokens = int(widths[0].sum()) if is_closed else slot.num_tokens
     slots = _own_slots(truth, slot, requests, lens, widths, num_tokens)
     if slot.is_tree:
@@ -222,7 +224,7 @@ def steps(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, orde
     bound = (None, int(lens.max(initial=0)), int(rng.integers(lens.max(initial=0), world.max_context + 1)))
     max_committed, columns = bound[rng.integers(0, 3)], world.max_pages + int(rng.integers(0, 3))
     if max_committed is not None and rng.random() < 0.5:
-        room = max(world.draft_room, int(widths.max(initial=1)))
+        room = max(world.draft_room, slot.width if slot.kind in RAGGED else int(widths.max(initial=1)))
         columns = min(columns, -(-(max_committed + room) // world.page_size))
     wide = frozenset(name for name in ("seq_lens", "slots", "paging") if rng.random() < 0.5)
     return Drawn(
@@ -232,8 +234,8 @@ def steps(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, orde
 
 
 def _room(truth: Truth, slot: Slot, requests: Ints, lens: Ints) -> Ints | None:
-    """The slots of the longest verify of each request of a ragged one."""
-    if slot.kind != "ragged verify":
+    """The slots that each request of a ragged step has for the most rows."""
+    if slot.kind not in RAGGED:
         return None
     positions = (lens[..., None] + np.arange(slot.width)).clip(0, truth.owned.shape[1] - 1)
     return truth.owned[requests[..., None], positions].reshape(len(requests), -1)
@@ -255,7 +257,8 @@ def _widths(rng: np.random.Generator, world: World, slot: Slot, real: Bools) -> 
 
 def _lens(rng: np.random.Generator, world: World, truth: Truth, slot: Slot, requests: Ints, widths: Ints) -> Ints:
     """Committed tokens, none too many for what is written behind them."""
-    most = world.max_context - {"prefill": widths, "extend": 1, "packed extend": 1}.get(slot.kind, 0)
+    behind = 1 if slot.kind in ("extend", "packed extend", "ragged extend") else 0
+    most = world.max_context - (widths if slot.kind == "prefill" else behind)
     most = np.broadcast_to(most, requests.shape)
     how, weights = SIZES["context"]
     way = rng.choice(len(how), requests.shape, p=weights)
@@ -304,7 +307,7 @@ def _tables(rng: np.random.Generator, world: World, truth: Truth, group: Group, 
     pages = np.pad(truth.owned[:, :: world.page_size] // world.page_size, ((0, 0), (0, columns)))[:, :columns]
     tables = pages[group.requests]
     added = group.slots.shape[1] // group.bs if not group.is_packed else group.widths
-    added = group.width if group.kind == "ragged verify" else added
+    added = group.width if group.kind in RAGGED else added
     live = -(-(group.lens + added) // world.page_size)
     garbage = rng.choice((-1, world.num_pages, 2**31 - 1, 0), tables.shape)
     return np.where(np.arange(columns) < live[..., None], tables, garbage)
