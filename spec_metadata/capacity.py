@@ -180,8 +180,8 @@ class Capacity:
         return TokenBucket(StepKind.PREFILL, self.max_bs, num_tokens)
 
     def ragged_bucket(self, kind: StepKind, bs: int, num_tokens: int) -> TokenBucket:
-        """The bucket in which ragged steps are captured, verifies of chains or draft extends: of at most bs requests,
-        of up to as many rows each as a uniform step has, and num_tokens rows of all, at least one of each.
+        """The bucket in which ragged verifies of chains or draft extends are captured: of at most bs requests, with
+        num_tokens rows of all. A request has at least one row, at most as many as in a uniform step.
         """
         bucket = TokenBucket(kind, bs, num_tokens)
         check_bucket(bucket)

@@ -20,7 +20,7 @@ from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels import fp8_pages
 from attn_backends.kernels.torch_compressed import index_scores
 from attn_backends.layer import AttentionLayer
-from spec_metadata import CacheGeometry, Capacity, PackedQuery, Step, StepKind, UniformQuery
+from spec_metadata import BoundInputs, CacheGeometry, Capacity, PackedQuery, Step, StepKind, UniformQuery
 from spec_metadata.plans.compressed import Compression
 from tests.dsv4_model import SMALL, Sizes, tiny_model
 from tests.dsv4_scenes import Engine, LayerInputs, chains, check_outputs, pools_of, random_inputs
@@ -351,6 +351,17 @@ def test_more_draft_tokens_than_the_ring_allows() -> None:
     ):
         with pytest.raises(UnsupportedStepError, match=reason):
             engine.backend.init_forward_metadata(wide)
+
+
+def test_a_graph_of_ragged_extends_asks_the_ring_for_its_bound() -> None:
+    """Nothing asks later where the graph reads widths of the engine's own buffers."""
+    engine, step, _ = ready(1)
+    capacity = Capacity(2, 40, 16, num_steps=3, num_draft_tokens=4, num_rerun=2)
+    one, bucket = torch.ones(step.bs, dtype=torch.int32), capacity.ragged_bucket(StepKind.DRAFT_EXTEND, step.bs, 8)
+    inputs = BoundInputs(step.seq_lens, num_real=one[:1], widths=one)
+    backend = SMALL.backend(capacity, engine.geometry)
+    with pytest.raises(UnsupportedStepError, match=r"6 query rows per request .the 10 state rows of ratio 4 allow 4"):
+        backend.capture(bucket, step.paging, inputs)
 
 
 def test_a_prefix_that_ends_inside_a_page() -> None:

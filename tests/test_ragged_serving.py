@@ -5,34 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
-import torch
 
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.graphs import RecordedGraph
-from attn_backends.runner import PhaseRunner, Runner
 from attn_backends_reference.eagle.options import WorkerOptions
-from attn_backends_reference.eagle.phases import Model, extend_phase
-from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.worker import EagleWorker
-from spec_metadata import BoundedQuery, Capacity, InvalidStepError, Sampling, Step, UniformQuery
+from spec_metadata import Capacity, InvalidStepError, Sampling
 from tests import serving_laws as laws
-from tests.serving_scenes import (
-    CHAIN,
-    NEWLINE,
-    PHASES,
-    TREE,
-    Arrival,
-    arrivals,
-    eagle_worker,
-    endless,
-    prompts,
-    tokens,
-)
-
-GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
+from tests.ragged_laws import GRAPH, check_drafts
+from tests.serving_scenes import CHAIN, NEWLINE, PHASES, TREE, Arrival, arrivals, eagle_worker, endless
 
 
 @cache
@@ -63,42 +44,9 @@ def test_requests_that_come_and_go_get_what_plain_decoding_gives(model, backend,
     assert bool(worker.num_graph_steps) == bool(path)
 
 
-class Uniformly:
-    """A worker's `_run`, which extends the draft over all rows of the longest path, too, and compares what it drafts.
-
-    num_rows: of ragged extends, accepted and of all paths. The uniform extend runs first, so that the worker goes on
-    with what the ragged one wrote.
-    """
-
-    def __init__(self, worker: EagleWorker) -> None:
-        self.run, self.num_rows = worker._run, Counter[str]()
-        draft, backend = Model(worker.draft, worker.draft_caches, worker.backends.draft_extend), worker.backends
-        self.uniform = PhaseRunner(extend_phase(draft, worker.capacity), backend.draft_extend, worker._paging(), ())
-
-    def __call__(self, runner: Runner, step: Step, inputs: Any) -> Any:
-        if runner.phase.name != "draft_extend":
-            return self.run(runner, step, inputs)
-        assert isinstance(step.query, BoundedQuery)
-        assert torch.equal(step.query.widths, inputs.num_accepted)
-        expected = self.uniform.run(replace(step, query=UniformQuery(step.width)), inputs).value
-        found = self.run(runner, step, inputs)
-        assert torch.equal(found.tokens, expected.tokens)
-        assert torch.equal(found.root, expected.root)
-        torch.testing.assert_close(found.hidden, expected.hidden)
-        self.num_rows += Counter(accepted=int(inputs.num_accepted.sum()), all=step.bs * step.width)
-        return found
-
-
 @pytest.mark.parametrize(("model", "backend", "path"), [("gqa", "fa3", GRAPH), ("mla", "flashinfer_mla", {})])
-def test_drafts_are_those_of_an_extend_over_all_rows(model, backend, path, monkeypatch) -> None:
-    worker = eagle_worker(model, backend, Capacity(4, 112, 8, **CHAIN), verify_threshold=0.3, **path)
-    compared = Uniformly(worker)
-    monkeypatch.setattr(worker, "_run", compared)
-    given = prompts(4, 60)
-    endings = [len(each) for each in tokens(serve(worker, given, 14))]
-    assert endings == [14] * 4
-    assert 0 < compared.num_rows["accepted"] < compared.num_rows["all"]
-    assert bool(worker.num_graph_steps.get("draft_extend")) == bool(path)
+def test_drafts_are_those_of_an_extend_over_all_rows(model, backend, path) -> None:
+    check_drafts(model, backend, path)
 
 
 def test_where_it_is_refused() -> None:

@@ -35,7 +35,8 @@ from attn_backends.conformance.exercise import (
     world_of,
 )
 from attn_backends.conformance.inputs import ForwardInputs
-from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.requests import Batch
+from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
     Cases,
     around_pages,

@@ -17,6 +17,7 @@ from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
     PACKED_KINDS,
     PAGE_SIZES,
+    RAGGED_KINDS,
     TREE_KINDS,
     TREE_TOPK,
     Cases,
@@ -109,18 +110,18 @@ def page_size(subject: Subject, case: Case) -> Measured:
     return _refused_step(subject, case)
 
 
-@check(
-    "refusals.packed",
-    _undeclared(
-        lambda subject, kind, declared: (
-            _asks(subject, kind, widths=widths, feature="packed query lengths")
-            for widths in ((3, 1), (2, 2))
-            if kind is StepKind.DRAFT_EXTEND and not declared.packed
-        )
-    ),
-)
+def _differing(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
+    is_extend, feature = kind is StepKind.DRAFT_EXTEND, "widths that the device alone knows"
+    for widths in ((3, 1), (2, 2)):
+        if is_extend and not declared.packed:
+            yield _asks(subject, kind, widths=widths, feature="packed query lengths")
+        if kind in RAGGED_KINDS and not declared.captures_packed:
+            yield _asks(subject, kind, widths=widths, ragged=is_extend, feature=feature)
+
+
+@check("refusals.packed", _undeclared(_differing))
 def packed(subject: Subject, case: Case) -> Measured:
-    """Packed accept lengths, even those that divide evenly."""
+    """Packed accept lengths, even those that divide evenly, and widths that the device alone knows."""
     return _refused_step(subject, case)
 
 

@@ -22,7 +22,8 @@ from attn_backends.conformance.compressed_worlds import (
     small,
 )
 from attn_backends.conformance.inputs import ForwardInputs
-from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.requests import Batch
+from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.errors import CaptureError
@@ -73,6 +74,11 @@ def batch_of(case: Case) -> Batch:
     if not case.lens:
         return Batch(StepKind.IDLE, ())
     return Batch(StepKind(case.kind), case.lens, case.widths, case.bounded, ragged=case.ragged)
+
+
+def captured_batch_of(case: Case) -> Batch:
+    """The batch that its graph is captured on."""
+    return Batch(StepKind(case.kind), case.captured_lens, case.captured_widths, ragged=case.ragged)
 
 
 @dataclass
@@ -134,8 +140,7 @@ class Captured:
 
     def __init__(self, world: World, case: Case) -> None:
         self.world, self.case = world, case
-        batch = Batch(StepKind(case.kind), case.captured_lens, case.captured_widths, ragged=case.ragged)
-        self.scene = scene_of(world, batch, case.seed)
+        self.scene = scene_of(world, captured_batch_of(case), case.seed)
         prepare_memory(self.scene, case)
         backend, bucket = world.backend, bucket_of(world, case)
         self.meta = self.capture(bucket)

@@ -1,4 +1,4 @@
-"""Requests of a scene by the names of their tokens: an int for a position, a tuple for a drafted tree node."""
+"""Batches of scenes, and requests by the names of their tokens: an int for a position, a tuple for a drafted node."""
 
 from __future__ import annotations
 
@@ -9,7 +9,34 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from spec_metadata import StepKind
+
 Name = Hashable
+
+
+@dataclass(frozen=True)
+class Batch:
+    """lens: committed tokens of each request. widths: query rows of each in a packed step, else the capacity's; in a
+    verify, and in a draft extend that is `ragged`, only the device knows them. asked: its widths where they do not fit.
+    bounded: the step promises its longest.
+    """
+
+    kind: StepKind
+    lens: tuple[int, ...]
+    widths: tuple[int, ...] = ()
+    bounded: bool = False
+    asked: tuple[int, ...] = ()
+    ragged: bool = False
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether only the device knows the widths."""
+        return bool(self.widths) and (self.ragged or self.kind is StepKind.TARGET_VERIFY)
+
+    @property
+    def bound(self) -> int:
+        """Bound on the rows of a ragged step: one more than there are, where the widths fit; of others 0."""
+        return sum(self.widths) + (not self.asked) if self.is_ragged else 0
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ a drafted tree node, with their vectors and slots. It shares no code with the pl
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,35 +15,10 @@ from torch import Tensor
 from attn_backends.cache import CacheFormat, KeyValues, Latents
 from attn_backends.conformance import oracle
 from attn_backends.conformance.inputs import ForwardInputs, strided
-from attn_backends.conformance.requests import Name, Request, Row
+from attn_backends.conformance.requests import Batch, Name, Request, Row
 from attn_backends.conformance.worlds import World
 from spec_metadata import BlockTable, BoundedQuery, PackedQuery, Paging, Step, StepKind, UniformQuery
 from spec_metadata.layout import HostBounds
-
-
-@dataclass(frozen=True)
-class Batch:
-    """lens: committed tokens of each request. widths: query rows of each in a packed step, else the capacity's; in a
-    verify, and in a draft extend that is `ragged`, only the device knows them. asked: its widths where they do not fit.
-    bounded: the step promises its longest.
-    """
-
-    kind: StepKind
-    lens: tuple[int, ...]
-    widths: tuple[int, ...] = ()
-    bounded: bool = False
-    asked: tuple[int, ...] = ()
-    ragged: bool = False
-
-    @property
-    def is_ragged(self) -> bool:
-        """Whether only the device knows the widths."""
-        return bool(self.widths) and (self.ragged or self.kind is StepKind.TARGET_VERIFY)
-
-    @property
-    def bound(self) -> int:
-        """Bound on the rows of a ragged step: one more than there are, where the widths fit; of others 0."""
-        return sum(self.widths) + (not self.asked) if self.is_ragged else 0
 
 
 class Scene:

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Subject
-from attn_backends.conformance.exercise import batch_of, bucket_of, scene_of, setup_of, world_of
-from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.exercise import batch_of, bucket_of, captured_batch_of, scene_of, setup_of, world_of
+from attn_backends.conformance.scenes import Scene
 from attn_backends.errors import ConfigError
 from attn_backends.explain.picture import Picture, explain
 from attn_backends.explain.reading import Reader
@@ -31,7 +31,7 @@ def case_picture(subject: Subject, case: Case) -> Picture:
         scene = scene_of(world, batch_of(case), case.seed)
         step = scene.step()
         return explain(world.backend.init_forward_metadata(step), step, _ancestors(scene))
-    captured = scene_of(world, Batch(StepKind(case.kind), case.captured_lens, case.captured_widths), case.seed)
+    captured = scene_of(world, captured_batch_of(case), case.seed)
     meta = world.backend.capture(bucket_of(world, case), world.paging())
     world.backend.replay(meta, captured.step())
     reader = Reader(meta)

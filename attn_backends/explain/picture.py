@@ -15,6 +15,7 @@ from attn_backends.explain.reading import ForwardReading, Reader
 from attn_backends.explain.tables import Table, Wrong, table_of, tree_tables
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import CacheGeometry, Step
+from spec_metadata.static_inputs import closed
 from spec_metadata.visibility import query_starts
 
 TOLD = 6  # slots of a fault
@@ -90,6 +91,7 @@ def explain(given: Metadata | Reader, step: Step, ancestors: Sequence[Tensor] = 
     as `Metadata.at` takes them. Raises `ConfigError` for a cache that is too large for a picture.
     """
     reader = given if isinstance(given, Reader) else Reader(given)
+    step = closed(step, reader.backend.capacity)
     problems, readings = _read(reader, ancestors)
     forwards = tuple(
         _rows(reader, step, forward, reading, ancestors[forward] if ancestors else None)

@@ -1,4 +1,4 @@
-"""Mutants of ragged verifies: whose widths count, what is cut, and where the rows that are left write."""
+"""Mutants of ragged verifies and draft extends: whose widths count, what is cut, where the rows that are left write."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attn_backends_reference.eagle import ragged as worker
 from spec_metadata import StepKind, static_inputs
 from spec_metadata.plans import ragged
 from tests.mutants.mutant import mutant
 
-FIT = static_inputs.fit_widths
+FIT, FILL, STARTS = static_inputs.fit_widths, static_inputs._fill_bounded, worker.query_starts
 
 
 @mutant("vLLM #57432: the padded width for the active one", "math.ragged_verify")
@@ -82,3 +83,25 @@ def earlier_requests_are_cut_first(patch: pytest.MonkeyPatch) -> None:
         "fit_widths",
         lambda query, real: FIT(replace(query, widths=query.widths.flip(0)), real.flip(0)).flip(0),
     )
+
+
+@mutant("a draft extend that pays for all rows", "math.ragged_draft_extend")
+def rejected_rows_extend_the_draft(patch: pytest.MonkeyPatch) -> None:
+    """A draft extend has and writes as many rows as the longest path, of tokens that were rejected too."""
+
+    def whole(static, step, query):
+        is_extend = step.kind is StepKind.DRAFT_EXTEND
+        FILL(static, step, replace(query, widths=torch.full_like(query.widths, query.width)) if is_extend else query)
+
+    patch.setattr(static_inputs, "_fill_bounded", whole)
+
+
+@mutant("the state at the last row of a uniform layout", "serving.ragged_drafts")
+def last_row_of_the_bound(patch: pytest.MonkeyPatch) -> None:
+    """Drafts begin at the row where the bound on a request's rows ends, not where those that the device gives it do."""
+
+    def of_the_bound(step):
+        ends = torch.arange(step.bs + 1, dtype=torch.int32) * step.width
+        return ends.clamp(max=step.num_tokens) if step.kind is StepKind.DRAFT_EXTEND else STARTS(step)
+
+    patch.setattr(worker, "query_starts", of_the_bound)

@@ -1,4 +1,4 @@
-"""Checks of serving, in the form of the catalogue's: the laws of `serving_laws` and `request_laws`."""
+"""Checks of serving, in the form of the catalogue's: the laws of `serving_laws`, `request_laws` and `ragged_laws`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ LAWS: dict[str, tuple[str, tuple[tuple, ...]]] = {
     "serving.text": ("request_laws.check_text", ((),)),
     "serving.statistics": ("request_laws.check_statistics", ((),)),
     "serving.phase_backends": ("serving_laws.check_phase_backends", ((),)),
+    "serving.ragged_drafts": ("ragged_laws.check_drafts", ((),)),
     "serving.refusals": ("request_laws.check_refusals", ((),)),
 }
 
