@@ -43,21 +43,24 @@ def part_of(kind: StepKind, rows: list[int], lens: list[int], query: object, tab
     return Step(kind, query, torch.tensor(lens, dtype=torch.int32), paging, None, len(rows))
 
 
-def parts(table: type = RequestTable) -> list[Step]:
+def parts(table: type = RequestTable, last: StepKind = StepKind.TARGET_VERIFY) -> list[Step]:
     """A chunk of 5 rows, two decodes, a verify of 3 rows, and two ragged ones that ask for more than their bound."""
     ragged = BoundedQuery(torch.tensor([4, 4]), 5, 4)
     return [
         part_of(StepKind.PREFILL, [4], [2], PackedQuery.of([5]), table),
         part_of(StepKind.DECODE, [2, 7], [9, 3], UniformQuery(1), table),
         part_of(StepKind.TARGET_VERIFY, [1], [11], UniformQuery(3), table),
-        part_of(StepKind.TARGET_VERIFY, [8, 5], [4, 20], ragged, table),
+        part_of(last, [8, 5], [4, 20], ragged, table),
     ]
 
 
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
-@pytest.mark.parametrize("has_slots", [False, True])
-def test_rows_of_a_mixed_step_are_those_of_its_parts(table: type, has_slots: bool) -> None:
-    given = parts(table)
+@pytest.mark.parametrize(
+    ("has_slots", "last"),
+    [(False, StepKind.TARGET_VERIFY), (True, StepKind.TARGET_VERIFY), (True, StepKind.DRAFT_EXTEND)],
+)
+def test_rows_of_a_mixed_step_are_those_of_its_parts(table: type, has_slots: bool, last: StepKind) -> None:
+    given = parts(table, last)
     if has_slots:
         given = [replace_slots(part) for part in given]
     step = closed(mixed_step(given), CAPACITY)
@@ -136,7 +139,7 @@ def test_what_cannot_be_mixed() -> None:
         "a target_verify of a tree, whose rows see their ancestors alone": [chunk, replace(verify, tree_mask=mask)],
         "a draft_block step": [chunk, part_of(StepKind.DRAFT_BLOCK, [3], [2], UniformQuery(4))],
         "a draft_decode step": [chunk, replace(decode, kind=StepKind.DRAFT_DECODE, num_steps=2)],
-        "a ragged verify stands before another part": [ragged, chunk],
+        "a ragged step stands before another part": [ragged, chunk],
         "a decode step with padded requests": [chunk, replace(decode, num_real=1)],
         "a target_verify step with padded requests": [
             verify,

@@ -278,6 +278,19 @@ def test_wider_than_the_capacity_or_the_graph() -> None:
         backend.replay(meta, Step.target_verify(4, LENS, ROWS))
 
 
+def test_rows_that_run_again_count_in_the_width_of_a_draft_extend() -> None:
+    capacity = replace(CAPACITY, max_context=16, num_rerun=2)
+    backend = get_backend("fa3")(capacity, GEOMETRY, checking=True)
+    meta = backend.capture(capacity.ragged_bucket(StepKind.DRAFT_EXTEND, 3, 14), ROWS)
+    step = Step.draft_extend(query(6, 3, 5, num_tokens=14, width=6), LENS, ROWS)
+    backend.replay(meta, step)
+    assert meta.step.query.cu_seqlens[:4].tolist() == [0, 6, 9, 14]
+    eager = backend.init_forward_metadata(step)
+    assert meta.step.width == eager.step.width == eager.plans[0].max_seqlen_q == 6
+    with pytest.raises(InvalidStepError, match="a ragged draft_extend step of up to 7 rows per request; at most 6"):
+        backend.init_forward_metadata(replace(step, query=query(1, 1, 1, width=7)))
+
+
 def test_a_kernel_of_one_width_refuses_it() -> None:
     capacity = Capacity(3, 20, 32, num_steps=3, num_draft_tokens=4)
     geometry = replace(GEOMETRY, page_size=32)
