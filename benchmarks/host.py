@@ -88,20 +88,12 @@ def eager_row(backend: type[AttentionBackend], kernel: str, raw: RawCall, size: 
 
     works = [Work.of(attend), Work.of(attend_raw), Work.of(lambda: made.init_forward_metadata(step)), CALIBRATION]
     layers_us, raw_us, metadata_us, loop_us = take_host_turns(works, asked.stage.rounds, asked.stage.device)
-    return {
-        "bench": "eager",
-        "backend": backend.name,
-        "kernel": kernel,
-        "layers": NUM_LAYERS,
-        "batch_size": size.batch_size,
-        "width": WIDTH,
-        "layer_us": round(layers_us / NUM_LAYERS, 1),
-        "peer": f"scatter and {name}",
-        "peer_us": round(raw_us / NUM_LAYERS, 1),
-        "over_us": round((layers_us - raw_us) / NUM_LAYERS, 1),
-        "metadata_us": round(metadata_us, 1),
-        "loop_us": round(loop_us, 1),
-    }
+    place = {"bench": "eager", "backend": backend.name, "kernel": kernel, "layers": NUM_LAYERS}
+    place |= {"batch_size": size.batch_size, "width": WIDTH}
+    ours, theirs = layers_us / NUM_LAYERS, raw_us / NUM_LAYERS
+    times = {"over_us": ours - theirs, "metadata_us": metadata_us, "loop_us": loop_us}
+    row = place | {"layer_us": round(ours, 1), "peer": f"scatter and {name}", "peer_us": round(theirs, 1)}
+    return row | {of: round(us, 1) for of, us in times.items()}
 
 
 def _inputs(asked: Problem, cache: PagedCache) -> CacheInputs:

@@ -2,40 +2,51 @@
 
 A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4 and a ragged verify
 of at most 4 rows, of kernels that capture them. Each phase is captured with `BoundInputs`, on an engine's own buffers,
-for layers of one shape, so that their kernel's vendor plans along. A row is one graph: of a phase
-alone, or of the whole cycle. us: elapsed device time of a replay less that of a graph of one empty kernel, medians of
-rounds in which all take turns. kernel_us: the sum of what its kernels take. nodes: kernels, copies and fills. The host
-launches nothing else. host_us, of a cycle: making its three steps and copying their inputs, for an engine that binds no
-buffers.
+for layers of the shape that the row names (heads, kv_heads), so that their kernel's vendor plans along. The cycle is of
+one backend. A phase alone has a backend of its own, as engines make them; all of these are given one `StaticMemory`.
+
+us: elapsed device time of a graph of `COPIES` plans less that of a graph of one empty kernel, divided by their number;
+medians of rounds in which all take turns. A single plan runs for less than its launch takes the host. kernel_us: the
+sum of what its kernels take. nodes: kernels, copies and fills. bytes: static buffers, tables that are shared counted
+once. The host launches nothing else. host_us, of a cycle: making its three steps and copying their inputs, for an
+engine that binds no buffers. The row `INSTANCES` adds up the three phases alone; cycle_us: of the cycle beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
-from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.contract.kernel import Kernel, LayerShape
 from attn_backends.graphs import Graph
+from attn_backends.memory.static_memory import StaticMemory
+from attn_backends.planning.metadata import Metadata
 from attn_backends.selection.providers import VENDOR_KERNELS
 from benchmarks.rows import Asked, Missing, Row, Stage, missing
-from benchmarks.shapes import DTYPE, LAYERS
+from benchmarks.shapes import DTYPE, LAYERS, LLAMA_8_GPUS
 from benchmarks.speculation import CYCLE, NUM_STEPS, PHASES, Batch, Tables, speculative
 from benchmarks.timing import CALIBRATION, Work, take_host_turns, take_turns
-from spec_metadata import BoundInputs, StepKind
+from spec_metadata import BoundInputs, Step, StepKind
+from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.compressed import Compression
 
 PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
-BLOCK, RAGGED = "block", "ragged_verify"
+BLOCK, RAGGED, INSTANCES = "block", "ragged_verify", "instances"
 KINDS = PHASES | {BLOCK: StepKind.DRAFT_BLOCK}
+COPIES = 10  # of a plan in a graph
 NUM_FILLS = 400  # of a round's first graph: the device is busy while the host launches the others
 CAPACITY_CONTEXT = 131072
+DENSE = {CacheFormat.KV: (LAYERS[CacheFormat.KV][0], LLAMA_8_GPUS), CacheFormat.LATENT: LAYERS[CacheFormat.LATENT]}
 OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128, (Compression(4, True, True), 512))
+
+Captures = Mapping[str, Sequence[Metadata]]  # what a graph plans, by phase
 
 
 def plans(asked: Asked) -> Iterator[Row | Missing]:
@@ -47,11 +58,11 @@ def plans(asked: Asked) -> Iterator[Row | Missing]:
             kernels = kernels_of(backend, asked.stage.device)
             if not kernels:
                 yield Missing(backend.name, "", "", "no kernel that runs here has every phase of a cycle", False)
-            for kernel in kernels:
-                for size in asked.sizes:
+            for kernel, size in product(kernels, asked.sizes):
+                for shape in layer_shapes(backend)[: None if kernel.schedule else 1]:
                     batch = Batch.of(tables, size.batch_size, size.context)
                     try:
-                        yield from _rows(backend, kernel, batch, tables, asked.stage)
+                        yield from _rows(backend, kernel, shape, batch, asked.stage)
                     except Exception as error:  # of a vendor, which may raise anything
                         yield missing(backend, kernel.name, f"{size}, page size {page_size}", error)
 
@@ -68,57 +79,78 @@ def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Ke
     return [*vendors[:1], *ours[:1]]
 
 
-def layer_shape(backend: type[AttentionBackend], kind: StepKind) -> LayerShape:
-    """Of a layer that attends: MLA with 16 heads, else grouped queries, or DeepSeek-V4's: one that is indexed, or that
-    drafts blocks.
+def layer_shapes(backend: type[AttentionBackend]) -> list[LayerShape]:
+    """Of two layers that attend: of Llama-3-8B, and of 70B on 8 GPUs; MLA with 16 and 128 heads; or indexed ones of
+    DeepSeek-V4 with 64 and 128. A kernel without a schedule plans alike for both.
     """
-    formats: frozenset[object] = frozenset(backend.formats)
-    if CompressedFormat.COMPRESSED in formats:
-        return OF_DSV4._replace(variant=(None, 0)) if kind is StepKind.DRAFT_BLOCK else OF_DSV4
-    format = CacheFormat.LATENT if CacheFormat.LATENT in formats else CacheFormat.KV
-    return LayerShape.of(LAYERS[format][0], DTYPE, DTYPE)
+    found = [layers for format, layers in DENSE.items() if format in backend.formats]
+    if not found:
+        return [OF_DSV4, OF_DSV4._replace(num_heads=128)]
+    return [LayerShape.of(layer, DTYPE, DTYPE) for layer in found[0]]
 
 
-def _rows(backend: type[AttentionBackend], kernel: Kernel, batch: Batch, tables: Tables, stage: Stage) -> Iterator[Row]:
+def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: Stage) -> Iterator[Row]:
     chosen = dict.fromkeys(KINDS.values() & kernel.capabilities.keys(), kernel.name)
-    made = backend(tables.capacity, tables.geometry, stage.device, kernel=chosen)
-    graphs = _graphs(made, batch, stage)
+    make = partial(backend, batch.capacity, batch.paging.geometry, stage.device, kernel=chosen)
+    held, whole = alone(make, shape, batch), make()
+    held[CYCLE] = [_bound(whole, batch.step(kind), shape) for kind in PHASES.values()]
+    found = _timed(held, stage)
+    found[INSTANCES] = {name: round(sum(found[phase][name] for phase in PHASES), 2) for name in found[CYCLE]}
+    held[INSTANCES] = [held[phase][0] for phase in PHASES]
+    own = dict(zip(("host_us", "loop_us"), _copying(whole, batch, stage), strict=True))
+    more = {CYCLE: own, INSTANCES: {"cycle_us": found[CYCLE]["us"]}}
+    place = {"bench": "plans", "backend": backend.name, "kernel": kernel.name, "page_size": batch.capacity.page_size}
+    place |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
+    place |= {"batch_size": len(batch.lens), "context": batch.host["max_committed"]}
+    for phase, device in found.items():
+        yield {**place, "phase": phase, **device, "bytes": num_bytes(held[phase]), **more.get(phase, {})}
+
+
+def alone(make: Callable[..., AttentionBackend], shape: LayerShape, batch: Batch) -> dict[str, list[Metadata]]:
+    """Each phase that a kernel has, captured by a backend of its own; they share tables of one memory."""
+    memory, held = StaticMemory(), {}
+    for phase, kind in KINDS.items():
+        backend, step = make(memory=memory), batch.step(kind)
+        if kind in backend.choices:
+            held[phase] = [_bound(backend, step, shape)]
+        if kind is StepKind.TARGET_VERIFY and backend.kernel_of(kind).capabilities[kind].captures_packed:
+            bucket = backend.capacity.ragged_bucket(kind, step.bs, step.num_tokens)
+            inputs = BoundInputs(step.seq_lens, widths=torch.ones_like(step.seq_lens))
+            held[RAGGED] = [backend.capture(bucket, step.paging, inputs, layers=[shape])]
+    return held
+
+
+def _bound(backend: AttentionBackend, step: Step, shape: LayerShape) -> Metadata:
+    """A phase that reads an engine's own buffers. A layer of DeepSeek-V4 that drafts blocks selects no entries."""
+    if step.kind is StepKind.DRAFT_BLOCK and shape.variant:
+        shape = shape._replace(variant=(None, 0))
+    return backend.capture(step.bucket(), step.paging, BoundInputs(step.seq_lens), layers=[shape])
+
+
+def num_bytes(metas: Iterable[Metadata]) -> int:
+    """Bytes of the static buffers and workspaces that captured phases lie in, shared tables once."""
+    phases = [meta.captured.phase for meta in metas if meta.captured is not None]
+    return sum(arena.num_bytes for arena in {a for each in phases for a in (*each.arenas, *each.workspaces.values())})
+
+
+def _timed(held: Captures, stage: Stage) -> dict[str, dict[str, float]]:
+    """Of each phase's plan, captured `COPIES` times: elapsed time, the sum of its kernels, and nodes."""
+    graphs = [_captured(partial(_plan, metas), stage) for metas in held.values()]
     fill = torch.zeros(1, device=stage.device).zero_
     empty, busy = _captured(fill, stage), _captured(lambda: [fill() for _ in range(NUM_FILLS)], stage)
-    replays = [graph.replay for graph in graphs.values()]
-    _, *times, least = take_turns([busy.replay, *replays, empty.replay], stage.rounds, stage.clock)
-    copying = {CYCLE: _copying(made, batch, stage)}
-    place = {
-        "page_size": tables.capacity.page_size,
-        "batch_size": len(batch.lens),
-        "context": batch.host["max_committed"],
-    }
-    for phase, us in zip(graphs, times, strict=True):
-        nodes = nodes_of(graphs[phase])
-        device = {"us": round(us - least, 2), "kernel_us": round(sum(nodes), 2), "nodes": len(nodes)}
-        host_us, loop_us = copying.get(phase, (None, None))
-        of = {"bench": "plans", "backend": backend.name, "kernel": kernel.name, "phase": phase}
-        yield {**of, **place, **device, "host_us": host_us, "loop_us": loop_us}
+    replays = [graph.replay for graph in (busy, *graphs, empty)]
+    _, *times, least = take_turns(replays, stage.rounds, stage.clock)
+    found = {}
+    for phase, us, nodes in zip(held, times, map(nodes_of, graphs), strict=True):
+        device = {"us": (us - least) / COPIES, "kernel_us": sum(nodes) / COPIES, "nodes": ceil_div(len(nodes), COPIES)}
+        found[phase] = {name: round(value, 2) for name, value in device.items()}
+    return found
 
 
-def _graphs(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str, Graph]:
-    """A graph of each phase's plan, and one of a cycle's, on buffers of an engine's own."""
-    steps = {phase: batch.step(kind) for phase, kind in KINDS.items() if kind in backend.choices}
-    held = {}
-    for phase, step in steps.items():
-        layers, inputs = [layer_shape(type(backend), step.kind)], BoundInputs(step.seq_lens)
-        held[phase] = [backend.capture(step.bucket(), step.paging, inputs, layers=layers)]
-        if step.kind is StepKind.TARGET_VERIFY and backend.kernel_of(step.kind).capabilities[step.kind].captures_packed:
-            bucket = backend.capacity.ragged_bucket(StepKind.TARGET_VERIFY, step.bs, step.num_tokens)
-            inputs = BoundInputs(step.seq_lens, widths=torch.ones_like(step.seq_lens))
-            held[RAGGED] = [backend.capture(bucket, step.paging, inputs, layers=layers)]
-    held[CYCLE] = [held[phase][0] for phase in PHASES]
-
-    def plan(name: str) -> None:
-        for meta in held[name]:
-            backend.refresh(meta)
-
-    return {name: _captured(partial(plan, name), stage) for name in held}
+def _plan(metas: Sequence[Metadata]) -> None:
+    for meta in list(metas) * COPIES:
+        owner: Any = meta.owner
+        owner.refresh(meta)
 
 
 def _captured(region: Callable[[], object], stage: Stage) -> Graph:

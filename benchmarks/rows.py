@@ -86,19 +86,11 @@ class Asked:
 
 def compared(bench: str, backend: str, kernel: str, problem: Any, us: float, peer: str, peer_us: float) -> Row:
     """One comparison on a problem. us: device time of one call. peer: what it is compared with, peer_us: its time."""
-    return {
-        "bench": bench,
-        "backend": backend,
-        "kernel": kernel,
-        "batch_size": problem.pool.batch_size,
-        "context": problem.pool.context,
-        "heads": problem.layer.num_heads,
-        "width": problem.width,
-        "us": round(us, 2),
-        "peer": peer,
-        "peer_us": round(peer_us, 2),
-        "ratio": round(us / peer_us, 4),
-    }
+    pool = problem.pool
+    place = {"bench": bench, "backend": backend, "kernel": kernel, "batch_size": pool.batch_size}
+    place |= {"context": pool.context, "heads": problem.layer.num_heads, "width": problem.width}
+    beside = {"peer": peer, "peer_us": round(peer_us, 2), "ratio": round(us / peer_us, 4)}
+    return place | {"us": round(us, 2)} | beside
 
 
 def missing(backend: type[AttentionBackend], kernel: str, case: object, error: Exception) -> Missing:

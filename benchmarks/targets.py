@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.memory import ALL, MAX_BS, MAX_CONTEXT
+from benchmarks.plans import INSTANCES
 from benchmarks.rows import Row
-from benchmarks.speculation import CYCLE
+from benchmarks.speculation import CYCLE, PHASES
 
 Value = Callable[[Row, Mapping[str, float]], float | None]  # of a row and the device's ceilings
 
@@ -54,6 +55,11 @@ def _of_the_vendor(row: Row, ceilings: Mapping[str, float]) -> float | None:
     return None if row["peer"] == "copy" else row["peer_us"] / row["us"]
 
 
+def _of_the_cycle(row: Row, ceilings: Mapping[str, float]) -> float | None:
+    """Time of phases that are planned alone, as a multiple of that in one graph."""
+    return row["us"] / row["cycle_us"] if row["cycle_us"] > 0 else None
+
+
 _LATENTS: dict[str, Any] = {
     "bench": "kernels",
     "backend": ("flashinfer_mla", "trtllm_mla", "fa3"),
@@ -63,6 +69,8 @@ _LATENTS |= {"width": 1, "batch_size": 128, "context": 4096}
 _STATIC = {"bench": "memory", "phase": ALL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
 _DECODE = {"bench": "kernels", "kernel": "triton", "width": 1}
 _CYCLE = {"phase": CYCLE, "context": 4096}
+_ALONE = {"bench": "plans", "phase": tuple(PHASES), "context": 4096}
+_INSTANCES = {"phase": INSTANCES, "context": 4096, "page_size": (64, 256), "batch_size": (1, 32, 128)}
 _SAMPLED = {"bench": "sampling", "requests": 128}
 _PLANNING = {"flashmla": (14, 20), "vllm_flash_attn": (10, 14), "flashmla_sparse": (30, 40), "flashinfer_fa3": (18, 30)}
 _MIXES = ("temperature", "top_k", "top_p", "top_k, top_p", "wide top_k, top_p", "mixed")
@@ -90,6 +98,9 @@ TARGETS = (
     Target("a tree's verify, times the chain's", _TREES, field("ratio"), most=1.25),
     Target("a ragged verify, times a uniform one", {"bench": "ragged", "heads": 128}, field("ratio"), most=0.6),
     Target("a mixed step, times its halves", {"bench": "mixed"}, field("ratio"), most=1.0),
+    Target("nodes of a phase alone", {**_ALONE, "page_size": 64}, field("nodes"), most=2),
+    Target("nodes of a phase alone, compressed", {**_ALONE, "page_size": 256}, field("nodes"), most=3),
+    Target("planning of three instances, times the cycle", _INSTANCES, _of_the_cycle, most=1.3),
     *(target for kernel, most in _PLANNING.items() for target in _planned(kernel, most)),
     Target("copying a cycle's inputs, us of the host", _CYCLE, field("host_us"), most=20),
     Target("an eager layer over its raw calls, us of the host", {"bench": "eager"}, field("over_us"), most=60),
@@ -103,20 +114,8 @@ TARGETS = (
     Target("static buffers, MB, at most 4", _PAGES_OF_64, field("bytes", 1e6), most=4),
     Target("static buffers, MB, at most 140", _PAGES_OF_1, field("bytes", 1e6), most=140),
 )  # those without a bound promise nothing
-_CASE: tuple[str, ...] = (
-    "mix",
-    "logits",
-    "table",
-    "slots",
-    "bounds",
-    "batch_size",
-    "requests",
-    "context",
-    "heads",
-    "width",
-    "page_size",
-)
-_CASE += ("topk", "paging")
+_CASE: tuple[str, ...] = ("mix", "logits", "table", "slots", "bounds", "batch_size", "requests", "context")
+_CASE += ("heads", "width", "page_size", "topk", "paging")
 
 
 def check_targets(rows: Iterable[Row], ceilings: Mapping[str, float]) -> list[Reached]:

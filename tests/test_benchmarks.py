@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -97,9 +98,8 @@ def off_by_one(*arguments):
 def split(measured):
     """Rows, and what is missing but not by the whole kernel."""
     measured = list(measured)
-    return [x for x in measured if not isinstance(x, Missing)], [
-        x for x in measured if isinstance(x, Missing) and x.case
-    ]
+    absent = [x for x in measured if isinstance(x, Missing)]
+    return [x for x in measured if x not in absent], [x for x in absent if x.case]
 
 
 # Timing
@@ -325,12 +325,8 @@ def test_too_little_memory_for_a_graph_is_no_failure_and_another_output_is_one(s
 def test_what_a_graph_reads_lives_as_long_as_the_graph(stage):
     """A recorded graph keeps its tensors itself, a CUDA graph does not."""
 
-    class Attend:
-        def __call__(self, cache):
-            return cache
-
     forgetful = replace(stage, make_graph=lambda: SimpleNamespace(capture=lambda region: region()))
-    attend = Attend()
+    attend = lambda cache: cache  # noqa: E731
     made = weakref.ref(attend)
     captured = layers.capture(attend, [torch.zeros(1)], forgetful)
     del attend
@@ -371,12 +367,8 @@ PREFILLED = {"fa3": (16, 128, 32, 64), "trtllm_mla": (16, 128), "dsv4": (64, 16)
 
 @pytest.mark.parametrize("names", [["trtllm_mla"], pytest.param([*PREFILLED], marks=pytest.mark.full)], ids=len)
 def test_a_prefill_is_the_last_chunk_of_a_prompt_and_all_of_it(names, stage, monkeypatch):
-    for module, name, value in (
-        (shapes, "PREFILL_CHUNK", 17),
-        (shapes, "MAX_PREFILLED", 60),
-        (layers, "COPY_BYTES", 2),
-        (layers, "MATMUL_SIZE", 1),
-    ):
+    sizes = {shapes: {"PREFILL_CHUNK": 17, "MAX_PREFILLED": 60}, layers: {"COPY_BYTES": 2, "MATMUL_SIZE": 1}}
+    for module, name, value in ((module, *one) for module, own in sizes.items() for one in own.items()):
         monkeypatch.setattr(module, name, value)
     found, absent = split(layers.prefill(asked_of(stage, *names, contexts=[24, 48])))
     assert not absent, absent
@@ -496,18 +488,35 @@ def test_a_cycle_is_planned_by_graphs_that_read_an_engines_buffers(name, stage, 
 
     class Watched(get_backend(name)):
         def refresh(self, meta):
-            planned.append(meta.step.kind)
+            planned.append((meta.step.kind, self))
             super().refresh(meta)
 
-    monkeypatch.setattr(plans, "nodes_of", lambda graph: [0.5] * 4)
+    monkeypatch.setattr(plans, "take_turns", lambda replays, *_: [*[2 * plans.COPIES + 1] * (len(replays) - 1), 1])
+    monkeypatch.setattr(plans, "nodes_of", lambda graph: graph.replay() or [0.5] * 4 * plans.COPIES)
     asked = Asked(stage, [Watched], (2,), (600,), page_size=256 if name == "dsv4" else 64)
     monkeypatch.setattr(plans, "CAPACITY_CONTEXT", 1024)
     found, absent = split(plans.plans(asked))
     assert not absent, absent
-    assert {row["phase"] for row in found} - {plans.RAGGED} == {*plans.KINDS, CYCLE}
-    assert {(row["kernel"], row["us"], row["kernel_us"], row["nodes"]) for row in found} == {("torch", 0.0, 2.0, 4)}
-    assert [row["host_us"] is None for row in found] == [True] * (len(found) - 1) + [False]
-    assert {*planned} == {*plans.KINDS.values()}
+    told = {row["phase"]: row for row in found}
+    three, cycle = told.pop(plans.INSTANCES), told[CYCLE]
+    assert told.keys() - {plans.RAGGED} == {*plans.KINDS, CYCLE}
+    assert {(row["kernel"], row["us"], row["kernel_us"], row["nodes"]) for row in told.values()} == {("torch", 2, 2, 4)}
+    assert [phase for phase, row in told.items() if "host_us" in row] == [CYCLE]
+    assert (three["us"], three["cycle_us"], three["nodes"]) == (6, 2, 12)
+    assert three["bytes"] == cycle["bytes"] < sum(told[phase]["bytes"] for phase in PHASES), "one table of three"
+    assert {kind for kind, _ in planned} == {*plans.KINDS.values()}
+    assert len({backend for _, backend in planned}) == 1 + len(plans.KINDS), "of the cycle, and of each phase"
+    assert set(Counter(planned).values()) <= {plans.COPIES, 2 * plans.COPIES}, "a ragged verify is one, too"
+
+
+def test_a_kernel_with_a_schedule_plans_for_layers_of_two_shapes(stage, monkeypatch):
+    monkeypatch.setattr(plans, "_rows", lambda backend, kernel, shape, *_: [(kernel.name, shape[:2])])
+    backend = backend_of("trtllm_mla", flashmla=None, triton=None)
+    first, second = backend.kernels
+    monkeypatch.setattr(backend, "kernels", (replace(first, schedule=lambda *_: None), second))
+    asked = Asked(stage, [backend], (2,), (600,), page_size=64)
+    assert [*plans.plans(asked)] == [("flashmla", (16, 1)), ("flashmla", (128, 1)), ("triton", (16, 1))]
+    assert [shape[:2] for shape in plans.layer_shapes(get_backend("fa3"))] == [(32, 8), (8, 1)]
 
 
 def test_the_best_vendor_kernel_and_the_best_of_ours_are_measured(monkeypatch):
@@ -596,24 +605,16 @@ def run(arguments, tmp_path, monkeypatch, measure=None):
     [([], 0), ([Missing("fa3", "x", "", "not here", False)], 0), ([Missing("fa3", "x", "c", "RuntimeError", True)], 1)],
 )
 def test_the_command_writes_rows_targets_and_what_is_missing(missing, code, tmp_path, monkeypatch, capsys):
-    row = {
-        "bench": "attention",
-        "backend": "fa3",
-        "kernel": "k",
-        "batch_size": 1,
-        "context": 4096,
-        "us": 1,
-        "ratio": 1.04,
-    }
+    row = {"bench": "attention", "backend": "fa3", "kernel": "k", "batch_size": 1}
+    row |= {"context": 4096, "us": 1, "ratio": 1.04}
 
     def measure(asked):
         assert ([b.name for b in asked.backends], asked.batch_sizes, asked.contexts) == (["fa3"], [1, 32], [4096])
         asked.own["ceilings"] = ONE
         yield from (row, *missing)
 
-    found = run(["raw", "--backend", "fa3", "--quick"], tmp_path, monkeypatch, measure)
-    assert found[0] == code
-    written = found[1]
+    found, written = run(["raw", "--backend", "fa3", "--quick"], tmp_path, monkeypatch, measure)
+    assert found == code
     assert (written["rows"], written["rounds"], written["ceilings"]) == ([row], command.QUICK_ROUNDS, ONE)
     assert written["command"] == "python -m benchmarks raw --backend fa3 --quick --json FILE"
     assert [absent["reason"] for absent in written["missing"]] == [absent.reason for absent in missing]

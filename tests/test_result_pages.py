@@ -23,6 +23,7 @@ TREE = GROUPED | {"bench": "trees", "batch_size": 32, "context": 4096, "width": 
 TREE |= {"kernel": "vllm_flash_attn", "peer": "vllm_flash_attn, a chain"}
 PLAN = {"backend": "trtllm_mla", "kernel": "flashmla", "phase": "cycle", "page_size": 64, "batch_size": 32}
 PLAN |= {"context": 4096, "us": 14.0, "kernel_us": 20.0, "nodes": 4}
+INSTANCES = PLAN | {"phase": "instances", "heads": 16, "us": 15.4, "cycle_us": 14.0, "bytes": 2_500_000}
 STATIC = {"bench": "memory", "backend": "fa3", "batch_size": 128, "context": 131072, "page_size": 64, "topk": 4}
 STATIC |= {"paging": "block_table", "phase": "all", "bytes": 4_000_000}
 STEPS = {"bench": "steps", "bounds": "none", "us": 15.0, "operators": 0}
@@ -79,6 +80,12 @@ def test_other_rows_reach_nothing(row):
 def test_a_row_may_have_several_targets():
     assert verdicts(MLA, ceilings={}) == [], "a share of ceilings that were not measured"
     plan = PLAN | {"host_us": 20.5}
+    alone = PLAN | {"bench": "plans", "phase": "verify"}
+    assert verdicts(alone) == [(4, False)]
+    assert verdicts(alone | {"page_size": 256, "nodes": 3}) == [(3, True)]
+    assert verdicts(INSTANCES) == [(1.1, True)]
+    assert verdicts(INSTANCES | {"us": 18.3}) == [(1.307, False)]
+    assert verdicts(INSTANCES | {"cycle_us": 0.0}) == []
     assert verdicts(plan) == [(14.0, True), (4, True), (20.5, False)]
     assert verdicts(PLAN | {"batch_size": 128, "nodes": 5, "host_us": None}) == [(14.0, True), (5, False)]
     assert verdicts(STEPS) == [(0, True), (15.0, True)]
@@ -108,7 +115,7 @@ def folder(tmp_path):
     ]
     results.write(tmp_path / "kernels_trtllm_mla.json", head, rows, ceilings=TEN, missing=missing)
     results.write(tmp_path / "trees.json", head, [TREE])
-    results.write(tmp_path / "plan_graphs.json", head, [PLAN, PLAN | {"phase": "draft"}])
+    results.write(tmp_path / "plan_graphs.json", head, [PLAN, PLAN | {"phase": "draft"}, INSTANCES])
     results.write(tmp_path / "bench_memory.json", results.head(["memory"]), [STATIC, STATIC | {"phase": "draft"}])
     return tmp_path
 
@@ -131,12 +138,13 @@ def test_the_pages_say_what_was_measured(folder):
         "- trtllm_mla/torch: too large (2 cases)",
         "A copy moves 10.00 TB/s, a matrix product 100 TFLOP/s.",
         "![Are our kernels faster than flashmla, on NVIDIA H200?](kernels_trtllm_mla.svg)",
-        "| cycle | trtllm_mla | flashmla | 64 | 32 | 4096 | 14.0 | 20.0 | 4 |",
+        "| cycle | trtllm_mla | flashmla | 64 |  | 32 | 4096 | 14.0 | 20.0 | 4 |  |",
+        "| instances | trtllm_mla | flashmla | 64 | 16 | 32 | 4096 | 15.4 | 20.0 | 4 | 2.5 |",
         "| fa3 | 64 | 4 | block_table | 4.0 |",
     ):
         assert line in lines, line
     assert not any(line.startswith("| trtllm_mla | flashmla | 16 ") for line in lines)
-    assert sum("| trtllm_mla | flashmla | 64 |" in line for line in lines) == 1, "phases are in the file alone"
+    assert sum("| trtllm_mla | flashmla | 64 |" in line for line in lines) == 2, "phases are in the file alone"
     assert (folder / "trees.svg").read_text().startswith("<svg")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import Results, read
 from benchmarks.memory import ALL
-from benchmarks.plans import BLOCK, RAGGED
+from benchmarks.plans import BLOCK, INSTANCES, RAGGED
 from benchmarks.rows import Row
 from benchmarks.shapes import MAX_VERIFIED
 from benchmarks.speculation import CYCLE
@@ -24,7 +24,7 @@ from docs.pages import plot
 
 COMMAND = "python -m docs.pages"
 OUT, FOLDER = Path("docs"), Path("docs/results/h200")
-COPY = "copy"
+COPY, OTHERS = "copy", (BLOCK, RAGGED, INSTANCES)
 _DECODES = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 32768), (32, 32768), (128, 32768), (128, 131072))
 _PREFILLS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (1, 32768), (8, 32768))
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
@@ -44,9 +44,11 @@ verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_back
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
-replay less that of an empty graph; kernels is the sum of what its kernels take. Graphs that run for less than their
-launch takes the host have an elapsed time near 0: there the sum tells more. A draft block of four tokens and a ragged
-verify of four rows at most stand in a table of their own."""
+replay less that of an empty graph; kernels is the sum of what its kernels take. Where the layer's heads are named, a
+graph holds ten plans, and elapsed is a tenth of its time. Elsewhere a graph that runs for less than its launch takes
+the host has an elapsed time near 0: there the sum tells more. A second table has a draft block of four tokens and a
+ragged verify of four rows at most. Its `instances` are the three phases, each planned alone by a backend of its own;
+these share one memory for their tables."""
 
 
 class Page(NamedTuple):
@@ -84,7 +86,7 @@ def written(folder: Path, output: Path) -> dict[Path, str]:
         if empty := [name for name, result in found.items() if not result.rows]:
             raise ConfigError(f"{folder} has no rows of {', '.join(empty)}; run `make gpu-results` on a GPU")
         links = {path.stem: Path(os.path.relpath(path, output)) for path in paths}
-        devices = sorted({result.head.device for result in found.values() if "bytes" not in result.rows[0]})
+        devices = sorted({result.head.device for result in found.values() if result.rows[0].get("bench") != "memory"})
         blocks = [
             f"# {page.title}",
             f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
@@ -182,7 +184,7 @@ def _roof(rows: Iterable[Row], ceilings: Mapping[str, float]) -> float:
 def _of_cycles(results: Mapping[str, Results], links: Mapping[str, Path]) -> Iterator[str]:
     for name, result in results.items():
         yield _head(name, result, links[name])
-        if "bytes" in result.rows[0]:
+        if result.rows[0].get("bench") == "memory":
             whole = [row for row in result.rows if row["phase"] == ALL]
             columns = ("backend", "page_size", "topk", "paging")
             lines = ((*(row[name] for name in columns), f"{row['bytes'] / 1e6:.1f}") for row in whole)
@@ -190,14 +192,19 @@ def _of_cycles(results: Mapping[str, Results], links: Mapping[str, Path]) -> Ite
         else:
             shortest = min(row["context"] for row in result.rows)
             yield _planned([row for row in result.rows if row["phase"] == CYCLE])
-            others = [row for row in result.rows if row["phase"] in (BLOCK, RAGGED) and row["context"] == shortest]
+            others = [row for row in result.rows if row["phase"] in OTHERS and row["context"] == shortest]
             if others:
                 yield _planned(others)
 
 
 def _planned(rows: Sequence[Row]) -> str:
-    names = ("phase", "backend", "kernel", "page_size", "batch_size", "context", "us", "kernel_us", "nodes")
-    return _table((*names[:-3], "elapsed, us", "kernels, us", "nodes"), [[row[name] for name in names] for row in rows])
+    names = ("phase", "backend", "kernel", "page_size", "heads", "batch_size", "context", "us", "kernel_us", "nodes")
+    lines = [[*(row.get(name, "") for name in names), _megabytes(row)] for row in rows]
+    return _table((*names[:-3], "elapsed, us", "kernels, us", "nodes", "static buffers, MB"), lines)
+
+
+def _megabytes(row: Row) -> str:
+    return f"{row['bytes'] / 1e6:.1f}" if "bytes" in row else ""
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
