@@ -77,9 +77,7 @@ def check_partition(given: Lens, num_parts: int, device: str = "cpu") -> None:
     """Refuse a share-out by which not every block of keys belongs to one part."""
     parts, splits, read = planned(given, num_parts, device)
     assert given.more is None or read.tolist() == given.read, "other entries are read"
-    ends = shared_out(parts, splits)
-    wrong = [i for i, (end, own) in enumerate(zip(ends, given.blocks, strict=True)) if end not in (-1, own)]
-    assert not wrong, f"requests {wrong} end at blocks {[ends[i] for i in wrong]}"
+    check_whole(parts, splits, given.blocks)
 
 
 def shared_out(parts: Tensor, splits: Tensor) -> list[int]:
@@ -132,6 +130,22 @@ def one_part_each(lens: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
     parts[:, 0], parts[:, 1] = first, last
     parts[:, 3] = -(-lens[last.clamp(max=n - 1)] // 64)
     return parts, torch.arange(n + 1, dtype=torch.int32)
+
+
+def check_whole(parts: Tensor, splits: Tensor, blocks: list[int]) -> None:
+    """Refuse a schedule that is no partition, or by which a request does not end at its last block."""
+    ends = shared_out(parts, splits)
+    wrong = [i for i, (end, own) in enumerate(zip(ends, blocks, strict=True)) if end not in (-1, own)]
+    assert not wrong, f"requests {wrong} end at blocks {[ends[i] for i in wrong]}"
+
+
+def is_whole(parts: Tensor, splits: Tensor, blocks: list[int]) -> bool:
+    """Whether `check_whole` refuses nothing."""
+    try:
+        check_whole(parts, splits, blocks)
+    except AssertionError:
+        return False
+    return True
 
 
 DRAWN: dict[str, Callable[[random.Random], Lens]] = {"flashmla": random_lens, "flashmla_sparse": random_rows}

@@ -99,17 +99,8 @@ def under_memcheck(path: str, limit: float) -> tuple[list[dict], str]:
     with tempfile.TemporaryDirectory() as folder:
         log, rows = Path(folder, "log"), Path(folder, "rows.json")
         tool = [SANITIZER, "--tool", "memcheck", "--report-api-errors", "no", "--log-file", str(log)]
-        inside = [
-            sys.executable,
-            "-m",
-            "tests.gpu.sanitize",
-            "--path",
-            path,
-            "--limit",
-            str(limit),
-            "--json",
-            str(rows),
-        ]
+        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--path", path, "--json", str(rows)]
+        inside += ["--limit", str(limit)]
         try:
             done = subprocess.run([*tool, *inside], env=os.environ | PATHS[path], timeout=2 * limit + 60, check=False)
             said = f"exit code {done.returncode}"
@@ -149,16 +140,10 @@ def main() -> int:
     """Write the result; 1 if the verdict is fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=300,
-        metavar="SECONDS",
-        help="for the two paths, side by side (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--path", choices=tuple(PATHS), help="run its cases here, without memcheck, and write bare rows"
-    )
+    about = "for the two paths, side by side (default: %(default)s)"
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help=about)
+    about = "run its cases here, without memcheck, and write bare rows"
+    parser.add_argument("--path", choices=tuple(PATHS), help=about)
     args = parser.parse_args()
     if args.path:
         args.json.write_text(json.dumps(list(run_cases(args.path, args.limit))))

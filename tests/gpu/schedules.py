@@ -1,112 +1,135 @@
 """FlashMLA on schedules that we plan beside FlashMLA's own: what planning takes, and what attention takes on each.
 
-A row is one problem: dense MLA decode of some requests, in CUDA graphs that take turns. Both schedules are looked at:
+A row is one problem of its dense or its sparse kernel, in CUDA graphs that take turns. Both schedules are looked at:
 every block of keys belongs to one part (`tests/share_outs.py`). It fails if a schedule is no partition, outputs
-differ by more than rounding, or equal schedules give other bits.
+differ by more than rounding, or equal schedules give other bits. It is missed if attention on ours runs at less than
+`LEAST_SPEED` of its speed on theirs. A sparse row of more than 2,048 tokens reads 128 of them and 512 entries, however
+many more there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from attn_backends.backends.dsv4 import DSV4Backend, Selected
 from attn_backends.cache import PagedLatent
 from attn_backends.contract.kernel import LayerShape, Scheduled
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer
-from attn_backends.vendors import flashmla
+from attn_backends.vendors import flashmla, flashmla_sparse
+from benchmarks.compressed import COMPRESSION, TOPK, compressed_problems
+from benchmarks.rows import Stage
 from benchmarks.timing import CudaClock, take_turns
+from spec_metadata import Step
 from spec_metadata.plans.block_table import BlockTablePlan
-from tests.share_outs import shared_out
+from tests.share_outs import is_whole
 
-DEVICE = torch.device("cuda")
-HEADS, WIDTHS, BATCH_SIZES = (16, 128), (1, 4, 8), (1, 32, 128)
-CONTEXT, LONG, SHORT = 4096, 131072, 1024
+CONTEXT, LONG, SHORT, MANY, SOME = 4096, 131072, 1024, 128, 32
 PAGE, REPEATS, ROUNDS = 64, 10, 7
 TOLERANCE = 2e-2  # of bfloat16 outputs of unit scale
+LEAST_SPEED = {True: 0.95, False: 0.97}  # of one request, of more
 
 
-def problems() -> list[tuple[str, list[int]]]:
-    """Lengths, by name: even ones, and one long request among short ones."""
-    even = [(f"{n} x {CONTEXT}", [CONTEXT] * n) for n in BATCH_SIZES]
-    return [*even, ("1 x 131072, 127 x 1024", [LONG] + [SHORT] * 127), ("32 random", _random_lens(32))]
+class Problem(NamedTuple):
+    """plan, shape: what a schedule is made of. lens: [n] keys of each list that a request, or a row, reads. attend:
+    attention on a schedule, [rows, num_heads, 512].
+    """
+
+    plan: Any
+    shape: LayerShape
+    lens: tuple[Tensor, ...]
+    attend: Callable[[Any], Tensor]
 
 
-def _random_lens(n: int) -> list[int]:
-    rng = torch.Generator().manual_seed(0)
-    return torch.randint(1, 2 * CONTEXT, (n,), generator=rng).tolist()
+def dense(lens: Sequence[int], num_heads: int, width: int, device: torch.device) -> Problem:
+    """Latents in shuffled pages. lens: of what the last row of a request sees, less the step's rows."""
+    bs, ints = len(lens), {"dtype": torch.int32, "device": device}
+    kv_lens = torch.tensor([length + width for length in lens], **ints)
+    pages = [-(-(length + width) // PAGE) for length in lens]
+    lists = (1 + torch.randperm(sum(pages), device=device).int()).split(pages)
+    table = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+    cache = PagedLatent(torch.randn(sum(pages) + 1, PAGE, 576, device=device).bfloat16(), rank=512)
+    q = torch.randn(bs * width, num_heads, 576, device=device).bfloat16()
+    layer = AttentionLayer(0, num_heads, 1, 576, 512, 576**-0.5)
+    plan = BlockTablePlan(table, kv_lens, PAGE, width, causal=True, max_kv_len=max(pages) * PAGE)
+    shape = LayerShape.of(layer, torch.bfloat16, torch.bfloat16)
+    return Problem(plan, shape, (kv_lens,), lambda s: flashmla.KERNEL.launch(q, cache, Scheduled(plan, s), layer).out)
 
 
-def repeated(work: Callable[[], object]) -> Callable[[], None]:
+def sparse(lens: Sequence[int], num_heads: int, width: int, device: torch.device) -> Problem:
+    """Windows and the entries that an indexer selects, in 8-bit pages."""
+    problem = next(compressed_problems([width], len(lens), max(lens) + width, device))
+    pool, (cache, *_) = problem.pool, problem.pool.caches
+    layer = replace(problem.layer, num_heads=num_heads, sinks=None)
+    q = torch.randn(problem.q.shape[0], num_heads, 512, device=device).bfloat16()
+    step = Step.target_verify(width, torch.tensor(lens, dtype=torch.int32, device=device), pool.table)
+    plan = DSV4Backend(pool.capacity, pool.geometry, device).init_forward_metadata(step).plans[0]
+    shape = LayerShape.of(layer, torch.bfloat16, cache.dtype)._replace(variant=(COMPRESSION, TOPK))
+    entries = plan.entries[COMPRESSION.ratio].num_visible.clamp(max=TOPK)
+    selected = torch.arange(TOPK, device=device) < entries.unsqueeze(1)
+    slots = torch.where(selected, problem.entry_slots.clamp_min(0), -1)
+    launch = flashmla_sparse.KERNEL.launch
+    attend = lambda s: launch(q, cache, Selected(Scheduled(plan, s), slots), layer).out  # noqa: E731
+    return Problem(plan, shape, (plan.window_lens, entries), attend)
+
+
+KERNELS: dict[str, Any] = {
+    "flashmla": (dense, (flashmla.PartSchedule, flashmla.VendorPartSchedule), (16, 128), (1, 4, 8), LONG),
+    "flashmla_sparse": (sparse, (flashmla_sparse.RowSchedule, flashmla_sparse.VendorRowSchedule), (64, 128), (1, 4), 0),
+}  # problems, schedules of ours and the vendor's, heads, widths, and how long a long request is; 0: as others
+
+
+def batches(long: int) -> dict[str, list[int]]:
+    """Lengths, by name: even ones, one long request among short ones, and random ones."""
+    even = {f"{n} x {CONTEXT}": [CONTEXT] * n for n in (1, SOME, MANY)}
+    skewed = {f"1 x {long or CONTEXT}, {MANY - 1} x {SHORT}": [long or CONTEXT] + [SHORT] * (MANY - 1)}
+    lens = torch.randint(1, 2 * CONTEXT, (SOME,), generator=torch.Generator().manual_seed(0)).tolist()
+    return even | skewed | {f"{SOME} random": lens}
+
+
+def repeated(work: Callable[[], object], stage: Stage) -> Callable[[], None]:
     """The replay of a graph of `REPEATS` times some work."""
-    graph = CudaGraph()
+    graph = stage.make_graph()
     graph.capture(lambda: [work() for _ in range(REPEATS)])
     return graph.replay
 
 
-def measured(name: str, lens: list[int], num_heads: int, width: int) -> dict[str, Any]:
-    """One problem's row. Lengths are of what the last row of a request sees."""
-    bs, ints = len(lens), {"dtype": torch.int32, "device": DEVICE}
-    kv_lens = torch.tensor([length + width for length in lens], **ints)
-    pages = [-(-(length + width) // PAGE) for length in lens]
-    table = torch.zeros(bs, max(pages), **ints)
-    ids = torch.randperm(sum(pages), device=DEVICE, dtype=torch.int32) + 1
-    for request, (first, count) in enumerate(zip([sum(pages[:i]) for i in range(bs)], pages, strict=True)):
-        table[request, :count] = ids[first : first + count]
-    cache = PagedLatent(torch.randn(sum(pages) + 1, PAGE, 576, device=DEVICE, dtype=torch.bfloat16), rank=512)
-    q = torch.randn(bs * width, num_heads, 576, device=DEVICE, dtype=torch.bfloat16)
-    layer = AttentionLayer(0, num_heads, 1, 576, 512, 576**-0.5)
-    shape = LayerShape.of(layer, torch.bfloat16, torch.bfloat16)
-    plan = BlockTablePlan(table, kv_lens, PAGE, width, causal=True, max_kv_len=max(pages) * PAGE)
-    made: dict[str, flashmla.PartSchedule] = {}
-    for way, schedule in (("ours", flashmla.PartSchedule), ("vendor", flashmla.VendorPartSchedule)):
-        buffers: dict[str, Tensor] = {
-            "tile_scheduler_metadata": torch.zeros(144, 8, **ints),
-            "num_splits": torch.zeros(bs + 1, **ints),
-            "marks": torch.zeros(bs, 2, **ints),
-            "fence": torch.zeros(1, **ints),
-        }
-        made[way] = schedule(plan, shape, buffers)
-        made[way].refresh()
-
-    def launch(way: str) -> Callable[[], Tensor]:
-        return lambda: flashmla.KERNEL.launch(q, cache, Scheduled(plan, made[way]), layer).out
-
-    outputs = {way: launch(way)().clone() for way in made}
-    equal = torch.equal(made["ours"].parts[:, :7], made["vendor"].parts[:, :7])
-    error = float((outputs["ours"].float() - outputs["vendor"].float()).abs().max())
-    scale = float(outputs["vendor"].float().abs().max())
-    blocks = [-(-int(length) // PAGE) for length in kv_lens.tolist()]
-    is_partition = all(
-        [total if end < 0 else end for end, total in zip(shared_out(*found), blocks, strict=True)] == blocks
-        for found in ((schedule.parts.cpu(), schedule.splits.cpu()) for schedule in made.values())
-    )
-    turns = {way: repeated(launch(way)) for way in made} | {f"plan {way}": repeated(made[way].refresh) for way in made}
-    times = take_turns(list(turns.values()), ROUNDS, CudaClock())
-    us = {way: time / REPEATS for way, time in zip(turns, times, strict=True)}
-    same_bits = not equal or torch.equal(outputs["ours"], outputs["vendor"])
-    return {
-        "problem": name,
-        "heads": num_heads,
-        "width": width,
-        "attention_us": round(us["ours"], 1),
-        "attention_on_vendors_us": round(us["vendor"], 1),
-        "speed": round(us["vendor"] / us["ours"], 3),
-        "plan_us": round(us["plan ours"], 2),
-        "vendors_plan_us": round(us["plan vendor"], 2),
-        "splits": int(made["ours"].splits[-1]),
-        "vendors_splits": int(made["vendor"].splits[-1]),
-        "is_partition": is_partition,
-        "max_err": error,
-        "status": "pass" if is_partition and error <= TOLERANCE * scale and same_bits else "fail",
-    }
+def measured(schedules: Sequence[Callable[..., Any]], problem: Problem, stage: Stage) -> dict[str, Any]:
+    """What is found on one problem. schedules: ours, then the vendor's."""
+    made, n = [], len(problem.lens[0])
+    sizes = {"tile_scheduler_metadata": (144, 8), "num_splits": (n + 1,), "marks": (n, 2), "fence": (1,)}
+    sizes["entry_lens"] = (n,)
+    for make in schedules:
+        buffers = {name: torch.zeros(size, device=stage.device).int() for name, size in sizes.items()}
+        made.append(make(problem.plan, problem.shape, buffers))
+        made[-1].refresh()
+    ours, theirs = (problem.attend(each).float() for each in made)
+    blocks = [sum(-(-each // 64) for each in both) for both in zip(*(x.tolist() for x in problem.lens), strict=True)]
+    is_partition = all(is_whole(each.parts.cpu(), each.splits.cpu(), blocks) for each in made)
+    works = [*(partial(problem.attend, each) for each in made), *(each.refresh for each in made)]
+    times = take_turns([repeated(work, stage) for work in works], stage.rounds, stage.clock)
+    names = ("attention_us", "attention_on_vendors_us", "plan_us", "vendors_plan_us")
+    found = {name: round(time / REPEATS, 2) for name, time in zip(names, times, strict=True)}
+    splits, vendors_splits = (int(each.splits[-1]) for each in made)
+    error, equal = float((ours - theirs).abs().max()), torch.equal(*(each.parts[:, :7] for each in made))
+    is_right = is_partition and error <= TOLERANCE * float(theirs.abs().max()) and (not equal or error == 0)
+    found |= {"speed": round(times[1] / times[0], 3), "splits": splits, "vendors_splits": vendors_splits}
+    return found | {"is_partition": is_partition, "max_err": error, "status": "pass" if is_right else "fail"}
 
 
-def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
-    """Every problem."""
-    for num_heads, width, (name, lens) in product(HEADS, WIDTHS, problems()):
-        yield measured(name, lens, num_heads, width)
+def rows(device: str = "cuda", stage: Stage | None = None) -> Iterator[dict[str, Any]]:
+    """Every problem of both kernels."""
+    stage = stage or Stage(torch.device(device), CudaGraph, CudaClock(), ROUNDS)
+    for kernel, (make, schedules, heads, widths, long) in KERNELS.items():
+        for num_heads, width, (name, lens) in product(heads, widths, batches(long).items()):
+            row = {"kernel": kernel, "problem": name, "heads": num_heads, "width": width}
+            row |= measured(schedules, make(lens, num_heads, width, stage.device), stage)
+            is_slow = row["speed"] < LEAST_SPEED[len(lens) == 1]
+            yield row | ({"status": "missed"} if is_slow and row["status"] == "pass" else {})

@@ -1,0 +1,154 @@
+"""What workers promise on any device, each as a function that raises if it does not hold: tokens of plain decoding.
+
+float32 on torch kernels, so that equal tokens can be asked for. `tests/gpu/workers.py` has the places on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.registry import get_backend
+from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
+from attn_backends_reference.eagle.block import BlockWorker
+from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.requests import DraftShape
+from attn_backends_reference.eagle.serving import serve
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
+from attn_backends_reference.models import load_draft, load_target
+from attn_backends_reference.models.block import load_block
+from spec_metadata import CacheGeometry, Capacity
+from tests import head_formats
+from tests import reference_models as rm
+from tests.eagle3_laws import accepted_lengths
+from tests.eagle3_scenes import accept_any_length, watch
+from tests.head_catalogue import FORMATS
+from tests.mtp_laws import check_scene as check_mtp_scene
+from tests.mtp_scenes import Place, random_arrivals
+from tests.published_targets import TARGETS, WINDOW, write
+from tests.serving_laws import check_scene
+from tests.serving_scenes import (
+    CHAIN,
+    NEWLINE,
+    PHASES,
+    TREE,
+    Arrival,
+    arrivals,
+    eagle_worker,
+    endless,
+    engine_parts,
+)
+
+BUCKETS = (1, 2, 4, 8)
+SETS = (DraftShape(1, 1, 2), DraftShape(4, 3, 16), DraftShape(1, 3, 4), DraftShape(2, 2, 5))
+DRAFTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "ragged verify": (CHAIN, {"verify_threshold": 0.3, "verify_rows": 7}),
+    "adaptive steps": (TREE, {"adaptive": AdaptiveSteps(SETS, {1: (1.0,) * len(SETS)})}),
+    "windowed draft": (CHAIN, {"draft_window": 9, "draft_sink_tokens": 2}),
+}
+"""Ways to draft and verify: the shape of drafts, and a worker's options."""
+
+
+class InTurns(StepPolicy):
+    """Takes each set of steps in its turn, and a few cycles one after the other."""
+
+    turn = 0
+
+    def choose(self, bs: int) -> int:
+        self.turn += 1
+        return (self.turn // 2 + self.turn) % len(self.adaptive.sets)
+
+
+def through_graphs(device: str, buckets: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:
+    """Options of a worker that runs through a device's graphs."""
+    return {"buckets": buckets, "make_graph": CudaGraph if device == "cuda" else RecordedGraph}
+
+
+@cache
+def scene_of(model: str, num_requests: int, device: str) -> tuple[list[Arrival], list[list[int]]]:
+    """Requests, some greedy and some sampled, and what plain decoding makes of them."""
+    scene = arrivals(num_requests, 25, 60, 20, seed=5)
+    return scene, endless(model, scene, 20, device)
+
+
+def check_served(worker: EagleWorker, model: str, num_requests: int, device: str) -> None:
+    """Requests that come and go get the tokens of plain decoding, through graphs."""
+    check_scene(worker, *scene_of(model, num_requests, device))
+    assert worker.num_graph_steps, "no step ran through a graph"
+
+
+def check_serving(place: tuple[str, str, int], draft: dict[str, int], host_lag: int, device: str) -> None:
+    """A chain or a tree on real text, in batches of up to 16."""
+    model, backend, page_size = place
+    scene = arrivals(60, 60, 96, 48)
+    capacity = Capacity(16, 96 + 48 + 8, page_size, **draft)
+    options = {"chunk": 32, "eos_tokens": (NEWLINE,), "host_lag": host_lag, "device": device}
+    worker = eagle_worker(model, backend, capacity, checking=False, **options, **through_graphs(device, BUCKETS))
+    check_scene(worker, scene, endless(model, scene, 48, device))
+
+
+def check_mtp(place: tuple[str, str, int], draft_graphs: str, host_lag: int, device: str) -> None:
+    """Several MTP modules: every draft is that of a full recompute of all of them."""
+    scene = random_arrivals(40, 20, 40, 24, seed=1)
+    where = Place(*place, BUCKETS, draft_graphs, host_lag, device, checking=False)
+    check_mtp_scene(where, 4 - host_lag, scene, max_bs=10, chunk=7)
+
+
+def check_drafts(
+    name: str, place: tuple[str, str, int], host_lag: int, device: str = "cpu", num_requests: int = 20
+) -> EagleWorker:
+    """One of `DRAFTS`. A set of steps is taken in its turn, and no cycle allocates."""
+    (model, backend, page_size), (shape, own) = place, DRAFTS[name]
+    options = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": host_lag, "device": device, **own}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attn_backends_reference.eagle.worker.StepPolicy", InTurns)
+        capacity = Capacity(6, 112, page_size, **shape)
+        worker = eagle_worker(model, backend, capacity, checking=False, **options, **through_graphs(device))
+    held = worker.step_sets.num_bytes
+    check_served(worker, model, num_requests, device)
+    assert worker.step_sets.num_bytes == held, "a cycle allocated"
+    return worker
+
+
+def check_blocks(host_lag: int, device: str = "cpu", num_requests: int = 20) -> None:
+    """Blocks of four drafted in one forward by the shipped block draft."""
+    capacity = Capacity(6, 112, 16, **CHAIN)
+    target, _, *place = engine_parts("gqa", "fa3", capacity, checking=False, device=device)
+    options = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": host_lag, **through_graphs(device)}
+    backends, geometry = place
+    draft = load_block("gqa-block", target)
+    worker = BlockWorker(target, draft, backends, capacity, geometry, WorkerOptions(**options))
+    check_served(worker, "gqa", num_requests, device)
+
+
+def check_gpt_oss(shape: dict[str, int], device: str = "cpu", new_tokens: int = 16) -> None:
+    """Sinks, and windows in alternate layers: a tiny gpt-oss on texts longer than the windows, whatever lengths cycles
+    accept of the drafts of an EAGLE-3 head.
+    """
+    capacity = Capacity(2, 3 * WINDOW + new_tokens + 24, 4, **shape)
+    geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
+    backend = get_backend("fa3")(capacity, geometry, device, kernel="torch")
+    place = PhaseBackends(**dict.fromkeys(PHASES, backend)), capacity, geometry
+    options = WorkerOptions(**through_graphs(device, (1, 2)), chunk=5)
+    with TemporaryDirectory() as folder:
+        write(TARGETS["gpt-oss"], Path(folder) / "target")
+        target = load_target(Path(folder) / "target", torch.float32, device)
+        (Path(folder) / "head").mkdir()
+        head_formats.write(FORMATS["SpecForge, gpt-oss"], Path(folder) / "head")
+        draft = load_draft(Path(folder) / "head", target)
+    assert {layer.window for layer in target.layers} == {WINDOW, None}
+    assert all(layer.sinks is not None for layer in target.layers)
+    given = [text.tolist() for text in rm.random_tokens((3 * WINDOW, 5))]
+    plain, eagle = PlainWorker(target, *place, options), EagleWorker(target, draft, *place, options)
+    texts = [done.tokens for done in serve(plain, given, new_tokens + 8)]
+    with watch(eagle, accept_any_length(given, texts)) as seen:
+        found = [done.tokens for done in serve(eagle, given, new_tokens)]
+    assert found == [text[:new_tokens] for text in texts]
+    assert len(accepted_lengths(seen)) > 2, "several lengths are accepted"
+    assert eagle.num_graph_steps, "no step ran through a graph"
