@@ -48,10 +48,21 @@ def traffic(monkeypatch):
 
 
 def rows_of(probe, place=PLACE):
-    return list(counted(STAGE, probe, ("auto",), (place,)))
+    return list(counted(STAGE, probe, ("auto",), (replace(place, vendors=()),)))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.backend)
+def test_a_vendors_kernel_that_is_not_here_is_told():
+    found = list(counted(STAGE, lambda works: [LAUNCH, READ], (), PLACES))
+    assert [(row["kernel"], row["status"]) for row in found[::2]] == [
+        ("flashinfer_fa3", "not_run"),
+        ("flashmla", "not_run"),
+        ("vllm_flash_attn", "not_run"),
+        ("flashmla_sparse", "not_run"),
+    ]
+    assert all("can't run here" in row["reason"] for row in found)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place.backend}-{place.cache_dtype}")
 @pytest.mark.one_in(2)
 def test_a_cycle_waits_for_nothing(place: Place, traffic):
     found = rows_of(traffic.probe, place)

@@ -166,7 +166,8 @@ def row_of(case: Case, latents: Tensor) -> dict[str, Any]:
     torch.cuda.synchronize()
     speed = vendor_us / us
     times = {"us": us, "vendor_us": vendor_us, "speed": speed, "us_plan": us_plan, "vendor_host_us": vendor_plan_us}
-    return {**found, **times, "status": _status(found["accurate"] and found["defined"] and speed >= LEAST_SPEED)}
+    is_right = found["accurate"] and found["defined"] and speed >= LEAST_SPEED
+    return {**found, **times, "status": "pass" if is_right else "fail"}
 
 
 def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def replay_row(backend: str, latents: Tensor) -> dict[str, Any]:
     replayed = [planned.out.clone(), planned.lse.clone()]
     launch()
     same = all(torch.equal(*pair) for pair in zip(replayed, (planned.out, planned.lse), strict=True))
-    return {"backend": backend, "name": "replay", "status": _status(same and bool(planned.out.isfinite().all()))}
+    is_right = same and bool(planned.out.isfinite().all())
+    return {"backend": backend, "name": "replay", "status": "pass" if is_right else "fail"}
 
 
 def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
@@ -213,7 +215,3 @@ def _row(about: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[s
     except Exception as error:  # one case that can't run must not hide the others
         found = {"status": "fail", "error": f"{type(error).__name__}: {str(error)[:300]}"}
     return {**about, **{k: float(f"{v:.4g}") if type(v) is float else v for k, v in found.items()}}
-
-
-def _status(is_right: bool) -> str:
-    return "pass" if is_right else "fail"

@@ -152,9 +152,8 @@ def rows(device: str = "cuda") -> Iterator[dict[str, Any]]:
         subjects, _ = resolve_subjects(name, device=device)
         subject = next(each for each in subjects if each.capabilities.keys() >= set(KINDS))
         format = CacheFormat.LATENT if CacheFormat.LATENT in subject.backend.formats else CacheFormat.KV
-        setup = Setup(
-            subject.backend, format, 64, dtype=torch.bfloat16, checking=False, kernel=subject.kernel, device=device
-        )
+        place = {"kernel": subject.kernel, "device": device}
+        setup = Setup(subject.backend, format, 64, dtype=torch.bfloat16, checking=False, **place)
         for check in CHECKS:
-            status = "pass" if check(World(setup)) else "fail"
-            yield {"backend": name, "kernel": subject.kernel, "check": check.__name__, "status": status}
+            about = {"backend": name, "kernel": subject.kernel, "check": check.__name__}
+            yield about | {"status": "pass" if check(World(setup)) else "fail"}

@@ -50,13 +50,12 @@ class Problem(NamedTuple):
 
 def dense(lens: Sequence[int], num_heads: int, width: int, device: torch.device) -> Problem:
     """Latents in shuffled pages. lens: of what the last row of a request sees, less the step's rows."""
-    bs, ints = len(lens), {"dtype": torch.int32, "device": device}
-    kv_lens = torch.tensor([length + width for length in lens], **ints)
+    kv_lens = torch.tensor([length + width for length in lens], dtype=torch.int32, device=device)
     pages = [-(-(length + width) // PAGE) for length in lens]
     lists = (1 + torch.randperm(sum(pages), device=device).int()).split(pages)
     table = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
     cache = PagedLatent(torch.randn(sum(pages) + 1, PAGE, 576, device=device).bfloat16(), rank=512)
-    q = torch.randn(bs * width, num_heads, 576, device=device).bfloat16()
+    q = torch.randn(len(lens) * width, num_heads, 576, device=device).bfloat16()
     layer = AttentionLayer(0, num_heads, 1, 576, 512, 576**-0.5)
     plan = BlockTablePlan(table, kv_lens, PAGE, width, causal=True, max_kv_len=max(pages) * PAGE)
     shape = LayerShape.of(layer, torch.bfloat16, torch.bfloat16)

@@ -18,7 +18,7 @@ import torch
 
 from attn_backends import results
 from attn_backends.backend import AttentionBackend
-from attn_backends.errors import AttnBackendsError
+from attn_backends.errors import AttnBackendsError, BackendUnavailableError
 from attn_backends.graphs import CudaGraph
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Workload
@@ -37,20 +37,23 @@ BATCH_SIZE, CONTEXT = 4, 300
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What runs. model: a shipped one."""
+    """What runs. model: a shipped one. vendors: kernels that must be there, or a row says why they are not."""
 
     backend: str
     model: str
     page_size: int
+    vendors: tuple[str, ...] = ()
     topks: tuple[int, ...] = (1, 4)
     dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype | None = None
 
 
 PLACES = (
-    Place("flashinfer_mla", "mla", 64),
-    Place("trtllm_mla", "mla", 64),
-    Place("fa3", "gqa", 64),
+    Place("flashinfer_mla", "mla", 64, ("flashinfer_fa3",)),
+    Place("trtllm_mla", "mla", 64, ("flashmla",)),
+    Place("fa3", "gqa", 64, ("vllm_flash_attn",)),
     Place("dsv4", "v4", 256, topks=(1,), dtype=torch.float32),
+    Place("dsv4", "v4", 256, ("flashmla_sparse",), (1,), cache_dtype=torch.float8_e4m3fn),
 )
 PLANNINGS = ("before", "in_graph")
 KERNELS = ("auto", "triton", "torch")
@@ -60,6 +63,7 @@ KERNELS = ("auto", "triton", "torch")
 class Setting:
     """The models of a place, and room for a batch of requests of `CONTEXT` committed tokens."""
 
+    place: Place
     backend: type[AttentionBackend]
     target: TargetModel
     draft: DraftModel
@@ -87,13 +91,14 @@ def setting_of(place: Place, topk: int, stage: Stage) -> Setting:
     capacity = speculative(BATCH_SIZE, CONTEXT, place.page_size, topk, NUM_STEPS)
     geometry = CacheGeometry(1 + BATCH_SIZE * capacity.max_pages, place.page_size)
     target = load_target(place.model, place.dtype, stage.device)
-    return Setting(get_backend(place.backend), target, load_draft(place.model, target), capacity, geometry, stage)
+    models = target, load_draft(place.model, target)
+    return Setting(place, get_backend(place.backend), *models, capacity, geometry, stage)
 
 
 def backends_of(setting: Setting, kernels: Sequence[str]) -> dict[str, AttentionBackend]:
     """A backend on each kernel, by what it is called; "auto" may be one of the others."""
     target = setting.target
-    workload = Workload(setting.geometry.page_size, target.layers, target.dtype)
+    workload = Workload(setting.geometry.page_size, target.layers, target.dtype, setting.place.cache_dtype)
     place = (setting.capacity, setting.geometry, setting.stage.device)
     made = [setting.backend(*place, kernel=kernel, workload=workload) for kernel in kernels]
     return {backend.kernel_of(StepKind.TARGET_VERIFY).name: backend for backend in made}
@@ -102,7 +107,7 @@ def backends_of(setting: Setting, kernels: Sequence[str]) -> dict[str, Attention
 def worker_of(setting: Setting, backend: AttentionBackend, planning: str) -> SteadyWorker:
     """A worker whose cycles run through graphs on one backend."""
     graphs = {"buckets": (BATCH_SIZE,), "make_graph": setting.stage.make_graph, "planning": planning}
-    return SteadyWorker(setting, PhaseBackends(*[backend] * 5), **graphs)
+    return SteadyWorker(setting, PhaseBackends(*[backend] * 5), cache_dtype=setting.place.cache_dtype, **graphs)
 
 
 def cycles(worker: SteadyWorker) -> tuple[Work, Work]:
@@ -127,12 +132,8 @@ def measured(setting: Setting, backend: AttentionBackend, planning: str, probe: 
         launch, read = probe(cycles(worker))
     except AttnBackendsError as error:
         return {"status": "fail", "reason": results.without_folders(str(error))}
-    found = {
-        "waits_to_launch": launch.syncs,
-        "waits_to_read": read.syncs,
-        "copies_to_device": launch.to_device,
-        "copies_to_host": launch.to_host,
-    }
+    found = {"waits_to_launch": launch.syncs, "waits_to_read": read.syncs}
+    found |= {"copies_to_device": launch.to_device, "copies_to_host": launch.to_host}
     expected = dict(zip(found, (0, 1, 1 + num_host_plans(backend), 2), strict=True))
     wrong = [f"{name} {found[name]}, not {number}" for name, number in expected.items() if found[name] != number]
     verdict = {"status": "fail", "reason": "; ".join(wrong)} if wrong else {"status": "pass"}
@@ -144,10 +145,15 @@ def counted(
 ) -> Iterator[dict[str, Any]]:
     """A row for each backend, kernel, shape of drafts and place of planning."""
     for place, topk in [(each, topk) for each in places for topk in each.topks]:
-        setting = setting_of(place, topk, stage)
-        for (kernel, backend), planning in product(backends_of(setting, kernels).items(), PLANNINGS):
-            about = {"backend": place.backend, "kernel": kernel, "topk": topk, "planning": planning}
-            yield about | measured(setting, backend, planning, probe)
+        setting, made, about = setting_of(place, topk, stage), {}, {"backend": place.backend, "topk": topk}
+        for kernel in (*kernels, *place.vendors):
+            try:
+                made |= backends_of(setting, [kernel])
+            except BackendUnavailableError as error:
+                yield about | {"kernel": kernel, "status": "not_run", "reason": str(error)}
+        for (kernel, backend), planning in product(made.items(), PLANNINGS):
+            own = {"kernel": kernel, "planning": planning, "cache_dtype": str(place.cache_dtype or place.dtype)}
+            yield about | own | measured(setting, backend, planning, probe)
 
 
 def rows(_device: str = "cuda") -> Iterator[dict[str, Any]]:
