@@ -95,6 +95,25 @@ def test_a_mutant_is_small_and_says_where_it_comes_from(mutant: Mutant) -> None:
 def test_a_mutant_that_survives_in_a_graph_of_some_sort_fails_the_run(
     cpu: str, cuda: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(gpu, "rows", lambda: [{"mutant": "m", "check": "graph.padded", "cpu": cpu, "cuda": cuda}])
+    monkeypatch.setattr(
+        gpu, "rows", lambda chosen: [{"mutant": "m", "check": "graph.padded", "cpu": cpu, "cuda": cuda}]
+    )
     monkeypatch.setattr("sys.argv", ["gpu", "--json", str(tmp_path / "mutants.json")])
     assert gpu.main() == code
+
+
+def test_mutants_of_phases_run_through_graphs_where_one_kills() -> None:
+    kills = {name: MUTANTS[name].killed_by[0] for name in ("slots_are_packed_from_the_first", "block_is_causal")}
+    assert {gpu.case_of(MUTANTS[name], check, KILLS[name][check]).path for name, check in kills.items()} == {"graph"}
+    eager = MUTANTS["block_leaves_its_mask_behind"]
+    assert gpu.case_of(eager, "api.kinds_in_turn", KILLS[eager.name]["api.kinds_in_turn"]).path == "eager"
+    on_a_gpu = MUTANTS["switch_waits_for_nothing"]
+    assert gpu.case_of(on_a_gpu, on_a_gpu.killed_by[0], None).path == "graph"
+
+
+def test_every_graph_mutant_is_in_a_set_and_those_of_streams_are_with_phases() -> None:
+    found = {name: {mutant.name for mutant in MUTANTS.values() if has(mutant)} for name, has in gpu.SETS.items()}
+    assert not found["graphs"] & found["phases"]
+    assert found["graphs"] | found["phases"] >= {mutant.name for mutant in MUTANTS.values() if mutant.graph}
+    modules = {gpu.module_of(MUTANTS[name]) for name in found["phases"]}
+    assert modules == gpu.PHASES

@@ -1,9 +1,11 @@
-"""Graph mutants on recorded graphs and on CUDA graphs: does the model of a graph fail where the graph does?
+"""Mutants on recorded graphs and on CUDA graphs: does the model of a graph fail where the graph does?
 
     python -m tests.mutants.gpu --json docs/results/h200/mutants.json
+    python -m tests.mutants.gpu phases --json docs/results/h200/mutants_phases.json
 
-Runs every graph mutant's killing cases on the CPU, and on a GPU if there is one, both with torch kernels. Each run has
-a process of its own: a mutant may break a CUDA context.
+Runs killing cases on the CPU, and on a GPU if there is one, both with torch kernels. `graphs` are the mutants that a
+replay shows. `phases` are those of streams, of sets of phases, and of steps that are ragged, mixed, blocks or windowed;
+where one kills, their case is a graph's. Each run has a process of its own: a mutant may break a CUDA context.
 """
 
 from __future__ import annotations
@@ -11,16 +13,31 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import sys
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from attn_backends import results
 from attn_backends.conformance import Case, Outcome
 from tests.mutants import MUTANTS, Mutant
-from tests.mutants.matrix import CHECKS, candidates, read_kills, run_planted
+from tests.mutants.matrix import CHECKS, read_kills, run_planted, size, subject_of
 
 TIMEOUT = 120
+PHASES = {"blocks", "bound", "mixed", "ragged", "sets", "short_blocks", "streams", "windows"}
+"""Modules of mutants."""
+SETS: dict[str, Callable[[Mutant], bool]] = {
+    "graphs": lambda mutant: mutant.graph and module_of(mutant) not in PHASES,
+    "phases": lambda mutant: module_of(mutant) in PHASES,
+}
+MOST_TRIED = 24  # graph's cases of a check, smallest first
+
+
+def module_of(mutant: Mutant) -> str:
+    """The module that plants it."""
+    return mutant.plant.__module__.rpartition(".")[2]
 
 
 def run_alone(name: str, case: Case, device: str, answers: multiprocessing.Queue) -> None:
@@ -49,36 +66,47 @@ def outcome(name: str, case: Case, device: str) -> tuple[str, str]:
         process.join()
 
 
-def smallest_graph_case(mutant: Mutant, check: str) -> Case:
-    """What a mutant is run on that no search could run."""
-    return next(case for case in candidates(mutant, CHECKS[check]) if case.path == "graph")
+def graph_cases(mutant: Mutant, check: str) -> Iterator[Case]:
+    """A check's cases through graphs, smallest first, on the device that the mutant needs."""
+    cases = CHECKS[check].cases(subject_of(mutant, "cuda" if "cuda" in mutant.needs else "cpu"))
+    return (case for case in sorted(cases, key=size) if case.path == "graph")
 
 
-def rows() -> list[dict]:
-    """One row for each graph mutant and each check that must kill it."""
-    kills, found = read_kills(), []
-    for mutant in MUTANTS.values():
-        for check in mutant.killed_by if mutant.graph else ():
-            case = kills[mutant.name][check] if mutant.name in kills else smallest_graph_case(mutant, check)
+def case_of(mutant: Mutant, check: str, known: Case | None) -> Case:
+    """What a mutant is run on: a case through a graph if one kills here, else the known one, by which it is killed."""
+    if known is None:
+        return next(graph_cases(mutant, check))
+    if mutant.graph or known.path == "graph":
+        return known
+    tried = islice(graph_cases(mutant, check), MOST_TRIED)
+    return next((case for case in tried if outcome(mutant.name, case, "cpu")[0] == Outcome.FAIL), known)
+
+
+def rows(chosen: str = "graphs") -> Iterator[dict[str, Any]]:
+    """One row for each mutant of a set and each check that must kill it."""
+    kills = read_kills()
+    for mutant in filter(SETS[chosen], MUTANTS.values()):
+        for check in mutant.killed_by:
+            case = case_of(mutant, check, kills.get(mutant.name, {}).get(check))
             cpu, cuda = outcome(mutant.name, case, "cpu"), outcome(mutant.name, case, "cuda")
-            found.append(
-                {"mutant": mutant.name, "check": check, "case": case.to_dict(), "cpu": cpu[0], "cuda": cuda[0]}
-                | {"cpu_reason": cpu[1], "cuda_reason": cuda[1]}
-            )
-    return found
+            about = {"mutant": mutant.name, "check": check, "case": case.to_dict()}
+            yield about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": cuda[1]}
 
 
 def main() -> int:
     """Write the rows; 1 if a mutant that could run in a graph of some sort was not caught there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("chosen", nargs="?", choices=tuple(SETS), default="graphs", help="default: %(default)s")
     parser.add_argument("--json", required=True, type=Path, help="file to write")
-    path = parser.parse_args().json
-    found = rows()
-    results.write(path, results.head(("python", "-m", "tests.mutants.gpu", *sys.argv[1:]), "cuda"), found)
-    for row in found:
-        print(f"{row['mutant']:36} {row['check']:28} cpu {row['cpu']:8} cuda {row['cuda']}")
-    caught = (Outcome.FAIL, Outcome.NOT_RUN)
-    return int(any(row[device] not in caught for row in found for device in ("cpu", "cuda")))
+    args, survived = parser.parse_args(), 0
+    head = results.head(("python", "-m", "tests.mutants.gpu", *sys.argv[1:]), "cuda")
+    with results.Recording(args.json, head) as recording:
+        for row in rows(args.chosen):
+            recording.add(row)
+            print(f"{row['mutant']:36} {row['check']:28} cpu {row['cpu']:8} cuda {row['cuda']}", flush=True)
+            survived += any(row[device] not in (Outcome.FAIL, Outcome.NOT_RUN) for device in ("cpu", "cuda"))
+    recording.finish()
+    return int(survived > 0)
 
 
 if __name__ == "__main__":
