@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -17,7 +18,6 @@ from spec_metadata.query import (
     BoundedQuery,
     PackedQuery,
     UniformQuery,
-    are_integers,
     check_query,
     min_added,
     most_rows,
@@ -62,8 +62,11 @@ def is_sound(step: Step) -> bool:
         return False
     if slots is not None:
         return True
-    longest = step.max_committed or 0 if known is None else max(known, default=0) + width * num_steps - 1
-    return longest < paging.row_tokens
+    bound, room = step.max_committed or 0, paging.row_tokens
+    if known is None:
+        return bound < room
+    room -= width * num_steps - 1  # a bound that fits in it spares a look at every length
+    return 0 < bound < room or max(known, default=0) < room
 
 
 def _is_tensor(tensor: object, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
@@ -166,15 +169,21 @@ def exact_lens(
         return None
     if isinstance(seq_lens_cpu, Tensor):
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
-    if not isinstance(seq_lens_cpu, Sequence) or not are_integers(seq_lens_cpu):
-        raise InvalidStepError(f"seq_lens_cpu must be integers of the host, got {seq_lens_cpu!r}")
-    if len(seq_lens_cpu) != bs:
-        raise InvalidStepError(f"seq_lens_cpu holds {len(seq_lens_cpu)} lengths, seq_lens {bs}")
-    if min(seq_lens_cpu, default=0) < 0:
-        raise InvalidStepError(f"seq_lens_cpu holds {min(seq_lens_cpu)}; a request has at least 0 committed tokens")
-    if max_committed is not None and max(seq_lens_cpu, default=0) > max_committed:
-        raise InvalidStepError(f"seq_lens_cpu holds {max(seq_lens_cpu)}, over max_committed={max_committed}")
-    return tuple(seq_lens_cpu)
+    try:
+        if not isinstance(seq_lens_cpu, Sequence):
+            raise TypeError
+        exact = tuple(seq_lens_cpu)
+        array("Q", exact)  # one call for all of them, which takes integers from 0
+    except TypeError:
+        raise InvalidStepError(f"seq_lens_cpu must be integers of the host, got {seq_lens_cpu!r}") from None
+    except OverflowError:
+        if (least := min(exact)) < 0:
+            raise InvalidStepError(f"seq_lens_cpu holds {least}; a request has at least 0 committed tokens") from None
+    if len(exact) != bs:
+        raise InvalidStepError(f"seq_lens_cpu holds {len(exact)} lengths, seq_lens {bs}")
+    if max_committed is not None and max(exact, default=0) > max_committed:
+        raise InvalidStepError(f"seq_lens_cpu holds {max(exact)}, over max_committed={max_committed}")
+    return exact
 
 
 def check_place(

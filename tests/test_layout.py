@@ -272,6 +272,7 @@ BAD: dict[str, Callable[[], object]] = {
     "query is 4; it must be UniformQuery": lambda: Step.draft_extend(4, SEQ_LENS, PAGING),  # type: ignore[arg-type]
     "max_committed must be at least 0 tokens, got -1": lambda: Step.decode(SEQ_LENS, PAGING, max_committed=-1),
     "seq_lens_cpu holds -7; a request has": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=[7, -7, 0]),
+    f"{2**64} committed ones leave no place": lambda: Step.decode(SEQ_LENS, PAGING, seq_lens_cpu=[7, 2**64, 0]),
     "cu_seqlens is on meta and seq_lens on cpu": lambda: Step.prefill(
         PackedQuery.of([1] * 3, "meta"), SEQ_LENS, PAGING
     ),

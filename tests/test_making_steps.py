@@ -25,6 +25,7 @@ FROM_TENSORS: dict[str, Callable[[], Step]] = {
     "extend": lambda: Step.draft_extend(UniformQuery(3), SEQ_LENS, BLOCKS),
     "extend, bounded": lambda: Step.draft_extend(UniformQuery(3), SEQ_LENS, PAGING, max_committed=31),
     "extend, exact": lambda: Step.draft_extend(UniformQuery(3), SEQ_LENS, PAGING, seq_lens_cpu=LENS),
+    "extend, both": lambda: Step.draft_extend(UniformQuery(3), SEQ_LENS, PAGING, max_committed=31, seq_lens_cpu=LENS),
     "count of the device": lambda: replace(Step.decode(SEQ_LENS, PAGING), num_real=ONE),
 }
 
@@ -54,6 +55,21 @@ def test_what_engines_have_is_looked_at_once(name: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(layouts, "check_step", check)
     FROM_TENSORS[name]()
+
+
+def test_lengths_are_compared_once_where_their_bound_fits_too() -> None:
+    """Every comparison of each length is a tenth of what making a step costs."""
+
+    class Counted(int):
+        def __gt__(self, other: object) -> bool:
+            compared.append(self)
+            return int(self) > int(other)  # type: ignore[call-overload]
+
+        __lt__ = __le__ = __ge__ = None  # type: ignore[assignment]
+
+    compared: list[int] = []
+    Step.draft_extend(UniformQuery(3), SEQ_LENS, PAGING, max_committed=20, seq_lens_cpu=[Counted(n) for n in LENS])
+    assert len(compared) == len(LENS), "the longest was found once, and compared with the bound"
 
 
 def test_a_layout_is_made_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

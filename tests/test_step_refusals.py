@@ -76,6 +76,9 @@ BAD: dict[str, Callable[[], object]] = {
         SEQ_LENS, PAGING, seq_lens_cpu=[7.5, 0, 12]
     ),
     "seq_lens_cpu must be integers of the host, got 7": lambda: Anything.decode(SEQ_LENS, PAGING, seq_lens_cpu=7),
+    "seq_lens_cpu must be integers of the host, got {0": lambda: Anything.decode(
+        SEQ_LENS, PAGING, seq_lens_cpu={0, 7, 12}
+    ),
     r"RequestTable.table must be .* got \[\[1, 2\]\]": lambda: Rows([[1, 2]], SLOTS[:1], GEOMETRY),
     "RequestTable.rows must be .* got None": lambda: Rows(PAGING.table, None, GEOMETRY),
     "BlockTable.table must be .* got None": lambda: Blocks(None, GEOMETRY),
