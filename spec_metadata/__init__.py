@@ -30,6 +30,7 @@ from spec_metadata.mixed import mixed_reasons, mixed_step
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
 from spec_metadata.sampling import Sampling, SamplingParams, choose
+from spec_metadata.state import CommittedState
 from spec_metadata.static_inputs import copy_step, idle_step, input_specs, misfit, pad_step, padding_step, static_step
 from spec_metadata.tree import DraftBeams, DraftTree
 from spec_metadata.visibility import (
@@ -68,6 +69,7 @@ __all__ = [
     "Buffers",
     "CacheGeometry",
     "Capacity",
+    "CommittedState",
     "DensePart",
     "Dim",
     "DraftBeams",

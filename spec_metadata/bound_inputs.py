@@ -58,7 +58,8 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     if is_ragged and bucket.kind is StepKind.PREFILL:
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
     bs, slots = bucket.bs, inputs.out_cache_loc
-    width, num_steps = (bucket.max_query(capacity), 1) if isinstance(bucket, TokenBucket) else _sizes(bucket)
+    width = bucket.width if isinstance(bucket, Bucket) else bucket.max_query(capacity)
+    num_steps = bucket.num_steps if isinstance(bucket, Bucket) else 1
     check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), _INTEGERS)
     if paging.bs != bs:
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
@@ -87,10 +88,6 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     check_device(inputs.seq_lens, paging=paging.static_input(), widths=inputs.widths, **others)
 
 
-def _sizes(bucket: Bucket) -> tuple[int, int]:
-    return bucket.width, bucket.num_steps
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundStep:
     """A captured step and the engine's buffers that it is read from.
@@ -116,9 +113,8 @@ class BoundStep:
     def read(self) -> None:
         """Write the captured step. Device only, fixed shapes, no host reads."""
         static, inputs, paging = self.static, self.inputs, self.paging
-        num_real, slots, bs = static.num_real, static.out_cache_loc, paging.bs
+        num_real, bs = static.num_real, paging.bs
         assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
-        assert slots is not None, "a graph reads them from a buffer"
         num_real.copy_(_num_real(inputs, paging))
         real = torch.arange(bs, device=static.device) < num_real
         static.seq_lens[:bs].copy_(torch.where(real, self._committed().clamp(0, self.most), 0))
@@ -127,7 +123,7 @@ class BoundStep:
         if isinstance(static.query, PaddedQuery):
             _read_rows(static, static.query, inputs, real)
         else:
-            slots.copy_(_write_slots(static, inputs, paging.geometry))
+            static.flat_slots().copy_(_write_slots(static, inputs, paging.geometry))
         if static.tree_mask is not None and inputs.tree_mask is not None:
             own = torch.eye(static.width, dtype=torch.bool, device=static.device)
             static.tree_mask.copy_(torch.where(real.view(-1, 1, 1), inputs.tree_mask, own))
@@ -152,6 +148,8 @@ class BoundStep:
         slots = [] if given is None else given[: num_real * given.shape[0] // paging.bs].tolist()
         if wrong := [slot for slot in slots if not 0 <= slot < num_slots]:
             raise InvalidStepError(f"out_cache_loc of a real request holds {wrong}, outside [0, {num_slots})")
+        if inputs.num_real is not None and int(inputs.num_real) != num_real:
+            raise InvalidStepError(f"num_real is {int(inputs.num_real)}; this bucket has {paging.bs} requests")
 
     def _committed(self) -> Tensor:
         """[bs] int64."""
