@@ -2,44 +2,40 @@
 
     python examples/own_worker.py [BACKEND]        # flashinfer_mla (default), trtllm_mla, fa3, reference
 
-Two prompts of different lengths, trees of topk 4, greedy; every step is eager. For graphs, `backend.capture(bucket,
-paging)` once and record the forwards on its metadata (attn_backends.graphs); then for each step, in place of
-`backend.init_forward_metadata(step)`, `backend.replay(meta, step)` and replay the graph.
+Two prompts, trees of topk 4, greedy. A cycle is one graph, whose phases plan themselves from a committed state.
 """
 
 import sys
 
 import torch
 
-from attn_backends import get_backend
+from attn_backends import RecordedGraph, get_backend
 from attn_backends_reference.models import ForwardAttention, load_draft, load_target, load_tokenizer
-from spec_metadata import (
-    CacheGeometry,
-    Capacity,
-    DraftBeams,
-    PackedQuery,
-    RequestTable,
-    Step,
-    UniformQuery,
-    accept,
-    compaction_moves,
-    token_positions,
-)
+from spec_metadata import CacheGeometry, Capacity, CommittedState, DraftBeams, PackedQuery, RequestTable, Step, StepKind
+from spec_metadata.acceptance import accept, compaction_moves
+from spec_metadata.visibility import token_positions
 
 PROMPTS = ["def main(argv=None):\n    ", "import os\nimport sys\n\nclass "]
-NEW_TOKENS = 60
+NEW_TOKENS, bs = 60, len(PROMPTS)
 
 # A model, a cache of pages, and a table of which slots each request owns: here simply a run of pages per request.
 target = load_target("mla", torch.float32)
 draft = load_draft("mla", target)
 tokenizer = load_tokenizer("mla", target.vocab_size)
-capacity = Capacity(max_bs=len(PROMPTS), max_context=192, page_size=64, topk=4, num_steps=3, num_draft_tokens=16)
-geometry = CacheGeometry(num_pages=1 + capacity.max_bs * capacity.max_pages, page_size=64)
-slots = torch.arange(64, geometry.num_slots, dtype=torch.int32).view(capacity.max_bs, -1)
+capacity = Capacity(max_bs=bs, max_context=192, page_size=64, topk=4, num_steps=3, num_draft_tokens=16)
+geometry = CacheGeometry(num_pages=1 + bs * capacity.max_pages, page_size=64)
+slots = torch.arange(64, geometry.num_slots, dtype=torch.int32).view(bs, -1)
 table = torch.cat((torch.zeros(1, slots.shape[1], dtype=torch.int32), slots))  # row 0 and page 0 are reserved
-paging = RequestTable(table, torch.arange(1, capacity.max_bs + 1), geometry)
+paging = RequestTable(table, torch.arange(1, bs + 1), geometry)
 backend = get_backend(sys.argv[1] if len(sys.argv) > 1 else "flashinfer_mla")(capacity, geometry)
 caches = {model: model.allocate_caches(backend) for model in (target, draft)}
+
+# What a cycle leaves to the next one, and its phases, which read the state and the tree mask in place.
+state, mask = CommittedState.of(paging, bs), torch.ones(bs, 16, 16, dtype=torch.bool)
+root, root_hidden = torch.zeros(bs, dtype=torch.int64), torch.zeros(bs, draft.hidden_size)
+drafts = backend.capture(capacity.bucket(StepKind.DRAFT_DECODE, bs), *state.bound(bs))
+verifies = backend.capture(capacity.bucket(StepKind.TARGET_VERIFY, bs), *state.bound(bs, tree_mask=mask))
+extends = backend.capture(capacity.bucket(StepKind.DRAFT_EXTEND, bs), *state.bound(bs))
 
 
 def attention(model, meta):
@@ -56,61 +52,67 @@ def prefill(prompts):
     """Target, then draft: row p of the draft takes the target's hidden state p and the token p + 1."""
     step = Step.prefill(PackedQuery.of([len(p) for p in prompts]), torch.zeros(len(prompts), dtype=torch.int32), paging)
     meta, positions = backend.init_forward_metadata(step).at(), token_positions(step)
-    hidden = target.forward(
-        torch.tensor([token for prompt in prompts for token in prompt]), positions, attention(target, meta)
-    )
     last = step.query.cu_seqlens[1:].long() - 1
-    root = target.logits(hidden[last]).argmax(-1)
-    shifted = torch.tensor([t for p, first in zip(prompts, root.tolist(), strict=True) for t in [*p[1:], first]])
-    out = draft.forward(shifted, hidden, positions, attention(draft, meta))[last]
-    return root, out
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    hidden = target.forward(tokens, positions, attention(target, meta))
+    root.copy_(target.logits(hidden[last]).argmax(-1))
+    shifted = tokens.roll(-1).index_copy(0, last, root)
+    root_hidden.copy_(draft.forward(shifted, hidden, positions, attention(draft, meta))[last])
 
 
-def propose(root, hidden, lens):
+def propose():
     """Draft forward i processes the nodes of depth i + 1; the best nodes of all levels form the tree."""
-    log_probs, tokens = best(hidden)
-    beams, hidden = DraftBeams.start(tokens, log_probs), hidden.unsqueeze(1).expand(-1, capacity.topk, -1)
-    step = Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging)
-    meta = backend.init_forward_metadata(step)
-    for i in range(step.num_forwards):
+    log_probs, tokens = best(root_hidden)
+    beams, hidden = DraftBeams.start(tokens, log_probs), root_hidden.unsqueeze(1).expand(-1, capacity.topk, -1)
+    for i in range(drafts.step.num_forwards):
         rows = hidden.gather(1, beams.parent_branches.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
-        forward = attention(draft, meta.at(i, beams.ancestors))
-        out = draft.forward(beams.tokens.flatten(), rows, token_positions(step, i), forward)
+        forward = attention(draft, drafts.at(i, beams.ancestors))
+        out = draft.forward(beams.tokens.flatten(), rows, token_positions(drafts.step, i), forward)
         log_probs, tokens = (x.view(-1, capacity.topk, capacity.topk) for x in best(out))
         beams, hidden = beams.advance(tokens, log_probs), out.unflatten(0, (-1, capacity.topk))
     return beams.tree(root, capacity.num_draft_tokens)
 
 
-def verify(tree, lens):
+def verify(tree):
     """One target forward over the tree; the accepted path's KV moves behind the committed tokens."""
-    step = Step.target_verify(capacity.num_draft_tokens, lens, paging, tree_mask=tree.mask)
-    positions = (lens.unsqueeze(1) + tree.depths).flatten()
-    forward = attention(target, backend.init_forward_metadata(step).at())
+    positions, forward = (verifies.step.seq_lens.unsqueeze(1) + tree.depths).flatten(), attention(target, verifies.at())
     hidden = target.forward(tree.tokens.flatten(), positions, forward).unflatten(0, tree.tokens.shape)
     accepted = accept(tree, target.logits(hidden).argmax(-1), capacity.max_accepted)
     for cache in caches[target]:
-        cache.move(*compaction_moves(accepted, step))
+        cache.move(*compaction_moves(accepted, verifies.step))
     return accepted, hidden.gather(1, accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[2]))
 
 
-def extend(accepted, hidden, lens):
+def extend(accepted, hidden):
     """The draft catches up over the accepted path; rows past it are garbage that the next cycle overwrites."""
-    step = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging)
-    forward = attention(draft, backend.init_forward_metadata(step).at())
-    out = draft.forward(accepted.tokens.flatten(), hidden.flatten(0, 1), token_positions(step), forward)
-    last = torch.arange(len(lens)) * capacity.max_accepted + accepted.num_accepted - 1
-    return accepted.bonus, out[last]
+    forward, positions = attention(draft, extends.at()), token_positions(extends.step)
+    out = draft.forward(accepted.tokens.flatten(), hidden.flatten(0, 1), positions, forward)
+    root.copy_(accepted.bonus)
+    root_hidden.copy_(out[torch.arange(bs) * capacity.max_accepted + accepted.num_accepted - 1])
+
+
+def cycle():
+    """Each phase plans itself from the state before it runs."""
+    backend.refresh(drafts)
+    tree = propose()
+    mask.copy_(tree.mask)
+    backend.refresh(verifies)
+    accepted, hidden = verify(tree)
+    backend.refresh(extends)
+    extend(accepted, hidden)
+    state.seq_lens.add_(accepted.num_accepted)
+    return accepted
 
 
 with torch.no_grad():
+    graph = RecordedGraph()  # CudaGraph() on a GPU
+    accepted = graph.capture(cycle)  # which runs it, on padding
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    lens = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-    root, hidden = prefill(prompts)
+    prefill(prompts)
+    state.load(torch.tensor([len(prompt) for prompt in prompts]), paging.rows)
     texts, num_cycles = [[int(token)] for token in root], 0
     while min(map(len, texts)) < NEW_TOKENS:
-        accepted, target_hidden = verify(propose(root, hidden, lens), lens)
-        root, hidden = extend(accepted, target_hidden, lens)
-        lens = lens + accepted.num_accepted
+        graph.replay()
         num_cycles += 1
         for text, tokens, count in zip(texts, accepted.tokens.tolist(), accepted.num_accepted.tolist(), strict=True):
             text += tokens[:count]
