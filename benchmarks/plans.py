@@ -8,8 +8,9 @@ one backend. A phase alone has a backend of its own, as engines make them; all o
 us: elapsed device time of a graph of `COPIES` plans less that of a graph of one empty kernel, divided by their number;
 medians of rounds in which all take turns. A single plan runs for less than its launch takes the host. kernel_us: the
 sum of what its kernels take. nodes: kernels, copies and fills. bytes: static buffers, tables that are shared counted
-once. The host launches nothing else. host_us, of a cycle: making its three steps and copying their inputs, for an
-engine that binds no buffers. The row `INSTANCES` adds up the three phases alone; cycle_us: of the cycle beside them.
+once. The host launches nothing else. Two times of a cycle are for an engine that binds no buffers. host_us: loading a
+`CommittedState`, which such graphs plan from. steps_us: making three steps and copying their inputs. The row
+`INSTANCES` adds up the three phases alone; cycle_us: of the cycle beside them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from benchmarks.rows import Asked, Missing, Row, Stage, missing
 from benchmarks.shapes import DTYPE, LAYERS, LLAMA_8_GPUS
 from benchmarks.speculation import CYCLE, NUM_STEPS, PHASES, Batch, Tables, speculative
 from benchmarks.timing import CALIBRATION, Work, take_host_turns, take_turns
-from spec_metadata import BoundInputs, Step, StepKind
+from spec_metadata import BoundInputs, CommittedState, Step, StepKind
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.compressed import Compression
 
@@ -97,8 +98,7 @@ def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: 
     found = _timed(held, stage)
     found[INSTANCES] = {name: round(sum(found[phase][name] for phase in PHASES), 2) for name in found[CYCLE]}
     held[INSTANCES] = [held[phase][0] for phase in PHASES]
-    own = dict(zip(("host_us", "loop_us"), _copying(whole, batch, stage), strict=True))
-    more = {CYCLE: own, INSTANCES: {"cycle_us": found[CYCLE]["us"]}}
+    more = {CYCLE: _copying(whole, batch, stage), INSTANCES: {"cycle_us": found[CYCLE]["us"]}}
     place = {"bench": "plans", "backend": backend.name, "kernel": kernel.name, "page_size": batch.capacity.page_size}
     place |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
     place |= {"batch_size": len(batch.lens), "context": batch.host["max_committed"]}
@@ -159,17 +159,19 @@ def _captured(region: Callable[[], object], stage: Stage) -> Graph:
     return graph
 
 
-def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> tuple[float, float]:
-    """Host time of a cycle's steps and the copies of their inputs, and of the calibration loop."""
+def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str, float]:
+    """Host time of loading a cycle's state; of making its steps and copying their inputs; of the calibration loop."""
     steps = {kind: batch.step(kind) for kind in PHASES.values()}
     metas = {kind: backend.capture(step.bucket(), step.paging) for kind, step in steps.items()}
+    state = CommittedState.of(batch.paging, len(batch.lens))
 
     def copy() -> None:
         for kind, meta in metas.items():
             backend.copy_inputs(meta, batch.step(kind))
 
-    us, loop_us = take_host_turns([Work.of(copy), CALIBRATION], max(1, stage.rounds // 10), stage.device)
-    return round(us, 2), round(loop_us, 1)
+    works = [Work.of(partial(state.load, batch.lens, batch.paging.rows)), Work.of(copy), CALIBRATION]
+    times = take_host_turns(works, max(1, stage.rounds // 10), stage.device)
+    return {name: round(us, 2) for name, us in zip(("host_us", "steps_us", "loop_us"), times, strict=True)}
 
 
 def nodes_of(graph: Graph) -> list[float]:
