@@ -1,4 +1,4 @@
-"""Every result of a GPU, part by part: what `make gpu-results` runs.
+"""Results of a GPU, part by part: what `make gpu-results` runs. docs/results.md lists those of other commands.
 
     python -m tests.gpu_results [--out docs/results/h200] [PART ...]
 
@@ -51,6 +51,7 @@ PARTS = {
     "plan_graphs": "benchmarks plans --json {file}",
     "adaptive_times": "training.adaptive --times {file}",
     **{name: f"tests.gpu {name} --json {{file}}" for name in NAMES},
+    "tile_words": "tests.tile_words --json {file}",
     "models_8b": "tests.models_8b --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",

@@ -116,6 +116,11 @@ def of_schedules(name: str, digits: int) -> tuple[str, str]:
     return spread((row[name] for row in rows("h200/schedules")), digits)
 
 
+def shared_out() -> str:
+    assert {row["wrong"] for row in rows("share_outs")} == {0}
+    return f"{sum(row['sets'] for row in rows('share_outs')):,}"
+
+
 def of_work_lists(name: str, digits: int) -> tuple[str, str]:
     found = [row for row in rows("h200/flashinfer_schedules") if row["name"] != "replay"]
     assert all(row["accurate"] and row["defined"] for row in found)
@@ -290,6 +295,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
     (MEASURED, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
+    (MEASURED, r"Of (\S+) random sets of lengths", shared_out),
     (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ from attn_backends import results
 from benchmarks.targets import by_target, check_targets
 from docs.pages import __main__ as page
 from docs.pages import plot
+from tests.gpu_results import PARTS
 
 ROOT = Path(__file__).parent.parent
 TEN = {"copy_tb_per_s": 10.0, "matmul_tflop_per_s": 100.0}
@@ -186,3 +188,16 @@ def test_a_folder_without_results_is_refused(tmp_path, capsys):
     assert page.main([str(tmp_path), "--output", str(tmp_path)]) == 2
     assert "has no rows of kernels_fa3" in capsys.readouterr().err
     assert not (tmp_path / "kernels.md").exists()
+
+
+def test_every_result_of_a_gpu_is_a_part_or_has_its_command_on_the_page():
+    """The command is the file's own, unless the program that made it is gone."""
+    text = (page.OUT / "results.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    files = {file.stem for file in page.FOLDER.glob("*.json")}
+    assert {name for names, _ in lines for name in re.findall(r"`(\w+)`", names)} == files - PARTS.keys()
+    for names, command in lines:
+        told = command.strip("`").split()
+        for name in re.findall(r"`(\w+)`", names) if "of a program" not in names and "of programs" not in names else ():
+            start = 3 if told[0] == "python" else 2
+            assert results.read(page.FOLDER / f"{name}.json").head.command.split()[:start] == told[:start], name
