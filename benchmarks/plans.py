@@ -2,8 +2,9 @@
 
 A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4 and a ragged verify
 of at most 4 rows, of kernels that capture them. Each phase is captured with `BoundInputs`, on an engine's own buffers,
-for layers of the shape that the row names (heads, kv_heads), so that their kernel's vendor plans along. The cycle is of
-one backend. A phase alone has a backend of its own, as engines make them; all of these are given one `StaticMemory`.
+for layers of the shape that the row names (heads, kv_heads), so that their kernel's vendor plans along, if it has a
+schedule (has_schedule). The cycle is of one backend. A phase alone has a backend of its own, as engines make them; all
+of these are given one `StaticMemory`.
 
 us: elapsed device time of a graph of `COPIES` plans less that of a graph of one empty kernel, divided by their number;
 medians of rounds in which all take turns. A single plan runs for less than its launch takes the host. kernel_us: the
@@ -100,7 +101,7 @@ def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: 
     held[INSTANCES] = [held[phase][0] for phase in PHASES]
     more = {CYCLE: _copying(whole, batch, stage), INSTANCES: {"cycle_us": found[CYCLE]["us"]}}
     place = {"bench": "plans", "backend": backend.name, "kernel": kernel.name, "page_size": batch.capacity.page_size}
-    place |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads}
+    place |= {"heads": shape.num_heads, "kv_heads": shape.num_kv_heads, "has_schedule": kernel.schedule is not None}
     place |= {"batch_size": len(batch.lens), "context": batch.host["max_committed"]}
     for phase, device in found.items():
         yield {**place, "phase": phase, **device, "bytes": num_bytes(held[phase]), **more.get(phase, {})}

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from attn_backends.graphs import RecordedGraph
+from attn_backends.registry import get_backend
+from benchmarks import plans
+from benchmarks.rows import Asked, Stage
+from benchmarks.speculation import Batch, Tables, speculative
+from benchmarks.timing import CudaClock, Work
+from tests.counts import Counts
 from tests.engines.sglang.gpu import correctness, drafts
+from tests.engines.sglang.gpu import plans as sglang_plans
 from tests.engines.sglang.gpu.cases import FA3, SGLANG, SPECULATIVE, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.correctness import row
+from tests.engines.sglang.gpu.plans import load_row
 from tests.engines.sglang.gpu.sampling import p_value
 from tests.engines.sglang.gpu.sampling import told as sampled
 from tests.engines.sglang.gpu.server import write_entry_points
 from tests.engines.sglang.gpu.throughput import SIDES, summarized
 from tests.engines.sglang.models import write_all as write_narrow
 from tests.engines.sglang.oracle import draft_of
+from tests.launches import CountsLaunches
 
 CHAIN = Case("gqa", FA3, "triton", 1)
 LAUNCHES = {"all": [1, 100], "plans eager": [2, 6], "plans replay": [9, 0]}
@@ -141,6 +152,34 @@ def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
     assert (first["tokens_per_s"], first["least"], first["most"]) == (98.0, 97.0, 99.0)
     assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
     assert all("of_best" not in told for told in others)
+
+
+@pytest.mark.parametrize("name", plans.PAGE_SIZES)
+def test_what_the_plug_in_does_before_replays_is_a_row(name: str) -> None:
+    """A look-up: metadata that is bound to the engine's buffers is planned in the graph."""
+    tables = Tables.of(speculative(4, 512, 256 if name == "dsv4" else 64, 1, 3), torch.device("cpu"))
+    stage = Stage(torch.device("cpu"), RecordedGraph, CudaClock(), 10)
+
+    def probe(works: Sequence[Work]) -> list[Counts]:
+        with CountsLaunches() as launches:
+            works[0].run()
+        return [Counts(0.0, launches.num, 0, 0)]
+
+    row = load_row(get_backend(name), Batch.of(tables, 2, 300), stage, probe)
+    assert (row["kernel"], row["batch_size"], row["context"], row["launches"]) == ("torch", 2, 300, 0)
+    assert row["host_us"] >= 0
+
+
+def test_ours_are_measured_of_every_backend_and_what_sglang_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_plans, "_theirs", lambda name, *_: [{"theirs": name}])
+    monkeypatch.setattr(sglang_plans, "load_row", lambda backend, batch, stage: {"ours": backend.name})
+    monkeypatch.setattr(plans, "plans", lambda asked: [{"plans": len(asked.backends)}])
+    monkeypatch.setattr(plans, "CAPACITY_CONTEXT", 512)
+    stage = Stage(torch.device("cpu"), RecordedGraph, CudaClock(), 10)
+    found = list(sglang_plans.rows(Asked(stage, [get_backend(name) for name in plans.PAGE_SIZES], (1,), (300,))))
+    theirs = {row["theirs"] for row in found if "theirs" in row}
+    assert theirs == {row["ours"] for row in found if "ours" in row} - {sglang_plans.NOT_THEIRS["backend"]}
+    assert found[-1] == {"plans": 4}
 
 
 def test_entry_points_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
