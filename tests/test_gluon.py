@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
+import os
 import sys
 from dataclasses import replace
-from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,85 +21,45 @@ from attn_backends.layer import AttentionLayer
 from attn_backends.selection import providers
 from attn_backends.selection.choose import Workload, choose_kernels
 from spec_metadata import StepKind
+from tests.gluon_compile import CASES, QUICK, compiled, fetch
 from tests.paged_arguments import FORMS, Sizes, arguments
 
 BACKENDS = (FlashInferMLABackend, TrtllmMLABackend)
 SIZES = Sizes(lens=(20, 5, 9), num_heads=2, num_kv_heads=1, dim=576, v_dim=512, latent=True)
 CUDA = torch.device("cuda")
 
-COMPILED = r"""
-import json, re, subprocess, sys, tempfile
-from pathlib import Path
-from types import SimpleNamespace
-import torch, triton
-from triton.backends.compiler import GPUTarget
-target = GPUTarget("cuda", 90, 32)
-here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
-triton.runtime.driver.set_active(SimpleNamespace(**here))
-from attn_backends.kernels import cuda_launch, gluon_mla, gluon_prefill
-
-def compile(module, kernel, tensors, numbers):
-    call = module._call(tensors, *numbers)
-    compiled = kernel.warmup(*call.arguments, grid=(1, 1, 1), **call.options)
-    file = Path(tempfile.mkdtemp()) / "cubin"
-    file.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
-    ptx = compiled.asm["ptx"]
-    found = {name: int(re.search(rf" {name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL")}
-    found["shared"], found["num_warps"] = compiled.metadata.shared, compiled.metadata.num_warps
-    found["products"] = sorted(set(re.findall(r"wgmma.mma_async.sync.aligned.(m\w+)", ptx)))
-    found["grid"], found["kernel"] = call.grid, module.__name__.rpartition("_")[2]
-    found["plain"] = cuda_launch._is_plain(compiled.metadata)
-    print(json.dumps(found))
-
-gluon_mla._launch = lambda tensors, *numbers: compile(gluon_mla, gluon_mla._attend, tensors, numbers)
-gluon_mla.merge = lambda *given: None
-prefill = gluon_prefill, gluon_prefill._paged_attention
-gluon_prefill._launch = lambda tensors, *numbers: compile(*prefill, tensors, numbers)
-lists = torch.zeros(3, dtype=torch.int32), torch.zeros(40, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)
-starts, pages, table = lists
-lens, scratch = torch.zeros(2, dtype=torch.int32), (torch.zeros(2**20), torch.zeros(2**16))
-batches = (
-    (torch.bfloat16, 64, (None, None, table), 1, False, scratch),
-    (torch.bfloat16, 64, (None, None, table), 4, True, scratch),
-    (torch.float16, 1, (starts, starts, pages), 70, True, (scratch[0][:0], scratch[1])),
-)
-for dtype, page_size, given, width, causal, room in batches:
-    q, latents = torch.zeros(2 * width, 128, 576, dtype=dtype), torch.zeros(9, page_size, 576, dtype=dtype)
-    gluon_mla.latent_attention(q, latents, *given, lens, width, 4096, causal, 0.1, 1.0, 1.0, *room)
-batches = (
-    (torch.bfloat16, 128, 64, (starts, None, table), 300, True),
-    (torch.bfloat16, 128, 16, (None, None, table), 100, False),
-    (torch.float16, 64, 1, (starts, starts, pages), 300, True),
-)
-for dtype, dim, page_size, given, width, causal in batches:
-    q, pages = torch.zeros(2 * width, 32, dim, dtype=dtype), torch.zeros(2, 9, page_size, 8, dim, dtype=dtype)
-    gluon_prefill.paged_attention(q, *pages, *given, lens, width, causal, 0.1, 1.0, 1.0)
-"""
+PRODUCTS = {576: ["m64n256k16", "m64n64k16"], 128: ["m64n128k16"], 64: ["m64n128k16", "m64n64k16"]}
 
 
-def test_it_compiles_for_hopper_without_spills() -> None:
-    """With the Gluon that it was tried with; another has to be refused."""
-    if not version("triton").startswith(f"{providers.GLUON_TRITON}."):
-        assert not runs_with(version("triton"))
-        return
-    environment = {"PATH": "", "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
-    script = [sys.executable, "-c", COMPILED]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    latents, prompts = found[:3], found[3:]
-    assert {each["kernel"] for each in latents} == {"mla"}
-    assert {each["kernel"] for each in prompts} == {"prefill"}
-    assert {(each["STACK"], each["LOCAL"]) for each in latents} == {(0, 0)}, "spilled"
-    assert max(each["STACK"] for each in prompts) <= 16, "spilled"  # of the group that gathers, between two tiles
-    assert all(each["plain"] for each in found), "no launch by the driver"
-    assert max(each["shared"] for each in found) <= 227 * 1024
-    assert max(32 * each["num_warps"] * each["REG"] for each in found) <= 2**16
-    assert {tuple(each["products"]) for each in latents} == {("m64n256k16", "m64n64k16")}
-    assert {tuple(each["products"]) for each in prompts} == {("m64n128k16",), ("m64n128k16", "m64n64k16")}
-    assert [each["grid"][1] > 1 for each in latents] == [True, True, False]
+@pytest.fixture(scope="module")
+def gluon_triton(pytestconfig: pytest.Config) -> Path:
+    """The triton that our Gluon kernels are for, kept with pytest's cache; it fails where there is none."""
+    return fetch(pytestconfig.cache.mkdir("gluon"))
+
+
+OTHERS = pytest.param([name for name in CASES if name not in QUICK], marks=pytest.mark.full, id="others")
+
+
+@pytest.mark.parametrize("names", [pytest.param(list(QUICK), id="quick"), OTHERS])
+def test_a_kernel_compiles_for_hopper_without_spills(names, gluon_triton, tmp_path):
+    for name, found in compiled(names, gluon_triton, tmp_path).items():
+        print(f"{name}: {found}")  # seconds among it, which depend on the machine
+        case = CASES[name]
+        assert found["triton"].startswith(f"{providers.GLUON_TRITON}."), name
+        assert (found["STACK"], found["LOCAL"]) == (0, 0), f"{name} spilled"
+        assert found["plain"], f"{name}: no launch by the driver"
+        assert found["shared"] <= 227 * 1024, name
+        assert 32 * found["num_warps"] * found["REG"] <= 2**16, name
+        assert found["products"] == PRODUCTS[case.dim], name
+        assert len(found["parts"]) > 1 or case.dim != 576, "no request's keys were divided"
+
+
+def test_a_triton_that_cannot_be_fetched_is_said_in_words(tmp_path, monkeypatch):
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r"pip could not fetch triton 3\.6, .* is the package registry reached"):
+        fetch(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def runs_with(triton: str, capability: tuple[int, int] = (9, 0)) -> bool:

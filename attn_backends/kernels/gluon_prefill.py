@@ -8,7 +8,7 @@ and the groups begin their products in turns.
 
     shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
                     232,448 bytes
-    registers       208 a thread for the two groups, 96 for the third
+    registers       208 a thread for the two groups, 88 for the third
 
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request.

@@ -88,9 +88,8 @@ def _number(tiles, i: gl.constexpr):
 
 
 @gluon.jit
-def _next_tile(tiles, full, turn):
-    """Wait for the queries of a tile, and which tile it is: as of `_tile_of`, KV head -1 after the last."""
-    mbarrier.wait(full.index(4), turn & 1)
+def _tile(tiles):
+    """The tile that was announced last: as of `_tile_of`, KV head -1 after the last."""
     return (
         _number(tiles, 0),
         _number(tiles, 1),
@@ -226,12 +225,12 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
     query = queries.index(HALF)
     tensors, bars = (query, keys, values, totals.index(HALF)), (full, free, order)
     step, turn, passed = 0, 0, 0
-    kv_head, first, width, row, num_keys, end = _next_tile(tiles, full, 0)
+    mbarrier.wait(full.index(4), 0)
+    kv_head, first, width, row, num_keys, end = _tile(tiles)
     while kv_head >= 0:
         whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // 128  # blocks that all rows see whole
         num_blocks = gl.maximum(gl.cdiv(end, 128), 1)
-        row += HALF * 64
-        seen = row + gl.arange(0, 64, layout=_ROWS)
+        seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
         scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, full, step, zero_in_turn(turn)),))
@@ -242,6 +241,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
         state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
         state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
+        kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
         signal(free.index(4))
         summed, operand, softmax, step, passed = state
         adding = _multiply_values(operand, values, full, summed, step, zero_in_turn(turn))
@@ -249,8 +249,11 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         signal(free.index(2 + (step & 1)))
         step, turn = step + 1, turn + 1
         peak, total = softmax
+        row += HALF * 64
+        seen = row + gl.arange(0, 64, layout=_ROWS)
         place = (first + seen // group) * num_heads + kv_head * group + seen % group
         gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
         share = gl.convert_layout(v_scale / gl.maximum(total, _TINIEST), gl.SliceLayout(1, OUT))
         _store(summed, share, out, (kv_head, first, width, row), group, num_heads, DIM)
-        kv_head, first, width, row, num_keys, end = _next_tile(tiles, full, turn)
+        mbarrier.wait(full.index(4), turn & 1)
+        kv_head, first, width, row, num_keys, end = _tile(tiles)

@@ -1,0 +1,168 @@
+"""Compiles our Gluon kernels for Hopper without a GPU: `python -m tests.gluon_compile CASE ...` prints a line of JSON
+for each case. It runs in a process of its own, whose triton is the one that the kernels are written for (`fetch`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from attn_backends.selection.providers import GLUON_TRITON
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a kernel is compiled for. form: as of `paged_arguments.FORMS`. dim: elements of a query's head; 576 are of
+    latents.
+    """
+
+    dtype: torch.dtype
+    page_size: int
+    form: str
+    causal: bool
+    dim: int = 576
+
+
+CASES = {
+    "latents": Case(torch.bfloat16, 64, "block table", False),
+    "causal latents": Case(torch.bfloat16, 64, "block table", True),
+    "packed latents": Case(torch.float16, 1, "csr", True),
+    "prompts": Case(torch.bfloat16, 64, "page table", True, 128),
+    "uniform prompts": Case(torch.bfloat16, 16, "block table", False, 128),
+    "prompts of small heads": Case(torch.float16, 1, "csr", True, 64),
+}
+QUICK = ("latents", "prompts")
+SIZES = tuple(product((2, 1, 16), (300, 1, 16, 304)))  # requests, query rows of each
+_ROOT = Path(__file__).parent.parent
+
+
+def fetch(folder: Path) -> Path:
+    """A folder to import the triton of `GLUON_TRITON` from, in a folder that keeps it. Raises RuntimeError where the
+    package registry does not give it.
+    """
+    place = folder / f"triton-{GLUON_TRITON}-cp{sys.version_info.major}{sys.version_info.minor}"
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", f"{made}/triton"]
+            install = [sys.executable, "-m", "pip", "install", *options, f"triton=={GLUON_TRITON}.*"]
+            done = subprocess.run(install, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(
+                    f"pip could not fetch triton {GLUON_TRITON}, which our Gluon kernels are compiled with; is the "
+                    f"package registry reached? It said:\n{done.stderr[-2000:]}"
+                )
+            if not place.exists():  # another worker's is as good
+                os.rename(f"{made}/triton", place)
+    return place
+
+
+def compiled(names: Sequence[str], triton: Path, cache: Path) -> dict[str, dict[str, Any]]:
+    """What `python -m tests.gluon_compile` says of each case. triton: as `fetch` gave it. cache: an empty folder."""
+    path = os.pathsep.join([str(triton), str(_ROOT), *sys.path])
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    command = [sys.executable, "-m", "tests.gluon_compile", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, cwd=_ROOT)
+    if done.returncode:
+        raise RuntimeError(f"a Gluon kernel does not compile for sm_90a:\n{done.stderr[-3000:]}")
+    return dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def _calls(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Arguments of the operators' launches, of every size: lists at odd addresses among them, one head a group, and
+    more or no room for parts.
+    """
+    for i, (bs, width) in enumerate(SIZES):
+        odd, num_heads = i % 2, 8 if i % 3 == 1 else 64
+        shape = (9, case.page_size) if case.dim == 576 else (2, 9, case.page_size, 8)
+        pages = torch.empty(*shape, case.dim, dtype=case.dtype)
+        q = torch.empty(bs * width, num_heads, case.dim, dtype=case.dtype)
+        starts = torch.empty(bs + 2, dtype=torch.int32)[odd:][: bs + 1]
+        table = torch.empty(bs, (4, 1, 16)[i % 3] + odd, dtype=torch.int32)[:, odd:]
+        table_form = (None if case.form == "block table" else starts, None, table)
+        lists = (starts, starts, table[0]) if case.form == "csr" else table_form
+        lens, room = torch.empty(bs + 1, dtype=torch.int32)[odd:][:bs], 2**23 * (i % 4 < 3)
+        if case.dim == 576:
+            yield q, pages, *lists, lens, width, 4096, case.causal, 0.1, 1.0, 1.0, torch.empty(room), torch.empty(2**18)
+        else:
+            yield q, *pages, *lists, lens, width, case.causal, 0.1, 1.0, 1.0
+
+
+def _resources(compiled: Any, tool: Path) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        said = subprocess.run([tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True).stdout
+    return {name: int(re.search(rf" {name}:(\d+)", said)[1]) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[index]
+
+
+def _compile(module: ModuleType, kernel: Any, attend: Any, case: Case) -> dict[str, Any]:
+    """Of the first size what the compiler says, and how many more it compiles for the others."""
+    import triton
+
+    from attn_backends.kernels.cuda_launch import _is_plain
+
+    made, grids = [], []
+
+    def launch(tensors: Sequence[Any], *numbers: Any) -> None:
+        call = module._call(tensors, *numbers)
+        made.append(kernel.warmup(*call.arguments, grid=(1, 1, 1), **call.options))
+        grids.append(call.grid)
+
+    module._launch = launch  # type: ignore[attr-defined]
+    calls = _calls(case)
+    start = time.perf_counter()
+    attend(*next(calls))
+    seconds = time.perf_counter() - start
+    for given in calls:
+        attend(*given)
+    first, tool = made[0], Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    products = set(re.findall(r"wgmma.mma_async.sync.aligned.(m\w+)", first.asm["ptx"]))
+    return {
+        **_resources(first, tool),
+        "triton": triton.__version__,
+        "shared": first.metadata.shared,
+        "num_warps": first.metadata.num_warps,
+        "products": sorted(products),
+        "plain": _is_plain(first.metadata),
+        "variants": len({id(each) for each in made}),
+        "parts": sorted({grid[1] for grid in grids if len(grid) > 1}),
+        "seconds": round(seconds, 1),
+    }
+
+
+def main(names: Sequence[str]) -> None:
+    """Compile cases by name, and print what is said of each."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", 90, 32)
+    here = {"get_current_target": lambda: target, "get_current_device": lambda: 0}
+    triton.runtime.driver.set_active(SimpleNamespace(**here, get_current_stream=lambda device: 0))
+    from attn_backends.kernels import gluon_mla, gluon_prefill
+
+    gluon_mla.merge = lambda *given: None
+    for name in names:
+        case = CASES[name]
+        kernel: tuple[ModuleType, Any, Any]
+        if case.dim == 576:
+            kernel = gluon_mla, gluon_mla._attend, gluon_mla.latent_attention
+        else:
+            kernel = gluon_prefill, gluon_prefill._paged_attention, gluon_prefill.paged_attention
+        print(json.dumps(_compile(*kernel, case)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
