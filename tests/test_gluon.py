@@ -41,12 +41,14 @@ OTHERS = pytest.param([name for name in CASES if name not in QUICK], marks=pytes
 
 
 @pytest.mark.parametrize("names", [pytest.param(list(QUICK), id="quick"), OTHERS])
-def test_a_kernel_compiles_for_hopper_without_spills(names, gluon_triton, tmp_path):
+def test_a_kernel_compiles_for_hopper_once_and_without_spills(names, gluon_triton, tmp_path):
+    """One kernel for all batches and widths of a type, page size and form: no later step compiles."""
     for name, found in compiled(names, gluon_triton, tmp_path).items():
         print(f"{name}: {found}")  # seconds among it, which depend on the machine
         case = CASES[name]
         assert found["triton"].startswith(f"{providers.GLUON_TRITON}."), name
         assert (found["STACK"], found["LOCAL"]) == (0, 0), f"{name} spilled"
+        assert found["variants"] == 1, f"{name} is compiled anew for other batches"
         assert found["plain"], f"{name}: no launch by the driver"
         assert found["shared"] <= 227 * 1024, name
         assert 32 * found["num_warps"] * found["REG"] <= 2**16, name

@@ -18,6 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+PLAIN = ("query_indptr", "page_indptr", "page_ids", "kv_lens", "lse", "table_stride")
+"""Arguments of both kernels that they are not compiled anew for, when an address or a number is a multiple of 16."""
+
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
 _TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
@@ -129,19 +132,23 @@ def _end_seen(rows, end, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store(summed, total, out, rows, v_scale, FIRST: gl.constexpr):
-    """256 elements of the outputs."""
+def _store(summed, total, outputs, rows, v_scale, FIRST: gl.constexpr):
+    """256 elements of the outputs, or of a part of them."""
+    out, partial_out, is_part = outputs
     tile, group, first, num_rows, _ = rows
     result = summed * _of_rows(v_scale / gl.maximum(total, _TINIEST))
     row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _OUT))
     place = ((first + row // group).to(gl.int64) * group + row % group) * 512
     element = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, _OUT))
-    real = (row < num_rows * group)[:, None]
-    gl.store(out + place[:, None] + element[None, :], result.to(out.dtype.element_ty), mask=real)
+    place, real = place[:, None] + element[None, :], (row < num_rows * group)[:, None]
+    if is_part:
+        gl.store(partial_out + place, result, mask=real)
+    else:
+        gl.store(out + place, result.to(out.dtype.element_ty), mask=real)
 
 
 @gluon.jit
-def even(given, out, lse, CAUSAL: gl.constexpr):
+def even(given, outputs, lse, CAUSAL: gl.constexpr):
     """The group of the even blocks and the left half of the outputs. given: as `_attend` makes it."""
     queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
     left, _, rest = blocks
@@ -178,7 +185,7 @@ def even(given, out, lse, CAUSAL: gl.constexpr):
     signal(handed.index(0))
     mbarrier.wait(handed.index(1), pairs & 1)
     total += peaks.index(3).load(_ROWS)
-    _store(summed, total, out, rows, v_scale, 0)
+    _store(summed, total, outputs, rows, v_scale, 0)
     tile, group, first, num_rows, _ = rows
     row = tile * 64 + gl.arange(0, 64, layout=_ROWS)
     place = (first + row // group) * group + row % group
@@ -186,7 +193,7 @@ def even(given, out, lse, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def odd(given, out, CAUSAL: gl.constexpr):
+def odd(given, outputs, CAUSAL: gl.constexpr):
     """The group of the odd blocks and the right half of the outputs; else as `even`."""
     queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
     left, right, rest = blocks
@@ -224,4 +231,4 @@ def odd(given, out, CAUSAL: gl.constexpr):
     peaks.index(3).store(total)
     signal(handed.index(1))
     total += even_total
-    _store(summed, total, out, rows, v_scale, 256)
+    _store(summed, total, outputs, rows, v_scale, 256)

@@ -52,7 +52,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.gluon_groups import COPIED, copy, even, gather, odd
+from attn_backends.kernels.gluon_groups import COPIED, PLAIN, copy, even, gather, odd
 from attn_backends.kernels.paged_operators import RANK
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge
@@ -92,7 +92,7 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return bars
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", "num_tiles", "num_splits", "split_stride"])
 def _attend(
     q,
     latents,
@@ -102,16 +102,22 @@ def _attend(
     kv_lens,
     out,
     lse,
-    shape,
+    partial_out,
+    partial_lse,
+    width,
+    group,
+    table_stride,
+    num_tiles,
+    num_splits,
+    split_stride,
     score_scale,
     v_scale,
     CAUSAL: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
 ):
-    """q and latents are (pointer, strides). shape: width, heads, elements between two rows of a table, tiles of rows,
-    splits, and rows between two splits.
+    """q and latents are (pointer, strides). width: rows of each request if query_indptr is None. group: heads.
+    table_stride: elements between two rows of a table. num_tiles: of rows. split_stride: rows between two splits.
     """
-    width, group, table_stride, num_tiles, num_splits, split_stride = shape
     program, split = gl.program_id(0), gl.program_id(1)
     tile, request = program % num_tiles, program // num_tiles
     first, num_rows = request * width, width
@@ -136,14 +142,16 @@ def _attend(
     full, free, handed = _barriers(5, 128), _barriers(4, 1), _barriers(2, 1)
     gl.thread_barrier()
     _load_queries(q, queries, rows)
-    offset = split.to(gl.int64) * split_stride
-    part, part_lse = out + offset * 512, lse + offset
+    is_part, offset = num_splits > 1, split.to(gl.int64) * split_stride
+    outputs = (out, partial_out + offset * 512, is_part)
+    if is_part:
+        lse = partial_lse + offset
     given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale)
     gl.warp_specialize(
         [
             (gather, (blocks, full, free, latents[0], latents[1], ids, keys_of, PAGE_SIZE)),
-            (even, (given, part, part_lse, CAUSAL)),
-            (odd, (given, part, CAUSAL)),
+            (even, (given, outputs, lse, CAUSAL)),
+            (odd, (given, outputs, CAUSAL)),
         ],
         [4, 4],
         [216, 216],
@@ -174,13 +182,13 @@ def latent_attention(
     most = min(room, triton.cdiv(max_kv_len, BLOCK_KEYS))
     num_splits = choose_num_splits(bs * num_tiles, gpu_of(q.device).num_processors, most)
     out, lse = q.new_empty(num_tokens, num_heads, RANK), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
     shape = (max_query, num_heads, page_ids.stride(0), num_tiles, num_splits, num_rows)
     lists = (query_indptr, page_indptr, page_ids, kv_lens)
     scales = (scale * k_scale * _LOG2_E, v_scale)
-    _launch((q, latents, *lists, *parts), bs * num_tiles, shape, scales, causal, latents.shape[1])
+    tensors = (q, latents, *lists, out, lse, partial_out, partial_lse)
+    _launch(tensors, bs * num_tiles, shape, scales, causal, latents.shape[1])
     if num_splits > 1:
-        lens = (query_indptr, kv_lens)
+        parts, lens = (partial_out, partial_lse), (query_indptr, kv_lens)
         merge(parts, *lens, (out, lse), max_query, num_splits, BLOCK_KEYS, causal, (None, None, None))
     return out, lse
 
@@ -194,7 +202,7 @@ def _call(
     page_size: int,
 ) -> Call:
     q, latents, *rest = tensors
-    arguments = (*strided((q, latents)), *rest, shape, *scales)
+    arguments = (*strided((q, latents)), *rest, *shape, *scales)
     num_splits = shape[4]
     return Call((num_programs, num_splits), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "num_warps": 4})
 

@@ -43,6 +43,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.gluon_groups import PLAIN
 from attn_backends.kernels.gluon_prefill_groups import attend, gather
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
@@ -52,7 +53,7 @@ _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[*PLAIN, "counter", "bs", "width", "group", "num_tiles", "num_work"])
 def _paged_attention(
     q,
     k_pages,
@@ -64,16 +65,21 @@ def _paged_attention(
     page_ids,
     kv_lens,
     counter,
-    shape,
+    bs,
+    width,
+    group,
+    num_tiles,
+    num_work,
+    table_stride,
     scales,
     CAUSAL: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM: gl.constexpr,
 ):
-    """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, query heads of a KV head, tiles of a KV head, all tiles, stride of a page table.
+    """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
+    is None. group: query heads of a KV head. num_tiles: of a KV head. num_work: all tiles. table_stride: elements
+    between two rows of a table.
     """
-    bs, width, group, num_tiles, num_work, table_stride = shape
     queries = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 64, DIM], _TILE)
     keys = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
     values = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
@@ -142,7 +148,7 @@ def _call(
     dim: int,
 ) -> Call:
     num_programs = min(shape[4], gpu_of(tensors[0].device).num_processors)
-    arguments = (*strided(tensors[:3]), *tensors[3:], shape, scales)
+    arguments = (*strided(tensors[:3]), *tensors[3:], *shape, scales)
     return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "DIM": dim, "num_warps": 4})
 
 
