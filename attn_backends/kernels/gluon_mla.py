@@ -92,6 +92,16 @@ def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     return bars
 
 
+@gluon.jit
+def _rows_of(query_indptr, request, width):
+    """The first query row of a request, and how many it has."""
+    first, num_rows = request * width, width
+    if query_indptr is not None:
+        first = gl.load(query_indptr + request)
+        num_rows = gl.load(query_indptr + request + 1) - first
+    return first, num_rows
+
+
 @gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", "num_tiles", "num_splits", "split_stride"])
 def _attend(
     q,
@@ -120,10 +130,7 @@ def _attend(
     """
     program, split = gl.program_id(0), gl.program_id(1)
     tile, request = program % num_tiles, program // num_tiles
-    first, num_rows = request * width, width
-    if query_indptr is not None:
-        first = gl.load(query_indptr + request)
-        num_rows = gl.load(query_indptr + request + 1) - first
+    first, num_rows = _rows_of(query_indptr, request, width)
     num_keys = gl.load(kv_lens + request)
     size = gl.maximum(gl.cdiv(gl.cdiv(num_keys, num_splits), 128), 1) * 128  # as `part_of`
     start, end = split * size, gl.minimum(split * size + size, num_keys)

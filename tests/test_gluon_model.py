@@ -1,0 +1,159 @@
+"""Our Gluon kernels on a CPU, on a model of Hopper's warp groups: they attend, whichever group goes first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from attn_backends.kernels.paged_operators import latent_attention
+from attn_backends.kernels.prefill_operator import prefill_attention
+from tests.gluon_model import KERNELS, Deadlock, Model
+from tests.paged_arguments import FORMS, Sizes, arguments
+
+LATENTS = Sizes((3, 3, 3), (400, 5, 130), num_heads=24, num_kv_heads=1, dim=576, v_dim=512, page_size=16, latent=True)
+PROMPTS = Sizes((100, 100, 100), (300, 100, 420), num_heads=4, num_kv_heads=2, dim=64, v_dim=64, page_size=16)
+KINDS = {"latents": LATENTS, "prompts": PROMPTS}
+SEEDS = 16
+
+
+def given(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype) -> list:
+    """Arguments of an operator, dense; those of latents without values."""
+    q, k, v, *rest = arguments(sizes, form, causal, dtype)
+    keys = [k.squeeze(2)] if sizes.latent else [k, v]
+    return [each.contiguous() for each in (q, *keys)] + rest
+
+
+def attend(model: Model, arguments: list) -> tuple[Tensor, Tensor]:
+    """The kernel's outputs, on the model."""
+    if arguments[1].dim() == 3:
+        return model.latent_attention(*arguments)
+    *lists, _max_kv_len, causal, scale, k_scale, v_scale = arguments[:-2]
+    return model.paged_attention(*lists, causal, scale, k_scale, v_scale)
+
+
+def expected(arguments: list) -> tuple[Tensor, Tensor]:
+    """The operator's in torch, which is the definition."""
+    return (latent_attention if arguments[1].dim() == 3 else prefill_attention)(*arguments)
+
+
+def is_near(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
+    """Whether outputs differ by the rounding of weights, and log-sum-exps by that of sums."""
+    (out, lse), (right_out, right_lse) = found, right
+    return torch.allclose(out.float(), right_out.float(), rtol=2e-2, atol=2e-2) and torch.allclose(
+        lse, right_lse, rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 16), (torch.float16, 1)], ids=str)
+def test_it_attends_whoever_goes_first(kind, form, dtype, page_size):
+    """To the bit the same for all seeds, and near to torch."""
+    sizes = replace(KINDS[kind], page_size=page_size)
+    if form != "block table":  # packed rows may be of any number
+        sizes = replace(sizes, widths=(sizes.widths[0], 1, sizes.widths[2] - 1))
+    arguments = given(sizes, form, form != "csr", dtype)
+    right, first = expected(arguments), attend(Model(0), arguments)
+    assert is_near(first, right)
+    for seed in range(1, 3):
+        assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
+
+
+def test_heads_of_128_elements():
+    sizes = replace(PROMPTS, dim=128, v_dim=128, num_heads=2, num_kv_heads=1)
+    arguments = given(sizes, "page table", True, torch.bfloat16)
+    assert is_near(attend(Model(0), arguments), expected(arguments))
+
+
+@cache
+def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
+    """Arguments of several blocks, and what is right."""
+    arguments = given(
+        replace(KINDS[kind], num_heads=24 if kind == "latents" else 2), "page table", True, torch.bfloat16
+    )
+    return arguments, expected(arguments)
+
+
+def complaint(kind: str, old: str, new: str) -> str:
+    """What is said of a kernel with a change of its source; empty if nothing is, for no seed."""
+    arguments, right = small(kind)
+    for seed in range(SEEDS):
+        try:
+            if not is_near(attend(Model(seed, {old: new}), arguments), right):
+                return "wrong outputs"
+        except (Deadlock, AssertionError) as error:
+            return str(error)
+    return ""
+
+
+PLANTED = {
+    "no signal that a half is free": ("latents", "        signal(free.index(2))\n", "", "groups wait for ever: gather"),
+    "no wait for a free half": ("latents", "        mbarrier.wait(free.index(1), phase)\n", "", "wrong outputs"),
+    "no wait for a full half": ("latents", "    mbarrier.wait(full.index(2 * ODD), phase)\n", "", "wrong outputs"),
+    "another parity": ("latents", "handed.index(1), i & 1", "handed.index(1), (i & 1) ^ 1", "groups wait for ever"),
+    "no signal of free keys": ("prompts", "        signal(free.index((step + 1) & 1))\n", "", "groups wait for ever"),
+    "no wait for keys": (
+        "prompts",
+        "    mbarrier.wait(full.index(step & 1), (step >> 1) & 1)\n",
+        "",
+        "wrong outputs|for ever",
+    ),
+    "another parity of a tile": (
+        "prompts",
+        "full.index(4), turn & 1",
+        "full.index(4), 1 - (turn & 1)",
+        "wait for ever",
+    ),
+    "a product used early": (
+        "prompts",
+        "summed, _ = warpgroup_mma_wait(0",
+        "summed, _ = warpgroup_mma_wait(1",
+        "waited",
+    ),
+    "an arrival too many": ("prompts", "    signal(full.index(4))\n", "    signal(full.index(4))\n" * 2, "too many"),
+    "keys past the last": (
+        "prompts",
+        "live, place = key < end",
+        "live, place = key > -1",
+        "access outside of a tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "said"), PLANTED.values(), ids=PLANTED)
+def test_what_is_planted_is_reported(kind, old, new, said):
+    assert re.search(said, complaint(kind, old, new))
+
+
+def changes(module: str) -> Iterator[tuple[str, str, str]]:
+    """Lines of a module that wait or signal, with their neighbours, and these without the line, or with the other
+    parity.
+    """
+    text = (KERNELS / f"{module}.py").read_text()
+    lines = text.splitlines(keepends=True)
+    for i, line in enumerate(lines):
+        without = re.sub(r"(signal|mbarrier\.wait|async_copy\.mbarrier_arrive)\(.*", "pass", line)
+        other = re.sub(r"(mbarrier\.wait\(.*), (.*)\)", r"\1, (\2) ^ 1)", line)
+        before, after = "".join(lines[i - 3 : i]), "".join(lines[i + 1 : i + 4])
+        for changed in {without, other} - {line}:
+            if line.startswith("    ") and text.count(before + line + after) == 1:
+                yield line.strip(), before + line + after, before + changed + after
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("module", "kind"), [("gluon_groups", "latents"), ("gluon_prefill_groups", "prompts")])
+def test_each_wait_and_each_signal_matters(module, kind):
+    """But for the turns in which the groups of a prompt begin products, which are for speed, and the wait for queries:
+    they are copied before the first block of 16-bit latents, and land before it.
+    """
+    found = [(line, complaint(kind, old, new)) for line, old, new in changes(module)]
+    assert len(found) > 25
+    silent = {line for line, said in found if not said}
+    turns = "mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"
+    assert silent <= ({"mbarrier.wait(full.index(4), 0)"} if kind == "latents" else {turns})
