@@ -26,7 +26,7 @@ from attn_backends.selection.providers import GLUON_TRITON
 @dataclass(frozen=True)
 class Case:
     """What a kernel is compiled for. form: as of `paged_arguments.FORMS`. dim: elements of a query's head; 576 are of
-    latents.
+    latents. cache: type of these, if it is not the queries'.
     """
 
     dtype: torch.dtype
@@ -34,12 +34,15 @@ class Case:
     form: str
     causal: bool
     dim: int = 576
+    cache: torch.dtype | None = None
 
 
 CASES = {
     "latents": Case(torch.bfloat16, 64, "block table", False),
     "causal latents": Case(torch.bfloat16, 64, "block table", True),
     "packed latents": Case(torch.float16, 1, "csr", True),
+    "8-bit latents": Case(torch.bfloat16, 64, "page table", True, cache=torch.float8_e4m3fn),
+    "8-bit latents of halves": Case(torch.float16, 1, "csr", False, cache=torch.float8_e4m3fn),
     "prompts": Case(torch.bfloat16, 64, "page table", True, 128),
     "uniform prompts": Case(torch.bfloat16, 16, "block table", False, 128),
     "prompts of small heads": Case(torch.float16, 1, "csr", True, 64),
@@ -87,7 +90,7 @@ def _calls(case: Case) -> Iterator[tuple[Any, ...]]:
     for i, (bs, width) in enumerate(SIZES):
         odd, num_heads = i % 2, 8 if i % 3 == 1 else 64
         shape = (9, case.page_size) if case.dim == 576 else (2, 9, case.page_size, 8)
-        pages = torch.empty(*shape, case.dim, dtype=case.dtype)
+        pages = torch.empty(*shape, case.dim, dtype=case.cache or case.dtype)
         q = torch.empty(bs * width, num_heads, case.dim, dtype=case.dtype)
         starts = torch.empty(bs + 2, dtype=torch.int32)[odd:][: bs + 1]
         table = torch.empty(bs, (4, 1, 16)[i % 3] + odd, dtype=torch.int32)[:, odd:]

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -94,12 +95,11 @@ def test_it_comes_before_triton_and_takes_what_it_declares(backend):
     assert gluon.capabilities.keys() == triton.capabilities.keys()
     layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
     for kind, able in gluon.capabilities.items():
-        assert replace(able, dtypes=frozenset(), cache_dtypes=frozenset(), head_sizes=None) == replace(
-            triton.capabilities[kind], dtypes=frozenset(), cache_dtypes=frozenset()
-        )
+        alike: dict[str, Any] = {"dtypes": frozenset(), "cache_dtypes": frozenset(), "untried": frozenset()}
+        assert replace(able, head_sizes=None, **alike) == replace(triton.capabilities[kind], **alike)
         for dtype in (torch.bfloat16, torch.float16):
             assert able.layer_reasons(layer, dtype, dtype) == []
-            assert able.layer_reasons(layer, dtype, torch.float8_e4m3fn)
+            assert gluon.by_name().capabilities[kind].layer_reasons(layer, dtype, torch.float8_e4m3fn) == []
             assert able.layer_reasons(replace(layer, head_dim=320, v_head_dim=256), dtype, dtype)
         assert able.layer_reasons(layer, torch.float32, torch.float32)
 
@@ -123,8 +123,10 @@ def latents(form: str, causal: bool = True, dtype: torch.dtype = torch.bfloat16)
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_operator_is_attention_over_one_kv_head(form, dtype):
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn], ids=str)
+def test_the_operator_is_attention_over_one_kv_head(form, dtype, cache):
     q, entries, *given = latents(form, form != "csr", dtype)
+    entries = entries.to(cache or dtype)
     pages = entries.unsqueeze(2)
     torch.testing.assert_close(
         latent_attention(q, entries, *given), paged_attention(q, pages, pages[..., :512], *given), rtol=0, atol=0
@@ -141,6 +143,7 @@ def test_opcheck():
 UNFIT = {
     "elements": (0, lambda q: q[..., 1:]),
     "type": (0, lambda q: q.half()),
+    "8 bits of another format": (1, lambda entries: entries.to(torch.float8_e5m2)),
     "strided elements": (0, lambda q: q.repeat_interleave(2, dim=2)[..., ::2]),
     "strides of 8": (1, lambda entries: torch.zeros(9, 4, 584, dtype=entries.dtype)[..., :576]),
     "address": (1, lambda entries: torch.zeros(9, 4, 592, dtype=entries.dtype)[..., 1:577]),
@@ -194,6 +197,23 @@ def test_auto_passes_it_over_in_words(monkeypatch):
     monkeypatch.setattr(providers, "version_of", lambda distribution: "3.6.0")
     choice = choose_kernels("trtllm_mla", ours, "auto", CUDA, Workload(64))[StepKind.DECODE]
     assert choice.kernel.name == "gluon"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_auto_leaves_8_bit_latents_to_triton_and_says_why(backend):
+    """No GPU has run the Gluon kernel on them; asked for by name, it takes them."""
+    layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
+    workload = Workload(64, [layer], torch.bfloat16, torch.float8_e4m3fn)
+    ours = [replace(kernel, unavailable_reasons=lambda device: []) for kernel in backend.kernels[-3:]]
+    chosen = choose_kernels("mine", ours, "auto", CUDA, workload)[StepKind.DECODE]
+    assert chosen.kernel.name == "triton"
+    assert chosen.passed_over == (
+        "gluon: a cache of torch.float8_e4m3fn, which no GPU has run it on (it takes one when asked for by name)",
+    )
+    named = choose_kernels("mine", ours, "gluon", CUDA, workload)[StepKind.DECODE]
+    assert (named.kernel.name, named.passed_over) == ("gluon", ())
+    sixteen = choose_kernels("mine", ours, "auto", CUDA, replace(workload, cache_dtype=None))[StepKind.DECODE]
+    assert sixteen.kernel.name == "gluon"
 
 
 PROMPTS = Sizes(lens=(90, 70, 130), num_heads=4, num_kv_heads=2, dim=64, v_dim=64)

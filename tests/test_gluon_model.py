@@ -19,12 +19,13 @@ from tests.paged_arguments import FORMS, Sizes, arguments
 LATENTS = Sizes((3, 3, 3), (400, 5, 130), num_heads=24, num_kv_heads=1, dim=576, v_dim=512, page_size=16, latent=True)
 PROMPTS = Sizes((100, 100, 100), (300, 100, 420), num_heads=4, num_kv_heads=2, dim=64, v_dim=64, page_size=16)
 KINDS = {"latents": LATENTS, "prompts": PROMPTS}
+EIGHT_BITS = "latents of 8 bits"
 SEEDS = 16
 
 
-def given(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype) -> list:
-    """Arguments of an operator, dense; those of latents without values."""
-    q, k, v, *rest = arguments(sizes, form, causal, dtype)
+def given(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype, cache: torch.dtype | None = None) -> list:
+    """Arguments of an operator, dense; those of latents without values. cache: its type, if not the queries'."""
+    q, k, v, *rest = arguments(sizes, form, causal, dtype, cache)
     keys = [k.squeeze(2)] if sizes.latent else [k, v]
     return [each.contiguous() for each in (q, *keys)] + rest
 
@@ -65,6 +66,17 @@ def test_it_attends_whoever_goes_first(kind, form, dtype, page_size):
         assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_latents_of_8_bits(form, dtype):
+    arguments = given(LATENTS, form, form != "csr", dtype, torch.float8_e4m3fn)
+    arguments[10:12] = 0.5, 0.5  # scales of keys and values
+    right, first = expected(arguments), attend(Model(0), arguments)
+    assert is_near(first, right)
+    for seed in range(1, 4):
+        assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
+
+
 def test_heads_of_128_elements():
     sizes = replace(PROMPTS, dim=128, v_dim=128, num_heads=2, num_kv_heads=1)
     arguments = given(sizes, "page table", True, torch.bfloat16)
@@ -74,9 +86,9 @@ def test_heads_of_128_elements():
 @cache
 def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
     """Arguments of several blocks, and what is right."""
-    arguments = given(
-        replace(KINDS[kind], num_heads=24 if kind == "latents" else 2), "page table", True, torch.bfloat16
-    )
+    sizes = replace(PROMPTS, num_heads=2) if kind == "prompts" else LATENTS
+    cache = torch.float8_e4m3fn if kind == EIGHT_BITS else None
+    arguments = given(sizes, "page table", True, torch.bfloat16, cache)
     return arguments, expected(arguments)
 
 
@@ -97,6 +109,9 @@ PLANTED = {
     "no wait for a free half": ("latents", "        mbarrier.wait(free.index(1), phase)\n", "", "wrong outputs"),
     "no wait for a full half": ("latents", "    mbarrier.wait(full.index(2 * ODD), phase)\n", "", "wrong outputs"),
     "another parity": ("latents", "handed.index(1), i & 1", "handed.index(1), (i & 1) ^ 1", "groups wait for ever"),
+    "no wait for a free half, 8 bits": (EIGHT_BITS, "    mbarrier.wait(free, phase)\n", "", "wrong outputs|ever"),
+    "no wait for queries": (EIGHT_BITS, "    mbarrier.wait(full.index(4), 0)\n", "", "wrong outputs"),
+    "an arrival too few": (EIGHT_BITS, "arrive(full, count=128)", "arrive(full, count=127)", "wait for ever"),
     "no signal of free keys": ("prompts", "        signal(free.index((step + 1) & 1))\n", "", "groups wait for ever"),
     "no wait for keys": (
         "prompts",
@@ -147,13 +162,12 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("module", "kind"), [("gluon_groups", "latents"), ("gluon_prefill_groups", "prompts")])
-def test_each_wait_and_each_signal_matters(module, kind):
-    """But for the turns in which the groups of a prompt begin products, which are for speed, and the wait for queries:
-    they are copied before the first block of 16-bit latents, and land before it.
-    """
-    found = [(line, complaint(kind, old, new)) for line, old, new in changes(module)]
+@pytest.mark.parametrize(
+    ("module", "kinds"), [("gluon_groups", ("latents", EIGHT_BITS)), ("gluon_prefill_groups", ("prompts",))]
+)
+def test_each_wait_and_each_signal_matters(module, kinds):
+    """But for the turns in which the groups of a prompt begin products, which are for speed."""
+    found = [(line, any(complaint(kind, old, new) for kind in kinds)) for line, old, new in changes(module)]
     assert len(found) > 25
     silent = {line for line, said in found if not said}
-    turns = "mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"
-    assert silent <= ({"mbarrier.wait(full.index(4), 0)"} if kind == "latents" else {turns})
+    assert silent <= {"mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"}

@@ -8,7 +8,7 @@ on the device by `refresh`, and on the host by `plan_host` where the vendor plan
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -97,6 +97,13 @@ class Kernel(Generic[Plan]):
     scratch: tuple[BufferSpec, ...] = ()
     takes_parts: bool = False
     slower_mixed: Callable[[AttentionLayer, int, int], str] = lambda *_: "no measurement has one step as fast as two"
+
+    def by_name(self) -> Kernel[Plan]:
+        """What it is when it is asked for by name: it takes what no GPU has run, too."""
+        if not any(able.untried for able in self.capabilities.values()):
+            return self
+        able = {kind: replace(able, untried=frozenset()) for kind, able in self.capabilities.items()}
+        return replace(self, capabilities=able)
 
     def layer_reasons(
         self,

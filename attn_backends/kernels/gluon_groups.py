@@ -25,6 +25,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
 _TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread, 128 of an entry at once
+_COPIED_8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # the same of 8 bits an element
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
@@ -96,6 +97,57 @@ def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.con
         mbarrier.wait(free.index(3), phase)
         copy(source, live, right.index(1), 256, 256)
         async_copy.mbarrier_arrive(full.index(3), increment_count=False)
+
+
+@gluon.jit
+def _read(entry, live, FIRST: gl.constexpr, NUM: gl.constexpr):
+    """Elements of 8 bits of live entries, 0 for the others."""
+    element = FIRST + gl.arange(0, NUM, layout=gl.SliceLayout(0, _COPIED_8))
+    return gl.load(entry[:, None] + element[None, :], mask=live[:, None], other=0.0)
+
+
+@gluon.jit
+def _convert(entry, live, place, FIRST: gl.constexpr, free, phase):
+    """Read half of the values' elements, and write them when the half of a block is free."""
+    one, two = _read(entry, live, FIRST, 128), _read(entry, live, FIRST + 128, 128)
+    mbarrier.wait(free, phase)
+    place.slice(0, 128, dim=1).store(one.to(place.dtype))
+    place.slice(128, 128, dim=1).store(two.to(place.dtype))
+
+
+@gluon.jit
+def _filled(full):
+    """Arrive for all threads, with what they wrote for the tensor cores."""
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full, count=128)
+
+
+@gluon.jit
+def gather_8(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.constexpr):
+    """`gather` of latents of 8 bits an element, through registers, where they become the queries' type."""
+    left, right, rest = blocks
+    start, end, pairs = keys_of
+    async_copy.mbarrier_arrive(full.index(4), increment_count=False)
+    for block in range(pairs * 2):
+        key = start + block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPIED_8))
+        odd, phase, live = block & 1, ((block >> 1) & 1) ^ 1, key < end
+        entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)
+        _convert(entry, live, left.index(odd), 0, free.index(2 * odd), phase)
+        _filled(full.index(2 * odd))
+        entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)  # again, as they would be spilled in between
+        _convert(entry, live, right.index(odd), 256, free.index(2 * odd + 1), phase)
+        rest.index(odd).store(_read(entry, live, 512, 64).to(rest.dtype))
+        _filled(full.index(2 * odd + 1))
+
+
+@gluon.jit
+def gather_any(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.constexpr):
+    """The third group, for latents of the queries' type or of 8 bits."""
+    if latents.dtype.element_ty == blocks[0].dtype:
+        gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE)
+    else:
+        gather_8(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE)
 
 
 @gluon.jit

@@ -35,8 +35,12 @@ Counted, not measured: shared memory is busy for about as many cycles as the ten
 take both operands from there and latents come in beside them. FlashMLA has a ninth of the queries in registers instead,
 and the copy engine (TMA) bring latents.
 
-Types are bfloat16 and float16, sums float32. Gluon is experimental and changes from one version of Triton to the next;
-`providers.GLUON_TRITON` is the one that this was tried with.
+Types are bfloat16 and float16, sums float32. Latents may be float8_e4m3fn: the third group reads them into registers,
+and writes them to shared memory in the queries' type. That compiles for Hopper without spills, and is right on the
+model of `tests/gluon_model.py`. No GPU has run it, so `auto` takes Triton for such latents.
+
+Gluon is experimental and changes from one version of Triton to the next; `providers.GLUON_TRITON` is the one that this
+was tried with.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.gluon_groups import COPIED, PLAIN, copy, even, gather, odd
+from attn_backends.kernels.gluon_groups import COPIED, PLAIN, copy, even, gather_any, odd
 from attn_backends.kernels.paged_operators import RANK
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge
@@ -144,7 +148,7 @@ def _attend(
 
     rows = (tile, group, first, num_rows, num_keys)
     keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
-    queries, blocks = _tiles(latents[0].dtype.element_ty, 1), _tiles(latents[0].dtype.element_ty, 2)
+    queries, blocks = _tiles(q[0].dtype.element_ty, 1), _tiles(q[0].dtype.element_ty, 2)
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], _PEAKS)  # of both groups, and in the end their totals
     full, free, handed = _barriers(5, 128), _barriers(4, 1), _barriers(2, 1)
     gl.thread_barrier()
@@ -156,7 +160,7 @@ def _attend(
     given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale)
     gl.warp_specialize(
         [
-            (gather, (blocks, full, free, latents[0], latents[1], ids, keys_of, PAGE_SIZE)),
+            (gather_any, (blocks, full, free, latents[0], latents[1], ids, keys_of, PAGE_SIZE)),
             (even, (given, outputs, lse, CAUSAL)),
             (odd, (given, outputs, CAUSAL)),
         ],

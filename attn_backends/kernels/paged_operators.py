@@ -104,9 +104,10 @@ def paged_attention(
 def latent_attention(q: Tensor, latents: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Attention of each request's query rows over the latents in its pages.
 
-    q: [num_tokens, num_heads, 576]. latents: [num_pages, page_size, 576] of q's type, bfloat16 or float16; their first
-    512 elements are the values. Elements of both are dense, other strides multiples of 16. given: what follows the
-    values in `paged_attention`, up to partial_lse; this is the same for one KV head without windows and sinks.
+    q: [num_tokens, num_heads, 576], bfloat16 or float16. latents: [num_pages, page_size, 576] of q's type or
+    float8_e4m3fn; their first 512 elements are the values. Elements of both are dense, other strides multiples of 16.
+    given: what follows the values in `paged_attention`, up to partial_lse; this is the same for one KV head without
+    windows and sinks.
 
     Returns out [num_tokens, num_heads, 512] and lse as of it. Raises ValueError where shapes or types do not fit.
     """
@@ -289,14 +290,14 @@ def _check_latents(q: Tensor, latents: Tensor) -> None:
         any(each.dim() != 3 or each.shape[2] != LATENT or each.stride(2) != 1 for each in (q, latents))
         or any(stride % _ALIGNED for each in (q, latents) for stride in each.stride()[:2])
         or any(each.data_ptr() % _ALIGNED for each in (q, latents))
-        or q.dtype is not latents.dtype
+        or latents.dtype not in (q.dtype, torch.float8_e4m3fn)
         or q.dtype not in (torch.bfloat16, torch.float16)
     ):
         given = " and ".join(f"{list(each.shape)} {each.dtype} of strides {each.stride()}" for each in (q, latents))
         raise ValueError(
             f"latent_attention: {given} do not fit together; needed are q [num_tokens, num_heads, {LATENT}] and "
-            f"latents [num_pages, page_size, {LATENT}], both bfloat16 or float16, elements dense, other strides "
-            f"multiples of {_ALIGNED}, at addresses that are multiples of {_ALIGNED}"
+            f"latents [num_pages, page_size, {LATENT}], both bfloat16 or float16, or latents float8_e4m3fn, elements "
+            f"dense, other strides multiples of {_ALIGNED}, at addresses that are multiples of {_ALIGNED}"
         )
 
 

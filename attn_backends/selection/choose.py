@@ -84,7 +84,9 @@ def choose_kernels(
             name = asked[kind]
         else:
             continue
-        able = [kernel for kernel in kernels if kind in kernel.capabilities and name in ("auto", kernel.name)]
+        able = [kernel for kernel in kernels if kind in kernel.capabilities]
+        if name != "auto":
+            able = [kernel.by_name() for kernel in able if kernel.name == name]
         choices[kind] = _choose(f"{owner} on {device}, {kind}", able, kind, device, workload)
     return choices
 

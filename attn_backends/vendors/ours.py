@@ -91,27 +91,28 @@ def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPl
 
 
 def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
-    """The kernel of a backend of latents. definition: what its torch kernel can do; it does the same for 16-bit types
-    and one size of heads, without windows and sinks.
+    """The kernel of a backend of latents. definition: what its torch kernel can do; it does the same for 16-bit queries
+    and one size of heads, without windows and sinks. No GPU has run it on 8-bit latents.
     """
-    return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}))
+    return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}), FP8_TYPES)
 
 
 def gluon_prefill_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
     """The kernel of a backend of keys and values, of prompts alone; else as `gluon_kernel`."""
     prompts = {StepKind.PREFILL: definition[StepKind.PREFILL]}
-    return _gluon(prompts, _launch_prefill, frozenset((size, size) for size in HEAD_SIZES))
+    return _gluon(prompts, _launch_prefill, frozenset((size, size) for size in HEAD_SIZES), frozenset())
 
 
 def _gluon(
     definition: Mapping[StepKind, Capabilities],
     launch: Callable[[Tensor, PagedCache, Scheduled[PagedPlan], AttentionLayer], AttentionOutput],
     sizes: frozenset[tuple[int, int]],
+    untried: frozenset[torch.dtype],
 ) -> Kernel[PagedPlan]:
     types = frozenset({torch.bfloat16, torch.float16})
 
     def narrowed(able: Capabilities) -> Capabilities:
-        able = replace(able, dtypes=types, cache_dtypes=frozenset(), head_sizes=sizes)
+        able = replace(able, dtypes=types, cache_dtypes=untried, untried=untried, head_sizes=sizes)
         return replace(able, window=False, tree_window=False, sinks=False)
 
     return Kernel(
