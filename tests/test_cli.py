@@ -247,7 +247,7 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
     assert output.count("identical") == 22
     assert output.startswith("flashinfer_mla chain, eager: after 'def read_file(path, encoding=' comes\n'")
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
-    assert output.count("sgl_kernel, vllm_flash_attn, triton: runs on CUDA devices, not on cpu") == 2, (
+    assert output.count("sgl_kernel, vllm_flash_attn, gluon_mla, triton: runs on CUDA devices, not on cpu") == 2, (
         "by fa3 and by its run of blocks, which has other phases"
     )
     assert all(line in output for line in written["kernels"])

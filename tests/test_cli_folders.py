@@ -60,7 +60,7 @@ def test_inspect_tells_what_runs_it_and_in_how_much(capsys: pytest.CaptureFixtur
     assert "['LlamaForCausalLMEagle3'], 15 tensors, 1.89 MB, hidden_size 256" in out
     assert "max_context = 2,044: prompt and output together; the target has 2,048 positions" in out
     assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in out
-    assert "vllm_flash_attn, triton: runs on CUDA devices, not on cpu" in out
+    assert "vllm_flash_attn, gluon_mla, triton: runs on CUDA devices, not on cpu" in out
 
 
 def test_inspect_tells_of_a_block_draft(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,15 +87,16 @@ def test_where_it_runs():
     assert providers.runs_on_gluon(torch.device("cpu")) == ["runs on CUDA devices, not on cpu"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_it_comes_before_triton_and_takes_what_it_declares(backend):
+@pytest.mark.parametrize(("backend", "name"), [*((each, "gluon") for each in BACKENDS), (FA3Backend, "gluon_mla")])
+def test_it_comes_before_triton_and_takes_what_it_declares(backend, name):
     names = [kernel.name for kernel in backend.kernels]
-    assert names[-3:] == ["gluon", "triton", "torch"]
+    assert names[-3:] == [name, "triton", "torch"]
     gluon, triton, _ = backend.kernels[-3:]
     assert gluon.capabilities.keys() == triton.capabilities.keys()
     layer = AttentionLayer(0, 128, 1, 576, 512, 0.1, k_scale=0.5, v_scale=0.5)
     for kind, able in gluon.capabilities.items():
         alike: dict[str, Any] = {"dtypes": frozenset(), "cache_dtypes": frozenset(), "untried": frozenset()}
+        alike |= {"window": False, "tree_window": False, "sinks": False}
         assert replace(able, head_sizes=None, **alike) == replace(triton.capabilities[kind], **alike)
         for dtype in (torch.bfloat16, torch.float16):
             assert able.layer_reasons(layer, dtype, dtype) == []
@@ -105,7 +106,7 @@ def test_it_comes_before_triton_and_takes_what_it_declares(backend):
 
 
 def test_of_keys_and_values_it_takes_prompts():
-    *_, gluon, triton, _ = FA3Backend.kernels
+    *_, gluon, _, triton, _ = FA3Backend.kernels
     assert (gluon.name, triton.name, set(gluon.capabilities)) == ("gluon", "triton", {StepKind.PREFILL})
     able = gluon.capabilities[StepKind.PREFILL]
     layer = AttentionLayer(0, 32, 8, 128, 128, 0.1, k_scale=0.5, v_scale=0.5)
@@ -214,6 +215,23 @@ def test_auto_leaves_8_bit_latents_to_triton_and_says_why(backend):
     assert (named.kernel.name, named.passed_over) == ("gluon", ())
     sixteen = choose_kernels("mine", ours, "auto", CUDA, replace(workload, cache_dtype=None))[StepKind.DECODE]
     assert sixteen.kernel.name == "gluon"
+
+
+def test_fa3_reads_latents_on_gluon_where_layers_say_that_they_are():
+    """And keys and values on Triton, as it does where no layers are named."""
+    ours = [replace(kernel, unavailable_reasons=lambda device: []) for kernel in FA3Backend.kernels[-4:]]
+    mla, gqa = AttentionLayer(0, 128, 1, 576, 512, 0.1), AttentionLayer(0, 32, 8, 128, 128, 0.1)
+    workloads = {"mla": Workload(64, [mla], torch.bfloat16), "gqa": Workload(64, [gqa], torch.bfloat16)}
+    workloads |= {"unknown": Workload(64), "untyped": Workload(64, [mla])}
+    found = {name: choose_kernels("fa3", ours, "auto", CUDA, workload) for name, workload in workloads.items()}
+    of_decode = {name: chosen[StepKind.DECODE].kernel.name for name, chosen in found.items()}
+    assert of_decode == {"mla": "gluon_mla", "gqa": "triton", "unknown": "triton", "untyped": "triton"}
+    assert found["mla"][StepKind.PREFILL].kernel.name == "gluon_mla"
+    assert found["gqa"][StepKind.PREFILL].kernel.name == "gluon"
+    (said,) = found["unknown"][StepKind.DECODE].passed_over
+    assert said == "gluon_mla: reads one of the backend's cache formats, and no layers of a type are named"
+    by_name = choose_kernels("fa3", ours, "gluon_mla", CUDA, Workload(64))[StepKind.DECODE]
+    assert (by_name.kernel.name, by_name.passed_over) == ("gluon_mla", ())
 
 
 PROMPTS = Sizes(lens=(90, 70, 130), num_heads=4, num_kv_heads=2, dim=64, v_dim=64)

@@ -9,6 +9,7 @@ q [num_tokens, num_heads, head_dim]; the cache holds keys and values, or latents
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from attn_backends.kernels.torch_attention import page_table_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.selection.providers import runs_anywhere
 from attn_backends.vendors import flash_attention
-from attn_backends.vendors.ours import gluon_prefill_kernel, triton_kernel
+from attn_backends.vendors.ours import gluon_kernel, gluon_prefill_kernel, triton_kernel
 from spec_metadata import BoundStep, Buffers, BufferSpec, Step, StepKind
 from spec_metadata.plans import ragged
 from spec_metadata.visibility import windowed
@@ -57,6 +58,7 @@ class FA3Backend(AttentionBackend[ragged.RaggedPlan]):
     kernels = (
         *flash_attention.kernels(flash_attention.CAPABILITIES),
         gluon_prefill_kernel(_TORCH),
+        replace(gluon_kernel(_TORCH), name="gluon_mla", needs_layers=True),
         triton_kernel(_TORCH),
         Kernel("torch", _launch_torch, _TORCH, runs_anywhere),
     )

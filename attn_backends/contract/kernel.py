@@ -83,6 +83,7 @@ class Kernel(Generic[Plan]):
     now on, by its own launch; None if it never does. scratch: buffers that hold nothing between two launches, one set
     for all launches of a backend, which therefore belong on one stream; of sizes that no step changes. slower_mixed:
     (layer, running requests, rows of prompts) -> why one step of packed rows of both is slower than two; empty if not.
+    needs_layers: whether `auto` takes it only where layers are named, as it reads one of its backend's cache formats.
     """
 
     name: str
@@ -97,13 +98,14 @@ class Kernel(Generic[Plan]):
     scratch: tuple[BufferSpec, ...] = ()
     takes_parts: bool = False
     slower_mixed: Callable[[AttentionLayer, int, int], str] = lambda *_: "no measurement has one step as fast as two"
+    needs_layers: bool = False
 
     def by_name(self) -> Kernel[Plan]:
-        """What it is when it is asked for by name: it takes what no GPU has run, too."""
-        if not any(able.untried for able in self.capabilities.values()):
+        """What it is when it is asked for by name: it takes what no GPU has run, and layers that are not named yet."""
+        if not self.needs_layers and not any(able.untried for able in self.capabilities.values()):
             return self
         able = {kind: replace(able, untried=frozenset()) for kind, able in self.capabilities.items()}
-        return replace(self, capabilities=able)
+        return replace(self, capabilities=able, needs_layers=False)
 
     def layer_reasons(
         self,

@@ -1,7 +1,8 @@
 """Our own kernels of the dense backends, on whatever lists a backend's pages.
 
-    gluon     on Hopper (SM90): MLA of latents of 512 + 64 elements, the operator `latent_attention`, and prompts over
-              keys and values of 64 or 128 elements, the operator `prefill_attention`
+    gluon     on Hopper (SM90): MLA of latents of 512 + 64 elements, the operator `latent_attention`, or prompts over
+              keys and values of 64 or 128 elements, the operator `prefill_attention`; of `fa3`, which has both, the
+              first is `gluon_mla`
     triton    anything else, on any GPU from SM80 on: the operator `paged_attention`
 
 Where a batch is too small to fill the GPU, the keys of a request are divided, and the parts are merged through scratch
