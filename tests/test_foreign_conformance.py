@@ -8,11 +8,10 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from attn_backends.conformance import Outcome, Subject, resolve_subjects, run_conformance, selected_cases
-from attn_backends.conformance.foreign import FOREIGN, foreign_backend
+from attn_backends.conformance.foreign import FOREIGN, foreign_backend, places
 from attn_backends.conformance.foreign.blame import run_foreign_case
 from attn_backends.conformance.foreign.causes import told_list
 from attn_backends.conformance.foreign.isolation import Isolated, running
-from attn_backends.conformance.foreign.sglang import backends
 from attn_backends.conformance.profiles import passed
 from attn_backends.errors import BackendUnavailableError
 from tests import foreign_backends as tiny
@@ -139,7 +138,7 @@ def test_without_its_package_or_with_another_version_a_project_is_not_run(monkey
             raise PackageNotFoundError(package)
         return found
 
-    monkeypatch.setattr(backends, "version", version)
+    monkeypatch.setattr(places, "version", version)
     subjects, absent = resolve_subjects(name, device=device)
     assert subjects == []
     assert f"{reason} (the driver knows 0.5.23)" in {row.reason for row in absent}

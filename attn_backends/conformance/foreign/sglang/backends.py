@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from attn_backends.cache import CacheFormat, PagedCache, PagedLatent
+from attn_backends.cache import CacheFormat
+from attn_backends.conformance.foreign import places
 from attn_backends.conformance.foreign.driver import (
     Exempt,
     ForeignBackend,
-    ForeignStep,
     first_use,
     launch,
 )
+from attn_backends.conformance.foreign.places import DECODES, Where, can
+from attn_backends.conformance.foreign.places import LATENTS_ON_CPU as ON_CPU
+from attn_backends.conformance.foreign.places import LATENTS_ON_GPU as ON_GPU
+from attn_backends.conformance.foreign.served import ServedBackend, latent_pages
 from attn_backends.conformance.foreign.sglang.engine import Engine
 from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRITON, TRTLLM, Parts
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
@@ -25,7 +27,7 @@ from attn_backends.conformance.worlds import layer_of
 from attn_backends.contract.capabilities import Capabilities
 from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionLayer
-from spec_metadata import Bucket, CacheGeometry, Capacity, Step, StepKind
+from spec_metadata import StepKind
 
 KNOWN_VERSIONS = ("0.5.23",)
 CPU_ENVIRONMENT = {
@@ -34,16 +36,7 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "SGLANG_FLASHINFER_WORKSPACE_SIZE": "1024",
 }
-
-
-def missing_reasons() -> list[str]:
-    """Why SGLang can't be driven here; empty if it can."""
-    known = f"the driver knows {', '.join(KNOWN_VERSIONS)}"
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        return [f"sglang is not installed ({known})"]
-    return [] if found in KNOWN_VERSIONS else [f"sglang {found} is installed ({known})"]
+missing_reasons = partial(places.missing_reasons, "sglang", KNOWN_VERSIONS)
 
 
 def on_cpu(device: torch.device) -> list[str]:
@@ -77,24 +70,10 @@ def flash_attention_reasons(device: torch.device) -> list[str]:
     return ["it is built for Hopper GPUs (compute capability 9.0)"]
 
 
-Where = tuple[tuple[int, int], int, torch.dtype]
-"""Head sizes, query heads and type that a place is driven with."""
-
-
-def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
-    """What all of SGLang's MLA backends can do in a step kind."""
-    sizes, heads, dtype = where
-    given = {"head_sizes": frozenset({sizes}), "query_heads": frozenset({heads}), "needs_host_lens": True, **others}
-    return Capabilities(frozenset(pages), frozenset({dtype}), **given)
-
-
-ON_CPU: Where = ((80, 64), 4, torch.float32)
-ON_GPU: Where = ((576, 512), 16, torch.bfloat16)
 ONE_POOL = Exempt(("api.cache_groups", "graph.cache_groups"), "a backend of SGLang reads one pool")
 ROWS_AS_PLANNED = Exempt(
     ("cache.keeps_first_rows", "cache.reads_alone"), "a backend of SGLang stores the rows of its batch, all of them"
 )
-DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
 def _flashinfer(where: Where, **others: Any) -> dict[StepKind, Capabilities]:
@@ -115,70 +94,16 @@ def _flash_attention(where: Where, **others: Any) -> dict[StepKind, Capabilities
     return able | {StepKind.PREFILL: can(where, {1, 64}, graph=False, packed=True, **others)}
 
 
-class SGLangBackend(ForeignBackend):
-    """A backend of SGLang. right: whether what is driven is right instead (`control`). engine_type: of its server.
-    eager_type, captured_type: of its steps.
-    """
+class SGLangBackend(ServedBackend):
+    """A backend of SGLang."""
 
     project = "SGLang"
     exempt = (*ForeignBackend.exempt, ONE_POOL, ROWS_AS_PLANNED)
     parts: ClassVar[Parts]
-    right: ClassVar[bool] = False
     engine_type: ClassVar[type[Engine]] = Engine
     eager_type: ClassVar[type[EagerStep]] = EagerStep
     captured_type: ClassVar[type[CapturedStep]] = CapturedStep
-
-    def __init__(
-        self, capacity: Capacity, geometry: CacheGeometry, device: torch.device | str = "cpu", **options: Any
-    ) -> None:
-        super().__init__(capacity, geometry, device, **options)
-        names = {choice.kernel.name for choice in self.choices.values()}
-        own = not any(name.startswith("stand_in") for name in names)
-        place = capacity, geometry, self.device, *self.model_on(self.device)
-        self.engine = self.engine_type(self.parts, *place, has_kernels=own, right=self.right)
-
-    @classmethod
-    @abstractmethod
-    def model_on(cls, device: torch.device) -> tuple[torch.dtype, AttentionLayer]:
-        """The type and the layer of the model that is served on a device."""
-
-    @staticmethod
-    @abstractmethod
-    def pages_of(cache: Any) -> Tensor:
-        """[num_pages, ...] the memory of the suite's cache, as the pool's."""
-
-    @classmethod
-    def control(cls) -> type[ForeignBackend]:
-        """The same driver in front of `control.RightBackend`."""
-        return type(cls.__name__, (cls,), {"right": True, "__module__": cls.__module__})
-
-    @classmethod
-    def environment(cls, device: str) -> dict[str, str]:
-        """On a CPU, SGLang's own kernels of metadata run in Triton's interpreter."""
-        return {} if torch.device(device).type == "cuda" else CPU_ENVIRONMENT
-
-    def plan_eagerly(self, step: Step) -> ForeignStep:
-        """A batch of a server without graphs."""
-        return self.eager_type(self.engine, step)
-
-    def plan_captured(self, bucket: Bucket) -> ForeignStep:
-        """A batch over a graph runner's buffers."""
-        return self.captured_type(self.engine, bucket, self.capacity.num_steps)
-
-    def bring_in(self, cache: PagedCache) -> None:
-        """Copy the cache into the pool, whose page 0 is the reserved one."""
-        _copy(self.pages_of(cache), self.engine.pages, self.geometry.reserved_page)
-
-    def bring_out(self, cache: PagedCache) -> None:
-        """Copy the pool into the cache."""
-        _copy(self.engine.pages, self.pages_of(cache), self.geometry.reserved_page)
-
-
-def _copy(source: Tensor, destination: Tensor, reserved: int) -> None:
-    """Copy all pages; page 0 and the reserved one change places."""
-    destination.copy_(source)
-    destination[reserved].copy_(source[0])
-    destination[0].copy_(source[reserved])
+    cpu_environment = CPU_ENVIRONMENT
 
 
 class SGLangMLA(SGLangBackend):
@@ -192,11 +117,7 @@ class SGLangMLA(SGLangBackend):
         sizes, heads, dtype = ON_GPU if device.type == "cuda" else ON_CPU
         return dtype, layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))[0]
 
-    @staticmethod
-    def pages_of(cache: Any) -> Tensor:
-        """[num_pages, page_size, dim]"""
-        assert isinstance(cache, PagedLatent), "it takes no other format"
-        return cache.latent
+    pages_of = staticmethod(latent_pages)
 
 
 class FlashInferMLA(SGLangMLA):

@@ -1,8 +1,4 @@
-"""SGLang's batch object of a step: what its scheduler hands to a runner, and what a graph's runner keeps.
-
-SGLang's numbers are not the suite's: its page 0 and request row 0 are what padding uses, so they change places with the
-suite's reserved ones.
-"""
+"""SGLang's batch object of a step: what its scheduler hands to a runner, and what a graph's runner keeps."""
 
 from __future__ import annotations
 
@@ -12,24 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_metadata import CacheGeometry, RequestTable, Step, StepKind
+from spec_metadata import Step, StepKind
 
 FILL = 1  # SGLang's length of a padded row
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """Slots in SGLang's numbers, and back: the reserved page and page 0 change places, which is its own inverse."""
-
-    geometry: CacheGeometry
-
-    def slots(self, slots: Tensor) -> Tensor:
-        """The other side's numbers of slots, int64."""
-        size, reserved = self.geometry.page_size, self.geometry.reserved_page
-        slots = slots.long()
-        page = torch.div(slots, size, rounding_mode="floor")
-        swapped = torch.where(page == reserved, 0, torch.where(page == 0, reserved, page))
-        return swapped * size + slots % size
 
 
 @dataclass(frozen=True)
@@ -58,15 +39,6 @@ def lengths_of(step: Step) -> Lengths:
     assert step.seq_lens_cpu is not None, "the kernel declares that it needs lengths on the host"
     widths = getattr(step.query, "lens_cpu", None) or (step.width,) * step.bs
     return Lengths(step.kind, tuple(step.seq_lens_cpu), tuple(widths))
-
-
-def token_slots(step: Step, num_tokens: int) -> Tensor:
-    """[bs, up to num_tokens] the suite's slots of each request's leading tokens."""
-    paging, size = step.paging, step.paging.geometry.page_size
-    if isinstance(paging, RequestTable):
-        return paging.table[paging.rows.long(), :num_tokens]
-    offsets = torch.arange(size, device=paging.table.device)
-    return (paging.table.long().unsqueeze(2) * size + offsets).flatten(1)[:, :num_tokens]
 
 
 def make_batch(api: Any, lens: Lengths, tensors: dict[str, Tensor]) -> Any:

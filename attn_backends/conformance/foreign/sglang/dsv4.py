@@ -23,8 +23,9 @@ from attn_backends.conformance.foreign.driver import (
     first_use,
     launch,
 )
+from attn_backends.conformance.foreign.places import DECODES, Where, can
 from attn_backends.conformance.foreign.sglang import control, stand_ins
-from attn_backends.conformance.foreign.sglang.backends import DECODES, SGLangBackend, Where, can, on_cpu, on_gpu
+from attn_backends.conformance.foreign.sglang.backends import SGLangBackend, on_cpu, on_gpu
 from attn_backends.conformance.foreign.sglang.engine import MARGIN, ROOM, Engine
 from attn_backends.conformance.foreign.sglang.parts import DSV4
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep, SGLangStep

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attn_backends.conformance.foreign.pages import Numbers
+from attn_backends.conformance.foreign.places import OnCpu
 from attn_backends.conformance.foreign.sglang import control, stand_ins
-from attn_backends.conformance.foreign.sglang.batches import Numbers
 from attn_backends.conformance.foreign.sglang.parts import Parts
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry, Capacity, StepKind
@@ -75,7 +76,7 @@ class Engine:
 
     def simulated(self) -> AbstractContextManager[Any]:
         """In which SGLang's code runs; on a CPU, without a CUDA device."""
-        return nullcontext() if self.device.type == "cuda" else stand_ins.OnCpu()
+        return nullcontext() if self.device.type == "cuda" else OnCpu()
 
     def _runner(self, geometry: CacheGeometry, dtype: torch.dtype, layer: AttentionLayer) -> Any:
         api, capacity, rank = self.api, self.capacity, layer.v_head_dim

@@ -12,11 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attn_backends.conformance.foreign.driver import NOWHERE
+from attn_backends.conformance.foreign.pages import Rows, leading_slots, seen_by_rows
 from attn_backends.conformance.foreign.sglang import stand_ins
-
-Rows = list[list[int]]
-"""The slots that each query row attends to, in SGLang's numbers."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,8 @@ def read_lists(backend: Any, planned: Any, batch: Any) -> Rows | None:
     for request, length in enumerate(lens):
         width = starts[request + 1] - starts[request]
         listed = indices[offsets[request] : offsets[request] + length].tolist()
-        rows += _seen(listed, width)
+        rows += seen_by_rows(listed, width)
     return rows
-
-
-def _seen(listed: list[int], width: int) -> Rows:
-    """What each of a request's rows sees of its keys, the last row all."""
-    return [listed[: max(len(listed) - width + 1 + row, 0)] for row in range(width)]
 
 
 def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,12 +67,6 @@ def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, 
     return wrapper._qo_indptr_buf, wrapper._kv_indptr_buf, wrapper._kv_len_arr_buf
 
 
-def _listed(pages: list[int], size: int, length: int) -> list[int]:
-    """The leading slots of pages; of those that the table has none of, nowhere."""
-    slots = [page * size + offset for page in pages for offset in range(size)]
-    return slots[:length] + [NOWHERE] * (length - len(slots))
-
-
 def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What a block table and lengths list for each row of a batch of one width."""
     if planned is None:
@@ -88,7 +74,7 @@ def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     size, rows = backend.page_size, []
     width = batch.positions.numel() // batch.batch_size
     for pages, length in zip(planned.block_kv_indices.tolist(), planned.seq_lens_k.tolist(), strict=False):
-        rows += _seen(_listed(pages, size, length), width)
+        rows += seen_by_rows(leading_slots(pages, size, length), width)
     return rows
 
 
@@ -113,7 +99,7 @@ def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
     size, rows = backend.page_size, []
     lists = planned.page_table.tolist(), planned.cache_seqlens_int32.tolist(), planned.cu_seqlens_q.diff().tolist()
     for pages, length, width in zip(*lists, strict=False):
-        rows += _seen(_listed(pages, size, length), width)
+        rows += seen_by_rows(leading_slots(pages, size, length), width)
     return rows
 
 

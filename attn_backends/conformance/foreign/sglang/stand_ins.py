@@ -7,22 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.overrides import TorchFunctionMode
 
 from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
 from attn_backends.kernels.torch_compressed import Keys, attend_rows, write_rows
-
-
-class OnCpu(TorchFunctionMode):
-    """What asks for a CUDA device or for page-locked memory is given neither."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs and torch.device(kwargs["device"] or "cpu").type == "cuda":
-            kwargs["device"] = "cpu"
-        if "pin_memory" in kwargs:
-            kwargs["pin_memory"] = False
-        return func(*args, **kwargs)
 
 
 def write_latents(kv_buffer: Tensor, loc: Tensor, nope: Tensor, rope: Tensor, *, reserved_skip_index: int = 0) -> None:
@@ -61,8 +48,8 @@ class Module:
 
 
 class Grid:
-    """Keys that a launch goes over, set by whoever makes a backend. Tables are widened to as many, so that a sum over
-    keys rounds alike whatever a table's width: a replay's bits are compared with those of an eager step.
+    """Keys that a launch goes over, set by whoever makes a backend. Tables are widened to as many, so that a
+    sum over keys rounds alike whatever a table's width: a replay's bits are compared with those of an eager step.
     """
 
     max_kv_len = 0

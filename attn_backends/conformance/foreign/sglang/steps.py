@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attn_backends.cache import CacheInputs, Latents
 from attn_backends.conformance.foreign.driver import ForeignStep, Handed
-from attn_backends.conformance.foreign.sglang.batches import FILL, Lengths, lengths_of, make_batch, token_slots
+from attn_backends.conformance.foreign.pages import token_slots
+from attn_backends.conformance.foreign.sglang.batches import FILL, Lengths, lengths_of, make_batch
 from attn_backends.conformance.foreign.sglang.engine import Engine
 from attn_backends.graphs import run_at_replays
 from attn_backends.layer import AttentionLayer
