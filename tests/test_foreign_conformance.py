@@ -6,13 +6,17 @@ import os
 from importlib.metadata import PackageNotFoundError
 
 import pytest
+import torch
 
+from attn_backends.backends.reference import ReferenceBackend
+from attn_backends.cache import CacheFormat
 from attn_backends.conformance import Outcome, Subject, resolve_subjects, run_conformance, selected_cases
 from attn_backends.conformance.foreign import FOREIGN, foreign_backend, places
 from attn_backends.conformance.foreign.blame import run_foreign_case
 from attn_backends.conformance.foreign.causes import told_list
 from attn_backends.conformance.foreign.isolation import Isolated, running
 from attn_backends.conformance.profiles import passed
+from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError
 from tests import foreign_backends as tiny
 
@@ -127,19 +131,33 @@ def test_an_unknown_backend_of_a_known_project_names_those_there_are():
     assert foreign_backend("my_package:MyBackend") is None
 
 
-@pytest.mark.parametrize(
-    ("found", "reason"), [(None, "sglang is not installed"), ("0.6.0", "sglang 0.6.0 is installed")]
-)
+KNOWN = {"sglang": "0.5.23", "vllm": "0.33.0"}
+
+
+@pytest.mark.parametrize("found", [None, "0.6.0"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_without_its_package_or_with_another_version_a_project_is_not_run(monkeypatch, name, device, found, reason):
+def test_without_its_package_or_with_another_version_a_project_is_not_run(monkeypatch, name, device, found):
     def version(package):
         if found is None:
             raise PackageNotFoundError(package)
         return found
 
     monkeypatch.setattr(places, "version", version)
+    project = name.partition(":")[0]
+    reason = f"{project} is not installed" if found is None else f"{project} {found} is installed"
     subjects, absent = resolve_subjects(name, device=device)
     assert subjects == []
-    assert f"{reason} (the driver knows 0.5.23)" in {row.reason for row in absent}
+    if (name, device) != ("vllm:cpu_attn", "cuda"):
+        assert f"{reason} (the driver knows {KNOWN[project]})" in {row.reason for row in absent}
     assert {row.status for row in absent} == {Outcome.NOT_RUN}
+
+
+def test_of_keys_and_values_both_are_where_a_token_is():
+    world = World(Setup(ReferenceBackend, CacheFormat.KV, 16))
+    vector = torch.randn(*world.token_shape, dtype=torch.float64)
+    world.write(world.memory, torch.tensor([3, 5]), torch.stack((vector, vector)))
+    world.memory[0, 5, 1] += 1
+    held = [torch.equal(slot, world.token_of(vector)) for slot in world.tokens_in(world.memory)]
+    assert held.index(True) == 3
+    assert held.count(True) == 1

@@ -140,12 +140,18 @@ class World:
         return keys.clamp(-limit, limit).to(dtype), values.clamp(-limit, limit).to(dtype)
 
     def tokens_in(self, memory: Tensor) -> Tensor:
-        """[num_slots, ...] the keys that the slots of a memory hold."""
-        return memory.flatten(0, 1)[:, 0]
+        """[num_slots, elements] what the slots of a memory hold of a token: its key, and its value where it has one."""
+        planes = memory.flatten(0, 1)
+        return self._joined(planes[:, 0], planes[:, 1, :, : self.layer.v_head_dim])
+
+    def _joined(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[num_tokens, elements] keys, and values where they are no part of them."""
+        parts = (keys, values) if self.setup.format is CacheFormat.KV else (keys,)
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def token_of(self, vector: Tensor) -> Tensor:
         """What the slot of a token holds, as of `tokens_in`. vector: [planes, kv_heads, dim]."""
-        return self.entries(vector.unsqueeze(0))[0][0]
+        return self._joined(*self.entries(vector.unsqueeze(0)))[0]
 
     def write(self, memory: Tensor, slots: Tensor, vectors: Tensor) -> None:
         """Put tokens into slots of a cache's memory. slots: [num_tokens]. vectors: as of `entries`."""

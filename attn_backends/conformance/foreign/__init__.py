@@ -11,12 +11,20 @@ from attn_backends.conformance.foreign.driver import ForeignBackend
 from attn_backends.errors import BackendUnavailableError
 
 _SGLANG = "attn_backends.conformance.foreign.sglang.backends"
+_VLLM = "attn_backends.conformance.foreign.vllm.backends"
 FOREIGN = {
     "sglang:flashinfer_mla": f"{_SGLANG}:FlashInferMLA",
     "sglang:trtllm_mla": f"{_SGLANG}:TRTLLMMLA",
     "sglang:fa3": f"{_SGLANG}:FA3",
     "sglang:triton": f"{_SGLANG}:TritonMLA",
     "sglang:dsv4": "attn_backends.conformance.foreign.sglang.dsv4:DeepSeekV4",
+    "vllm:flashmla": f"{_VLLM}:FlashMLA",
+    "vllm:flash_attn_mla": f"{_VLLM}:FlashAttnMLA",
+    "vllm:triton_mla": f"{_VLLM}:TritonMLA",
+    "vllm:flashinfer_mla": f"{_VLLM}:FlashInferMLA",
+    "vllm:triton_attn": f"{_VLLM}:TritonAttn",
+    "vllm:flash_attn": f"{_VLLM}:FlashAttn",
+    "vllm:cpu_attn": f"{_VLLM}:CPUAttn",
 }
 
 

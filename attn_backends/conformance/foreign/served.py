@@ -42,9 +42,14 @@ class ServedBackend(ForeignBackend):
         """The type and the layer of the model that is served on a device."""
 
     @staticmethod
-    @abstractmethod
     def pages_of(cache: Any) -> Tensor:
-        """[num_pages, ...] the memory of the suite's cache, as the pool's."""
+        """[num_pages, ...] the memory of the suite's cache, as the pool's: [num_pages, page_size, dim] of latents."""
+        assert isinstance(cache, PagedLatent), "it takes no other format"
+        return cache.latent
+
+    def pairs(self, cache: PagedCache) -> list[tuple[Tensor, Tensor]]:
+        """The parts of the suite's cache, each with the pool's of the same shape, pages first."""
+        return [(self.pages_of(cache), self.engine.pages)]
 
     @classmethod
     def control(cls) -> type[ForeignBackend]:
@@ -68,14 +73,10 @@ class ServedBackend(ForeignBackend):
 
     def bring_in(self, cache: PagedCache) -> None:
         """Copy the cache into the pool, whose page 0 is the reserved one."""
-        copy_pages(self.pages_of(cache), self.engine.pages, self.geometry.reserved_page)
+        for ours, theirs in self.pairs(cache):
+            copy_pages(ours, theirs, self.geometry.reserved_page)
 
     def bring_out(self, cache: PagedCache) -> None:
         """Copy the pool into the cache."""
-        copy_pages(self.engine.pages, self.pages_of(cache), self.geometry.reserved_page)
-
-
-def latent_pages(cache: Any) -> Tensor:
-    """[num_pages, page_size, dim] a cache of latents."""
-    assert isinstance(cache, PagedLatent), "it takes no other format"
-    return cache.latent
+        for ours, theirs in self.pairs(cache):
+            copy_pages(theirs, ours, self.geometry.reserved_page)

@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+
+from attn_backends.conformance.foreign.vllm.stand_ins import concat_and_cache_mla
 
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -19,7 +20,7 @@ def install() -> None:
         "_C_cache_ops",
         "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
         "Tensor scale, bool skip_scale) -> ()",
-        _concat_and_cache_mla,
+        concat_and_cache_mla,
     )
 
 
@@ -28,12 +29,3 @@ def _define(namespace: str, schema: str, function: Any) -> None:
     library.define(schema)
     library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
     _LIBRARIES.append(library)
-
-
-def _concat_and_cache_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, dtype: str, scale: Tensor, skip_scale: bool
-) -> None:
-    """Rows (kv_c, k_pe) to their slots; those of slot -1, and those beyond the slots, nowhere."""
-    for row, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
-            kv_cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1]] = torch.cat((kv_c[row], k_pe[row]))

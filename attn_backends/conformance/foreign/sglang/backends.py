@@ -19,7 +19,7 @@ from attn_backends.conformance.foreign.driver import (
 from attn_backends.conformance.foreign.places import DECODES, Where, can
 from attn_backends.conformance.foreign.places import LATENTS_ON_CPU as ON_CPU
 from attn_backends.conformance.foreign.places import LATENTS_ON_GPU as ON_GPU
-from attn_backends.conformance.foreign.served import ServedBackend, latent_pages
+from attn_backends.conformance.foreign.served import ServedBackend
 from attn_backends.conformance.foreign.sglang.engine import Engine
 from attn_backends.conformance.foreign.sglang.parts import FLASH_ATTENTION, FLASHINFER, TRITON, TRTLLM, Parts
 from attn_backends.conformance.foreign.sglang.steps import CapturedStep, EagerStep
@@ -116,8 +116,6 @@ class SGLangMLA(SGLangBackend):
         """A layer over latents."""
         sizes, heads, dtype = ON_GPU if device.type == "cuda" else ON_CPU
         return dtype, layer_of(CacheFormat.LATENT, sizes, frozenset({heads}))[0]
-
-    pages_of = staticmethod(latent_pages)
 
 
 class FlashInferMLA(SGLangMLA):
