@@ -28,7 +28,7 @@ NAMES = {
 """Names, and the modules that have them, which are imported once their platform is chosen."""
 
 
-class Platform(CpuPlatform):
+class Platform(CpuPlatform):  # type: ignore[misc]
     """vLLM's CPU platform without its compiled kernels, of which none is called here."""
 
     @classmethod

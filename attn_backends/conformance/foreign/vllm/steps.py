@@ -64,8 +64,8 @@ class VLLMStep(ForeignStep):
 
     def __init__(self, engine: Engine, kind: StepKind, inputs: Inputs, batch: Batch, num_steps: int) -> None:
         self.engine, self.kind, self.inputs, self.batch = engine, kind, inputs, batch
-        self.num_steps, self.at, self.prefill = num_steps, None, kind is StepKind.PREFILL
-        self.drafts = kind is StepKind.DRAFT_DECODE
+        self.num_steps, self.drafts = num_steps, kind is StepKind.DRAFT_DECODE
+        self.at: int | None = None
         self.builder = engine.builder_of(kind)
         self.is_fused = self.drafts and self.builder.supports_draft_decode_metadata_update
         self.planned: Any = None
@@ -104,21 +104,22 @@ class VLLMStep(ForeignStep):
         self.engine.tables.compute_slot_mappings(rows, starts, own.positions, num_tokens, out=self.inputs.slots)
 
     def common(self, forward: int = 0, max_seq_len: int = 0) -> Any:
-        """vLLM's batch object, over the buffers. max_seq_len: of a graph, else that of the batch."""
+        """vLLM's batch object, over the buffers. max_seq_len: of a graph, else that of the batch with all drafts."""
         batch, own, lens = self.batch, self.inputs.own, self.batch.lens(forward)
+        longest = int(batch.lens(self.num_steps - 1).max())
         return self.engine.api.CommonAttentionMetadata(
             query_start_loc=own.query_start_loc[: batch.bs + 1],
             query_start_loc_cpu=batch.starts,
             seq_lens=own.seq_lens[: batch.bs],
             seq_lens_cpu_upper_bound=lens,
-            max_seq_len=max_seq_len or int(lens.max()),
+            max_seq_len=max_seq_len or min(longest, self.engine.max_model_len),
             num_reqs=batch.bs,
             num_actual_tokens=batch.num_tokens,
             max_query_len=max(batch.widths, default=1),
             block_table_tensor=self.inputs.table[: batch.bs],
             slot_mapping=self.inputs.slots[0, : batch.num_tokens],
             positions=own.positions[: batch.num_tokens],
-            is_prefilling=torch.full((batch.bs,), self.prefill),
+            is_prefilling=torch.full((batch.bs,), self.kind is StepKind.PREFILL),
         )
 
     def begin(self, forward: int) -> None:
