@@ -29,7 +29,7 @@ NAMES = {
 
 
 class Platform(CpuPlatform):  # type: ignore[misc]
-    """vLLM's CPU platform without its compiled kernels, of which none is called here."""
+    """vLLM's CPU platform without its compiled kernels, which nothing calls here."""
 
     @classmethod
     def import_kernels(cls) -> None:

@@ -54,7 +54,7 @@ def on_cpu(device: torch.device) -> list[str]:
 
 
 def on_gpu(device: torch.device, *, majors: tuple[int, ...] = ()) -> list[str]:
-    """Why a backend's own kernels do not run. majors: of compute capabilities that vLLM takes it for, () for all."""
+    """Why a backend's own kernels do not run. majors: of the compute capabilities on which vLLM loads it, () for all."""
     if device.type != "cuda":
         return [f"its kernels run on a GPU, not on {device.type}"]
     if reasons := missing_reasons():
@@ -62,8 +62,8 @@ def on_gpu(device: torch.device, *, majors: tuple[int, ...] = ()) -> list[str]:
     major, minor = torch.cuda.get_device_capability(device)
     if not majors or major in majors:
         return []
-    taken = " or ".join(f"{each}.x" for each in majors)
-    return [f"vLLM takes it for GPUs of compute capability {taken}, and this one has {major}.{minor}"]
+    known = " or ".join(f"{each}.x" for each in majors)
+    return [f"vLLM loads it on GPUs of compute capability {known}, and this one has {major}.{minor}"]
 
 
 ONE_CACHE = Exempt(("api.cache_groups", "graph.cache_groups"), "a builder of vLLM plans for one group of layers")

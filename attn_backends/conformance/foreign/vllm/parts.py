@@ -1,4 +1,4 @@
-"""What differs between vLLM's backends: their modules and classes, what of them is not here, and their metadata."""
+"""What differs between vLLM's backends: their modules and classes, their missing kernels, and their metadata."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attn_backends.conformance.foreign.vllm import stand_ins
 
 
 def side_by_side(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """[num_blocks, block_size, num_kv_heads, dim] keys and values, where each token has its value behind its key.
+    """[num_blocks, block_size, num_kv_heads, dim] keys and values, where the value of a token lies right after its key.
 
     cache: [num_blocks, num_kv_heads, block_size, 2 * dim].
     """
