@@ -54,7 +54,7 @@ def on_cpu(device: torch.device) -> list[str]:
 
 
 def on_gpu(device: torch.device, *, majors: tuple[int, ...] = ()) -> list[str]:
-    """Why a backend's own kernels do not run. majors: of the compute capabilities on which vLLM loads it, () for all."""
+    """Why a backend's own kernels do not run. majors: of compute capabilities on which vLLM loads it, () for all."""
     if device.type != "cuda":
         return [f"its kernels run on a GPU, not on {device.type}"]
     if reasons := missing_reasons():
