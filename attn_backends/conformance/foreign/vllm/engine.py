@@ -15,14 +15,13 @@ from attn_backends.cache import CacheInputs, KeyValues, Latents
 from attn_backends.conformance.foreign.pages import Numbers
 from attn_backends.conformance.foreign.places import OnCpu
 from attn_backends.conformance.foreign.vllm import control, stand_ins
-from attn_backends.conformance.foreign.vllm.parts import Parts
+from attn_backends.conformance.foreign.vllm.parts import MOST_TOKENS, Parts
 from attn_backends.layer import AttentionLayer
 from spec_metadata import CacheGeometry, Capacity, StepKind
 
 API = "attn_backends.conformance.foreign.vllm.api"
 LAYER = "layer"
 STEPS_HELD = 4  # of whose requests there are rows at once; a step's requests are not those of another one
-LIMIT = 8192  # tokens that a server schedules at once
 
 
 class Engine:
@@ -73,7 +72,7 @@ class Engine:
 
     def _block_tables(self) -> Any:
         width = self.api.get_block_table_width(-(-self.max_model_len // self.block_size), self.block_size)
-        return self.api.BlockTables([self.block_size], self.num_rows, LIMIT, [width], self.device)
+        return self.api.BlockTables([self.block_size], self.num_rows, MOST_TOKENS, [width], self.device)
 
     def builder_of(self, kind: StepKind) -> Any:
         """The builder that plans a step kind: a speculator has one of its own for the forwards of a draft."""
@@ -111,7 +110,7 @@ class Engine:
                 cudagraph_capture_sizes=sizes,
                 static_forward_context={LAYER: self._model_layer()},
             ),
-            scheduler_config=SimpleNamespace(max_num_seqs=capacity.max_bs, max_num_batched_tokens=LIMIT),
+            scheduler_config=SimpleNamespace(max_num_seqs=capacity.max_bs, max_num_batched_tokens=MOST_TOKENS),
             speculative_config=SimpleNamespace(
                 num_speculative_tokens=capacity.num_draft_tokens - 1, parallel_drafting=False, method="mtp"
             ),

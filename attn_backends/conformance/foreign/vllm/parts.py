@@ -50,6 +50,9 @@ class Parts:
     halves: Callable[[Tensor], tuple[Tensor, Tensor]] = side_by_side
 
 
+MOST_TOKENS = 8192  # that a server schedules at once
+
+
 @dataclass(frozen=True)
 class Listed:
     """What metadata says, on the device. starts: [bs + 1]. table: [bs, max_blocks]. lens: [bs]."""
@@ -155,7 +158,7 @@ FLASHINFER_MLA = Parts(
     "FlashInferMLAImpl",
     stand_ins.nothing,
     _prepare_flashinfer,
-    {"bmm1_scale": None, "bmm2_scale": None, "_mla_counter_max_batch": 1, "_mla_counter_bytes": None},
+    {"bmm1_scale": None, "bmm2_scale": None, "_mla_counter_max_batch": MOST_TOKENS, "_mla_counter_bytes": None},
 )
 PLAIN = {"alibi_slopes": None, "logits_soft_cap": 0, "sinks": None, "attn_type": "decoder"}
 """Of a layer without extras."""

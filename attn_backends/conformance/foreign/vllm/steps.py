@@ -91,9 +91,8 @@ class VLLMStep(ForeignStep):
     def _assign(self, rows: list[int], slots: Tensor) -> None:
         """Give requests their blocks. slots: [bs, ...] of their leading tokens."""
         size, tables = self.engine.block_size, self.engine.tables
-        for row, request, length in zip(
-            rows, slots, self.batch.lens(max(self.num_steps - 2, 0)).tolist(), strict=False
-        ):
+        lens = self.batch.lens(max(self.num_steps - 2, 0))[: len(rows)].tolist()
+        for row, request, length in zip(rows, slots, lens, strict=True):
             tables.append_block_ids(row, ((request[:length:size] // size).tolist(),), overwrite=True)
         tables.apply_staged_writes()
 
