@@ -49,7 +49,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "attn_backends/backends/fa3.py": ("fa3",),
     "attn_backends/backends/trtllm_mla.py": ("trtllm_mla",),
     "attn_backends/backends/flashinfer_mla.py": ("flashinfer_mla",),
-    "attn_backends/backends/reference.py": ("reference",),
     "attn_backends/backends/dsv4.py": ("dsv4",),
     "attn_backends/kernels/torch_attention.py": (*DENSE, "reference"),
     "attn_backends/kernels/torch_compressed.py": ("dsv4",),
@@ -74,7 +73,7 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
     ): "what no row sees has no weight, and 1 is as finite as 0",
     (
         "attn_backends/backends/trtllm_mla.py",
-        "page_sizes=frozenset({32, 64}),",
+        "_UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)",
         "33",
     ): "another page size is declared, which the torch kernel takes",
     (
@@ -240,7 +239,7 @@ EQUIVALENT: Mapping[tuple[str, str, str], str] = {
     ): "more pages are looked at, and all past the visible keys are hidden",
     (
         "attn_backends/backends/trtllm_mla.py",
-        "page_sizes=frozenset({32, 64}),",
+        "_UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)",
         "65",
     ): "another page size is declared, which the torch kernel takes",
     (
