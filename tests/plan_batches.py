@@ -73,6 +73,7 @@ class Case:
             topk=max(topk, 8),
             num_steps=self.num_steps,
             num_draft_tokens=max(num_nodes, 2),
+            num_rerun=4 if kind == "packed extend" else 0,
         )
         self.bs = rng.choice(sizes)
         self.lens = [self._length() for _ in range(self.bs)]
