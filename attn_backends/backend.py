@@ -14,7 +14,7 @@ Metadata is returned and passed in (rule R7); a backend keeps only its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -57,11 +57,12 @@ from spec_metadata import (
     Paging,
     Step,
     StepKind,
+    UniformQuery,
     input_specs,
     misfit,
     static_step,
 )
-from spec_metadata.admission import check_capture, check_table_room, check_values, is_on
+from spec_metadata.admission import check_capture, check_table_room, check_values, is_on, most_committed
 from spec_metadata.bound_inputs import BoundStep, check_bound
 from spec_metadata.layout import check_is_step
 from spec_metadata.static_inputs import closed, padding_step
@@ -101,6 +102,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
         self.phases, self._layers = BackendMemory(self.name, *place), CheckedLayers()
+        self._admitted: dict[StepKind, tuple[Hashable, int]] = {}
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -256,6 +258,19 @@ class AttentionBackend(BackendDefinition[Plan]):
         return self.phases.sizes(paging)
 
     def _admit(self, step: Step) -> None:
+        """Refuse a step that can't be taken. One of uniform rows that has the layout of the last of its kind, and is no
+        longer than what was found to fit, is not checked again; lengths that the host knows are checked every time.
+        """
+        if self.checking or step.seq_lens_cpu is not None or not isinstance(step.query, UniformQuery):
+            self._check_step(step)
+            return
+        like = step.layout, step.paging.row_tokens, step.max_committed is None
+        known, most = self._admitted.get(step.kind, (None, 0))
+        if like != known or step.longest(self.capacity) > most:
+            self._check_step(step)
+            self._admitted[step.kind] = like, most_committed(step, self.capacity)
+
+    def _check_step(self, step: Step) -> None:
         if reasons := self.unsupported_reasons(step):
             kernel = f" ({self.kernel_of(step.kind).name})" if step.kind in self.choices else ""
             raise UnsupportedStepError(f"{self.name}{kernel} can't take a {step.kind} step", reasons)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -166,13 +167,18 @@ class Schedules(Generic[Plan]):
         planner: object = None,
     ) -> None:
         self.kernel, self._plans, self._lens, self._allocate = kernel, plans, lens, allocate
-        distinct = list({id(plan): None for plan in plans})
-        self._place = [distinct.index(id(plan)) for plan in plans]
         self._made: dict[tuple[int, LayerShape], Scheduled[Plan]] = {}
         self._workspaces: dict[LayerShape, Buffers] = {}
-        self._planner, self._along = planner, set[LayerShape]()
-        self._named = frozenset[LayerShape]()
+        self._planner = planner
+        self._along: set[LayerShape] = set()
+        self._named: frozenset[LayerShape] = frozenset()
         self.needs_lens = lens is not None
+
+    @cached_property
+    def _place(self) -> list[int]:
+        """Of each forward's plan among those that differ."""
+        distinct = list({id(plan): None for plan in self._plans})
+        return [distinct.index(id(plan)) for plan in self._plans]
 
     def name(self, shapes: Iterable[LayerShape]) -> None:
         """Plan for layers of these shapes, and refuse all others from now on."""

@@ -15,7 +15,6 @@ bound to an engine's buffers is read from those and written by the same launch, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -231,18 +230,16 @@ class _Repeated:
     """
 
     def __init__(self, name: str, *arguments: Any) -> None:
-        self._operator = partial(_OPERATORS[name], *arguments)
-        self._prepare = partial(_PREPARED[name], *arguments)
-        self._num_calls = 0
+        self._name, self._arguments, self._num_calls = name, arguments, 0
         self._direct: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         """Launch."""
         if self._num_calls == 1:
-            self._direct = self._prepare().bind()
+            self._direct = _PREPARED[self._name](*self._arguments).bind()
         self._num_calls += 1
         if self._direct is None or is_watched():
-            self._operator()
+            _OPERATORS[self._name](*self._arguments)
         else:
             self._direct()
 

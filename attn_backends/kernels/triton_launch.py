@@ -13,6 +13,7 @@ alignment of pointers belongs to the variant of a `Launch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
 from inspect import signature
 from threading import get_ident
 from typing import Any, NamedTuple, TypeVar
@@ -37,6 +38,7 @@ def unspecialized(kernel: Callable[..., Any]) -> Any:
 Numbers = TypeVar("Numbers", bound=tuple[int, ...])
 
 
+@lru_cache(maxsize=1024, typed=True)
 def opaque(numbers: Numbers) -> Numbers:
     """A named tuple of numbers below 30 bits, encoded so that none is 1 or a multiple of 16, on which Triton
     specialises; kernels decode each with `triton_step.number`.

@@ -257,7 +257,7 @@ def store_step(
 def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:
     """The sizes of a step as kernels take them. counts: those behind `bs`."""
     given, table = (inputs.query_starts, inputs.out_cache_loc, inputs.rows), inputs.table
-    starts_stride, loc_stride, rows_stride = (0 if each is None else each.stride(0) for each in given)
+    starts_stride, loc_stride, rows_stride = [0 if each is None else each.stride(0) for each in given]
     strides = (inputs.seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
     return opaque(StepSizes(*strides, table.shape[1], inputs.seq_lens.shape[0], *counts))
 
@@ -269,7 +269,7 @@ def arguments_of(inputs: StepInputs) -> tuple[tuple[Any, ...], tuple[Hashable, .
         first, *_ = inputs.captured
         captured = CapturedStep(*(*inputs.captured, first)[: len(CapturedStep._fields)])
         bound = opaque(BoundSizes(*inputs.bound))
-    types = (None if each is None else each.dtype for each in tensors)
+    types = [None if each is None else each.dtype for each in tensors]
     return (*tensors, captured, bound), (*types, *map(is_aligned, inputs.captured))
 
 
