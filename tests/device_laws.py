@@ -7,37 +7,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-import torch
 
 from attn_backends.graphs import CudaGraph, RecordedGraph
-from attn_backends.registry import get_backend
 from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
 from attn_backends_reference.eagle.block import BlockWorker
-from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.eagle.requests import DraftShape
-from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
-from attn_backends_reference.models import load_draft, load_target
+from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models.block import load_block
-from spec_metadata import CacheGeometry, Capacity
-from tests import head_formats
+from spec_metadata import Capacity
 from tests import reference_models as rm
 from tests.eagle3_laws import accepted_lengths
 from tests.eagle3_scenes import accept_any_length, watch
-from tests.head_catalogue import FORMATS
 from tests.mtp_laws import check_scene as check_mtp_scene
 from tests.mtp_scenes import Place, random_arrivals
-from tests.published_targets import TARGETS, WINDOW, write
 from tests.serving_laws import check_scene
 from tests.serving_scenes import (
     CHAIN,
     NEWLINE,
-    PHASES,
     TREE,
     Arrival,
     arrivals,
@@ -130,28 +120,18 @@ def check_blocks(host_lag: int, device: str = "cpu", num_requests: int = 20) -> 
     check_served(worker, *scene_of("gqa", num_requests, device))
 
 
-def check_gpt_oss(shape: dict[str, int], device: str = "cpu", new_tokens: int = 16) -> None:
-    """Sinks, and windows in alternate layers: a tiny gpt-oss on texts longer than the windows, whatever lengths cycles
-    accept of the drafts of an EAGLE-3 head.
+def check_gpt_oss(shape: dict[str, int], device: str = "cpu", num_requests: int = 20) -> None:
+    """Sinks, and windows in alternate layers: random serving on a random gpt-oss, whatever lengths cycles accept of the
+    drafts of an EAGLE-3 head.
     """
-    capacity = Capacity(2, 3 * WINDOW + new_tokens + 24, 4, **shape)
-    geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
-    backend = get_backend("fa3")(capacity, geometry, device, kernel="torch")
-    place = PhaseBackends(**dict.fromkeys(PHASES, backend)), capacity, geometry
-    options = WorkerOptions(**through_graphs(device, (1, 2)), chunk=5)
-    with TemporaryDirectory() as folder:
-        write(TARGETS["gpt-oss"], Path(folder) / "target")
-        target = load_target(Path(folder) / "target", torch.float32, device)
-        (Path(folder) / "head").mkdir()
-        head_formats.write(FORMATS["SpecForge, gpt-oss"], Path(folder) / "head")
-        draft = load_draft(Path(folder) / "head", target)
-    assert {layer.window for layer in target.layers} == {WINDOW, None}
-    assert all(layer.sinks is not None for layer in target.layers)
-    given = [text.tolist() for text in rm.random_tokens((3 * WINDOW, 5))]
-    plain, eagle = PlainWorker(target, *place, options), EagleWorker(target, draft, *place, options)
-    texts = [done.tokens for done in serve(plain, given, new_tokens + 8)]
-    with watch(eagle, accept_any_length(given, texts)) as seen:
-        found = [done.tokens for done in serve(eagle, given, new_tokens)]
-    assert found == [text[:new_tokens] for text in texts]
+    scene = arrivals(num_requests, 25, 80, 20, seed=3)
+    prompts, texts = [arrival.prompt for arrival in scene], endless("gpt_oss", scene, 28, device)
+    options = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "host_lag": 1, "device": device}
+    capacity = Capacity(6, 112, 8, **shape)
+    worker = eagle_worker("gpt_oss", "fa3", capacity, checking=False, **options, **through_graphs(device))
+    assert {layer.window for layer in worker.target.layers} == {rm.WINDOW, None}
+    assert all(layer.sinks is not None for layer in worker.target.layers)
+    with watch(worker, accept_any_length(prompts, texts)) as seen:
+        check_scene(worker, scene, texts)
     assert len(accepted_lengths(seen)) > 2, "several lengths are accepted"
-    assert eagle.num_graph_steps, "no step ran through a graph"
+    assert worker.num_graph_steps, "no step ran through a graph"

@@ -20,7 +20,7 @@ LAWS = {
     "adaptive steps": partial(device_laws.check_drafts, "adaptive steps", GQA, 1, **FEW),
     "windowed draft": partial(device_laws.check_drafts, "windowed draft", ("mla", "flashinfer_mla", 16), 0, **FEW),
     "draft blocks": partial(device_laws.check_blocks, 1, **FEW),
-    "gpt-oss": partial(device_laws.check_gpt_oss, TREE, new_tokens=6),
+    "gpt-oss": partial(device_laws.check_gpt_oss, TREE, **FEW),
 }
 CAUGHT = {
     "ragged verify": "lengths_count_the_largest_width",
