@@ -176,7 +176,11 @@ def test_ours_are_measured_of_every_backend_and_what_sglang_lacks_is_told(monkey
     monkeypatch.setattr(plans, "plans", lambda asked: [{"plans": len(asked.backends)}])
     monkeypatch.setattr(plans, "CAPACITY_CONTEXT", 512)
     stage = Stage(torch.device("cpu"), RecordedGraph, CudaClock(), 10)
-    found = list(sglang_plans.rows(Asked(stage, [get_backend(name) for name in plans.PAGE_SIZES], (1,), (300,))))
+    asked = Asked(stage, [get_backend(name) for name in plans.PAGE_SIZES], (1,), (300,))
+    monkeypatch.setattr(sglang_plans, "is_installed", lambda module: False)
+    assert not any("theirs" in row for row in sglang_plans.rows(asked))
+    monkeypatch.setattr(sglang_plans, "is_installed", lambda module: True)
+    found = list(sglang_plans.rows(asked))
     theirs = {row["theirs"] for row in found if "theirs" in row}
     assert theirs == {row["ours"] for row in found if "ours" in row} - {sglang_plans.NOT_THEIRS["backend"]}
     assert found[-1] == {"plans": 4}
