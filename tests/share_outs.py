@@ -172,9 +172,9 @@ def main() -> int:
     parser.add_argument("--sets", type=int, default=10_000, metavar="N", help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     args = parser.parse_args()
-    found = list(rows(args.sets, args.device))
     command = ["python", "-m", "tests.share_outs", "--sets", str(args.sets), "--json", str(args.json)]
-    results.write(args.json, results.head(command, args.device), found)
+    head, found = results.head(command, args.device), list(rows(args.sets, args.device))
+    results.write(args.json, head, found)
     for row in found:
         print(*row.values())
     return int(any(row["status"] == "fail" for row in found))
