@@ -29,19 +29,23 @@ from tests.engines.vllm.gpu.correctness import row
 from tests.engines.vllm.gpu.server import write_entry_points
 from tests.engines.vllm.gpu.slim import MACHINE_CODE, MAGIC, entries
 from tests.engines.vllm.gpu.throughput import SIDES, summarized
+from tests.engines.vllm.kinds import kind_of, wrong_kinds
 
 CASE = Case("gqa", FA3, "triton", "full")
 
 
-def attended(target: int = 5, draft: int = 13, kernel: str = "triton") -> dict[str, Any]:
-    """Five steps of two layers and a draft layer, of which one has no draft loop."""
-    prefill = {"backend": "fa3", "kernel": kernel, "forwards": 1}
-    verified = {name: prefill | {"forwards": num - 1} for name, num in (("0", 4 + 1), ("1", target), ("2", draft))}
-    return {name: {"prefill": prefill, "target_verify": kind} for name, kind in verified.items()}
+def attended(prefills: int = 1, verifies: int = 4, loops: int = 8, kernel: str = "triton") -> dict[str, Any]:
+    """Five steps of two layers and a draft layer, of which one has no draft loop. The first layer is always right."""
+    told = {"0": {"prefill": 1, "target_verify": 4}}
+    told |= {name: {"prefill": prefills, "target_verify": verifies} for name in "12"}
+    told["2"]["decode"] = loops
+    each = {"backend": "fa3", "kernel": kernel}
+    return {name: {kind: each | {"forwards": n} for kind, n in kinds.items() if n} for name, kinds in told.items()}
 
 
 def answer(**changed: Any) -> dict[str, Any]:
-    counts = {"steps": 5, "without_drafts": 1, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
+    steps = {"prefill": 1, "target_verify": 4}
+    counts = {"steps": steps, "without_drafts": 1, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
     counts |= {"ranks": 1, "otherwise": []}
     told = {"ids": [[1, 2, 3]], "gaps": [[0.5, 0.06, 0.5]], "cached": 0, "accepted": [3, 2, 1], "is_async": False}
     return counts | told | {"attended": attended()} | changed
@@ -54,21 +58,27 @@ def run(**changed: Any) -> dict[str, Any]:
 def test_a_run_in_which_all_is_right() -> None:
     told = row(CASE, run(), run())
     assert (told["ok"], told["differ"], told["wrong_counts"]) == (True, [], [])
-    assert told["kernels"] == {"prefill": "triton", "target_verify": "triton"}
+    assert told["kernels"] == dict.fromkeys(("prefill", "target_verify", "decode"), "triton")
 
 
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"attended": attended(target=4)}, "1: 4 of 5"),
-        ({"attended": attended(draft=15)}, "2: 15 of 13"),
-        ({"attended": attended(kernel="torch")}, "verified by {'torch'}"),
-        ({"replays": 0}, "0 replays"),
-        ({"otherwise": [1]}, "rank 1 counted otherwise"),
-        ({"ranks": 2}, "2 ranks"),
+        ({"attended": attended(verifies=3)}, ["1: 3 of 4 target_verify", "2: 3 of 4 target_verify"]),
+        (
+            {"attended": attended(prefills=5, verifies=0)},
+            [f"{layer}: {reason}" for layer in "12" for reason in ("5 of 1 prefill", "0 of 4 target_verify")]
+            + ["verified by none, triton"],
+        ),
+        ({"attended": attended(loops=10)}, ["2: 10 of 8 decode"]),
+        ({"attended": attended(kernel="torch")}, ["verified by torch"]),
+        ({"replays": 0}, ["0 replays"]),
+        ({"otherwise": [1]}, ["rank 1 counted otherwise"]),
+        ({"ranks": 2}, ["2 ranks"]),
     ],
     ids=[
         "a layer was left out",
+        "verifies planned as prefills",
         "a draft loop that was not to run",
         "another kernel",
         "no graph ran",
@@ -76,10 +86,36 @@ def test_a_run_in_which_all_is_right() -> None:
         "a rank too many",
     ],
 )
-def test_counts_that_are_not_the_engines_are_told(changed: dict[str, Any], words: str) -> None:
+def test_counts_that_are_not_the_engines_are_told(changed: dict[str, Any], words: list[str]) -> None:
     told = row(CASE, run(**changed), run())
     assert not told["ok"]
-    assert told["wrong_counts"] == [words, words]
+    assert told["wrong_counts"] == 2 * words
+
+
+@pytest.mark.parametrize(
+    ("lens", "kind"),
+    [
+        ([4, 4], "target_verify"),
+        ([1, 1], "decode"),
+        ([4], "target_verify"),
+        ([60], "prefill"),
+        ([4, 4, 60], "prefill"),
+        ([60, 3], "prefill"),
+        ([4, 4, 1], "prefill or decode"),
+        ([1, 4, 4], "prefill or target_verify"),
+        ([4, 1, 60], "prefill"),
+    ],
+    ids=str,
+)
+def test_the_kind_of_a_batch_is_that_of_its_widths(lens: list[int], kind: str) -> None:
+    assert kind_of(lens, 3) == kind
+
+
+def test_a_mixed_batch_may_count_as_either_and_once() -> None:
+    asked = {"decode": 2, "prefill or decode": 1}
+    assert wrong_kinds({"decode": 3}, asked) == wrong_kinds({"decode": 2, "prefill": 1}, asked) == []
+    assert wrong_kinds({"decode": 1, "prefill": 1}, asked) == ["1 of 2 to 3 decode"]
+    assert wrong_kinds({"decode": 3, "prefill": 1}, asked) == ["4 of 3 forwards"]
 
 
 def test_an_engine_on_another_backend_has_wrong_counts() -> None:

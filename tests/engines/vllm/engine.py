@@ -6,12 +6,14 @@ import gc
 import inspect
 import random
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm import platform, recorded_graphs
+from tests.engines.vllm.kinds import kind_of
 
 NUM_DRAFTED = 3
 MAX_MODEL_LEN = 128  # a multiple of 128: the block table has no columns beyond it
@@ -58,14 +60,14 @@ class Row:
 @dataclass
 class Run:
     """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
-    engine, undrafted: those after which no request wants drafts. layers: target layers and draft layers, by name.
-    graphs: captured and replayed. attended: as of
-    `attn_backends.engines.vllm.attended`. padded: steps that a larger graph ran. cached: prompt tokens from the cache.
+    engine, by kind (kinds.py). undrafted: those after which no request wants drafts. layers: target layers and draft
+    layers, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`. padded: steps
+    that a larger graph ran. cached: prompt tokens from the cache.
     """
 
     tokens: list[list[int]]
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-    steps: int = 0
+    steps: Counter[str] = field(default_factory=Counter)
     undrafted: int = 0
     layers: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     graphs: dict[str, int] = field(default_factory=dict)
@@ -128,7 +130,7 @@ def _watch(llm: Any, run: Run) -> None:
     def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafted = propose(batch, *args, **kwargs)
         sampled, rejected = args[4], args[5]
-        run.steps += 1
+        run.steps[kind_of(batch.num_scheduled_tokens.tolist(), NUM_DRAFTED)] += 1
         run.undrafted += kwargs.get("num_speculative_tokens") == 0
         run.padded += batch.num_reqs_after_padding > batch.num_reqs
         for i, request in enumerate(batch.req_ids):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from tests.engines.vllm.engine import Row, Run
+from tests.engines.vllm.kinds import draft_steps, wrong_layers
 from tests.engines.vllm.shadow import Shadow
 
 
 def assert_attended(row: Row, found: Run) -> None:
-    """The backend of the row, and no other, attended in every layer as often as the engine made a step."""
+    """The backend of the row, and no other, attended in every layer in the engine's steps, kind by kind."""
     assert found.steps
-    drafted = found.undrafted + row.forwards * (found.steps - found.undrafted)
-    counted = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in found.attended.items()}
-    assert counted == dict.fromkeys(found.layers[0], found.steps) | dict.fromkeys(found.layers[1], drafted)
+    loops = (row.forwards - 1) * (found.steps.total() - found.undrafted)
+    asked = dict.fromkeys(found.layers[0], found.steps) | dict.fromkeys(
+        found.layers[1], draft_steps(found.steps, loops)
+    )
+    wrong = wrong_layers(found.attended, asked)
+    assert not wrong, "; ".join(wrong)
     backend = row.backend.removeprefix("ATTN_BACKENDS_").lower()
     by = {kind["backend"] for kinds in found.attended.values() for kind in kinds.values()}
     assert by == {"fa3" if backend == "fa3_mla" else backend}

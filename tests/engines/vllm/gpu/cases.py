@@ -7,6 +7,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from tests.engines.vllm.kinds import draft_steps, wrong_layers
+
 ROOT = Path(__file__).parents[4]
 TIES = {"bfloat16": 0.25, "float32": 1e-3}
 """Two best scores that are no further apart may come in either order: four steps of bfloat16 between 8 and 16, where
@@ -103,21 +105,15 @@ class Case:
         return {"ATTN_BACKENDS_COUNT": "1"} | ({"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {})
 
     def wrong_counts(self, seen: dict[str, Any]) -> list[str]:
-        """Layers of target and draft in which our backend did not attend once a forward of the engine, by kernels other
-        than the case's, or without graphs that were to be replayed.
+        """Layers of target and draft in which our backend did not attend once a forward of the engine, kind by kind, by
+        kernels other than the case's, or without graphs that were to be replayed.
         """
-        draft = seen["draft_layers"]
-        drafted = seen["steps"] * self.forwards - seen["without_drafts"] * (self.forwards - 1)
-        wanted = {name: drafted if name in draft else seen["steps"] for name in seen["layers"]}
-        found = {name: sum(kind["forwards"] for kind in kinds.values()) for name, kinds in seen["attended"].items()}
-        every = sorted({*wanted, *found})
-        wrong = [
-            f"{name}: {found.get(name, 0)} of {wanted.get(name)}"
-            for name in every
-            if not found.get(name) or found[name] != wanted.get(name)
-        ]
-        verified = {kinds.get("target_verify", {}).get("kernel") for kinds in seen["attended"].values()}
-        wrong += [] if verified == {self.kernel} else [f"verified by {verified}"]
+        steps = seen["steps"]
+        drafted = draft_steps(steps, (self.forwards - 1) * (sum(steps.values()) - seen["without_drafts"]))
+        wanted = {name: drafted if name in seen["draft_layers"] else steps for name in seen["layers"]}
+        wrong = wrong_layers(seen["attended"], wanted)
+        verified = {kinds.get("target_verify", {}).get("kernel", "none") for kinds in seen["attended"].values()}
+        wrong += [] if verified == {self.kernel} else [f"verified by {', '.join(sorted(verified))}"]
         wrong += [f"rank {rank} counted otherwise" for rank in seen["otherwise"]]
         wrong += [] if seen["ranks"] == self.ranks else [f"{seen['ranks']} ranks"]
         return wrong + ([] if bool(seen["replays"]) == (self.mode != "eager") else [f"{seen['replays']} replays"])

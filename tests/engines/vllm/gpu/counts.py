@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 
 from attn_backends.engines.vllm import attended, forget_attended
+from tests.engines.vllm.kinds import kind_of
 
 
 class Counts:
-    """Of one model runner. replays: of CUDA graphs. steps: of the speculator. without_drafts: steps whose drafts no
+    """Of one model runner. replays: of CUDA graphs. steps: of the speculator, by
+    kind. without_drafts: steps whose drafts no
     request has a use for: vLLM runs no draft loop in them.
     """
 
     def __init__(self, runner: Any) -> None:
-        self.replays = self.steps = self.without_drafts = 0
+        self.replays = self.without_drafts = 0
+        self.steps: Counter[str] = Counter()
         self.layers = sorted(runner.vllm_config.compilation_config.static_forward_context)
         self.draft_layers: list[str] = []
         self._count_replays()
@@ -36,10 +40,10 @@ class Counts:
     def _count_steps(self, speculator: Any) -> None:
         propose = speculator.propose
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.steps += 1
+        def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self.steps[kind_of(batch.num_scheduled_tokens.tolist(), speculator.num_speculative_steps)] += 1
             self.without_drafts += kwargs.get("num_speculative_tokens") == 0
-            return propose(*args, **kwargs)
+            return propose(batch, *args, **kwargs)
 
         speculator.propose = counted
 
@@ -47,7 +51,8 @@ class Counts:
         """Count from zero."""
         torch.cuda.synchronize()
         forget_attended()
-        self.replays = self.steps = self.without_drafts = 0
+        self.replays = self.without_drafts = 0
+        self.steps.clear()
 
     def told(self) -> dict[str, Any]:
         """Since `forget`."""
