@@ -29,10 +29,17 @@ def register() -> None:
 
 
 def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, common: CommonAttentionMetadata, scale: float, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    common: CommonAttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[num_rows, num_heads, value size] float64; rows of no request are zeros. q: [num_rows, num_heads, head size].
-    k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most.
+    k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most. sinks: [num_heads], scores
+    that have no value: their exponentials are in the denominators.
     """
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
     starts = common.query_start_loc.tolist()
@@ -48,7 +55,10 @@ def exact_attention(
         places = torch.arange(length, device=q.device)
         behind = places[length - num :].unsqueeze(1) - places
         hidden = (behind < 0) | (behind >= (window or length))
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)), -1)
+        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values)
     return out
 
 
@@ -77,8 +87,12 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 class Impl(AttentionImpl[Metadata]):
     """Grouped-query attention."""
 
-    def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kw: Any) -> None:
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int,
+        alibi_slopes: Any = None, sliding_window: int | None = None, *args: Any, sinks: Tensor | None = None, **kw: Any,
+    ) -> None:  # fmt: skip
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.window, self.sinks = sliding_window, sinks
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Any,
@@ -91,7 +105,8 @@ class Impl(AttentionImpl[Metadata]):
             if slot >= 0:
                 pages[slot // pages.shape[1], slot % pages.shape[1]] = torch.cat((key[row], value[row]), -1)
         k, v = pages.split(self.head_size, -1)
-        return output.copy_(exact_attention(query, k, v, attn_metadata.common, self.scale))
+        seen = (attn_metadata.common, self.scale, self.window, self.sinks)
+        return output.copy_(exact_attention(query, k, v, *seen))
 
 
 class MLAImpl(MLAAttentionImpl[Metadata]):
@@ -122,6 +137,14 @@ class Plain(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[Builder]:
         return Builder
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
 
 
 class PlainMLA(Plain):

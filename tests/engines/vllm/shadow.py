@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.cache import PagedLatent
 from attn_backends.engines.vllm.builder import Builder, GroupMetadata
 from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
 from attn_backends.graphs import is_capturing, run_at_replays
@@ -23,14 +24,14 @@ class Mismatch(AssertionError):
 
 
 class Shadow:
-    """compared: calls by what they were of, "draft layer, eagerly" and so on. seen: types of cache, and windows.
-    compares: off while an engine is built with a defect, whose dummy batches show nothing.
+    """compared: calls by what they were of, "draft layer, eagerly" and so on. seen: types of cache, windows, and
+    whether there are sinks. compares: not while an engine is built, whose dummy batches show nothing.
     """
 
     def __init__(self) -> None:
         self.compared: Counter[str] = Counter()
-        self.seen: set[tuple[torch.dtype, int | None]] = set()
-        self.compares = True
+        self.seen: set[tuple[torch.dtype, int | None, bool]] = set()
+        self.compares = False
         self._known: dict[int, Tensor] = {}
 
     def begin(self) -> None:
@@ -51,11 +52,14 @@ class Shadow:
     def _check_attention(self, layer: Any, cache: Any, common: Any, q: Tensor, out: Tensor, where: str) -> None:
         if not self.compares:
             return
-        window = getattr(layer, "sliding_window", None)
-        scales = (layer._k_scale_float, layer._v_scale_float)
+        window, sinks = getattr(layer, "sliding_window", None), getattr(layer.impl, "_sinks", None)
+        scales = (
+            layer._k_scale_float,
+            layer._k_scale_float if isinstance(cache, PagedLatent) else layer._v_scale_float,
+        )
         k, v = (pages.float() * scale for pages, scale in zip(cache.pages, scales, strict=True))
-        wanted = exact_attention(q, k, v, common, layer.impl.scale, window)
-        self.seen.add((cache.dtype, window))
+        wanted = exact_attention(q, k, v, common, layer.impl.scale, window, sinks)
+        self.seen.add((cache.dtype, window, sinks is not None))
         real = int(common.query_start_loc[common.num_reqs])
         if not torch.allclose(out[:real].double(), wanted[:real], atol=1e-4, rtol=1e-4):
             off = (out[:real].double() - wanted[:real]).abs().max()

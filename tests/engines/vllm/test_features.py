@@ -1,40 +1,110 @@
-"""What not every model has, call by call: tokens have nothing of the same precision to be compared with."""
+"""What not every model has, call by call; of the same precision, tokens and drafts too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from vllm.model_executor.layers.attention import attention, mla_attention
+from vllm.model_executor.models import llama
 
 from attn_backends.engines.vllm import builder
+from tests.engines.vllm import stand_ins
 from tests.engines.vllm.engine import Row, prompts, run
 from tests.engines.vllm.laws import assert_attended, assert_compared
 from tests.engines.vllm.rows import BOTH, FULL
 from tests.engines.vllm.shadow import compared
 
+EIGHT_BITS = (("kv_cache_dtype", "fp8"),)
+SCALE = 0.25
+
+
+def with_sinks(patch: pytest.MonkeyPatch) -> None:
+    """No model of vLLM's that is this small has them: Llama's layers, target and draft, are given some."""
+
+    class Attention(attention.Attention):
+        def __init__(self, num_heads: int, *args: Any, **kwargs: Any) -> None:
+            super().__init__(num_heads, *args, sinks=torch.linspace(-1.0, 2.0, num_heads), **kwargs)
+
+    patch.setattr(llama, "Attention", Attention)
+
+
+def with_a_scale(patch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint that was calibrated has one."""
+    given = attention.set_default_quant_scales
+
+    def scaled(layer: Any, register_buffer: bool = False) -> None:
+        given(layer, register_buffer)
+        layer._k_scale.fill_(SCALE)
+        layer._k_scale_float = SCALE
+
+    for module in (attention, mla_attention):
+        patch.setattr(module, "set_default_quant_scales", scaled)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """seen: as of `Shadow`. change: of the model."""
+
+    row: Row
+    seen: set[tuple[torch.dtype, int | None, bool]]
+    change: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+
+
+WINDOWS = Row("gqa-window", "ATTN_BACKENDS_FA3", BOTH)
 FEATURES = {
-    "an 8-bit cache": (
-        Row("gqa", "ATTN_BACKENDS_FA3", FULL, others=(("kv_cache_dtype", "fp8"),)),
-        {(torch.float8_e4m3fn, None)},
+    "windows and sinks": Feature(WINDOWS, {(torch.float32, None, True), (torch.float32, 20, True)}, with_sinks),
+    "latents of 8 bits, with a scale": Feature(
+        Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", FULL, block_size=32, others=EIGHT_BITS),
+        {(torch.float8_e4m3fn, None, False)},
+        with_a_scale,
     ),
-    "windows": (Row("gqa-window", "ATTN_BACKENDS_FA3", BOTH), {(torch.float32, None), (torch.float32, 20)}),
 }
+ALONE = {
+    "windows": Feature(WINDOWS, {(torch.float32, None, False), (torch.float32, 20, False)}),
+    "sinks": Feature(Row("gqa", "ATTN_BACKENDS_FA3", FULL), {(torch.float32, None, True)}, with_sinks),
+    "keys and values of 8 bits": Feature(
+        Row("gqa", "ATTN_BACKENDS_FA3", FULL, others=EIGHT_BITS), {(torch.float8_e4m3fn, None, False)}
+    ),
+    "latents of 8 bits, fa3": Feature(
+        Row("mla-3", "ATTN_BACKENDS_FA3_MLA", BOTH, others=EIGHT_BITS), {(torch.float8_e4m3fn, None, False)}
+    ),
+}
+CASES = [pytest.param(each, id=name) for name, each in FEATURES.items()]
+CASES += [pytest.param(each, id=name, marks=pytest.mark.full) for name, each in ALONE.items()]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature(feature: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("feature", CASES)
+def test_a_feature(feature: Feature, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(builder.logger, "info", lambda words, *args: told.append(words % args))
-    row, seen = FEATURES[feature]
+    row = feature.row
+    feature.change(monkeypatch)
     with compared() as shadow:
         found = run(row, models, prompts(4), 8, begin=shadow.begin)
-    assert shadow.seen == seen
+    assert shadow.seen == feature.seen
     mixed = [line for line in told if "running requests in two steps" in line]
     kernels = [line for line in told if line not in mixed]
-    assert all(line.startswith("fa3 attends in model.layers.") and "'decode': 'torch'" in line for line in kernels)
+    assert all(" attends in model.layers." in line and "'decode': 'torch'" in line for line in kernels)
     assert kernels
     assert all(line.endswith("no measurement has one step as fast as two") for line in mixed)
     assert mixed
     assert_attended(row, found)
     assert_compared(row, found, shadow)
+    if row.others != EIGHT_BITS:
+        wanted = run(replace(row, backend="TESTS_PLAIN", graphs="NONE"), models, prompts(4), 8)
+        assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
+
+
+def test_the_stand_in_stores_latents_of_8_bits_by_their_scale() -> None:
+    stand_ins.install()
+    rows, cache = torch.randn(3, 6), torch.zeros(2, 4, 6, dtype=torch.uint8)
+    slots, scale = torch.tensor([5, -1, 2]), torch.tensor(SCALE)
+    torch.ops._C_cache_ops.concat_and_cache_mla(*rows.split((4, 2), -1), cache, slots, "fp8", scale, False)
+    stored = cache.flatten(0, 1).view(torch.float8_e4m3fn).float() * SCALE
+    torch.testing.assert_close(stored[[5, 2]], rows[[0, 2]], rtol=2**-4, atol=2**-9)
+    assert not stored[[0, 1, 3, 4, 6, 7]].any()

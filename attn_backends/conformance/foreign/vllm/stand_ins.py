@@ -11,13 +11,25 @@ from attn_backends.kernels.torch_attention import block_table_attention, page_ta
 
 
 def concat_and_cache_mla(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *others: Any, **named: Any
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    scale: Tensor | None = None,
+    *others: Any,
+    **named: Any,
 ) -> None:
-    """Rows (kv_c, k_pe) to their slots; those of slot -1, and those beyond the slots, nowhere.
+    """Rows (kv_c, k_pe) to their slots; those of slot -1, and those beyond the slots, nowhere. In 8 bits (a dtype other
+    than "auto") they are divided by the scale, and end at the greatest value.
 
     kv_c: [num_tokens, rank]. k_pe: [num_tokens, rope]. kv_cache: [num_blocks, block_size, rank + rope].
     """
-    _write(torch.cat((kv_c, k_pe), dim=-1), kv_cache, slot_mapping)
+    rows = torch.cat((kv_c, k_pe), dim=-1)
+    if kv_cache_dtype != "auto":
+        most = torch.finfo(torch.float8_e4m3fn).max
+        rows = (rows / scale).clamp(-most, most).to(torch.float8_e4m3fn).view(kv_cache.dtype)
+    _write(rows, kv_cache, slot_mapping)
 
 
 def reshape_and_cache_flash(
