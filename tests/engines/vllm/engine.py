@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import random
 import textwrap
 from collections import Counter
@@ -26,10 +27,11 @@ CAPTURE_SIZES = [4, 16, 64]  # so of 2 and 3 requests the graph of 4 runs
 class Row:
     """What an engine is built with.
 
-    model: gqa, gqa-window, mla-1 or mla-3, which has three modules. backend: as `--attention-backend` is given.
-    graphs: vLLM's cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether it
-    drafts at all. fused: whether the draft loop is one graph, or a graph or call for each forward. block_size: None
-    leaves it to vLLM. others: more arguments of `LLM`.
+    model: gqa, gqa-window, gqa-eagle, mla-1 or mla-3, which has three modules. backend: as `--attention-backend` is
+    given. graphs: vLLM's cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether
+    it drafts at all. fused: whether the draft loop is one graph, or a graph or call for each forward. is_async: False
+    turns vLLM's asynchronous scheduling off, which is its default. block_size: None leaves it to vLLM. others: more
+    arguments of `LLM`.
     """
 
     model: str
@@ -39,12 +41,18 @@ class Row:
     chunked: bool = True
     drafts: bool = True
     fused: bool = True
+    is_async: bool = True
     block_size: int | None = 16
     others: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_mla(self) -> bool:
         return self.model.startswith("mla")
+
+    @property
+    def method(self) -> str:
+        """vLLM's name of the speculator."""
+        return "mtp" if self.is_mla else "eagle" if self.model == "gqa-eagle" else "eagle3"
 
     @property
     def forwards(self) -> int:
@@ -54,6 +62,7 @@ class Row:
     def __str__(self) -> str:
         words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.graphs.lower()]
         words += ["caching"] * self.caching + ["chunked"] * self.chunked + ["steps"] * (not self.fused)
+        words += ["synchronous"] * (not self.is_async)
         return "-".join(words)
 
 
@@ -62,7 +71,8 @@ class Run:
     """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
     engine, by kind (kinds.py). undrafted: those after which no request wants drafts. layers: target layers and draft
     layers, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`. padded: steps
-    that a larger graph ran. cached: prompt tokens from the cache.
+    that a larger graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled before the one
+    ahead of it is done.
     """
 
     tokens: list[list[int]]
@@ -74,6 +84,7 @@ class Run:
     attended: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     padded: int = 0
     cached: int = 0
+    is_async: bool = False
 
 
 def prompts(num: int) -> list[list[int]]:
@@ -90,18 +101,18 @@ def build(row: Row, models: Path) -> Any:
     """vLLM's `LLM`, in this process."""
     from vllm import LLM
 
-    platform.captures_graphs = row.graphs != "NONE"
+    os.environ[platform.GRAPHS] = str(int(row.graphs != "NONE"))
     compilation = {"mode": 0, "cudagraph_mode": row.graphs, "cudagraph_capture_sizes": CAPTURE_SIZES}
     options: dict[str, Any] = {"compilation_config": compilation} if row.graphs != "NONE" else {"enforce_eager": True}
+    if not row.is_async:
+        options["async_scheduling"] = False
     if row.drafts:
-        method = "mtp" if row.is_mla else "eagle3"
         draft = str(models / f"{row.model}-draft")
-        options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+        options["speculative_config"] = {"method": row.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
     return LLM(
         model=str(models / row.model),
         attention_backend=row.backend,
         skip_tokenizer_init=True,
-        dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=CHUNK if row.chunked else MAX_MODEL_LEN,
@@ -111,7 +122,7 @@ def build(row: Row, models: Path) -> Any:
         kv_cache_memory_bytes=1 << 28,
         seed=0,
         disable_log_stats=False,
-        **{"num_gpu_blocks_override": 48} | options | dict(row.others),
+        **{"dtype": "float32", "num_gpu_blocks_override": 48} | options | dict(row.others),
     )
 
 
@@ -182,3 +193,4 @@ def _run(
     found.tokens = [list(output.outputs[0].token_ids) for output in outputs]
     found.cached = sum(output.num_cached_tokens or 0 for output in outputs)
     found.graphs, found.attended = dict(recorded_graphs.NUM), attended()
+    found.is_async = llm.llm_engine.engine_core.engine_core.batch_queue is not None

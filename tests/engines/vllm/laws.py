@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
-from tests.engines.vllm.engine import Row, Run
+from pathlib import Path
+
+from tests.engines.vllm.engine import Row, Run, prompts, run
 from tests.engines.vllm.kinds import draft_steps, wrong_layers
-from tests.engines.vllm.shadow import Shadow
+from tests.engines.vllm.recompute import NUM_TOKENS, plain
+from tests.engines.vllm.shadow import Shadow, compared, stepwise
+
+
+def check(row: Row, models: Path, num_prompts: int) -> tuple[Run, Shadow]:
+    """Run a row, and all laws on what came out; `AssertionError` says which does not hold."""
+    with compared() as shadow, stepwise(row):
+        found = run(row, models, prompts(num_prompts), NUM_TOKENS, begin=shadow.begin)
+    assert found.tokens == plain(row.model, models, num_prompts, False).tokens, "tokens of plain decoding"
+    assert found.drafts == plain(row.model, models, num_prompts, True).drafts, "drafts on attention in float64"
+    assert_attended(row, found)
+    assert_compared(row, found, shadow)
+    assert bool(found.padded) == (row.graphs != "NONE"), "2 or 3 requests run in the graph of 4"
+    assert bool(found.cached) == row.caching, "tokens from the cache"
+    assert found.is_async == row.is_async, "scheduling"
+    return found, shadow
 
 
 def assert_attended(row: Row, found: Run) -> None:

@@ -14,14 +14,16 @@ CHECKPOINTS = Path(__file__).parents[3] / "reference/attn_backends_reference/mod
 
 
 def write_models(folder: Path) -> Path:
-    """gqa with its EAGLE-3 head, also with windows in every other layer; mla with one MTP module, run again each step,
-    and with three.
+    """gqa with its EAGLE-3 head, also with windows in every other layer, and with its EAGLE head; mla with one MTP
+    module, run again each step, and with three.
     """
     tensors = load_file(CHECKPOINTS / "gqa/target/model.safetensors")
     windows = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
     for name, fields in (("gqa", {}), ("gqa-window", windows)):
         _write(folder / name, _config("gqa/target") | fields, tensors)
         _write_eagle3(folder / f"{name}-draft")
+    _write(folder / "gqa-eagle", _config("gqa/target"), tensors)
+    _write_eagle(folder / "gqa-eagle-draft")
     _write_mtp(folder)
     return folder
 
@@ -42,6 +44,15 @@ def _write_eagle3(folder: Path) -> None:
     layers = fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     fields["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layers]
     _write(folder, fields, load_file(CHECKPOINTS / "gqa/eagle3/model.safetensors"))
+
+
+def _write_eagle(folder: Path) -> None:
+    """Without the bias, for which vLLM's class has no place: the head drafts less well, and is as good to compare with.
+    `bias` is that of the attention layers to vLLM.
+    """
+    tensors = load_file(CHECKPOINTS / "gqa/draft/model.safetensors")
+    del tensors["fc.bias"]
+    _write(folder, _config("gqa/draft") | {"bias": False}, tensors)
 
 
 def _write_mtp(folder: Path) -> None:

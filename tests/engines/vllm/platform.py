@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
 
-captures_graphs = False
-"""Whether the engine that is built now captures full graphs and pieces, as recorded graphs."""
+GRAPHS = "ATTN_BACKENDS_TESTS_GRAPHS"
+"""1 where an engine, in any of its processes, captures full graphs and pieces, as recorded graphs."""
+
+
+def captures_graphs() -> bool:
+    """As of `GRAPHS`."""
+    return os.environ.get(GRAPHS) == "1"
 
 
 def plugin() -> str:
@@ -34,17 +40,19 @@ class Platform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """CpuPlatform forces on MLA, for its own kernel, pages of 16 without chunked prefill or a prefix cache, forbids
-        sizes of graphs, and takes a worker and operators that are compiled.
+        sizes of graphs and asynchronous scheduling, and takes a worker and operators that are compiled.
         """
         cache, scheduler, compilation = (
             vllm_config.cache_config, vllm_config.scheduler_config, vllm_config.compilation_config,
         )  # fmt: skip
         kept = cache.block_size, cache.enable_prefix_caching, scheduler.enable_chunked_prefill
+        is_async = scheduler.async_scheduling
         tokens, sizes = scheduler.max_num_batched_tokens, compilation.cudagraph_capture_sizes
         if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = "tests.engines.vllm.worker.Worker"
         super().check_and_update_config(vllm_config)
         cache.block_size, cache.enable_prefix_caching, scheduler.enable_chunked_prefill = kept
+        scheduler.async_scheduling = is_async
         scheduler.max_num_batched_tokens, compilation.cudagraph_capture_sizes = tokens, sizes
         compilation.custom_ops = ["none"]  # vLLM's own definitions in torch
         vllm_config.kernel_config.enable_jit_warmup = False  # it samples by a kernel that Triton can't interpret
@@ -52,7 +60,7 @@ class Platform(CpuPlatform):
     @classmethod
     def support_static_graph_mode(cls) -> bool:
         """CpuPlatform has no graphs; here recorded ones stand in for CUDA's (recorded_graphs.py)."""
-        return captures_graphs
+        return captures_graphs()
 
     @classmethod
     def opaque_attention_op(cls) -> bool:

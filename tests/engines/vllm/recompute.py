@@ -15,9 +15,10 @@ NUM_PROMPTS, NUM_TOKENS = 7, 18  # prompts of up to 110 tokens: some texts end a
 @cache
 def plain(model: str, models: Path, num_prompts: int, drafts: bool) -> Run:
     """A model on TESTS_PLAIN, eagerly: with drafts, or greedily one token after the other."""
-    if not drafts and model == "mla-3":
-        return plain("mla-1", models, num_prompts, drafts)  # of the same target
-    backend = "TESTS_PLAIN" if model == "gqa" else "TESTS_PLAIN_MLA"
+    same = {"mla-3": "mla-1", "gqa-eagle": "gqa"}
+    if not drafts and model in same:
+        return plain(same[model], models, num_prompts, drafts)  # of the same target
+    backend = "TESTS_PLAIN" if model.startswith("gqa") else "TESTS_PLAIN_MLA"
     return run(Row(model, backend, drafts=drafts), models, prompts(num_prompts), NUM_TOKENS)
 
 

@@ -11,15 +11,19 @@ BLOCK_SIZES = {"ATTN_BACKENDS_FA3": 16, "ATTN_BACKENDS_FA3_MLA": 16, "ATTN_BACKE
 """Of the rows of the full product; trtllm_mla's is 32."""
 
 QUICK = [
-    Row("gqa", "ATTN_BACKENDS_FA3"),
+    Row("gqa", "ATTN_BACKENDS_FA3", is_async=False),
     Row("gqa", "ATTN_BACKENDS_FA3", FULL, caching=True, chunked=False),
     Row("gqa", "ATTN_BACKENDS_FA3", BOTH, caching=True, fused=False),
     Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", caching=True, block_size=32),
-    Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, chunked=False, block_size=None),
+    Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, chunked=False, block_size=None, is_async=False),
     Row("mla-3", "ATTN_BACKENDS_FLASHINFER_MLA", caching=True, chunked=False),
     Row("mla-1", "ATTN_BACKENDS_FLASHINFER_MLA", BOTH),
     Row("mla-3", "ATTN_BACKENDS_FA3_MLA", BOTH, caching=True),
 ]
+
+
+EAGLE = Row("gqa-eagle", "ATTN_BACKENDS_FA3", FULL)
+"""Beside them: to attention it is EAGLE-3's head in another place of the model."""
 
 
 def full_product() -> list[Row]:

@@ -6,40 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, prompts, run
-from tests.engines.vllm.laws import assert_attended, assert_compared
-from tests.engines.vllm.recompute import NUM_PROMPTS, NUM_TOKENS, greedy_by_transformers, plain
-from tests.engines.vllm.rows import BOTH, FULL, QUICK, full_product, pairs
-from tests.engines.vllm.shadow import compared, stepwise
+from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, prompts
+from tests.engines.vllm.laws import assert_attended, check
+from tests.engines.vllm.recompute import NUM_PROMPTS, greedy_by_transformers, plain
+from tests.engines.vllm.rows import BOTH, EAGLE, FULL, QUICK, full_product, pairs
 
 
-def check(row: Row, models: Path, num_prompts: int) -> None:
-    with compared() as shadow, stepwise(row):
-        found = run(row, models, prompts(num_prompts), NUM_TOKENS, begin=shadow.begin)
-    wanted = plain(row.model, models, num_prompts, True)
-    assert found.tokens == plain(row.model, models, num_prompts, False).tokens
-    assert found.drafts == wanted.drafts
-    assert_attended(row, found)
-    assert_compared(row, found, shadow)
-    assert bool(found.padded) == (row.graphs != "NONE"), "2 or 3 requests run in the graph of 4"
-    assert bool(found.cached) == row.caching
-
-
-@pytest.mark.parametrize("row", QUICK, ids=str)
+@pytest.mark.parametrize("row", [*QUICK, EAGLE], ids=str)
 def test_row(row: Row, models: Path) -> None:
     check(row, models, NUM_PROMPTS)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", full_product(), ids=str)
-def test_every_row(row: Row, models: Path) -> None:
-    check(row, models, 64)
 
 
 def test_the_quick_rows_have_every_pair_of_values() -> None:
     assert set().union(*map(pairs, QUICK)) == set().union(*map(pairs, full_product()))
     assert {row.graphs for row in QUICK} == {"NONE", FULL, BOTH}
     assert {row.fused for row in QUICK} == {True, False}
+    assert {row.is_async for row in QUICK} == {True, False}
+    assert any(row.is_async for row in QUICK if row.graphs == FULL)
 
 
 @pytest.mark.parametrize("model", ["gqa", "mla-1"])

@@ -24,7 +24,7 @@ class Worker(CPUWorker):
     def compile_or_warm_up_model(self) -> Any:
         """CPUWorker captures nothing."""
         times = super().compile_or_warm_up_model()
-        if platform.captures_graphs:
+        if platform.captures_graphs():
             init_workspace_manager(self.device)
             recorded_graphs.install()
             self.model_runner.capture_model()
