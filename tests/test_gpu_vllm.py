@@ -177,6 +177,7 @@ def test_entry_points_are_found_on_the_path(tmp_path: Path) -> None:
     found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
     assert found["attn_backends"] == "attn_backends.engines.vllm:register"
     assert found["tests_plain"] == "tests.engines.vllm.plain:register"
+    assert found["tests_bugs"] == "tests.engines.vllm.defects:register"
 
 
 def test_the_pieces_of_a_fat_binary_are_found() -> None:

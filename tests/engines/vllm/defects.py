@@ -1,22 +1,25 @@
-"""Bugs of an adapter, planted into ours: each in place of `Plans`, or of one call of `Builder`."""
+"""Bugs of an adapter, planted into ours by an environment variable: in place of `Plans`, or of a call of `Builder`.
+
+They are in the plug-in of these tests, so that they are there in each process of an engine's, and on a GPU.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.engines.vllm import builder
 from attn_backends.engines.vllm.plans import Plan, Plans
 from attn_backends.graphs import is_capturing
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
-from spec_metadata import StepKind
+from spec_metadata import Step, StepKind
 
-Defect = Callable[[pytest.MonkeyPatch], None]
+SWITCH = "ATTN_BACKENDS_TESTS_BUG"
 
 
 class DraftLengthOneShort(Plans):
@@ -97,21 +100,57 @@ class StaleBlockTable(Plans):
         return super().capture(replace(common, block_table_tensor=common.block_table_tensor.clone()))
 
 
-def _plans(planted: type[Plans]) -> Defect:
-    return lambda patch: patch.setattr(builder, "Plans", planted)
+class VerifyAsPrefill(Plans):
+    """An eager verify is planned as a prefill. Attention is the same; its kernel may be slower."""
+
+    def _step(self, batch: BlockTableBatch) -> Step:
+        return batch.prefill()
 
 
-def _forward_0(patch: pytest.MonkeyPatch) -> None:
-    """Every forward of the draft loop attends on the metadata of the first."""
-    patch.setattr(builder.Builder, "update_draft_decode_metadata", lambda self, metadata: None)
-
-
-DEFECTS: dict[str, tuple[Defect, str]] = {
-    "draft length one short": (_plans(DraftLengthOneShort), "attention of a draft layer, in a graph"),
-    "all drafts on forward 0": (_forward_0, "writes of a draft layer, in a graph: .* wrote slots"),
-    "no refresh": (_plans(NoRefresh), "writes of a draft layer, in a graph: .* did not store what it was given"),
-    "no replay": (_plans(NoReplay), "in a graph|overwritten by a replay or capture"),
-    "slots of padded rows": (_plans(PaddedRowsWriteALiveSlot), "writes of a .* layer, in a graph: .* wrote slots"),
-    "stale block table": (_plans(StaleBlockTable), "attention of a .* layer, in a graph"),
+PLANS: dict[str, type[Plans]] = {
+    "draft length one short": DraftLengthOneShort,
+    "no refresh": NoRefresh,
+    "no replay": NoReplay,
+    "slots of padded rows": PaddedRowsWriteALiveSlot,
+    "stale block table": StaleBlockTable,
+    "verify as prefill": VerifyAsPrefill,
 }
-"""Bug -> how it is planted, and what tells of it."""
+FORWARD_0 = "all drafts on forward 0"
+DRAFT_WRITES = "writes of a draft layer, in a graph: .* "
+CAUGHT = {
+    "draft length one short": "attention of a draft layer, in a graph",
+    FORWARD_0: f"{DRAFT_WRITES}wrote slots",
+    "no refresh": f"{DRAFT_WRITES}did not store what it was given",
+    "no replay": "in a graph|overwritten by a replay or capture",
+    "slots of padded rows": "writes of a .* layer, in a graph: .* wrote slots",
+    "stale block table": "attention of a .* layer, in a graph",
+}
+"""Bug -> what tells of it, as a grouped-query model runs in graphs."""
+CAUGHT_IN_MLA = {
+    "draft length one short": CAUGHT["draft length one short"],
+    FORWARD_0: "attention of a draft layer, in a graph",
+    "no refresh": "attention of a draft layer, in a graph",
+    "no replay": CAUGHT["no replay"],
+    "stale block table": CAUGHT["stale block table"],
+}
+"""Of an MLA model; vLLM stores its latents itself, by its own slots."""
+
+
+def planted() -> str:
+    """The bug that the environment names, or none."""
+    name = os.environ.get(SWITCH, "")
+    if name and name not in (*PLANS, FORWARD_0):
+        raise ValueError(f"{SWITCH} is {name!r}; the bugs are {', '.join([*PLANS, FORWARD_0])}")
+    return name
+
+
+def register() -> None:
+    """Entry point of `vllm.general_plugins`: our plug-in has the bug that `SWITCH` names, in every process."""
+    update = builder.Builder.update_draft_decode_metadata
+
+    def update_or_not(self: builder.Builder, metadata: builder.GroupMetadata) -> None:
+        if planted() != FORWARD_0:
+            update(self, metadata)
+
+    builder.Plans = lambda *args: PLANS.get(planted(), Plans)(*args)
+    builder.Builder.update_draft_decode_metadata = update_or_not

@@ -15,6 +15,10 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[4]
 GROUP = "vllm.general_plugins"
+TESTS_PLUG_INS = {
+    "tests_plain": "tests.engines.vllm.plain:register",
+    "tests_bugs": "tests.engines.vllm.defects:register",
+}
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "seed": 0,
@@ -38,10 +42,10 @@ class EngineFailedError(Exception):
 
 
 def write_entry_points(folder: Path) -> None:
-    """Metadata in a folder of the path, as an installation writes it, of our plug-in and the tests' plain backend."""
+    """Metadata in a folder of the path, as an installation writes it, of our plug-in and those of the tests."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         project = tomllib.load(file)["project"]
-    plug_ins = project["entry-points"][GROUP] | {"tests_plain": "tests.engines.vllm.plain:register"}
+    plug_ins = project["entry-points"][GROUP] | TESTS_PLUG_INS
     info = folder / f"attn_backends-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: attn_backends\nVersion: {project['version']}\n")
