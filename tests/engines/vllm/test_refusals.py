@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
+from transformers import BloomConfig, Gemma2Config
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.engines.vllm import NAMES, register
 from attn_backends.engines.vllm.api import version_reason
 from attn_backends.engines.vllm.refusals import KERNEL
 from tests.engines.vllm.engine import EngineFailed, Row, run
+from tests.engines.vllm.rows import FULL
 
 GQA, MLA = Row("gqa", "ATTN_BACKENDS_FA3"), Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", block_size=32)
 
@@ -31,7 +36,48 @@ REFUSED = {
         with_options(GQA, decode_context_parallel_size=2, tensor_parallel_size=2),
         "DCP|decode_context|context parallel",
     ),
+    "a dtype": (with_options(GQA, dtype=torch.float64), "dtype not supported"),
 }
+DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
+    "parallel drafting": ({"parallel_drafting": True}, "fa3 in vLLM: .*parallel drafting. Instead"),
+    "a number of drafted tokens that depends on the batch": (
+        {"num_speculative_tokens_per_batch_size": [(1, 2, 3), (3, 4, 1)]},
+        "dynamic speculative decoding",
+    ),
+    "adaptive verification": ({"enable_adaptive_verification": True}, "needed for adaptive verification"),
+}
+"""Ways of drafting: what is added to the speculative configuration, and why it is refused."""
+LAYERS: dict[str, tuple[dict[str, Any], str]] = {
+    "cross-attention": ({"attn_type": "encoder_decoder"}, "attention type encoder_decoder not supported"),
+    "ALiBi": ({"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, "ALiBi slopes"),
+    "a soft cap": ({"logits_soft_cap": 30.0}, "a soft cap of 30.0 on logits"),
+    "the cache of another layer": (
+        {"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"},
+        "the cache of an",
+    ),
+}
+"""What the layers of a Llama are given, all but the first."""
+MODELS = {
+    "ALiBi": (BloomConfig(vocab_size=256, hidden_size=64, n_layer=1, n_head=2), "ALiBi slopes"),
+    "a soft cap": (
+        Gemma2Config(
+            vocab_size=256, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=32, intermediate_size=64,
+        ),
+        "a soft cap of 50.0 on logits",
+    ),
+}  # fmt: skip
+"""Real ones of vLLM's, of which it looks at the class in a process of its own, for half a minute; without weights."""
+
+
+@pytest.fixture(autouse=True)
+def _no_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    def load_weights(*args: Any) -> None:
+        raise AssertionError("weights are loaded before the engine is refused")
+
+    monkeypatch.setattr(DefaultModelLoader, "load_weights", load_weights)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -39,6 +85,44 @@ def test_an_engine_is_refused(what: str, models: Path) -> None:
     row, words = REFUSED[what]
     with pytest.raises(EngineFailed, match=words):
         run(row, models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.parametrize("what", DRAFTS)
+def test_a_way_of_drafting_is_refused(what: str, models: Path, tmp_path: Path) -> None:
+    more, words = DRAFTS[what]
+    copytree(models / "gqa-draft", tmp_path / "draft")
+    fields = json.loads((tmp_path / "draft/config.json").read_text()) | {"ptd_token_id": 0}  # vLLM's own condition
+    (tmp_path / "draft/config.json").write_text(json.dumps(fields))
+    drafts = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    with pytest.raises(EngineFailed, match=words):
+        run(with_options(replace(GQA, graphs=FULL), speculative_config=drafts | more), models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("what", LAYERS)
+def test_a_layer_is_refused(what: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.models import llama
+
+    more, words = LAYERS[what]
+    attention = llama.Attention
+
+    def given(*args: Any, prefix: str, **kwargs: Any) -> Any:
+        is_first = ".layers.0." in prefix
+        return attention(*args, prefix=prefix, **kwargs if is_first else kwargs | more)
+
+    monkeypatch.setattr(llama, "Attention", given)
+    with pytest.raises(EngineFailed, match=words):
+        run(GQA, models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("what", MODELS)
+def test_a_model_is_refused(what: str, tmp_path: Path) -> None:
+    config, words = MODELS[what]
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(tmp_path / "model")
+    with pytest.raises(EngineFailed, match=words):
+        run(replace(GQA, model="model", drafts=False), tmp_path, [[1, 2, 3]], 1)
 
 
 def test_model_runner_v1_is_refused_by_name(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
