@@ -57,8 +57,9 @@ test-wheel:  ## the built wheels, in an environment of their own in an empty fol
 test-vllm: .venv-vllm/installed  ## vLLM's real engine on this CPU with our backends inside, in its own environment
 	$(RUN_VLLM) pytest -n 2 tests/engines/vllm
 
-test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph mode and way of caching: hours
+test-vllm-full: .venv-vllm/installed  ## the same on every model, backend, graph mode and way of caching: hours, resumable
 	$(RUN_VLLM) pytest tests/engines/vllm -m full
+	$(RUN_VLLM) tests.engines.vllm.full --json build/vllm_full.json
 
 test-sglang: $(SGLANG_INSTALLED)  ## SGLang's engine on our backends, without a GPU
 	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest $(SGLANG)
