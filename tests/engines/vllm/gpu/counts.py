@@ -57,7 +57,7 @@ class Counts:
     def told(self) -> dict[str, Any]:
         """Since `forget`."""
         torch.cuda.synchronize()
-        return {**vars(self), "attended": attended()}
+        return {**vars(self), "steps": dict(self.steps), "attended": attended()}
 
 
 def watch(worker: Any) -> None:
