@@ -20,7 +20,7 @@ from spec_metadata.layout import HostBounds
 WIDTHS = (1, 4)  # decode, and the verify of a chain of three drafted tokens
 MAX_VERIFIED = 16  # query rows of a verify; more are a prefill
 PREFILL_CHUNK = 1024
-MAX_PREFILLED = 2**15  # tokens of a batch together
+MAX_PREFILLED = 2**16  # tokens of a batch together
 PAGE_SIZE = 64
 DTYPE = torch.bfloat16
 COLD_BYTES = 256 * 2**20  # several times the L2 of an H200

@@ -43,7 +43,7 @@ def verdicts(*rows, ceilings=TEN):
         (MLA | {"tb_per_s": 7.4}, 0.74, False),
         (GROUPED, 0.9, True),
         (GROUPED | {"peer_us": 74.0}, 0.74, False),
-        (SPARSE, 0.9, True),
+        (SPARSE | {"heads": 16}, 0.9, True),
         (SPARSE | {"heads": 16, "peer_us": 59.0}, 0.59, False),
         (TREE, 1.25, True),
         (TREE | {"ratio": 1.26, "batch_size": 128}, 1.26, False),
@@ -163,6 +163,20 @@ def test_the_committed_pages_are_what_the_committed_results_give(monkeypatch):
     monkeypatch.chdir(ROOT)
     for path, text in page.written(page.FOLDER, page.OUT).items():
         assert path.read_text() == text, f"run `{page.COMMAND}`"
+
+
+def test_a_kernel_has_a_median_to_reach_and_a_worst_and_the_page_lists_what_misses(tmp_path):
+    speeds = {1: 85.0, 4: 81.0, 8: 69.0}
+    rows = [
+        MLA | {"kernel": "gluon", "heads": 128, "batch_size": 32, "width": w, "peer_us": us} for w, us in speeds.items()
+    ]
+    assert verdicts(*rows, ceilings={}) == [(0.81, True), (0.85, True), (0.81, True), (0.69, False)]
+    head = results.Head("NVIDIA H200", {}, "2026-01-02", "abc", "python -m benchmarks kernels")
+    results.write(tmp_path / "kernels_new.json", head, rows)
+    written = list(page._missed({"kernels_new": results.read(tmp_path / "kernels_new.json")}))
+    case = "batch size 32, context 4096, heads 128, width 8"
+    target = "Gluon: MLA of 128 heads, of the vendor's speed, each"
+    assert written == [(target, "trtllm_mla", "gluon", case, 0.69, "not profiled yet")]
 
 
 def test_a_picture_says_which_kernels_are_faster_and_by_how_much():
