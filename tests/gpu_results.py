@@ -46,6 +46,7 @@ PARTS = {
         if name != "reference"
     },
     "kernels_prefill": "benchmarks prefill --json {file}",
+    "kernels_untuned": "benchmarks kernels --batch-size 20 100 --context 5003 --json {file}",
     **{name: f"benchmarks {name} --json {{file}}" for name in ("trees", "ragged", "mixed", "sampling")},
     **{f"bench_{name}": f"benchmarks {name} --json {{file}}" for name in ("memory", "eager", "steps")},
     "plan_graphs": "benchmarks plans --json {file}",

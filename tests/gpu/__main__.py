@@ -12,7 +12,7 @@ from pathlib import Path
 
 from attn_backends import results
 
-NAMES = ("drafts", "flashinfer_schedules", "floors", "graphs", "planners", "schedules", "syncs", "uploads", "workers")
+NAMES = "drafts flashinfer_schedules floors graphs planners replays schedules syncs uploads workers".split()
 
 
 def main() -> int:

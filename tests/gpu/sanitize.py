@@ -40,9 +40,7 @@ VENDORS = {
     "FlashMLA": r"sm90::|smxx::|flash_?mla|mla_metadata",
     "torch": r"\bat::|at_cuda_detail|\bcub::|cublas|gemm|distribution_",
 }
-_ERROR = re.compile(
-    r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|\s)(?P<what>.+)\n=========\s+at (?P<where>.+)$", re.M
-)
+_ERROR = re.compile(r"(?m)^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|\s)(?P<what>.+)\n=========\s+at (?P<where>.+)$")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 
@@ -81,9 +79,8 @@ def memory_errors(log: str) -> list[dict]:
     unnamed = (int(summary[1]) if summary else 0) - found.total()
     if unnamed > 0:
         found["reported without a kernel", ""] = unnamed
-    return [
-        {"kernel": kernel, "whose": _whose(kernel), "what": what, "count": n} for (what, kernel), n in found.items()
-    ]
+    errors = (({"what": what, "count": n}, kernel) for (what, kernel), n in found.items())
+    return [{"kernel": kernel, "whose": _whose(kernel), **error} for error, kernel in errors]
 
 
 def _kernel(where: str) -> str:
@@ -99,8 +96,7 @@ def under_memcheck(path: str, limit: float) -> tuple[list[dict], str]:
     with tempfile.TemporaryDirectory() as folder:
         log, rows = Path(folder, "log"), Path(folder, "rows.json")
         tool = [SANITIZER, "--tool", "memcheck", "--report-api-errors", "no", "--log-file", str(log)]
-        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--path", path, "--json", str(rows)]
-        inside += ["--limit", str(limit)]
+        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--path", path, "--limit", str(limit), "--json", rows]
         try:
             done = subprocess.run([*tool, *inside], env=os.environ | PATHS[path], timeout=2 * limit + 60, check=False)
             said = f"exit code {done.returncode}"
@@ -140,10 +136,8 @@ def main() -> int:
     """Write the result; 1 if the verdict is fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
-    about = "for the two paths, side by side (default: %(default)s)"
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help=about)
-    about = "run its cases here, without memcheck, and write bare rows"
-    parser.add_argument("--path", choices=tuple(PATHS), help=about)
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of each path, both at once (300)")
+    parser.add_argument("--path", choices=tuple(PATHS), help="run its cases here, without memcheck; writes bare rows")
     args = parser.parse_args()
     if args.path:
         args.json.write_text(json.dumps(list(run_cases(args.path, args.limit))))
@@ -155,9 +149,8 @@ def main() -> int:
     errors = [error for log in logs.values() for error in memory_errors(log)]
     status, reason = verdict(rows, errors, logs)
     head = results.head(("python", "-m", "tests.gpu.sanitize", *sys.argv[1:]), "cuda")
-    results.write(
-        args.json, head, counted(rows), tool="compute-sanitizer memcheck", status=status, reason=reason, errors=errors
-    )
+    said = {"tool": "compute-sanitizer memcheck", "status": status, "reason": reason, "errors": errors}
+    results.write(args.json, head, counted(rows), **said)
     ran = Counter(row["status"] for row in rows)
     print(f"memcheck: {status}", *[reason] * bool(reason), dict(ran), *errors, sep="\n")
     return int(status == "fail")
