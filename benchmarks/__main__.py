@@ -49,9 +49,7 @@ SETS = {
     "kernels": Set(layers.kernels, "kernels beside each other", ALL, layers.BATCH_SIZES, layers.CONTEXTS, 20, 17),
     "prefill": Set(layers.prefill, "the same of prompts", ALL, (1, 8), (1024, 8192, 32768), 10, 17),
     "trees": Set(layers.trees, "the verify of a tree beside that of a chain", DENSE, (1, 32, 128), LONG, 20, 17),
-    "ragged": Set(
-        ragged.ragged, "verifies of widths of the device beside a uniform one", DENSE, (128,), (4096,), 20, 9
-    ),
+    "ragged": Set(ragged.ragged, "ragged verifies beside a uniform one", DENSE, (128,), (4096,), 20, 9),
     "mixed": Set(ragged.mixed, "a step of chunks and decodes beside two", DENSE, (32, 128), (4096,), 10, 2049),
     "plans": Set(plans.plans, "planning a cycle", PLANNED, (1, 32, 128, 512), (4096, 131072), 200, 1, ("page_size",)),
     "eager": Set(host.eager, "the host's time of eager layers and metadata", tuple(host.KERNELS), (8,), (4096,), 20, 5),
@@ -97,12 +95,8 @@ def _run(args: argparse.Namespace) -> int:
 def _asked(args: argparse.Namespace, chosen: Set) -> Asked:
     """What the arguments ask for; refuses what the set does not have."""
     takes = (*chosen.options, *(("backend",) if chosen.backends else ()))
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in ("backend", "page_size", "topk")
-        if getattr(args, name) not in (None, [])
-    ]
-    unused = [name for name in given if name[2:].replace("-", "_") not in takes]
+    given = [name for name in ("backend", "page_size", "topk") if getattr(args, name) not in (None, [])]
+    unused = [f"--{name.replace('_', '-')}" for name in given if name not in takes]
     if unused:
         raise ConfigError(f"benchmarks {args.what} has no {' or '.join(unused)}; see python -m benchmarks --help")
     batch_sizes = args.batch_size or list(chosen.batch_sizes[:2] if args.quick else chosen.batch_sizes)
@@ -148,9 +142,8 @@ def _show(title: str, rows: Sequence[Row], absent: Iterable[Missing], reached: I
 def _add_arguments(bench: argparse.ArgumentParser) -> None:
     about = ". ".join(f"{name}: {chosen.about}" for name, chosen in SETS.items())
     bench.add_argument("what", choices=tuple(SETS), help=about)
-    bench.add_argument(
-        "--backend", action="append", default=[], metavar="NAME", help="may be repeated (default: all that suit)"
-    )
+    about = "may be repeated (default: all that suit)"
+    bench.add_argument("--backend", action="append", default=[], metavar="NAME", help=about)
     bench.add_argument("--batch-size", type=int, nargs="+", metavar="N", help="requests (default: several)")
     bench.add_argument("--context", type=int, nargs="+", metavar="N", help="tokens of each (default: several)")
     bench.add_argument("--page-size", type=int, metavar="N", help="of plans and memory (default: the backend's)")

@@ -36,9 +36,7 @@ def eager(asked: Asked) -> Iterator[Row | Missing]:
     """
     takers = [backend for backend in asked.backends if backend.name in KERNELS]
     absent = [backend for backend in asked.backends if backend not in takers]
-    yield from (
-        Missing(backend.name, "", "", "no raw call to measure eager layers beside", False) for backend in absent
-    )
+    yield from (Missing(each.name, "", "", "no raw call to measure eager layers beside", False) for each in absent)
     cases = ((backend, kernel, size) for backend in takers for kernel in KERNELS[backend.name] for size in asked.sizes)
     yield from each(cases, lambda backend, kernel, size: eager_row(backend, kernel, raw_call(kernel), size, asked))
 

@@ -108,9 +108,8 @@ def raw(asked: Asked) -> Iterator[Row | Missing]:
 
     def one(backend: type[AttentionBackend], kernel: str, problem: Problem) -> Row:
         peer = PEERS[kernel](problem)
-        ours, theirs = (
-            capture(call, problem.pool.caches, asked.stage) for call in (problem.call(backend, kernel), peer.call)
-        )
+        calls = problem.call(backend, kernel), peer.call
+        ours, theirs = (capture(call, problem.pool.caches, asked.stage) for call in calls)
         us, peer_us = _pair(ours, theirs, problem, asked.stage)
         check_same(ours.output, theirs.output)
         return compared("attention", backend.name, kernel, problem, us, peer.name, peer_us)

@@ -71,11 +71,8 @@ def plans(asked: Asked) -> Iterator[Row | Missing]:
 
 def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Kernel]:
     """The best vendor kernel that runs every phase here, then the best of ours, whose metadata is all of our making."""
-    able = [
-        kernel
-        for kernel in backend.kernels
-        if set(PHASES.values()) <= kernel.capabilities.keys() and not kernel.unavailable_reasons(device)
-    ]
+    whole = (each for each in backend.kernels if set(PHASES.values()) <= each.capabilities.keys())
+    able = [kernel for kernel in whole if not kernel.unavailable_reasons(device)]
     vendors = [kernel for kernel in able if kernel.name in VENDOR_KERNELS]
     ours = [kernel for kernel in able if kernel.name not in VENDOR_KERNELS]
     return [*vendors[:1], *ours[:1]]

@@ -7,7 +7,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.graphs import RecordedGraph
-from tests.gpu import replays
+from tests import gluon_replays as replays
 
 
 @pytest.fixture(autouse=True)

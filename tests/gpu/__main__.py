@@ -12,7 +12,8 @@ from pathlib import Path
 
 from attn_backends import results
 
-NAMES = "drafts flashinfer_schedules floors graphs planners replays schedules syncs uploads workers".split()
+NAMES = ("drafts", "flashinfer_schedules", "floors", "graphs", "planners")
+NAMES += ("replays", "schedules", "syncs", "uploads", "workers")
 
 
 def main() -> int:

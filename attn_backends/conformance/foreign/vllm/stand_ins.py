@@ -16,7 +16,7 @@ def concat_and_cache_mla(
     kv_cache: Tensor,
     slot_mapping: Tensor,
     kv_cache_dtype: str = "auto",
-    scale: Tensor | None = None,
+    scale: Any = None,
     *others: Any,
     **named: Any,
 ) -> None:

@@ -1,0 +1,45 @@
+"""Replays of our Gluon kernels give the bits of the first launch, a hundred times, whatever runs beside them.
+
+Their warp groups hand memory to one another by mbarriers. Work of other lengths on a second stream delays some of their
+programs in each replay. `tests/gluon_model.py` draws other orders on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from attn_backends.cache import CacheFormat
+from attn_backends.errors import BackendUnavailableError
+from attn_backends.graphs import CudaGraph, RecordedGraph
+from attn_backends.registry import get_backend
+from benchmarks.shapes import LAYERS, fill_pool, problem
+
+NUM_REPLAYS, SIZES = 100, (5, 1300)  # requests, and tokens of each
+_MLA = (("trtllm_mla", "gluon"), ("flashinfer_mla", "gluon"), ("fa3", "gluon_mla"))
+CASES = [(*kernel, CacheFormat.LATENT, width) for kernel in _MLA for width in (1, 8)]
+CASES += [("fa3", "gluon", CacheFormat.KV, 300)]
+
+
+def rows(device: str) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and width: how many replays gave other bits than the first launch."""
+    for name, kernel, format, width in CASES:
+        about, layer = {"backend": name, "kernel": kernel, "width": width}, LAYERS[format][-1]
+        try:
+            asked = problem(fill_pool(layer, *SIZES, torch.device(device), (width,)), layer, width)
+            call, cache = asked.call(get_backend(name), kernel), asked.pool.caches[0]
+        except BackendUnavailableError as error:
+            yield {**about, "status": "not_run", "reason": str(error)}
+            continue
+        first, square = call(cache).clone(), torch.ones(1024, 1024, device=device)
+        graph, beside = (CudaGraph(), torch.cuda.Stream()) if device == "cuda" else (RecordedGraph(), None)
+        out, other = graph.capture(partial(call, cache)), 0
+        for i in range(NUM_REPLAYS):
+            with torch.cuda.stream(beside):
+                _ = [square @ square for _ in range(i % 7)]
+            graph.replay()
+            other += not torch.equal(out, first)
+        yield {**about, "replays": NUM_REPLAYS, "other": other, "status": "fail" if other else "pass"}
