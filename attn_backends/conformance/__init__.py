@@ -22,6 +22,7 @@ from attn_backends.conformance import (
     checks_ragged,
     checks_refusals,
     checks_scale,
+    checks_selected,
     checks_sets,
     checks_streams,
     checks_turns,
@@ -63,6 +64,7 @@ CHECK_MODULES = (
     checks_kept,
     checks_api,
     checks_compressed,
+    checks_selected,
     checks_edges,
 )
 

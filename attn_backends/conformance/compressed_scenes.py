@@ -180,7 +180,7 @@ class CompressedScene(Scene):
         if layer.indexer is not None:
             heads, weights = draw(num_rows, INDEX_HEADS, layer.indexer.dim), draw(num_rows, INDEX_HEADS)
             for i, row in enumerate(rows):
-                while compressed_oracle.gap(self._scores(row, heads[i], weights[i]), layer.index_topk) < CLEAR:
+                while compressed_oracle.gap(self.scores(row, heads[i], weights[i]), layer.index_topk) < CLEAR:
                     heads[i], weights[i] = draw(*heads.shape[1:]), draw(*weights.shape[1:])
             index = IndexQuery(heads.to(self.world.device), weights.to(self.world.device))
         return CompressedForwardInputs(q, CompressedInputs(parts["row"], *pairs), None, index)
@@ -227,9 +227,9 @@ class CompressedScene(Scene):
         if given.index is None:
             return list(range((self._position(row) + 1) // layer.compression.ratio))
         q, weights = given.index.q[number].cpu(), given.index.weights[number].cpu()
-        return compressed_oracle.best(self._scores(row, q, weights), layer.index_topk)
+        return compressed_oracle.best(self.scores(row, q, weights), layer.index_topk)
 
-    def _scores(self, row: Row, q: Tensor, weights: Tensor) -> list[float]:
+    def scores(self, row: Row, q: Tensor, weights: Tensor) -> list[float]:
         """The score of each entry that a row may see."""
         compression, request = self.world.layer.compression, self.requests[row.request]
         assert compression is not None

@@ -46,8 +46,9 @@ def select_entries(
 ) -> Tensor:
     """[num_tokens, topk] int32: slots of the visible entries of each row's request with the highest scores, then -1.
 
-    An entry's score is the sum over heads of weights * relu(q · key), in float32; of equal scores the lower entry is
-    taken. In which order the slots of a row come is not said.
+    An entry's score is the sum over heads of weights * relu(q · key), in float32. Of equal scores the lower entry is
+    taken: the contract promises it, so a row selects the same entries in every batch. In which order the slots of a
+    row come is not said.
 
     q: [num_tokens, heads, dim]. weights: [num_tokens, heads]. keys: [num_pages, num_rows, dim], pages of the entries'
     keys. page_table: [bs, max_pages]. qo_indptr: [bs + 1], first query row of each request. request, num_visible:

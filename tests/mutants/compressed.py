@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attn_backends.backends import dsv4
 from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.kernels import torch_compressed
+from attn_backends.kernels import fp8_pages, torch_compressed
 from attn_backends.planning import planners
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.plans import compressed
@@ -277,3 +277,41 @@ def pages_cut_blocks(patch: pytest.MonkeyPatch) -> None:
 def prefix_inside_a_page(patch: pytest.MonkeyPatch) -> None:
     """A request may start on a part of another one's page."""
     patch.setattr(DSV4Backend, "check_prefix", lambda self, num_tokens: None)
+
+
+@mutant("a top-k that does not say which of equal scores it takes", "compressed.equal_scores", backend="dsv4")
+def higher_of_equal_entries_selected(patch: pytest.MonkeyPatch) -> None:
+    """Of entries with equal scores the higher is selected."""
+    select_top = torch_compressed.select_top
+
+    def reversed_ties(scores: Tensor, num_visible: Tensor, topk: int) -> Tensor:
+        best = select_top(scores.flip(-1), torch.full_like(num_visible, scores.shape[-1]), topk)
+        best = scores.shape[-1] - 1 - best
+        return torch.where((best >= 0) & (best < num_visible.unsqueeze(-1)), best, -1)
+
+    patch.setattr(torch_compressed, "select_top", reversed_ties)
+
+
+@mutant("a top-k that takes 256 rows at a time", "compressed.equal_scores", backend="dsv4")
+def rows_past_the_256th_select_as_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Rows 256 and on have the entries of rows 0 and on."""
+    select_entries = torch_compressed.select_entries
+
+    def again(*arguments: Any) -> Tensor:
+        chosen = select_entries(*arguments)
+        chosen[256:] = chosen[: len(chosen[256:])].clone()
+        return chosen
+
+    patch.setattr(torch_compressed, "select_entries", again)
+
+
+@mutant("a tile read with the scale of its neighbour", "compressed.rollback", backend="dsv4")
+def groups_read_with_another_groups_scale(patch: pytest.MonkeyPatch) -> None:
+    """In the 8-bit page format, each group of 64 elements is read with the scale of the one before it."""
+    dequantise = fp8_pages.dequantise
+
+    def shifted(bytes: Tensor) -> Tensor:
+        data, scales, rest = bytes.split([fp8_pages.DATA_BYTES, fp8_pages.NUM_GROUPS, 1], dim=-1)
+        return dequantise(torch.cat((data, scales.roll(1, dims=-1), rest), dim=-1))
+
+    patch.setattr(fp8_pages, "dequantise", shifted)
