@@ -6,8 +6,9 @@ import pytest
 
 from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS
+from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS, TREES, WIDTHS
 from attn_backends.conformance.selection import QUICK_CASES
+from attn_backends.conformance.situations import TREE_KINDS
 from attn_backends.conformance.sizes import size_of
 from attn_backends.conformance.worlds import capacity_of
 from attn_backends.layer import AttentionOutput
@@ -96,6 +97,38 @@ def test_every_edge_is_met_in_every_kind(name: str) -> None:
         assert set(BATCHES) <= {len(case.lens) for case in of_kind}
         assert set(HEADS) <= {size_of(case.size).heads[0] for case in of_kind}
         assert {case.path for case in of_kind} == {"eager", "graph"}
+
+
+@pytest.mark.parametrize("name", [*DENSE, "reference", "dsv4"])
+def test_every_width_and_tree_is_met_in_every_kind_that_declares_it(name: str) -> None:
+    """Each behind a prefix of more than 512 tokens."""
+    subject = Subject(get_backend(name), "torch")
+    cases = selected_cases(subject, "scale.widths")
+    assert all(max(case.lens) > 512 for case in cases)
+    for kind in subject.capabilities.keys() - {StepKind.DECODE}:
+        declared, of_kind = subject.capabilities[kind], [case for case in cases if case.kind == kind]
+        if kind is not StepKind.DRAFT_DECODE:
+            met = {_width(case) for case in of_kind if case.topk == 1}
+            assert {width for width in WIDTHS if width <= (declared.max_width or width)} <= met, kind
+        elif declared.tree:
+            assert {width for width in WIDTHS if width <= 16} <= {case.topk for case in of_kind}
+        if kind in TREE_KINDS and declared.tree:
+            sizes = {(case.topk, size_of(case.size).num_steps, size_of(case.size).nodes) for case in of_kind}
+            assert set(TREES) <= sizes, kind
+
+
+def _width(case: Case) -> int:
+    """Most query rows of a request."""
+    bucket = StepKind(case.kind), 1
+    return max(case.widths) if case.widths else capacity_of(case.page_size, case.topk, case.size).bucket(*bucket).width
+
+
+@pytest.mark.parametrize("name", [*DENSE, "reference"])
+def test_an_empty_prefix_stands_beside_a_context_of_4_100_tokens(name: str) -> None:
+    cases = selected_cases(Subject(get_backend(name), "torch"), "scale.edges")
+    prompts = [case for case in cases if case.kind == StepKind.PREFILL]
+    keys = [max(n + w for n, w in zip(case.lens, case.widths, strict=True)) for case in prompts if 0 in case.lens]
+    assert 4100 in keys
 
 
 def test_a_head_size_between_the_least_and_the_most_is_met_in_every_kind() -> None:
