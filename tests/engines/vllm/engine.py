@@ -68,12 +68,11 @@ class Row:
 
 @dataclass
 class Run:
-    """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens, up to the end of
-    the text: a step that was scheduled before the end was known drafts after it. steps: of the engine, by kind
-    (kinds.py). undrafted: those after which no request wants drafts. layers: target layers and draft layers, by name.
-    graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`. padded: steps that a larger
-    graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled before the one ahead of it is
-    done.
+    """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
+    engine, by kind (kinds.py). undrafted: those after which no request wants drafts. layers: target layers and draft
+    layers, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`. padded: steps
+    that a larger graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled before the one
+    ahead of it is done.
     """
 
     tokens: list[list[int]]
@@ -192,8 +191,6 @@ def _run(
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": each} for each in given], params, use_tqdm=False)
     found.tokens = [list(output.outputs[0].token_ids) for output in outputs]
-    ends = [len(prompt) + len(text) for prompt, text in zip(given, found.tokens, strict=True)]
-    found.drafts = {(i, known): ids for (i, known), ids in found.drafts.items() if known < ends[i]}
     found.cached = sum(output.num_cached_tokens or 0 for output in outputs)
     found.graphs, found.attended = dict(recorded_graphs.NUM), attended()
     found.is_async = llm.llm_engine.engine_core.engine_core.batch_queue is not None

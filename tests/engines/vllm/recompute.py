@@ -13,13 +13,16 @@ NUM_PROMPTS, NUM_TOKENS = 7, 18  # prompts of up to 110 tokens: some texts end a
 
 
 @cache
-def plain(model: str, models: Path, num_prompts: int, drafts: bool) -> Run:
-    """A model on TESTS_PLAIN, eagerly: with drafts, or greedily one token after the other."""
+def plain(model: str, models: Path, num_prompts: int, drafts: bool, is_async: bool = True) -> Run:
+    """A model on TESTS_PLAIN, eagerly: with drafts, or greedily one token after the other.
+
+    is_async: how steps are scheduled. At the end of a text, or of the context, it decides what is drafted.
+    """
     same = {"mla-3": "mla-1", "gqa-eagle": "gqa"}
     if not drafts and model in same:
         return plain(same[model], models, num_prompts, drafts)  # of the same target
     backend = "TESTS_PLAIN" if model.startswith("gqa") else "TESTS_PLAIN_MLA"
-    return run(Row(model, backend, drafts=drafts), models, prompts(num_prompts), NUM_TOKENS)
+    return run(Row(model, backend, drafts=drafts, is_async=is_async), models, prompts(num_prompts), NUM_TOKENS)
 
 
 def greedy_by_transformers(folder: Path, prompt: list[int], text: list[int]) -> list[int]:

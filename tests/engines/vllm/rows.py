@@ -15,7 +15,7 @@ QUICK = [
     Row("gqa", "ATTN_BACKENDS_FA3", FULL, caching=True, chunked=False),
     Row("gqa", "ATTN_BACKENDS_FA3", BOTH, caching=True, fused=False),
     Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", caching=True, block_size=32),
-    Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, chunked=False, block_size=None, is_async=False),
+    Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, chunked=False, block_size=None),
     Row("mla-3", "ATTN_BACKENDS_FLASHINFER_MLA", caching=True, chunked=False),
     Row("mla-1", "ATTN_BACKENDS_FLASHINFER_MLA", BOTH),
     Row("mla-3", "ATTN_BACKENDS_FA3_MLA", BOTH, caching=True),
