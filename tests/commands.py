@@ -17,16 +17,18 @@ OURS = {str(ROOT), str(ROOT / "reference")}
 DEADLINE = 170
 
 
-def run_module(words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int | None, str]:
+def run_module(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], deadline: float = DEADLINE
+) -> tuple[int | None, str]:
     """The exit code and the output of `python -P -m WORDS` in a folder. environment: all that the process gets; its
-    PYTHONPATH comes first.
+    PYTHONPATH comes first. deadline: in seconds, after which it is killed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     output = folder.parent / f"{folder.name}.output"
     process = context.Process(target=_run, args=(list(words), str(folder), dict(environment), str(output)))
     process.start()
-    process.join(DEADLINE)
+    process.join(deadline)
     if process.is_alive():
         process.kill()
         process.join()

@@ -5,6 +5,8 @@ A block that a test can't run has a comment in front of it. With a pattern it sp
     <!-- not run: needs a GPU -->
     <!-- not run: `attn-backends bench *` needs a GPU -->
 
+What takes minutes is run by `make test-full`, what needs an engine by `make test-sglang-full` or `make test-vllm-full`.
+
     python -m tests.doc_blocks      prints how much is run, and how much is not for which reason
 """
 
@@ -24,7 +26,12 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 LANGUAGES = ("python", "sh", "toml", "text")  # text is no code: output, or a layout
-REASONS = ("needs a GPU", "needs the network", "takes minutes", "is make itself")
+MINUTES, SGLANG, VLLM = (
+    "takes minutes",
+    "needs SGLang",
+    "needs vLLM",
+)  # run by `make test-full`, and by the engines' tests
+REASONS = (MINUTES, SGLANG, VLLM, "needs a GPU", "needs the network", "trains for minutes", "is make itself")
 
 BLOCK = re.compile(r"(?P<marks>(?:^<!-- not run: .*-->\n)*)^```(?P<language>.*)\n(?P<text>[\s\S]*?)^```$", re.MULTILINE)
 MARK = re.compile(r"<!-- not run: (?:`(.+)` )?(.+) -->")

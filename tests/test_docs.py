@@ -18,11 +18,12 @@ from attn_backends import cli
 from attn_backends.conformance.cases import Case
 from attn_backends.engines import vllm
 from benchmarks import __main__ as benchmarks
-from tests.commands import run_module
-from tests.doc_blocks import BLOCK, DOCUMENTS, ROOT, Snippet, snippets
+from tests.commands import DEADLINE, run_module
+from tests.doc_blocks import BLOCK, DOCUMENTS, MINUTES, ROOT, Snippet, snippets
 
 EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
 CODE = [snippet for document in DOCUMENTS for snippet in snippets(document)]
+HOUR = 3600  # seconds, for what takes minutes
 OWN_BACKEND = """
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 
@@ -73,6 +74,7 @@ LONG = {  # commands that take longest, and what of them `make test` runs beside
     'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
 }
 COMMANDS = sorted({snippet.text for snippet in those("sh")})
+MINUTES_LONG = sorted({snippet.text for snippet in CODE if snippet.reason == MINUTES})
 
 
 def test_the_longest_commands_are_commands_of_the_documents():
@@ -80,11 +82,16 @@ def test_the_longest_commands_are_commands_of_the_documents():
 
 
 @pytest.mark.parametrize(
-    "command", [pytest.param(each, marks=pytest.mark.full if each in LONG else ()) for each in COMMANDS]
+    "command",
+    [
+        *(pytest.param(each, marks=pytest.mark.full if each in LONG else ()) for each in COMMANDS),
+        *(pytest.param(each, marks=pytest.mark.full) for each in MINUTES_LONG),
+    ],
 )
 def test_a_command_of_the_documents_runs(command, desk, site):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "reference")))}
-    code, output = run_module(words_of_module(command), desk, environment)
+    deadline = DEADLINE if command in COMMANDS else HOUR
+    code, output = run_module(words_of_module(command), desk, environment, deadline)
     assert code == 0, output
 
 
