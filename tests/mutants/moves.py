@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from attn_backends.cache import KeyValues, PagedKV
@@ -43,3 +44,17 @@ def moved_one_after_the_other(patch: pytest.MonkeyPatch) -> None:
             move(self, sources[place : place + 1], destinations[place : place + 1])
 
     patch.setattr(PagedKV, "move", in_turn)
+
+
+@mutant("a move that knows one 8-bit type", "worker.moves")
+def eight_bit_entries_moved_through_another_type(patch: pytest.MonkeyPatch) -> None:
+    """8-bit entries are rounded to float8_e5m2 on their way."""
+    move: Any = PagedKV.move
+
+    def rounded(self: PagedKV, sources: Tensor, destinations: Tensor) -> None:
+        move(self, sources, destinations)
+        if self.k.dtype.itemsize == 1:
+            k, v = (x.to(torch.float8_e5m2).to(x.dtype) for x in self.read(destinations))
+            self.store(KeyValues(k, v), destinations)
+
+    patch.setattr(PagedKV, "move", rounded)
