@@ -39,7 +39,7 @@ REFUSED = {
     "a dtype": (with_options(GQA, dtype=torch.float64), "dtype not supported"),
 }
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
-    "parallel drafting": ({"parallel_drafting": True}, "fa3 in vLLM: .*parallel drafting. Instead"),
+    "parallel drafting": ({"parallel_drafting": True}, r"serves V2 alone\); parallel drafting"),
     "a number of drafted tokens that depends on the batch": (
         {"num_speculative_tokens_per_batch_size": [(1, 2, 3), (3, 4, 1)]},
         "dynamic speculative decoding",
