@@ -206,7 +206,7 @@ def test_rope_may_come_beside_latents_or_behind_them() -> None:
     q, k = torch.randn(rows, 16, 576), torch.randn(rows, 1, 576)
     apart = {"q_rope": q[..., 512:], "k_rope": k[..., 512:]}
     assert torch.equal(layers.queries(q[..., :512], given, apart), layers.queries(q.flatten(1), given, {}))
-    stored = (layers.entries(k[..., :512], k, given, apart, 2), layers.entries(k, k, given, {}, 2))
+    stored = (layers.entries(k[..., :512], k, given, apart, slice(2)), layers.entries(k, k, given, {}, slice(2)))
     assert torch.equal(stored[0].latent, stored[1].latent)
     assert torch.equal(stored[0].latent, k[:2, 0])
 

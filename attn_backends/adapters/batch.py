@@ -1,4 +1,5 @@
-"""What batches of vLLM and TensorRT-LLM have in common: a block table, and query lengths that are known on the host.
+"""What engines' batches have in common: of vLLM and TensorRT-LLM a block table, and query lengths that are known on the
+host; of the plug-ins for vLLM and SGLang whether a mixed batch is one step or two.
 
 Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
 worker knows, so it splits the batch and names the situation of each part:
@@ -11,14 +12,18 @@ worker knows, so it splits the batch and names the situation of each part:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from logging import Logger
 from typing import Self
 
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
-from spec_metadata import BlockTable, InvalidStepError, PackedQuery, Step, UniformQuery
+from attn_backends.planning.metadata import ForwardMetadata
+from spec_metadata import BlockTable, InvalidStepError, PackedQuery, Step, StepKind, UniformQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +134,35 @@ class BlockTableBatch:
                 [f"it has {width} query row per request, these requests have {self.query_lens[0]}"],
                 "target_verify() or draft_extend() if they are drafted tokens, prefill() if they are a prompt",
             )
+
+
+@dataclass(slots=True, eq=False)
+class MixedBatches:
+    """Whether an engine's batches of prompts and running requests are planned as two steps or as one.
+
+    backend: plans them. logger: is told once why they are two.
+    """
+
+    backend: AttentionBackend
+    logger: Logger
+    _told: bool = False
+
+    def are_apart(self, num_running: int, num_prompt_rows: int) -> bool:
+        """Whether so many running requests, and so many rows of prompts, are two steps; never if one of them is 0."""
+        if not num_running or not num_prompt_rows:
+            return False
+        reason = self.backend.choices[StepKind.PREFILL].slower_mixed(num_running, num_prompt_rows)
+        if reason and not self._told:
+            name = self.backend.name
+            self.logger.info("%s attends prompts and %d running requests in two steps: %s", name, num_running, reason)
+            self._told = True
+        return bool(reason)
+
+
+def with_rows(parts: Sequence[ForwardMetadata]) -> list[tuple[slice, ForwardMetadata]]:
+    """The parts of a batch, each with its rows of the engine's queries, which follow one another."""
+    ends = list(accumulate(meta.write_slots.shape[0] for meta in parts))
+    return [(slice(start, end), meta) for start, end, meta in zip([0, *ends], ends, parts, strict=False)]
 
 
 def host_list(name: str, tensor: Tensor | None) -> list[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from spec_metadata import (
     UniformQuery,
 )
 from spec_metadata.layout import HostBounds
+from spec_metadata.query import most_rows
 
 
 class Named(Protocol):
@@ -130,6 +132,17 @@ class ForwardBatches:
                 "ForwardBatch.out_cache_loc is None; build the step when SGLang has allocated slots for the new tokens"
             )
         return builders[mode](batch, bs)
+
+    def split(self, batch: ForwardBatch, num_prompts: int, num_running: int) -> tuple[Step, Step]:
+        """A mixed batch as two steps: its prompts, and the running requests, which SGLang puts last."""
+        prompts, lens = self._prefill(batch, num_prompts), batch.seq_lens_cpu
+        running = SimpleNamespace(
+            req_pool_indices=batch.req_pool_indices[num_prompts:],
+            seq_lens=batch.seq_lens[num_prompts:],
+            seq_lens_cpu=None if lens is None else lens[num_prompts:],
+            out_cache_loc=batch.out_cache_loc[prompts.num_tokens :],
+        )
+        return prompts, self._decode(running, num_running)
 
     def bound(self, batch: ForwardBatch, mask: Tensor | None = None) -> tuple[RequestTable, BoundInputs]:
         """What a graph reads of its batch at every replay: the paging of its capture and its inputs.
@@ -260,6 +273,11 @@ def tree_mask(spec: VerifyInput) -> Tensor:
     parents = parent.gather(1, first)[:, :end]
     tokens = spec.draft_token.reshape(parents.shape)
     return DraftTree.from_parents(tokens, parents, spec.spec_steps).mask
+
+
+def num_running(step: Step) -> int:
+    """Requests of one row at the end of a packed step, where SGLang puts the running ones of a mixed batch."""
+    return len(list(takewhile(lambda length: length == 1, reversed(most_rows(step.query) or ()))))
 
 
 def _extended(batch: ForwardBatch, bs: int) -> tuple[list[int], Tensor]:

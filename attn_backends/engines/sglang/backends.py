@@ -11,7 +11,7 @@ from torch import Tensor
 from attn_backends.engines.sglang import api
 from attn_backends.engines.sglang.attended import Attended
 from attn_backends.engines.sglang.facts import RunnerFacts
-from attn_backends.engines.sglang.layers import Layers
+from attn_backends.engines.sglang.layers import Layers, layer_of
 from attn_backends.engines.sglang.plans import Plans, forwards_of
 from attn_backends.engines.sglang.refusals import MISSING, model_reasons, refuse, server_reasons
 from attn_backends.registry import get_backend
@@ -31,7 +31,8 @@ def plans_of(runner: Any, name: str) -> Plans:
     refuse(name, server_reasons(runner, spec, api.get_exec(), api.get_parallel()))
     facts = RunnerFacts.of(runner, spec, _layers(runner))
     geometry = facts.batches.geometry
-    workload = Workload(geometry.page_size, dtype=facts.dtype, cache_dtype=facts.cache_dtype)
+    layers = [layer_of(layer) for layer in facts.layers]
+    workload = Workload(geometry.page_size, layers, facts.dtype, facts.cache_dtype)
     kernel = os.environ.get(KERNEL, "auto")
     backend = get_backend(name)(facts.capacity, geometry, facts.device, kernel=kernel, workload=workload)
     refuse(name, model_reasons(facts, backend))
@@ -63,7 +64,7 @@ class EngineBackend(api.AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan an eager batch."""
-        self.attended.meta = self.plans.eager(forward_batch).at()
+        self.attended.parts = [part.at() for part in self.plans.eager(forward_batch)]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Take the buffer that SGLang writes the masks of verified trees to. All else is allocated by captures."""
@@ -83,7 +84,7 @@ class EngineBackend(api.AttentionBackend):
         """Before a capture: the metadata. Before a replay: what a kernel plans on the host, else nothing."""
         if in_capture:
             masks = None if self._mask is None else self._mask.buffer
-            self.attended.meta = self.plans.capture(forward_batch, masks).at()
+            self.attended.parts = [self.plans.capture(forward_batch, masks).at()]
         else:
             self._view = forward_batch
             self.plans.load(forward_batch)
@@ -132,7 +133,8 @@ class DraftLoop:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Plan all forwards of an eager batch."""
-        self._hand_out(self.plans.eager(forward_batch))
+        (meta,) = self.plans.eager(forward_batch)
+        self._hand_out(meta)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Captures allocate."""
@@ -150,4 +152,4 @@ class DraftLoop:
 
     def _hand_out(self, meta: Any) -> None:
         for child, forward in zip(self.attn_backends, forwards_of(meta), strict=True):
-            child.attended.meta = forward
+            child.attended.parts = [forward]

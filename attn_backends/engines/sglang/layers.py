@@ -53,13 +53,13 @@ class Layers:
         rope = layer.head_dim - layer.v_head_dim
         return torch.cat((q.reshape(-1, heads, layer.v_head_dim), q_rope.reshape(-1, heads, rope)), -1)
 
-    def entries(self, k: Tensor, v: Tensor, layer: Any, extras: dict[str, Any], rows: int) -> CacheInputs:
-        """What the first rows store."""
+    def entries(self, k: Tensor, v: Tensor, layer: Any, extras: dict[str, Any], rows: slice) -> CacheInputs:
+        """What some rows store."""
         if not self._is_mla:
             keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
-            return KeyValues(keys[:rows], v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:rows])
-        latent, k_rope = k.reshape(k.shape[0], -1)[:rows], extras.get("k_rope")
-        return Latents(latent if k_rope is None else torch.cat((latent, k_rope.reshape(k.shape[0], -1)[:rows]), -1))
+            return KeyValues(keys[rows], v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[rows])
+        latent, k_rope = k.reshape(k.shape[0], -1)[rows], extras.get("k_rope")
+        return Latents(latent if k_rope is None else torch.cat((latent, k_rope.reshape(k.shape[0], -1)[rows]), -1))
 
 
 def layer_of(layer: Any, sinks: Tensor | None = None) -> AttentionLayer:

@@ -7,16 +7,20 @@ and the rest is planned inside.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from attn_backends.adapters.batch import MixedBatches
+from attn_backends.adapters.sglang import num_running
 from attn_backends.backend import AttentionBackend
 from attn_backends.engines.sglang.facts import RunnerFacts
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import Step, StepKind
 
+logger = logging.getLogger(__name__)
 _KINDS = {"TARGET_VERIFY": StepKind.TARGET_VERIFY, "DRAFT_EXTEND_V2": StepKind.DRAFT_EXTEND}
 
 
@@ -31,11 +35,18 @@ class Plans:
 
     def __init__(self, facts: RunnerFacts, backend: AttentionBackend) -> None:
         self.facts, self.backend = facts, backend
+        self._mixed = MixedBatches(backend, logger)
         self._captured: dict[tuple[StepKind, int], Metadata] = {}
 
-    def eager(self, batch: Any) -> Metadata:
-        """Of a batch that runs without a graph."""
-        return self.backend.init_forward_metadata(self.facts.batches.step(batch))
+    def eager(self, batch: Any) -> list[Metadata]:
+        """Of a batch that runs without a graph: of a mixed one two where one step is slower, else one. SGLang calls a
+        mixed batch EXTEND before it is planned. So requests of one row that come last are taken for running ones.
+        """
+        step = self.facts.batches.step(batch)
+        running = num_running(step) if StepKind.DECODE in self.facts.kinds else 0
+        apart = self._mixed.are_apart(running, step.num_tokens - running)
+        steps = self.facts.batches.split(batch, step.bs - running, running) if apart else (step,)
+        return [self.backend.init_forward_metadata(each) for each in steps]
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
         """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from attn_backends.adapters.batch import with_rows
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import KeyValues, PagedKV, PagedLatent
 from attn_backends.engines.vllm.api import (
@@ -73,8 +73,7 @@ class _Layer:
             self._attended, self._is_ready = counter(vllm_layer.layer_name, self.library.name, device), True
         if self._attended is not None:
             self._attended.add(parts)
-        ends = list(accumulate(meta.write_slots.shape[0] for meta in parts))
-        return [(slice(start, end), meta) for start, end, meta in zip([0, *ends], ends, parts, strict=False)]
+        return with_rows(parts)
 
 
 class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):

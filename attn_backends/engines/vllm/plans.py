@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from attn_backends.adapters import vllm as adapter
-from attn_backends.adapters.batch import BlockTableBatch
+from attn_backends.adapters.batch import BlockTableBatch, MixedBatches
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
@@ -59,7 +59,7 @@ class Plans:
     def __init__(self, backend: AttentionBackend, num_draft_tokens: int) -> None:
         self.backend, self.num_draft_tokens = backend, num_draft_tokens
         self._captured: dict[Hashable, Metadata] = {}
-        self._told = False
+        self._mixed = MixedBatches(backend, logger)
 
     def of(self, common: Batch) -> Plan:
         """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one."""
@@ -118,15 +118,7 @@ class Plans:
         """Running requests that are a step of their own beside prompts: vLLM has those of one width first."""
         first = batch.query_lens[0] if batch.bs else 0
         running = batch.leading(first) if first in (1, self.num_draft_tokens) else 0
-        if not 0 < running < batch.bs:
-            return 0
-        reason = self.backend.choices[StepKind.PREFILL].slower_mixed(running, sum(batch.query_lens[running:]))
-        if reason and not self._told:
-            logger.info(
-                "%s attends prompts and %d running requests in two steps: %s", self.backend.name, running, reason
-            )
-            self._told = True
-        return running if reason else 0
+        return running if self._mixed.are_apart(running, sum(batch.query_lens[running:])) else 0
 
 
 def _uniform_width(common: Batch) -> int:

@@ -81,16 +81,20 @@ class Case:
                 wrong.append(f"{bytes(cycle['text'])!r}: drafted {cycle['tokens']}, not {expected.tokens}")
         return wrong
 
+    def is_apart(self, forward: dict[str, Any]) -> bool:
+        """Whether its last requests, of one row, are a decode beside the prefill of the others."""
+        return not self.topk and {*forward["lens"], 1} != {1} and forward["lens"][-1] == 1
+
     def wrong_counts(self, run: Run) -> list[str]:
         """Forwards in which not every layer attended once by the backend asked for, in SGLang's own situation."""
         wrong = []
         for forward in run.forwards:
             if forward["forward"] == "IDLE" and not forward["attended"]:
                 continue
-            kind = KINDS[forward["draft"]][forward["forward"]]
+            kinds = {KINDS[forward["draft"]][forward["forward"]]} | ({"decode"} if self.is_apart(forward) else set())
             layers = 1 if forward["draft"] else LAYERS[self.model]
             name = (forward["draft"] and self.of_draft) or self.backend
-            expected = {f"{name}/{kind}/{layer}": 1 for layer in range(layers)}
+            expected = {f"{name}/{kind}/{layer}": 1 for kind in kinds for layer in range(layers)}
             if forward["attended"] != expected:
                 wrong.append(
                     f"{forward['forward']} of {'draft' if forward['draft'] else 'target'}: {forward['attended']}"

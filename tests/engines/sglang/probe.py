@@ -59,7 +59,7 @@ def _attends(attended: Counter[str], original: Any, backend: Any, q: Any, cache:
 def _forwards(
     attended: Counter[str], log: Log, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any
 ) -> Any:
-    mode = batch.forward_mode.name
+    mode, lens = batch.forward_mode.name, list(batch.extend_seq_lens_cpu or ())
     attended.clear()
     out = original(runner, batch, *rest, **named)
     log.write(
@@ -67,6 +67,7 @@ def _forwards(
         draft=runner.is_draft_worker,
         bs=batch.batch_size,
         rows=len(batch.input_ids),
+        lens=lens,
         attended=dict(attended),
     )
     return out

@@ -14,10 +14,12 @@ from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 from attn_backends import RecordedGraph
 from attn_backends.conformance.sizes import MAX_BS
+from attn_backends.engines.sglang import backends
 from attn_backends.engines.sglang.backends import DraftLoop, EngineBackend
 from spec_metadata import StepKind
 from tests.engine_batches import sglang_scene
 from tests.sglang_graphs import StaticBuffers, differing, each_graph, eager_padded, planned, plans_of, view_of
+from tests.test_sglang_refusals import execution, layer, parallel, runner, spec
 
 
 def backend_of(kind: StepKind, plans: Any) -> Any:
@@ -52,7 +54,7 @@ def test_a_replay_plans_in_the_graph_alone(kind, topk):
         backend.update_verify_buffers_to_fill_after_draft(None, MAX_BS)
     graph.replay()
     children = backend.attn_backends if kind is StepKind.DRAFT_DECODE else [backend]
-    assert [child.attended.meta.forward for child in children] == list(range(len(children)))
+    assert [child.attended.parts[0].forward for child in children] == list(range(len(children)))
     assert differing(planned(plans.load(view_of(scene))), eager_padded(scene)) == []
 
 
@@ -66,6 +68,14 @@ def test_what_sglang_asks_of_the_class():
     assert backend.shared_read_ends(ForwardMode.TARGET_VERIFY) is SharedReadEnds.IN_REPLAY
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY
     assert backend.shared_read_ends(ForwardMode.DRAFT_EXTEND_V2) is SharedReadEnds.UNKNOWN
+
+
+def test_the_kernels_are_chosen_for_the_layers_of_the_model(monkeypatch):
+    for name, value in {"get_spec": spec(None), "get_exec": execution(), "get_parallel": parallel()}.items():
+        monkeypatch.setattr(backends.api, name, lambda value=value: value)
+    monkeypatch.setattr(backends, "_layers", lambda runner: [layer(sliding_window_size=15)])
+    (given,) = backends.plans_of(runner(), "fa3").backend.choices[StepKind.PREFILL].layers
+    assert (given.num_heads, given.num_kv_heads, given.head_dim, given.window) == (4, 2, 64, 16)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

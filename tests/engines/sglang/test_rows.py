@@ -30,6 +30,8 @@ def test_the_engine_came_into_the_situations(runs, case):
     assert case.page_size < max(prefills) <= case.chunk < max(map(len, PROMPTS))
     decodes = {forward["bs"] for forward in steps if forward["forward"] in ("DECODE", "TARGET_VERIFY")}
     assert len(decodes) >= 3
+    apart = [forward for forward in steps if forward["forward"] == "MIXED" and case.is_apart(forward)]
+    assert bool(apart) is not bool(case.topk)
 
 
 @pytest.mark.parametrize("case", SPECULATIVE, ids=str)
