@@ -1,5 +1,5 @@
-"""What engines' batches have in common: of vLLM and TensorRT-LLM a block table, and query lengths that are known on the
-host; of the plug-ins for vLLM and SGLang whether a mixed batch is one step or two.
+"""What engines' batches have in common. Those of vLLM and TensorRT-LLM have a block table, and query lengths that are
+known on the host. The plug-ins for vLLM and SGLang decide here whether a mixed batch is one step or two.
 
 Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
 worker knows, so it splits the batch and names the situation of each part:
@@ -140,7 +140,7 @@ class BlockTableBatch:
 class MixedBatches:
     """Whether an engine's batches of prompts and running requests are planned as two steps or as one.
 
-    backend: plans them. logger: is told once why they are two.
+    backend: plans them. logger: gets the reason for two steps, once.
     """
 
     backend: AttentionBackend
