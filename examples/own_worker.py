@@ -11,9 +11,19 @@ import torch
 
 from attn_backends import RecordedGraph, get_backend
 from attn_backends_reference.models import ForwardAttention, load_draft, load_target, load_tokenizer
-from spec_metadata import CacheGeometry, Capacity, CommittedState, DraftBeams, PackedQuery, RequestTable, Step, StepKind
-from spec_metadata.acceptance import accept, compaction_moves
-from spec_metadata.visibility import token_positions
+from spec_metadata import (
+    CacheGeometry,
+    Capacity,
+    CommittedState,
+    DraftBeams,
+    PackedQuery,
+    RequestTable,
+    Step,
+    StepKind,
+    accept,
+    compaction_moves,
+    token_positions,
+)
 
 PROMPTS = ["def main(argv=None):\n    ", "import os\nimport sys\n\nclass "]
 NEW_TOKENS, bs = 60, len(PROMPTS)
