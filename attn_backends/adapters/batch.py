@@ -1,5 +1,4 @@
-"""What engines' batches have in common. Those of vLLM and TensorRT-LLM have a block table, and query lengths that are
-known on the host. The plug-ins for vLLM and SGLang decide here whether a mixed batch is one step or two.
+"""What batches of vLLM and TensorRT-LLM have in common: a block table, and query lengths that are known on the host.
 
 Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
 worker knows, so it splits the batch and names the situation of each part:
@@ -8,6 +7,8 @@ worker knows, so it splits the batch and names the situation of each part:
     running, prompts = batch.split(batch.leading(1 + num_speculative_tokens))
     verify, prefill = running.target_verify(), prompts.prefill()
     q_verify, q_prefill = q[running.rows], q[prompts.rows]
+
+The plug-ins for vLLM and SGLang ask `MixedBatches` whether two steps are faster than one.
 """
 
 from __future__ import annotations
