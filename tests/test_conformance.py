@@ -79,9 +79,9 @@ def vendor_subjects():
 @pytest.mark.parametrize("subject", vendor_subjects(), ids=lambda subject: f"{subject.backend.name}-{subject.kernel}")
 def test_cases_keep_to_what_a_kernel_declares(subject):
     """Types, head sizes and numbers of heads of a vendor's kernel, without its package or a GPU."""
-    kinds, kernel = set(), subject.chosen
+    kinds, kernel = set(), subject.chosen.by_name()
     for case in [*selected_cases(subject, "math.*"), *selected_cases(subject, "scale.*")]:
-        declared = subject.capabilities[case.kind]
+        declared = kernel.capabilities[case.kind]
         cache_dtype = CACHE_DTYPES.get(case.cache_dtype)
         if is_compressed(subject.backend):
             layer = compressed_layer(setup_of(subject, case), kernel)

@@ -215,14 +215,22 @@ PUBLIC = (attn_backends, spec_metadata, attn_backends.conformance, attn_backends
 
 
 def private_imports(source: str) -> list[str]:
-    """What source imports of the library that is in no `__all__` of a package."""
-    public = {f"{package.__name__}.{name}" for package in PUBLIC for name in package.__all__}
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [
-        f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-        for node in nodes
-        for alias in node.names
-    ]
+    """What source takes of the library that is in no `__all__` of a package."""
+    packages = {package.__name__ for package in PUBLIC}
+    public = packages | {f"{package.__name__}.{name}" for package in PUBLIC for name in package.__all__}
+    names, known = list[str](), dict[str, str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+            known |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and known.get(node.value.id) in packages
+        ):
+            names.append(f"{known[node.value.id]}.{node.attr}")
     return [name for name in names if name.startswith(("attn_backends", "spec_metadata")) and name not in public]
 
 
