@@ -248,6 +248,7 @@ def test_the_examples_use_public_names_only(source):
 def test_a_private_name_is_seen():
     source = "import attn_backends.backend\nfrom attn_backends.cache import PagedCache\nfrom spec_metadata import Step"
     assert private_imports(source) == ["attn_backends.backend", "attn_backends.cache.PagedCache"]
+    assert private_imports("import spec_metadata as spec\nspec.Step(spec.layout)") == ["spec_metadata.layout"]
 
 
 def test_every_public_name_is_there():
