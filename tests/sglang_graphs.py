@@ -65,6 +65,7 @@ def plans_of(scene: Scene) -> Plans:
         batches=sglang_steps(scene),
         capacity=world.capacity,
         kinds=(scene.batch.kind,),
+        mixes=False,
         device=torch.device("cpu"),
         format=CacheFormat.KV,
         pool=Pool(scene),

@@ -165,7 +165,7 @@ def plans_with(scene: Scene, slower: Callable[[AttentionLayer, int, int], str]) 
     plans, layer = plans_of(scene), scene.world.layer
     kernel = replace(plans.backend.kernel_of(StepKind.PREFILL), slower_mixed=slower)
     plans.backend.choices[StepKind.PREFILL] = Choice(kernel, layers=[layer])
-    plans.facts.kinds = (StepKind.PREFILL, StepKind.DECODE)
+    plans.facts.mixes = True
     planes = scene.world.memory.flatten(0, 1)
     plans.facts.pool.k, plans.facts.pool.v = planes[:, 0], planes[:, 1, :, : layer.v_head_dim]
     return plans
@@ -218,9 +218,9 @@ def test_a_batch_of_prompts_or_of_running_requests_alone_is_one_step(widths: tup
     assert (only.step.kind, only.step.bs) == (StepKind.PREFILL, 4)
 
 
-def test_a_runner_that_decodes_nothing_has_no_mixed_batches() -> None:
+def test_a_server_without_mixed_batches_has_one_step_for_prompts_of_one_row() -> None:
     scene = mixed_scene()
     plans = plans_with(scene, lambda *_: LATE)
-    plans.facts.kinds = (StepKind.PREFILL, StepKind.TARGET_VERIFY)
+    plans.facts.mixes = False
     (only,) = plans.eager(forward_batch(scene))
     assert (only.step.kind, only.step.bs) == (StepKind.PREFILL, 4)

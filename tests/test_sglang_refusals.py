@@ -161,7 +161,7 @@ MODELS: dict[str, tuple[str, Any, Any]] = {
 
 
 def reasons_of(name: str, of: Any, layers: list[Any], **options: Any) -> list[str]:
-    facts = RunnerFacts.of(of, spec(**options), layers)
+    facts = RunnerFacts.of(of, spec(**options), layers, mixes=False)
     backend = get_backend(name)(facts.capacity, facts.batches.geometry, kernel="torch")
     return list(model_reasons(facts, backend))
 
@@ -184,14 +184,24 @@ def test_a_model_that_we_have_is_not(is_draft: bool) -> None:
 
 
 def test_what_a_runner_runs_and_how_large_its_steps_are() -> None:
-    facts = RunnerFacts.of(runner(page_size=1), spec(topk=4, nodes=16), [layer()])
+    facts = RunnerFacts.of(runner(page_size=1), spec(topk=4, nodes=16), [layer()], mixes=False)
     assert facts.capacity.max_tokens == 256, "a row of the table, draft room included"
     assert facts.capacity.bucket(StepKind.DRAFT_EXTEND, 2).width == 16, "SGLang extends by every verified node"
     assert facts.format is CacheFormat.KV
     assert facts.batches.geometry.num_pages == 257, "SGLang has a page more than its size says"
-    assert kinds_of(is_draft=False, speculates=False, num_steps=1) == (StepKind.PREFILL, StepKind.DECODE)
-    assert kinds_of(is_draft=False, speculates=True, num_steps=3) == (StepKind.PREFILL, StepKind.TARGET_VERIFY)
-    assert kinds_of(is_draft=True, speculates=True, num_steps=1) == (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
+
+
+@pytest.mark.parametrize(
+    ("runner_of", "kinds"),
+    [
+        ({"is_draft": False, "speculates": False, "num_steps": 1}, (StepKind.PREFILL, StepKind.DECODE)),
+        ({"is_draft": False, "speculates": True, "num_steps": 3}, (StepKind.PREFILL, StepKind.TARGET_VERIFY)),
+        ({"is_draft": True, "speculates": True, "num_steps": 1}, (StepKind.PREFILL, StepKind.DRAFT_EXTEND)),
+    ],
+)
+def test_in_mixed_batches_every_runner_decodes(runner_of: dict[str, Any], kinds: tuple[StepKind, ...]) -> None:
+    assert kinds_of(**runner_of, mixes=False) == kinds
+    assert kinds_of(**runner_of, mixes=True) == tuple(dict.fromkeys((*kinds, StepKind.DECODE)))
 
 
 def test_an_argument_of_attention_that_nothing_reads_is_refused() -> None:

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocation import get_last_loc_torch
 from sglang.srt.models.deepseek_common import attention_backend_handler
-from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_spec
+from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 
 absorbed = attention_backend_handler._dispatch_mla_subtype
@@ -29,6 +29,7 @@ __all__ = [
     "get_exec",
     "get_last_loc_torch",
     "get_parallel",
+    "get_schedule",
     "get_spec",
     "mla_handlers",
 ]

@@ -29,7 +29,7 @@ def plans_of(runner: Any, name: str) -> Plans:
     spec = api.get_spec()
     refuse(name, [MISSING[name]] if name in MISSING else [])
     refuse(name, server_reasons(runner, spec, api.get_exec(), api.get_parallel()))
-    facts = RunnerFacts.of(runner, spec, _layers(runner))
+    facts = RunnerFacts.of(runner, spec, _layers(runner), mixes=api.get_schedule().enable_mixed_chunk)
     geometry = facts.batches.geometry
     layers = [layer_of(layer) for layer in facts.layers]
     workload = Workload(geometry.page_size, layers, facts.dtype, facts.cache_dtype)

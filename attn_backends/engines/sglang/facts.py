@@ -18,7 +18,8 @@ class RunnerFacts:
     """Of a target's or a draft's model runner.
 
     batches: makes steps of its batches. capacity: the largest step. pool: its KV pool. layers: its model's attention
-    layers (RadixAttention). kinds: of steps that it will run. max_context: its model's context length, in tokens.
+    layers (RadixAttention). kinds: of steps that it will run. mixes: whether SGLang puts prompts and running requests into
+    one batch (--enable-mixed-chunk). max_context: its model's context length, in tokens.
     """
 
     batches: ForwardBatches
@@ -28,12 +29,13 @@ class RunnerFacts:
     layers: Sequence[Any]
     format: CacheFormat
     kinds: tuple[StepKind, ...]
+    mixes: bool
     dtype: torch.dtype
     cache_dtype: torch.dtype
     max_context: int
 
     @classmethod
-    def of(cls, runner: Any, spec: Any, layers: Sequence[Any]) -> Self:
+    def of(cls, runner: Any, spec: Any, layers: Sequence[Any], *, mixes: bool) -> Self:
         """Of a runner with its pools. spec: SGLang's speculative options, whose values are None without speculation."""
         table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
         topk, num_steps = spec.speculative_eagle_topk or 1, spec.speculative_num_steps or 1
@@ -50,17 +52,22 @@ class RunnerFacts:
             layers=tuple(layers),
             format=CacheFormat.LATENT if runner.use_mla_backend else CacheFormat.KV,
             kinds=kinds_of(
-                is_draft=runner.is_draft_worker, speculates=spec.speculative_algorithm is not None, num_steps=num_steps
+                is_draft=runner.is_draft_worker,
+                speculates=spec.speculative_algorithm is not None,
+                num_steps=num_steps,
+                mixes=mixes,
             ),
+            mixes=mixes,
             dtype=runner.dtype,
             cache_dtype=runner.kv_cache_dtype,
             max_context=runner.model_config.context_len,
         )
 
 
-def kinds_of(*, is_draft: bool, speculates: bool, num_steps: int) -> tuple[StepKind, ...]:
-    """The kinds of steps that a runner runs."""
+def kinds_of(*, is_draft: bool, speculates: bool, num_steps: int, mixes: bool) -> tuple[StepKind, ...]:
+    """The kinds of steps that a runner runs. Beside prompts a request decodes one token, with a draft too."""
+    decodes = (StepKind.DECODE,) if mixes or not (is_draft or speculates) else ()
     if not is_draft:
-        return StepKind.PREFILL, StepKind.TARGET_VERIFY if speculates else StepKind.DECODE
+        return StepKind.PREFILL, *((StepKind.TARGET_VERIFY,) if speculates else ()), *decodes
     drafts = (StepKind.DRAFT_DECODE,) if num_steps > 1 else ()
-    return StepKind.PREFILL, *drafts, StepKind.DRAFT_EXTEND
+    return StepKind.PREFILL, *drafts, StepKind.DRAFT_EXTEND, *decodes

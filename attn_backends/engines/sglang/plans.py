@@ -43,7 +43,7 @@ class Plans:
         mixed batch EXTEND before it is planned. So requests of one row that come last are taken for running ones.
         """
         step = self.facts.batches.step(batch)
-        running = num_running(step) if StepKind.DECODE in self.facts.kinds else 0
+        running = num_running(step) if self.facts.mixes else 0
         apart = self._mixed.are_apart(running, step.num_tokens - running)
         steps = self.facts.batches.split(batch, step.bs - running, running) if apart else (step,)
         return [self.backend.init_forward_metadata(each) for each in steps]

@@ -14,20 +14,23 @@ DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
 LAYERS = {"gqa": 4, "mla": 3}
 KINDS = {
     False: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "decode", "TARGET_VERIFY": "target_verify"},
-    True: {"EXTEND": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
+    True: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
 }
 """What a forward mode of the target, and of the draft, is for us."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another."""
+    """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another. mixes:
+    prompts with running requests, as all plain cases do.
+    """
 
     model: str
     backend: str
     topk: int
     page_size: int = 1
     of_draft: str | None = None
+    mixes: bool = False
 
     def __str__(self) -> str:
         shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
@@ -58,9 +61,10 @@ class Case:
             "attention_backend": self.backend,
             "page_size": self.page_size,
             "chunked_prefill_size": self.chunk,
+            "enable_mixed_chunk": self.mixes or not self.topk,
         }
         if not self.topk:
-            return options | {"enable_mixed_chunk": True}
+            return options
         algorithm, draft = DRAFTS[self.model]
         return options | {
             "speculative_algorithm": algorithm,
@@ -83,7 +87,7 @@ class Case:
 
     def is_apart(self, forward: dict[str, Any]) -> bool:
         """Whether its last requests, of one row, are a decode beside the prefill of the others."""
-        return not self.topk and {*forward["lens"], 1} != {1} and forward["lens"][-1] == 1
+        return (self.mixes or not self.topk) and {*forward["lens"], 1} != {1} and forward["lens"][-1] == 1
 
     def wrong_counts(self, run: Run) -> list[str]:
         """Forwards in which not every layer attended once by the backend asked for, in SGLang's own situation."""

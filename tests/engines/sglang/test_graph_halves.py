@@ -71,8 +71,10 @@ def test_what_sglang_asks_of_the_class():
 
 
 def test_the_kernels_are_chosen_for_the_layers_of_the_model(monkeypatch):
-    for name, value in {"get_spec": spec(None), "get_exec": execution(), "get_parallel": parallel()}.items():
-        monkeypatch.setattr(backends.api, name, lambda value=value: value)
+    schedule = SimpleNamespace(enable_mixed_chunk=False)
+    options = {"spec": spec(None), "exec": execution(), "parallel": parallel(), "schedule": schedule}
+    for name, value in options.items():
+        monkeypatch.setattr(backends.api, f"get_{name}", lambda value=value: value)
     monkeypatch.setattr(backends, "_layers", lambda runner: [layer(sliding_window_size=15)])
     (given,) = backends.plans_of(runner(), "fa3").backend.choices[StepKind.PREFILL].layers
     assert (given.num_heads, given.num_kv_heads, given.head_dim, given.window) == (4, 2, 64, 16)

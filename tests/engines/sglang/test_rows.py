@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.cases import PLAIN, SPECULATIVE
+from tests.engines.sglang.cases import FA3, PLAIN, SPECULATIVE, Case
 from tests.engines.sglang.engine import LENGTHS, PROMPTS
 
 ALL = [*PLAIN, *SPECULATIVE]
@@ -46,3 +46,12 @@ def test_drafted_ids_of_every_cycle_are_those_of_a_recompute_in_float64(runs, mo
     run = runs(case)
     assert len(run.cycles) > 2 * len(PROMPTS)
     assert case.wrong_drafts(run, models) == []
+
+
+def test_a_target_and_its_draft_take_mixed_batches(runs, models):
+    case = Case("gqa", FA3, 1, mixes=True)
+    run = runs(case)
+    apart = {step["draft"] for step in run.forwards if step["forward"] == "MIXED" and case.is_apart(step)}
+    assert apart == {False, True}
+    assert case.wrong_counts(run) == case.wrong_drafts(run, models) == []
+    assert run.tokens == runs(case.plain).tokens
