@@ -18,8 +18,8 @@ class RunnerFacts:
     """Of a target's or a draft's model runner.
 
     batches: makes steps of its batches. capacity: the largest step. pool: its KV pool. layers: its model's attention
-    layers (RadixAttention). kinds: of steps that it will run. mixes: whether SGLang puts prompts and running requests into
-    one batch (--enable-mixed-chunk). max_context: its model's context length, in tokens.
+    layers (RadixAttention). kinds: of steps that it will run. mixes: whether SGLang puts prompts and running requests
+    into one batch (--enable-mixed-chunk). max_context: its model's context length, in tokens.
     """
 
     batches: ForwardBatches
