@@ -31,7 +31,10 @@ def check_table_room(step: Step, capacity: Capacity) -> None:
     if isinstance(step.query, BoundedQuery):
         most = TokenBucket(step.kind, step.bs, step.num_tokens).max_query(capacity)
         if min(step.width, step.num_tokens) > most:
-            raise InvalidStepError(f"a ragged {step.kind} step of up to {step.width} rows per request; at most {most}")
+            raise InvalidStepError(
+                f"a ragged {step.kind} step of up to {step.width} rows per request; the capacity holds at most {most} "
+                f"(num_draft_tokens={capacity.num_draft_tokens}, extend_width={capacity.extend_width})"
+            )
     committed, num_added = _longest(step, capacity)
     if committed + num_added > capacity.max_kv_len:
         raise InvalidStepError(

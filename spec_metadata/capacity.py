@@ -185,6 +185,8 @@ class Capacity:
         """
         bucket = TokenBucket(kind, bs, num_tokens)
         check_bucket(bucket)
+        if kind not in (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND):
+            raise InvalidStepError(f"no {kind} step is ragged; verifies of chains and draft extends are")
         return bucket
 
 

@@ -7,6 +7,7 @@ or copies of its own: each graph plans itself, alone or beside the others.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Self, cast
 
 import torch
@@ -35,6 +36,8 @@ class CommittedState:
     def of(cls, paging: Paging, max_bs: int) -> Self:
         """A state of no request. paging: the engine's table; a block table has max_bs requests or more."""
         table = paging.table
+        if not isinstance(max_bs, Integral) or max_bs < 1:
+            raise InvalidStepError(f"a state holds at least 1 request, got max_bs={max_bs!r}")
         if isinstance(paging, RequestTable):
             place = torch.full((max_bs,), paging.geometry.reserved_row, dtype=torch.int64, device=table.device)
         elif table.shape[0] < max_bs:
@@ -45,7 +48,8 @@ class CommittedState:
         return cls(lens, num_real, paging.on_static(place))
 
     def load(self, seq_lens: Tensor, rows: Tensor | None = None) -> None:
-        """Hold the requests of the next cycle: two copies and a fill on the device, which a graph can record.
+        """Hold the requests of the next cycle: copies and a fill on the device, which a graph can record. On another
+        stream than the last cycle's graphs, wait for those first (`Metadata.wait_for_reads` of each phase).
 
         seq_lens: [bs] int32 or int64, committed tokens. rows: [bs] int32 or int64, of a request table; None of a block
         table, whose pages the engine writes. bs may be 0. Raises `InvalidStepError` for others, with nothing written.
@@ -77,5 +81,7 @@ class CommittedState:
         """What a phase of a bucket of bs requests is captured with: the paging and the inputs. The rest are buffers of
         the phase's own, as of `BoundInputs`.
         """
+        if not 1 <= bs <= self.seq_lens.shape[0]:
+            raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
         inputs = BoundInputs(self.seq_lens[:bs], out_cache_loc, self.num_real, tree_mask, widths=widths)
         return self.paging.on_static(self.paging.static_input()[:bs]), inputs

@@ -173,11 +173,13 @@ def exact_lens(
         if not isinstance(seq_lens_cpu, Sequence):
             raise TypeError
         exact = tuple(seq_lens_cpu)
+        if Tensor in map(type, exact):
+            raise TypeError
         array("Q", exact)  # one call for all of them, which takes integers from 0
     except TypeError:
         raise InvalidStepError(f"seq_lens_cpu must be integers of the host, got {seq_lens_cpu!r}") from None
     except OverflowError:
-        if (least := min(exact)) < 0:
+        if (least := min(each for each in exact if isinstance(each, Integral))) < 0:
             raise InvalidStepError(f"seq_lens_cpu holds {least}; a request has at least 0 committed tokens") from None
     if len(exact) != bs:
         raise InvalidStepError(f"seq_lens_cpu holds {len(exact)} lengths, seq_lens {bs}")

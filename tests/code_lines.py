@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "what came since: bound inputs, ragged and mixed steps, sets, our schedules of vendors": (
-        579,
+        580,
         (
             "spec_metadata/bound_inputs.py",
             "spec_metadata/mixed.py",

@@ -265,7 +265,7 @@ def test_what_can_not_be_bound(inputs: dict, bucket, message: str) -> None:
 
 def test_wider_than_the_capacity_or_the_graph() -> None:
     backend = get_backend("fa3")(CAPACITY, GEOMETRY)
-    with pytest.raises(InvalidStepError, match="a ragged target_verify step of up to 6 rows per request; at most 4"):
+    with pytest.raises(InvalidStepError, match=r"target_verify step of up to 6 rows .* holds at most 4"):
         backend.init_forward_metadata(verify(1, 1, 1, width=6))
     meta = backend.capture(bucket_of(3, 9), ROWS)
     with pytest.raises(UnsupportedStepError, match=r"captured for \(target_verify bs=3 num_tokens=9\), the step is"):
@@ -287,7 +287,7 @@ def test_rows_that_run_again_count_in_the_width_of_a_draft_extend() -> None:
     assert meta.step.query.cu_seqlens[:4].tolist() == [0, 6, 9, 14]
     eager = backend.init_forward_metadata(step)
     assert meta.step.width == eager.step.width == eager.plans[0].max_seqlen_q == 6
-    with pytest.raises(InvalidStepError, match="a ragged draft_extend step of up to 7 rows per request; at most 6"):
+    with pytest.raises(InvalidStepError, match=r"draft_extend step of up to 7 rows .* holds at most 6"):
         backend.init_forward_metadata(replace(step, query=query(1, 1, 1, width=7)))
 
 

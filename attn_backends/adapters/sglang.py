@@ -134,7 +134,9 @@ class ForwardBatches:
         return builders[mode](batch, bs)
 
     def split(self, batch: ForwardBatch, num_prompts: int, num_running: int) -> tuple[Step, Step]:
-        """A mixed batch as two steps: its prompts, and the running requests, which SGLang puts last."""
+        """A mixed batch that `step` takes, as two steps: its prompts, and the running requests, which SGLang puts last.
+        Nothing is refused here.
+        """
         prompts, lens = self._prefill(batch, num_prompts), batch.seq_lens_cpu
         running = SimpleNamespace(
             req_pool_indices=batch.req_pool_indices[num_prompts:],

@@ -2,7 +2,7 @@
 
 python -m attn_backends.conformance.summary REPORT.json ...
 
-Rewrites the files. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
+Rewrites the files. Refusals of a check are told with the reason of the first. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
 backend of another project (`project:backend`) the first failure or refusal of a check stands for all, with their
 number, and what passed is one row, eager and through graphs. A cause stands in one row. Others that have it, but for
 numbers, are one more row, which names all their checks and that row's.
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(report: Report) -> Report:
-    """The report with the passed and the refused cases of a check as one row for each path and reason."""
+    """The report with the passed and the refused cases of a check as one row for each path."""
     groups: dict[object, list[Row]] = {}
     for number, row in enumerate(report.rows):
         groups.setdefault(_sort(row, number), []).append(row)
@@ -56,7 +56,7 @@ def _sort(row: Row, number: int) -> object:
     of_check = (row.backend, row.kernel, row.check, row.status)
     if ":" in row.backend:
         return of_check if row.status in (Outcome.PASS, Outcome.REFUSED, Outcome.FAIL) else number
-    return (*of_check, row.path, row.reason) if row.status in (Outcome.PASS, Outcome.REFUSED) else number
+    return (*of_check, row.path) if row.status in (Outcome.PASS, Outcome.REFUSED) else number
 
 
 def _one(rows: Sequence[Row]) -> Row:

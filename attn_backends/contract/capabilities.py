@@ -121,7 +121,7 @@ class Capabilities:
         if dtype not in self.dtypes:
             reasons.append(f"queries or rows of {dtype} (it takes {listed(str(d) for d in self.dtypes)})")
         elif cache_dtype not in (allowed := self.cache_dtypes | ({dtype} if self.own_cache else set())):
-            takes = listed(str(d) for d in allowed)
+            takes = listed(str(d) for d in allowed - self.untried)
             reasons.append(f"a cache of {cache_dtype} under queries of {dtype} (it takes {takes})")
         elif cache_dtype in self.untried:
             reasons.append(

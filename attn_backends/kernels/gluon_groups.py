@@ -19,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 PLAIN = ("query_indptr", "page_indptr", "page_ids", "kv_lens", "lse", "table_stride")
-"""Arguments of both kernels that they are not compiled anew for, when an address or a number is a multiple of 16."""
+"""Arguments of both kernels that they are not compiled anew for, when an address or a number is a multiple of 16, or a
+number is 1.
+"""
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN

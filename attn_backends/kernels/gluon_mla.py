@@ -15,6 +15,8 @@ Parts of a request's keys are merged in their order by `triton_merge`; nothing i
 keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
 `zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
 
+Changed since these figures (24 November), and run on a model on a CPU alone (`tests/gluon_model.py`).
+
 On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn; of 32 x 4096
 docs/results/h200/kernels_gluon.json has all rows, the others were timed apart and not committed):
 

@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from attn_backends.errors import CaptureError
+from attn_backends.graphs import is_capturing
 from attn_backends.memory.reads import Reads
 from spec_metadata.buffers import ALIGNMENT
 
@@ -70,6 +72,8 @@ class PhaseSets:
         """Make a set the one that is alive, behind what still reads the last one."""
         if self.alive is one:
             return
+        if self.device.type == "cuda" and is_capturing():
+            raise CaptureError("another set of phases is alive: call PhaseSet.revive before the capture")
         self._reads.wait()
         if self.alive is not None:
             for member in self.alive.members:
