@@ -68,7 +68,7 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
     body = [
         "<h1>Attention backend conformance</h1>",
         f"<p class=quiet>suite {escape(report.suite_version)} on {escape(report.device)}; {escape(versions)}; "
-        f"{report.executed} checks executed</p>",
+        f"{report.executed} cases executed</p>",
         f"<p class=quiet>{escape(report.date)} at commit {escape(report.commit or 'unknown')}</p>",
         f"<pre>{escape(report.command)}</pre>",
         f"<p>{'<br>'.join(totals) or 'Nothing was run.'}</p>",

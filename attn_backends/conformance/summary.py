@@ -2,10 +2,11 @@
 
 python -m attn_backends.conformance.summary REPORT.json ...
 
-Rewrites the files. Refusals of a check have the reason of the first. A row that failed, broke, failed as expected or was not run stays as it is, with its case. Of a
-backend of another project (`project:backend`) the first failure or refusal of a check stands for all, with their
-number, and what passed is one row, eager and through graphs. A cause stands in one row. Others that have it, but for
-numbers, are one more row, which names all their checks and that row's.
+Rewrites the files. Refusals of a check have the reason of the first. A row that failed, broke, failed as expected or
+was not run stays as it is, with its case. Of a backend of another project (`project:backend`) the first failure or
+refusal of a check stands for all, with their number, and what passed is one row, eager and through graphs. A cause
+stands in one row. Others that have it, but for numbers, are one more row, which names all their checks and that
+row's.
 """
 
 from __future__ import annotations
