@@ -267,9 +267,8 @@ REFUSED: dict[str, Callable[[], object]] = {
     "rows is on meta and the state on cpu": lambda: ROWS.state.load(TWO, TWO.to("meta")),
     r"a block table has no rows, got \[2\] torch.int64: write pages": lambda: BLOCKS.state.load(TWO, TWO),
     "a state of 5 requests reads a block table of 4": lambda: CommittedState.of(BLOCKS.blocks, 5),
-    r"inputs.seq_lens must be \[5\] int32 or int64, got \[4\]": lambda: ROWS.make().capture(
-        ROWS.capacity.bucket(StepKind.DECODE, 5), *ROWS.state.bound(5)
-    ),
+    "a state holds at least 1 request, got max_bs=0": lambda: CommittedState.of(ROWS.state.paging, 0),
+    "a bucket of 5 requests on a state of 4": lambda: ROWS.state.bound(5),
 }
 
 

@@ -263,6 +263,12 @@ def test_what_can_not_be_bound(inputs: dict, bucket, message: str) -> None:
         check_bound(BoundInputs(LENS, num_real=torch.tensor([3]), **inputs), bucket, ROWS, CAPACITY)
 
 
+def test_a_kind_that_is_never_ragged_has_no_bucket_of_it() -> None:
+    for kind in (StepKind.DECODE, StepKind.PREFILL, StepKind.IDLE):
+        with pytest.raises(InvalidStepError, match=f"no {kind} step is ragged"):
+            CAPACITY.ragged_bucket(kind, 2, 4)
+
+
 def test_wider_than_the_capacity_or_the_graph() -> None:
     backend = get_backend("fa3")(CAPACITY, GEOMETRY)
     with pytest.raises(InvalidStepError, match=r"target_verify step of up to 6 rows .* holds at most 4"):

@@ -76,6 +76,12 @@ BAD: dict[str, Callable[[], object]] = {
         SEQ_LENS, PAGING, seq_lens_cpu=[7.5, 0, 12]
     ),
     "seq_lens_cpu must be integers of the host, got 7": lambda: Anything.decode(SEQ_LENS, PAGING, seq_lens_cpu=7),
+    r"seq_lens_cpu must be integers of the host, got \[tensor": lambda: Anything.decode(
+        SEQ_LENS, PAGING, seq_lens_cpu=list(SEQ_LENS)
+    ),
+    "seq_lens_cpu holds -1; a request has at least 0": lambda: Anything.decode(
+        SEQ_LENS, PAGING, seq_lens_cpu=[-1, "a", 2]
+    ),
     "seq_lens_cpu must be integers of the host, got {0": lambda: Anything.decode(
         SEQ_LENS, PAGING, seq_lens_cpu={0, 7, 12}
     ),
