@@ -21,7 +21,7 @@ from spec_metadata import CacheGeometry, Capacity
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans.compressed import Compression
 
-HEADS = (64, 16)
+HEADS = (64, 16, 128)
 PAGE_SIZE = 256
 TOPK = 512
 WINDOW = DSV4Backend.window

@@ -50,6 +50,20 @@ def attention_scene(num_heads: int, dim: int, *, bytes: bool, gaps: bool = False
     return q, [keys_of(rows, 8, live, 4, 21, gaps), keys_of(entries, 10, live_entries, 4, 37, gaps)]
 
 
+def blocks_scene(num_heads: int, *, bytes: bool) -> tuple[Tensor, list[Keys]]:
+    """Rows of 512 bfloat16 elements, of several blocks of keys, some of them -1; queries apart from one another."""
+    live, live_entries = torch.randperm(40)[:20], torch.randperm(30)[:13]
+    if bytes:
+        rows, entries = byte_pool(5, 8, live), byte_pool(3, 10, live_entries)
+    else:
+        rows, entries = (
+            float_pool(pages, each, 512, lives, torch.bfloat16)
+            for pages, each, lives in ((5, 8, live), (3, 10, live_entries))
+        )
+    q = torch.randn(num_heads, 3, 513).transpose(0, 1)[..., 1:].bfloat16()
+    return q, [keys_of(rows, 8, live, 3, 150, True), keys_of(entries, 10, live_entries, 3, 350, True)]
+
+
 def index_scene(lens: list[int], positions: list[int], heads: int, *, ties: bool = False) -> list[Any]:
     """Arguments of `select_entries` for requests of so many rows, the last at a position each. ties: of most scores."""
     bs, num_rows, max_pages, dim = len(lens), 4, 8, 24

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
+from attn_backends.kernels.fp8_pages import page_bytes
+from attn_backends.kernels.torch_compressed import Keys
 from attn_backends.selection.providers import GLUON_TRITON
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a kernel is compiled for. form: as of `paged_arguments.FORMS`. dim: elements of a query's head; 576 are of
-    latents. cache: type of these, if it is not the queries'.
+    """What a kernel is compiled for. form: as of `paged_arguments.FORMS`; "slots" of sparse attention. dim: elements of
+    a query's head; 576 are of latents. cache: type of these, if it is not the queries'.
     """
 
     dtype: torch.dtype
@@ -43,11 +45,13 @@ CASES = {
     "packed latents": Case(torch.float16, 1, "csr", True),
     "8-bit latents": Case(torch.bfloat16, 64, "page table", True, cache=torch.float8_e4m3fn),
     "8-bit latents of halves": Case(torch.float16, 1, "csr", False, cache=torch.float8_e4m3fn),
+    "sparse rows": Case(torch.bfloat16, 64, "slots", False, 512),
+    "sparse rows of 8 bits": Case(torch.bfloat16, 64, "slots", False, 512, torch.uint8),
     "prompts": Case(torch.bfloat16, 64, "page table", True, 128),
     "uniform prompts": Case(torch.bfloat16, 16, "block table", False, 128),
     "prompts of small heads": Case(torch.float16, 1, "csr", True, 64),
 }
-QUICK = ("latents", "prompts")
+QUICK = ("latents", "sparse rows of 8 bits", "prompts")
 SIZES = tuple(product((2, 1, 16), (300, 1, 16, 304)))  # requests, query rows of each
 _ROOT = Path(__file__).parent.parent
 
@@ -103,6 +107,25 @@ def _calls(case: Case) -> Iterator[tuple[Any, ...]]:
             yield q, *pages, *lists, lens, width, case.causal, 0.1, 1.0, 1.0
 
 
+def _sparse_calls(case: Case) -> Iterator[tuple[Any, ...]]:
+    """The same of sparse attention, with layers of a window alone among them, and entries of several ratios."""
+
+    def keys(num_tokens: int, odd: int, num_rows: int, width: int) -> Keys:
+        shape: tuple[int, ...] = (9, num_rows, case.dim)
+        if case.cache:
+            shape = (9, page_bytes(num_rows))
+        slots = torch.empty(num_tokens, width + 2 * odd, dtype=torch.int32)[:, odd : width + odd]
+        lens = torch.empty(num_tokens + 1, dtype=torch.int32)[odd:][:num_tokens]
+        return Keys(torch.empty(shape, dtype=case.cache or case.dtype), num_rows, slots, lens)
+
+    for i, (bs, width) in enumerate(SIZES):
+        odd, num_heads = i % 2, (64, 1, 128, 16)[i % 4]
+        q = torch.empty(bs * width, num_heads, case.dim, dtype=case.dtype)
+        sinks = torch.empty(num_heads + odd)[odd:]
+        sources = [keys(len(q), odd, 256, 128), keys(len(q), odd, (64, 2, 1)[i % 3], (512, 128, 1)[i % 3])]
+        yield q, sources[: 1 if i % 5 == 1 else 2], 0.1, sinks
+
+
 def _resources(compiled: Any, tool: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cubin"
@@ -125,7 +148,7 @@ def _compile(module: ModuleType, kernel: Any, attend: Any, case: Case) -> dict[s
         grids.append(call.grid)
 
     module._launch = launch  # type: ignore[attr-defined]
-    calls = _calls(case)
+    calls = (_sparse_calls if case.form == "slots" else _calls)(case)
     start = time.perf_counter()
     attend(*next(calls))
     seconds = time.perf_counter() - start
@@ -154,14 +177,16 @@ def main(names: Sequence[str]) -> None:
     target = GPUTarget("cuda", 90, 32)
     here = {"get_current_target": lambda: target, "get_current_device": lambda: 0}
     triton.runtime.driver.set_active(SimpleNamespace(**here, get_current_stream=lambda device: 0))
-    from attn_backends.kernels import gluon_mla, gluon_prefill
+    from attn_backends.kernels import gluon_mla, gluon_prefill, gluon_sparse
 
-    gluon_mla.merge = lambda *given: None
+    gluon_mla.merge = gluon_sparse.merge = lambda *given: None
     for name in names:
         case = CASES[name]
         kernel: tuple[ModuleType, Any, Any]
         if case.dim == 576:
             kernel = gluon_mla, gluon_mla._attend, gluon_mla.latent_attention
+        elif case.form == "slots":
+            kernel = gluon_sparse, gluon_sparse._attend, gluon_sparse.sparse_attention
         else:
             kernel = gluon_prefill, gluon_prefill._paged_attention, gluon_prefill.paged_attention
         print(json.dumps(_compile(*kernel, case)))

@@ -33,7 +33,8 @@ import torch
 from torch import Tensor
 
 KERNELS = Path(__file__).parent.parent / "attn_backends" / "kernels"
-MODULES = ("gluon_groups", "gluon_mla", "gluon_prefill_groups", "gluon_prefill")
+MODULES = ("gluon_groups", "gluon_mla", "gluon_sparse", "gluon_prefill_groups", "gluon_prefill")
+LAUNCHED = {"gluon_mla": "_attend", "gluon_sparse": "_attend", "gluon_prefill": "_paged_attention"}
 _GLUON = "triton.experimental.gluon"
 
 
@@ -125,6 +126,13 @@ class Pointer:
     def __getitem__(self, places: Any) -> Pointer:
         return Pointer(self.tensor, self.offset[places])
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """The same addresses of elements of another type."""
+        raw = self._flat().view(torch.uint8)
+        place = self.offset * self.tensor.itemsize
+        assert not (place % dtype.itemsize).any(), f"addresses of {dtype} that are no multiples of its size"
+        return Pointer(raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype), place // dtype.itemsize)
+
     def load(self, mask: Any = None, other: float = 0) -> Tensor:
         """Elements, `other` where masked; those that are not masked must be of the storage."""
         place, live = self._inside(mask)
@@ -198,10 +206,11 @@ class Model:
         self._error: BaseException | None = None
         self._program: tuple[Sequence[int], Sequence[int]] = ((), ())
         self._modules = self._load(dict(changes or {}))
-        for name, kernel in (("gluon_mla", "_attend"), ("gluon_prefill", "_paged_attention")):
+        for name, kernel in LAUNCHED.items():
             self._modules[name].__dict__["_launch"] = self._launch(self._modules[name], kernel)
         self.latent_attention = self._modules["gluon_mla"].latent_attention
         self.paged_attention = self._modules["gluon_prefill"].paged_attention
+        self.sparse_attention = self._modules["gluon_sparse"].sparse_attention
 
     def pause(self, until: Callable[[], bool] | None = None, what: str = "") -> None:
         """Let others go on, and go on when a condition holds."""
@@ -294,7 +303,8 @@ class Model:
             fakes[f"{gl.__name__}.nvidia{name}"] = fake = ModuleType(name)
             fake.__dict__.update(functions)
         used = set()
-        import_module("attn_backends.kernels.triton_merge")  # with Triton itself, which has to stay
+        for merging in ("triton_merge", "triton_sparse"):
+            import_module(f"attn_backends.kernels.{merging}")  # with Triton itself, which has to stay
         with patch.dict(sys.modules, fakes | {module.__name__: module for module in modules.values()}):
             for name, module in modules.items():
                 text = (KERNELS / f"{name}.py").read_text()
@@ -379,7 +389,14 @@ class Model:
 
 
 class _Values(ast.NodeTransformer):
-    """`a += b` is `a = a + b`, as a kernel's tensors are values."""
+    """`a += b` is `a = a + b`, as a kernel's tensors are values. `a.to(type, bitcast=True)` is `a.view(type)`."""
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and [each.arg for each in node.keywords] == ["bitcast"]:
+            view = ast.Attribute(node.func.value, "view", ast.Load())
+            return ast.copy_location(ast.Call(view, node.args, []), node)
+        return node
 
     def visit_AugAssign(self, node: ast.AugAssign) -> ast.Assign:
         assert isinstance(node.target, ast.Name)
@@ -401,8 +418,18 @@ def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any]
     return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
 
 
+def _where(condition: Any, a: Any, b: Any) -> Any:
+    """Of pointers, one or the other for all elements."""
+    return (a if condition else b) if isinstance(a, Pointer) else torch.where(condition, a, b)
+
+
+_TYPES = ("uint8", "int32", "int64", "bfloat16", "float32")
 _LANGUAGE: dict[str, Any] = {
-    **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "exp2", "log2", "where")},
+    **{name: getattr(torch, name) for name in (*_TYPES, "exp2", "log2")},
+    "float8e4nv": torch.float8_e4m3fn,
+    "pointer_type": lambda dtype: dtype,
+    "where": _where,
+    "join": lambda a, b: torch.stack((a, b), dim=-1),
     **dict.fromkeys(("BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "SliceLayout"), _Layout),
     **dict.fromkeys(("NVMMASharedLayout", "SwizzledSharedLayout"), _Layout),
     "constexpr": lambda value: value,

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.kernels import torch_compressed
 from attn_backends.kernels.paged_operators import latent_attention
 from attn_backends.kernels.prefill_operator import prefill_attention
+from tests.compressed_arguments import blocks_scene
 from tests.gluon_model import KERNELS, Deadlock, Model
 from tests.paged_arguments import FORMS, Sizes, arguments
 
@@ -20,7 +22,12 @@ LATENTS = Sizes((3, 3, 3), (400, 5, 130), num_heads=24, num_kv_heads=1, dim=576,
 PROMPTS = Sizes((100, 100, 100), (300, 100, 420), num_heads=4, num_kv_heads=2, dim=64, v_dim=64, page_size=16)
 KINDS = {"latents": LATENTS, "prompts": PROMPTS}
 EIGHT_BITS = "latents of 8 bits"
+SPARSE = {"sparse rows": False, "sparse rows of 8 bits": True}  # whether pages are bytes
 SEEDS = 16
+pytestmark = [  # of rows that see nothing
+    pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+]
 
 
 def given(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype, cache: torch.dtype | None = None) -> list:
@@ -32,6 +39,8 @@ def given(sizes: Sizes, form: str, causal: bool, dtype: torch.dtype, cache: torc
 
 def attend(model: Model, arguments: list) -> tuple[Tensor, Tensor]:
     """The kernel's outputs, on the model."""
+    if isinstance(arguments[1], list):
+        return model.sparse_attention(*arguments)
     if arguments[1].dim() == 3:
         return model.latent_attention(*arguments)
     *lists, _max_kv_len, causal, scale, k_scale, v_scale = arguments[:-2]
@@ -40,6 +49,8 @@ def attend(model: Model, arguments: list) -> tuple[Tensor, Tensor]:
 
 def expected(arguments: list) -> tuple[Tensor, Tensor]:
     """The operator's in torch, which is the definition."""
+    if isinstance(arguments[1], list):
+        return torch_compressed.attend_rows(*arguments)
     return (latent_attention if arguments[1].dim() == 3 else prefill_attention)(*arguments)
 
 
@@ -77,6 +88,36 @@ def test_latents_of_8_bits(form, dtype):
         assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
 
 
+def in_parts(num: int) -> dict[str, str]:
+    """A change of the sparse kernel that divides each row's keys into so many parts."""
+    return {"splits = num_splits(": f"splits = {num} + 0 * num_splits("}
+
+
+@pytest.mark.parametrize("bytes", SPARSE.values(), ids=SPARSE)
+@pytest.mark.parametrize(("num_heads", "parts"), [(3, 1), (3, 3), (64, 1), (128, 1)])
+def test_sparse_rows(bytes, num_heads, parts):
+    """With and without entries and sinks; a row that sees nothing gets 0 and -inf."""
+    q, sources = blocks_scene(num_heads, bytes=bytes)
+    for given, sinks in ((sources, torch.randn(num_heads)), (sources[:1], None)):
+        arguments = [q, given, 512**-0.5, sinks]
+        right, first = expected(arguments), attend(Model(0, in_parts(parts)), arguments)
+        assert is_near(first, right)
+        assert not first[0][-1].any()
+        for seed in range(1, 3):
+            assert all(map(torch.equal, attend(Model(seed, in_parts(parts)), arguments), first)), seed
+
+
+def test_sparse_rows_of_other_strides_and_more_heads_than_two_tiles():
+    q, sources = blocks_scene(130, bytes=True)
+    sources = [each._replace(slots=each.slots.T.contiguous().T, lens=each.lens.repeat(2)[::2]) for each in sources]
+    sources[0] = sources[0]._replace(lens=sources[1].lens)  # past the width: no row sees more than that
+    wide = torch.full((5, 2 * sources[0].pages.shape[1]), 255, dtype=torch.uint8)
+    wide[:, : wide.shape[1] // 2] = sources[0].pages
+    sources[0] = sources[0]._replace(pages=wide[:, : wide.shape[1] // 2])
+    arguments = [q, sources, 0.05, torch.randn(260).half()[::2]]
+    assert is_near(attend(Model(0), arguments), expected(arguments))
+
+
 def test_heads_of_128_elements():
     sizes = replace(PROMPTS, dim=128, v_dim=128, num_heads=2, num_kv_heads=1)
     arguments = given(sizes, "page table", True, torch.bfloat16)
@@ -86,6 +127,10 @@ def test_heads_of_128_elements():
 @cache
 def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
     """Arguments of several blocks, and what is right."""
+    if kind in SPARSE:
+        q, sources = blocks_scene(5, bytes=SPARSE[kind])
+        sparse = [q, sources, 512**-0.5, torch.full((5,), 5.0)]  # a sink as heavy as some of the keys
+        return sparse, expected(sparse)
     sizes = replace(PROMPTS, num_heads=2) if kind == "prompts" else LATENTS
     cache = torch.float8_e4m3fn if kind == EIGHT_BITS else None
     arguments = given(sizes, "page table", True, torch.bfloat16, cache)
@@ -95,9 +140,10 @@ def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
 def complaint(kind: str, old: str, new: str) -> str:
     """What is said of a kernel with a change of its source; empty if nothing is, for no seed."""
     arguments, right = small(kind)
+    planted = {old: new} | (in_parts(1) if kind in SPARSE else {})
     for seed in range(SEEDS):
         try:
-            if not is_near(attend(Model(seed, {old: new}), arguments), right):
+            if not is_near(attend(Model(seed, planted), arguments), right):
                 return "wrong outputs"
         except (Deadlock, AssertionError) as error:
             return str(error)
@@ -112,6 +158,58 @@ PLANTED = {
     "no wait for a free half, 8 bits": (EIGHT_BITS, "    mbarrier.wait(free, phase)\n", "", "wrong outputs|ever"),
     "no wait for queries": (EIGHT_BITS, "    mbarrier.wait(full.index(4), 0)\n", "", "wrong outputs"),
     "an arrival too few": (EIGHT_BITS, "arrive(full, count=128)", "arrive(full, count=127)", "wait for ever"),
+    "no wait for a free half, sparse": (
+        "sparse rows",
+        "        groups = _read_half(found, stride, 0)\n        mbarrier.wait(free.index(2 * odd), phase)\n",
+        "        groups = _read_half(found, stride, 0)\n",
+        "wrong outputs|ever",
+    ),
+    "no wait for a free half, sparse bytes": (
+        "sparse rows of 8 bits",
+        "        mbarrier.wait(free.index(2 * odd + 1), phase)\n        _write_half(others",
+        "        _write_half(others",
+        "wrong outputs|ever",
+    ),
+    "another parity, sparse": (
+        "sparse rows of 8 bits",
+        "mbarrier.wait(free.index(2 * odd), phase)",
+        "mbarrier.wait(free.index(2 * odd), phase ^ 1)",
+        "wait for ever",
+    ),
+    "no signal that a half is there, sparse": (
+        "sparse rows",
+        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full.index(2 * odd + 1))\n",
+        "        _write_half(groups, None, right.index(odd), 1)\n",
+        "wait for ever",
+    ),
+    "half of the queries": ("sparse rows", "    _load_queries(q, given, 1)\n", "", "wait for ever"),
+    "the next block's scales": (
+        "sparse rows of 8 bits",
+        "        _write_half(others, scales, right",
+        "        _write_half(others, _read_scales(found), right",
+        "wrong outputs",
+    ),
+    "which keys count is said too late": (
+        "sparse rows",
+        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full.index(2 * odd + 1))\n",
+        "        _write_half(groups, None, right.index(odd), 1)\n"
+        "        live.index(odd).store(0 * live.index(odd).data)\n"
+        "        filled(full.index(2 * odd + 1))\n        live.index(odd).store(found[2].to(gl.int32))\n",
+        "wrong outputs",
+    ),
+    "which keys count is said too early": (
+        "sparse rows",
+        "        groups = _read_half(found, stride, 0)\n",
+        "        groups = _read_half(found, stride, 0)\n        live.index(odd).store(found[2].to(gl.int32))\n",
+        "wrong outputs",
+    ),
+    "no sink": ("sparse rows", "(is_part == 0)", "(is_part != 0)", "wrong outputs"),
+    "slots past the last": (
+        "sparse rows",
+        "mask=key < num_rows, other",
+        "mask=key < num_rows + 1, other",
+        "wrong outputs",
+    ),
     "no signal of free keys": ("prompts", "        signal(free.index((step + 1) & 1))\n", "", "groups wait for ever"),
     "no wait for keys": (
         "prompts",
@@ -153,7 +251,7 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
     text = (KERNELS / f"{module}.py").read_text()
     lines = text.splitlines(keepends=True)
     for i, line in enumerate(lines):
-        without = re.sub(r"(signal|mbarrier\.wait|async_copy\.mbarrier_arrive)\(.*", "pass", line)
+        without = re.sub(r"(signal|filled|mbarrier\.(wait|arrive)|async_copy\.mbarrier_arrive)\(.*", "pass", line)
         other = re.sub(r"(mbarrier\.wait\(.*), (.*)\)", r"\1, (\2) ^ 1)", line)
         before, after = "".join(lines[i - 3 : i]), "".join(lines[i + 1 : i + 4])
         for changed in {without, other} - {line}:
@@ -163,11 +261,16 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("module", "kinds"), [("gluon_groups", ("latents", EIGHT_BITS)), ("gluon_prefill_groups", ("prompts",))]
+    ("module", "kinds", "least"),
+    [
+        ("gluon_groups", ("latents", EIGHT_BITS), 25),
+        ("gluon_sparse", tuple(SPARSE), 12),
+        ("gluon_prefill_groups", ("prompts",), 25),
+    ],
 )
-def test_each_wait_and_each_signal_matters(module, kinds):
+def test_each_wait_and_each_signal_matters(module, kinds, least):
     """But for the turns in which the groups of a prompt begin products, which are for speed."""
     found = [(line, any(complaint(kind, old, new) for kind in kinds)) for line, old, new in changes(module)]
-    assert len(found) > 25
+    assert len(found) > least
     silent = {line for line, said in found if not said}
     assert silent <= {"mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any, ClassVar
 
@@ -36,12 +37,13 @@ from attn_backends.contract.checked_layers import Use
 from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.compressor_operators import write_entries, write_states
+from attn_backends.kernels.fp8_pages import ROW_DIM
 from attn_backends.kernels.plan_operators import bind_compressed
-from attn_backends.kernels.sparse_operators import select_entries, sparse_attention
+from attn_backends.kernels.sparse_operators import select_entries, sparse_attention, sparse_attention_sm90
 from attn_backends.kernels.torch_compressed import Keys, attend_rows
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.planning.metadata import ForwardMetadata, all_rows, check_forward, slots_to_write
-from attn_backends.selection.providers import runs_anywhere, runs_on_triton
+from attn_backends.selection.providers import runs_anywhere, runs_on_gluon, runs_on_triton
 from attn_backends.vendors import flashmla_sparse
 from spec_metadata import BoundStep, Buffers, BufferSpec, CacheGeometry, Capacity, Step, StepKind
 from spec_metadata.plans import compressed
@@ -57,7 +59,10 @@ _TORCH = Capabilities(
     sinks=True,
     cache_dtypes=frozenset({torch.float8_e4m3fn}),
 )
+_SIZES = frozenset({(ROW_DIM, ROW_DIM)})
 _TRITON = replace(_TORCH, dtypes=FLOAT_TYPES - {torch.float64})
+_UNTRIED = _TORCH.cache_dtypes | {torch.bfloat16}
+_GLUON = replace(_TORCH, dtypes=frozenset({torch.bfloat16}), head_sizes=_SIZES, untried=_UNTRIED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,8 +94,10 @@ def _sources(cache: Any, selected: Selected, layer: AttentionLayer) -> tuple[Key
     return rows, Keys(pages.data, pages.num_rows, selected.entry_slots, num_visible)
 
 
-def _launch_triton(q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer) -> AttentionOutput:
-    return AttentionOutput(*sparse_attention(q, *_sources(cache, selected, layer), layer.scale, layer.sinks))
+def _launch(
+    attend: Callable[..., tuple[Tensor, Tensor]], q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer
+) -> AttentionOutput:
+    return AttentionOutput(*attend(q, *_sources(cache, selected, layer), layer.scale, layer.sinks))
 
 
 def _launch_torch(q: Tensor, cache: Any, selected: Selected, layer: AttentionLayer) -> AttentionOutput:
@@ -111,8 +118,16 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
     kernels = (
         flashmla_sparse.KERNEL,
         Kernel(
+            "gluon",
+            partial(_launch, sparse_attention_sm90),
+            of_listed(_GLUON),
+            runs_on_gluon,
+            architectures=frozenset({9}),
+            needs_layers=True,
+        ),
+        Kernel(
             "triton",
-            _launch_triton,
+            partial(_launch, sparse_attention),
             of_listed(_TRITON),
             runs_on_triton,
             architectures=frozenset({8, 9, 10, 11, 12}),

@@ -84,7 +84,7 @@ class Kernel(Generic[Plan]):
     now on, by its own launch; None if it never does. scratch: buffers that hold nothing between two launches, one set
     for all launches of a backend, which therefore belong on one stream; of sizes that no step changes. slower_mixed:
     (layer, running requests, rows of prompts) -> why one step of packed rows of both is slower than two; empty if not.
-    needs_layers: whether `auto` takes it only where layers are named, as it reads one of its backend's cache formats.
+    needs_layers: whether `auto` takes it only where layers are named, as it takes some layers and caches alone.
     """
 
     name: str

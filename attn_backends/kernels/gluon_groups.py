@@ -1,8 +1,9 @@
-"""The warp groups of a program of `gluon_mla`: one gathers latents, two attend to blocks of them.
+"""The warp groups of a program of `gluon_mla` and `gluon_sparse`: one gathers latents, two attend to blocks of them.
 
 Each pair of blocks of 64 keys is in shared memory as left halves, right halves and rotated rests of both, [2, 64, 256],
 [2, 64, 256] and [2, 64, 64]. A half belongs to the group that gathers until it is full, then to the two others until
-the one that reads it last says that it is free.
+the one that reads it last says that it is free. Rows that are key and value alike (`gluon_sparse`, which has a third
+group of its own) have no rest: its place holds weights alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,24 @@ _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 _OUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 _WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, _OUT.value, 2))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """So many, each of which counts so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def halves(dtype: gl.constexpr, NUM: gl.constexpr):
+    """Shared memory of the left and right halves of 64 rows, so many times."""
+    left = gl.allocate_shared_memory(dtype, [NUM, 64, 256], TILE)
+    return left, gl.allocate_shared_memory(dtype, [NUM, 64, 256], TILE)
 
 
 @gluon.jit
@@ -118,7 +137,7 @@ def _convert(entry, live, place, FIRST: gl.constexpr, free, phase):
 
 
 @gluon.jit
-def _filled(full):
+def filled(full):
     """Arrive for all threads, with what they wrote for the tensor cores."""
     fence_async_shared()
     gl.thread_barrier()
@@ -136,11 +155,11 @@ def gather_8(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.c
         odd, phase, live = block & 1, ((block >> 1) & 1) ^ 1, key < end
         entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)
         _convert(entry, live, left.index(odd), 0, free.index(2 * odd), phase)
-        _filled(full.index(2 * odd))
+        filled(full.index(2 * odd))
         entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)  # again, as they would be spilled in between
         _convert(entry, live, right.index(odd), 256, free.index(2 * odd + 1), phase)
         rest.index(odd).store(_read(entry, live, 512, 64).to(rest.dtype))
-        _filled(full.index(2 * odd + 1))
+        filled(full.index(2 * odd + 1))
 
 
 @gluon.jit
@@ -154,7 +173,7 @@ def gather_any(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl
 
 @gluon.jit
 def _scores(queries, blocks, full, i, zero, ODD: gl.constexpr):
-    """Products of the queries with a block of latents."""
+    """Products of the queries with a block of latents, or of rows of as many elements as its values."""
     block, phase = zero + ODD, i & 1
     scores = gl.zeros([64, 64], gl.float32, layout=_SCORES)
     mbarrier.wait(full.index(2 * ODD), phase)
@@ -165,16 +184,32 @@ def _scores(queries, blocks, full, i, zero, ODD: gl.constexpr):
     fence_async_shared()
     keys = blocks[1].index(block).permute((1, 0))
     scores = warpgroup_mma(queries[1].index(zero), keys, scores, is_async=True)
-    keys = blocks[2].index(block).permute((1, 0))
-    scores = warpgroup_mma(queries[2].index(zero), keys, scores, is_async=True)
+    if len(queries) == 3:
+        keys = blocks[2].index(block).permute((1, 0))
+        scores = warpgroup_mma(queries[2].index(zero), keys, scores, is_async=True)
     return warpgroup_mma_wait(0, deps=(scores,))
 
 
 @gluon.jit
-def _visible(scores, first_key, end_seen, score_scale):
-    """Scores in base 2, -inf where a row does not see a key."""
-    key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(0, _SCORES))
-    return gl.where(key[None, :] < end_seen[:, None], scores * score_scale, float("-inf"))
+def _visible(scores, first_key, end_seen, live, score_scale, ODD: gl.constexpr):
+    """Scores in base 2, -inf where a row does not see a key. live: None, or of both blocks which keys all rows see."""
+    if live is None:
+        key = first_key + gl.arange(0, 64, layout=gl.SliceLayout(0, _SCORES))
+        seen = key[None, :] < end_seen[:, None]
+    else:
+        seen = (live.index(ODD).load(gl.SliceLayout(0, _SCORES)) > 0)[None, :]
+    return gl.where(seen, scores * score_scale, float("-inf"))
+
+
+@gluon.jit
+def _with_sink(total, peak, sinks, is_part, rows):
+    """The sums of weights, with that of each head's sink. is_part: they are added where parts are merged."""
+    if sinks is not None:
+        tile, group, _, _, _ = rows
+        head = tile * 64 + gl.arange(0, 64, layout=_ROWS)
+        sink = gl.load(sinks + head, mask=(head < group) & (is_part == 0), other=float("-inf")).to(gl.float32)
+        total += gl.exp2(sink / _LN_2 - peak)
+    return total
 
 
 @gluon.jit
@@ -204,7 +239,7 @@ def _store(summed, total, outputs, rows, v_scale, FIRST: gl.constexpr):
 @gluon.jit
 def even(given, outputs, lse, CAUSAL: gl.constexpr):
     """The group of the even blocks and the left half of the outputs. given: as `_attend` makes it."""
-    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
+    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale, live, sinks = given
     left, _, rest = blocks
     start, end, pairs = keys_of
     end_seen = _end_seen(rows, end, CAUSAL)
@@ -214,7 +249,7 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
     for i in range(pairs):
         zero = zero_in_turn(i)
         scores = _scores(queries, blocks, full, i, zero, 0)
-        scores = _visible(scores, start + i * 128, end_seen, score_scale)
+        scores = _visible(scores, start + i * 128, end_seen, live, score_scale, 0)
         even_peak = gl.maximum(peak, gl.max(scores, 1))
         weights = gl.exp2(scores - even_peak[:, None])
         rounded = weights.to(left.dtype)
@@ -239,7 +274,7 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
     signal(handed.index(0))
     mbarrier.wait(handed.index(1), pairs & 1)
     total += peaks.index(3).load(_ROWS)
-    _store(summed, total, outputs, rows, v_scale, 0)
+    _store(summed, _with_sink(total, peak, sinks, outputs[2], rows), outputs, rows, v_scale, 0)
     tile, group, first, num_rows, _ = rows
     row = tile * 64 + gl.arange(0, 64, layout=_ROWS)
     place = (first + row // group) * group + row % group
@@ -249,7 +284,7 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
 @gluon.jit
 def odd(given, outputs, CAUSAL: gl.constexpr):
     """The group of the odd blocks and the right half of the outputs; else as `even`."""
-    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale = given
+    queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale, live, sinks = given
     left, right, rest = blocks
     start, end, pairs = keys_of
     end_seen = _end_seen(rows, end, CAUSAL)
@@ -263,7 +298,7 @@ def odd(given, outputs, CAUSAL: gl.constexpr):
         even_peak = peaks.index(0).load(_ROWS)
         even_fading = gl.exp2(peak - even_peak)
         adding = warpgroup_mma(rest.index(zero), right.index(zero), summed * _of_rows(even_fading), is_async=True)
-        scores = _visible(scores, start + i * 128 + 64, end_seen, score_scale)
+        scores = _visible(scores, start + i * 128 + 64, end_seen, live, score_scale, 1)
         peak = gl.maximum(even_peak, gl.max(scores, 1))
         weights = gl.exp2(scores - peak[:, None])
         rounded = weights.to(left.dtype)
@@ -285,4 +320,4 @@ def odd(given, outputs, CAUSAL: gl.constexpr):
     peaks.index(3).store(total)
     signal(handed.index(1))
     total += even_total
-    _store(summed, total, outputs, rows, v_scale, 256)
+    _store(summed, _with_sink(total, peak, sinks, outputs[2], rows), outputs, rows, v_scale, 256)

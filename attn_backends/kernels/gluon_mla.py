@@ -55,10 +55,20 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.gluon_groups import COPIED, PLAIN, copy, even, gather_any, odd
+from attn_backends.kernels.gluon_groups import (
+    COPIED,
+    NUMBERS,
+    PLAIN,
+    TILE,
+    barriers,
+    copy,
+    even,
+    gather_any,
+    halves,
+    odd,
+)
 from attn_backends.kernels.paged_operators import RANK
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge
@@ -66,8 +76,6 @@ from attn_backends.kernels.triton_tiles import choose_num_splits
 
 BLOCK_ROWS, BLOCK_KEYS = 64, 128
 _LOG2_E = 1.4426950408889634
-_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-_PEAKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -85,17 +93,8 @@ def _load_queries(q, queries, rows):
 @gluon.jit
 def _tiles(dtype: gl.constexpr, NUM: gl.constexpr):
     """Shared memory of 64 rows, so many times: left halves, right halves and rests."""
-    left = gl.allocate_shared_memory(dtype, [NUM, 64, 256], _TILE)
-    right = gl.allocate_shared_memory(dtype, [NUM, 64, 256], _TILE)
-    return left, right, gl.allocate_shared_memory(dtype, [NUM, 64, 64], _TILE)
-
-
-@gluon.jit
-def _barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
-    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(bars.index(i), count=COUNT)
-    return bars
+    left, right = halves(dtype, NUM)
+    return left, right, gl.allocate_shared_memory(dtype, [NUM, 64, 64], TILE)
 
 
 @gluon.jit
@@ -151,15 +150,15 @@ def _attend(
     rows = (tile, group, first, num_rows, num_keys)
     keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
     queries, blocks = _tiles(q[0].dtype.element_ty, 1), _tiles(q[0].dtype.element_ty, 2)
-    peaks = gl.allocate_shared_memory(gl.float32, [4, 64], _PEAKS)  # of both groups, and in the end their totals
-    full, free, handed = _barriers(5, 128), _barriers(4, 1), _barriers(2, 1)
+    peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)  # of both groups, and in the end their totals
+    full, free, handed = barriers(5, 128), barriers(4, 1), barriers(2, 1)
     gl.thread_barrier()
     _load_queries(q, queries, rows)
     is_part, offset = num_splits > 1, split.to(gl.int64) * split_stride
     outputs = (out, partial_out + offset * 512, is_part)
     if is_part:
         lse = partial_lse + offset
-    given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale)
+    given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale, None, None)
     gl.warp_specialize(
         [
             (gather_any, (blocks, full, free, latents[0], latents[1], ids, keys_of, PAGE_SIZE)),

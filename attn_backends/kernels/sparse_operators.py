@@ -2,6 +2,7 @@
 
     select_entries     the entries of the highest scores of an indexer, for each row
     sparse_attention   attention over a window of rows and over entries, one softmax and one sink over both
+    sparse_attention_sm90   the same on Hopper, in Gluon (`gluon_sparse`), of 16-bit queries and rows of 512 elements
 
 As `attn_backends.kernels.operators`: each is one node of a graph and has a fake, the CPU implementation is the
 definition (`torch_compressed`, where pools are described), and float64 goes to it on a GPU too.
@@ -17,7 +18,10 @@ from torch import Tensor
 from attn_backends.kernels import torch_compressed
 from attn_backends.kernels.compressor_operators import check_pool
 from attn_backends.kernels.devices import on_its_device
+from attn_backends.kernels.fp8_pages import ROW_DIM
 from attn_backends.kernels.torch_compressed import Keys
+
+_ALIGNED = 16  # bytes that the Gluon kernel reads at once
 
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
@@ -25,12 +29,13 @@ _library.define(
     "Tensor num_visible, int max_query, int topk) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_library.define(
-    "sparse_attention(Tensor q, Tensor rows, int rows_of_page, Tensor row_slots, Tensor row_lens, Tensor? entries, "
-    "int entries_of_page, Tensor? entry_slots, Tensor? entry_lens, float scale, Tensor? sinks) -> (Tensor out, "
-    "Tensor lse)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name in ("sparse_attention", "sparse_attention_sm90"):
+    _library.define(
+        f"{_name}(Tensor q, Tensor rows, int rows_of_page, Tensor row_slots, Tensor row_lens, Tensor? entries, "
+        "int entries_of_page, Tensor? entry_slots, Tensor? entry_lens, float scale, Tensor? sinks) -> (Tensor out, "
+        "Tensor lse)",
+        tags=(torch.Tag.pt2_compliant_tag,),
+    )
 
 
 def select_entries(
@@ -72,6 +77,16 @@ def sparse_attention(
     return torch.ops.attn_backends.sparse_attention.default(q, *rows, *more, scale, sinks)
 
 
+def sparse_attention_sm90(
+    q: Tensor, rows: Keys, entries: Keys | None, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` of queries [num_tokens, num_heads, 512] in bfloat16, over rows of bfloat16 or in the 8-bit
+    page format, pages of which begin at multiples of 16 bytes. Raises ValueError for others.
+    """
+    more = (None, 0, None, None) if entries is None else entries
+    return torch.ops.attn_backends.sparse_attention_sm90.default(q, *rows, *more, scale, sinks)
+
+
 def _select_torch(*arguments: Any) -> Tensor:
     _check_select(*arguments)
     return torch_compressed.select_entries(*arguments)
@@ -105,6 +120,20 @@ def _attention_cuda(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     from attn_backends.kernels import triton_sparse
 
     return triton_sparse.sparse_attention(q, sources, scale, sinks)
+
+
+def _sm90_torch(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    _check_sm90(q, _sources(q, *arguments)[0])
+    return _attention_torch(q, *arguments)
+
+
+@on_its_device
+def _sm90_cuda(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    sources, scale, sinks = _sources(q, *arguments)
+    _check_sm90(q, sources)
+    from attn_backends.kernels import gluon_sparse
+
+    return gluon_sparse.sparse_attention(q, sources, scale, sinks)
 
 
 def _attention_fake(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -176,6 +205,24 @@ def _sources(
     return sources, scale, sinks
 
 
+def _check_sm90(q: Tensor, sources: list[Keys]) -> None:
+    """Refuse what the Gluon kernel would misread."""
+    pools = [source.pages for source in sources]
+    bytes = [pool for pool in pools if pool.dtype is torch.uint8]
+    if (
+        q.dtype is not torch.bfloat16
+        or q.shape[2] != ROW_DIM
+        or any(pool.dtype not in (torch.bfloat16, torch.uint8) for pool in pools)
+        or any(pool.stride(0) % _ALIGNED or pool.data_ptr() % _ALIGNED for pool in bytes)
+    ):
+        given = ", ".join(f"pages {list(p.shape)} {p.dtype} of strides {p.stride()}" for p in pools)
+        raise ValueError(
+            f"sparse_attention_sm90: q {list(q.shape)} {q.dtype} and {given} do not fit together; needed are q "
+            f"[num_tokens, num_heads, {ROW_DIM}] bfloat16 and pages of bfloat16, or of bytes that begin at multiples "
+            f"of {_ALIGNED}"
+        )
+
+
 def _kind(pages: Tensor) -> tuple[torch.dtype, int]:
     return pages.dtype, pages.stride(-1)
 
@@ -184,5 +231,8 @@ _library.impl("select_entries", _select_torch, "CPU")
 _library.impl("select_entries", _select_cuda, "CUDA")
 _library.impl("sparse_attention", _attention_torch, "CPU")
 _library.impl("sparse_attention", _attention_cuda, "CUDA")
+_library.impl("sparse_attention_sm90", _sm90_torch, "CPU")
+_library.impl("sparse_attention_sm90", _sm90_cuda, "CUDA")
 torch.library.register_fake("attn_backends::select_entries", _select_fake, lib=_library)
 torch.library.register_fake("attn_backends::sparse_attention", _attention_fake, lib=_library)
+torch.library.register_fake("attn_backends::sparse_attention_sm90", _attention_fake, lib=_library)

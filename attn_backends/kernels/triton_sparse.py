@@ -242,11 +242,18 @@ def sparse_attention(q: Tensor, sources: Sequence[Keys], scale: float, sinks: Te
         num_stages=blocks.stages,
     )
     if splits > 1:
-        num_rows = num_tokens * num_heads
-        _merge[(num_rows,)](
-            *into, sinks, out, lse, num_rows, num_heads, SPLITS=splits, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim)
-        )
+        merge(into, sinks, (out, lse))
     return out, lse
+
+
+def merge(parts: tuple[Tensor, Tensor], sinks: Tensor | None, into: tuple[Tensor, Tensor]) -> None:
+    """Join splits in their order. parts: outputs [splits, num_tokens, num_heads, dim] and their log-sum-exps. sinks:
+    [num_heads], dense. into: out and lse, dense, as of `sparse_attention`.
+    """
+    splits, num_tokens, num_heads, dim = parts[0].shape
+    sizes = {"SPLITS": splits, "DIM": dim, "BLOCK_DIM": triton.next_power_of_2(dim)}
+    num_rows = num_tokens * num_heads
+    _merge[(num_rows,)](*parts, sinks, *into, num_rows, num_heads, **sizes)
 
 
 def _source(keys: Keys) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ def _choose(what: str, able: Sequence[Kernel], kind: StepKind, device: torch.dev
             running.append(kernel)
             reasons = workload.reasons_against(kernel.capabilities[kind], kind)
             if kernel.needs_layers and (not workload.layers or workload.dtype is None):
-                reasons.append("reads one of the backend's cache formats, and no layers of a type are named")
+                reasons.append("takes some of the backend's layers and caches alone, and no layers of a type are named")
         if not reasons:
             return Choice(kernel, tuple(passed_over), workload.layers)
         passed_over += [f"{kernel.name}: {reason}" for reason in reasons]
