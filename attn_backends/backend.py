@@ -14,9 +14,9 @@ Metadata is returned and passed in (rule R7); a backend keeps only its memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from attn_backends.contract.checked_layers import CheckedLayers, Use
 from attn_backends.contract.definition import BackendDefinition
 from attn_backends.contract.kernel import Kernel, LayerShape, Plan, Schedules
 from attn_backends.errors import CaptureError, UnsupportedStepError
+from attn_backends.kernels.kept_plans import MOST_KEPT, KeptPlans
 from attn_backends.kernels.operators import MAX_TREE_KEYS, tree_join
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined, query_reasons
 from attn_backends.memory.phase_sets import PhaseSet
@@ -45,7 +46,7 @@ from attn_backends.planning.metadata import (
     refuse_metadata,
     slots_to_write,
 )
-from attn_backends.planning.planners import bind_fused, bind_inputs, bind_torch, choose_planner
+from attn_backends.planning.planners import Alike, bind_fused, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
     AnyBucket,
@@ -102,7 +103,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         self.memory = memory or StaticMemory()
         place = capacity, geometry, self.device, self._static_specs, tuple(self.choices), self.memory, checking
         self.phases, self._layers = BackendMemory(self.name, *place), CheckedLayers()
-        self._admitted: dict[StepKind, tuple[Hashable, int]] = {}
+        self._alike, self._kept = lru_cache(MOST_KEPT)(lambda *layout: Alike()), KeptPlans()
         if capacity.page_size != geometry.page_size:
             raise UnsupportedStepError(
                 self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
@@ -115,10 +116,11 @@ class AttentionBackend(BackendDefinition[Plan]):
     def init_forward_metadata(self, step: Step) -> Metadata[Plan]:
         """Metadata of an eager step, in fresh buffers."""
         check_is_step(step)
-        self._admit(step)
+        like = self._admit(step)
         step = closed(step, self.capacity)
         specs = (WRITE_SLOTS, *self.buffers(step.kind))
-        return self._metadata(step, self.phases.fresh(step.kind, specs, step.extent(self.capacity)), step)
+        buffers = self.phases.fresh(step.kind, specs, step.extent(self.capacity))
+        return self._metadata(step, buffers, self._kept.bind(step, buffers, self._bind, like))
 
     def capture(
         self,
@@ -149,7 +151,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
         captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
         captured.take_phase()
-        meta = self._metadata(step, buffers, replace(step, seq_lens_cpu=()), captured)
+        meta = self._metadata(step, buffers, self._bind(step, buffers, bound), captured)
         meta.schedules.name(layers)
         return meta
 
@@ -257,18 +259,20 @@ class AttentionBackend(BackendDefinition[Plan]):
         """Bytes of static buffers, by phase and name (`BackendMemory.sizes`). paging: a table of the engine's form."""
         return self.phases.sizes(paging)
 
-    def _admit(self, step: Step) -> None:
-        """Refuse a step that can't be taken. One of uniform rows that has the layout of the last of its kind, and is no
-        longer than what was found to fit, is not checked again; lengths that the host knows are checked every time.
+    def _admit(self, step: Step) -> Alike | None:
+        """What is known of eager steps like this one, of packed rows nothing. Refuses a step that can't be taken. One
+        that is no longer than was found to fit is not checked again, unless the host knows its lengths.
         """
-        if self.checking or step.seq_lens_cpu is not None or not isinstance(step.query, UniformQuery):
+        if self.checking or not isinstance(step.query, UniformQuery):
             self._check_step(step)
-            return
-        like = step.layout, step.paging.row_tokens, step.max_committed is None
-        known, most = self._admitted.get(step.kind, (None, 0))
-        if like != known or step.longest(self.capacity) > most:
+            return None
+        table, is_exact = step.paging.table, step.seq_lens_cpu is not None
+        is_known = is_exact or step.max_committed is not None
+        alike = self._alike(step.layout, table.shape, table.stride(), table.dtype, is_known)
+        if is_exact or step.longest(self.capacity) > alike.most:
             self._check_step(step)
-            self._admitted[step.kind] = like, most_committed(step, self.capacity)
+            alike.most = most_committed(step, self.capacity)
+        return alike
 
     def _check_step(self, step: Step) -> None:
         if reasons := self.unsupported_reasons(step):
@@ -278,15 +282,21 @@ class AttentionBackend(BackendDefinition[Plan]):
         if self.checking:
             check_values(step, self.capacity)
 
-    def _metadata(self, step: Step, buffers: Buffers, known: Step, captured: Captured | None = None) -> Metadata[Plan]:
-        """Write a step's metadata for the first time. known: the step with what the host knows of its lengths."""
-        phase, bound = (captured.phase, captured.bound) if captured else (None, None)
+    def _bind(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
+        """What plans a step by the backend's planner."""
         place = step, buffers, bound
-        write = bind_fused(self.bind_fused, *place) if self.planner.is_fused else bind_torch(self.write, *place)
+        return bind_fused(self.bind_fused, *place) if self.planner.is_fused else bind_torch(self.write, *place)
+
+    def _metadata(
+        self, step: Step, buffers: Buffers, write: Callable[[], None], captured: Captured | None = None
+    ) -> Metadata[Plan]:
+        """Write a step's metadata for the first time."""
+        known = replace(step, seq_lens_cpu=()) if captured else step  # no request of a fresh capture is real
         write()
         if captured is None and (step.is_tree or self.prefix_only):
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
+        phase = None if captured is None else captured.phase
         allocate = partial(self.phases.of_kernel, kernel, buffers.extent, phase)
         schedules = Schedules(kernel, plans, lens, allocate, write if captured else None)
         chains = chain_parts(step) if self.prefix_only else ()

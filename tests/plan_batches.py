@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,3 +163,21 @@ class Case:
         """First query row of each request, and the end."""
         widths = self.widths + [self.widths[0]] * self.pad
         return [sum(widths[:i]) for i in range(len(widths) + 1)]
+
+
+def elsewhere(step: Step) -> Step:
+    """The same step, its tensors in other memory."""
+    names = [name for name in ("seq_lens", "out_cache_loc", "num_real", "tree_mask") if getattr(step, name) is not None]
+    moved = {name: _moved(getattr(step, name)) for name in names}
+    paging = step.paging
+    if isinstance(paging, RequestTable):
+        paging = replace(paging, table=_moved(paging.table), rows=_moved(paging.rows))
+    else:
+        paging = replace(paging, table=_moved(paging.table))
+    return replace(step, paging=paging, **moved)
+
+
+def _moved(given: Any) -> Any:
+    if not isinstance(given, Tensor):
+        return given
+    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype).copy_(given)

@@ -14,7 +14,7 @@ from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
 from tests.bound_batches import engine, statics
-from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case
+from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case, elsewhere
 from tests.planner_laws import BLOCKS, FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
 from tests.triton_interpreter import interpreted, last_program_first
 
@@ -150,13 +150,6 @@ def test_inputs_of_an_idle_step_are_padding(kind: str, table: type) -> None:
     check_inputs(case, 0, idle)
 
 
-def elsewhere(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same in other memory."""
-    if tensor is None:
-        return None
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-
-
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.parametrize("kind", ["verify chain", "verify tree"])
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
@@ -181,8 +174,7 @@ def test_a_bound_copy_is_launched_as_a_compiled_one(
     first = Step.idle(case.paging.on_static(case.paging.static_input()[:0])) if idle else case.step
     first = replace(first, num_real=torch.zeros(1, dtype=torch.int32))
     static = pad_step(case.step, case.step.bucket(case.bs), case.capacity)
-    moved = {name: elsewhere(getattr(first, name)) for name in ("seq_lens", "out_cache_loc", "num_real", "tree_mask")}
-    second = replace(first, paging=first.paging.on_static(elsewhere(first.paging.static_input())), **moved)
+    second = elsewhere(first)
     assert second.layout == first.layout
     fill = bind_inputs(static)(first)
     fill(first)

@@ -143,7 +143,7 @@ def bind_compressed(
     outputs = [buffers[name] for name in names]
     lists = (entries, ratios, list(rings.values()), read_windows)
     inputs = StepInputs.of(step, bound)
-    return _Repeated(
+    return Repeated(
         "plan_compressed", *inputs, *outputs, *lists, INDEX_GROUP, window, int(is_block), *_sizes(step, _keys(step))
     )
 
@@ -170,8 +170,8 @@ def _bind_pages(
 ) -> Callable[[], None]:
     inputs, sizes = StepInputs.of(step, bound), (*_sizes(step, keys), buffers.extent.max_pages)
 
-    def launch(along: Sequence[Tensor], listed: Sequence[int]) -> _Repeated:
-        return _Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], along, listed, *sizes)
+    def launch(along: Sequence[Tensor], listed: Sequence[int]) -> Repeated:
+        return Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], along, listed, *sizes)
 
     return PagePlanner(launch)
 
@@ -182,7 +182,7 @@ class PagePlanner:
     launch: the tensors of a schedule, or none, and its numbers -> what launches.
     """
 
-    def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Callable[[], None]]) -> None:
+    def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Repeated]) -> None:
         self._launch, self._has_along = launch, False
         self._write, self._read = launch((), ()), lambda: None
 
@@ -190,6 +190,10 @@ class PagePlanner:
         """Launch."""
         self._read()
         self._write()
+
+    def prepared(self) -> Prepared:
+        """The launch of the plan alone."""
+        return self._write.prepared()
 
     def behind(self, read: Callable[[], None]) -> PagePlanner:
         """This planner, from now on with a launch before its own that reads the step."""
@@ -224,9 +228,9 @@ class PagePlanner:
         return True
 
 
-class _Repeated:
-    """A plan, launched with every call: as its operator the first time, which is often the only one, and whenever
-    somebody is to see it, as in a `RecordedGraph`; else what was compiled then, without looking at arguments.
+class Repeated:
+    """A plan, launched with every call. The first call, often the only one, is of its operator, and so is any that a
+    dispatch mode watches, such as a `RecordedGraph`. Others launch what was compiled then, without a look at arguments.
     """
 
     def __init__(self, name: str, *arguments: Any) -> None:
@@ -236,12 +240,19 @@ class _Repeated:
     def __call__(self) -> None:
         """Launch."""
         if self._num_calls == 1:
-            self._direct = _PREPARED[self._name](*self._arguments).bind()
+            self._direct = self.prepared().bind()
         self._num_calls += 1
         if self._direct is None or is_watched():
             _OPERATORS[self._name](*self._arguments)
         else:
             self._direct()
+
+    def prepared(self) -> Prepared:
+        """The launch with its arguments."""
+        return _PREPARED[self._name](*self._arguments)
+
+
+FusedPlan = PagePlanner | Repeated
 
 
 def _rows(paging: Paging) -> Tensor | None:

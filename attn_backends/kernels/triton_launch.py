@@ -86,6 +86,13 @@ class Launch:
         compiled = self._compiled.get(variant)
         return None if compiled is None else bind_launch(compiled, self._device, self._grid, fixed)
 
+    def bind_tensors(self, variant: Hashable, arguments: Sequence[Any]) -> Callable[..., None] | None:
+        """The same, given the addresses of all tensors among the arguments (`bind_tensors`); None also where Triton
+        must launch.
+        """
+        compiled = self._compiled.get(variant)
+        return None if compiled is None else bind_tensors(compiled, self._device, self._grid, arguments)
+
 
 class Prepared(NamedTuple):
     """A launch with its arguments."""
@@ -101,6 +108,10 @@ class Prepared(NamedTuple):
     def bind(self) -> Callable[[], None] | None:
         """What repeats it, once it was launched, on tensors that the caller keeps; None on the interpreter."""
         return self.launch.bind(self.variant, self.arguments)
+
+    def bind_tensors(self) -> Callable[..., None] | None:
+        """What repeats it on other tensors, once it was launched, given their addresses; None where Triton must."""
+        return self.launch.bind_tensors(self.variant, self.arguments)
 
 
 Tensors = tuple[Tensor, *tuple[Tensor | None, ...]]

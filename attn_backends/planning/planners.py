@@ -30,6 +30,15 @@ class Planner:
         return self.name == "fused"
 
 
+@dataclass(slots=True, eq=False)
+class Alike:
+    """Eager steps that differ in values, addresses and the host's bound alone. most: committed tokens up to which they
+    were found to fit.
+    """
+
+    most: int = -1
+
+
 def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: bool) -> Planner:
     """The planner of a backend on a device. owner: the backend's name. has_fused: whether it declares a fused one."""
     if asked not in PLANNERS:
