@@ -94,14 +94,108 @@ BLOCKS = {
     ),
 }
 
+MARKOV = {"markov_head.markov_w1.weight": "V R", "markov_head.markov_w2.weight": "V R"}
+REDUCED = {"markov_head.markov_w1.weight": "V R", "markov_head.markov_w2.weight": "D R"}
+GATE = {"markov_head.gate_proj.weight": "R HR", "markov_head.gate_proj.bias": "R"}
+JOINT = {"markov_head.joint_proj.weight": "3R HRR", "markov_head.joint_proj.bias": "3R"}
+DSPARK_SIZES = {"R": 12, "HR": 44, "HRR": 56}
+DENSE = QWEN3 | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": SIZE,
+    "confidence_head_with_markov": True,
+    "enable_confidence_head": True,
+    "markov_rank": 12,
+    "mask_token_id": MASK,
+    "num_target_layers": 4,
+    "target_layer_ids": list(TAPS),
+}
+CONFIDENCE = {"confidence_head.proj.weight": "1 HR", "confidence_head.proj.bias": "1"}
+READERS = "SGLang 0.5.23 models/dspark.py, dspark_config.py; vLLM 0.33.0 models/qwen3_dspark.py"
+DSPARKS = {
+    "DSpark": Format(
+        catalogue="DeepSeek",
+        source=READERS,
+        config=DENSE | {"markov_head_type": "vanilla"},
+        tensors=layers() | MARKOV | CONFIDENCE | {"lm_head.weight": "V H", "embed_tokens.weight": "V H"},
+        sizes=DSPARK_SIZES | {"1": 1},
+        facts={"theta": 500.0, "taps": TAPS, "markov": "vanilla", "from_root": True, "embedding": True},
+    ),
+    "DSpark, recurrent": Format(
+        catalogue="DeepSeek",
+        source=READERS,
+        config={key: value for key, value in DENSE.items() if key not in ("markov_rank", "mask_token_id")}
+        | {
+            "confidence_head_with_markov": False,
+            "enable_confidence_head": False,
+            "sample_from_anchor": True,
+            "dflash_config": {"markov_rank": 12, "markov_head_type": "rnn", "mask_token_id": MASK},
+        },
+        tensors=layers() | MARKOV | JOINT,
+        sizes=DSPARK_SIZES,
+        facts={"theta": 500.0, "taps": TAPS, "markov": "rnn", "from_root": True},
+    ),
+    "speculators DSpark": Format(
+        catalogue="speculators",
+        source=f"{SPECULATORS} src/speculators/models/dspark/config.py, core.py, model_definitions.py",
+        config=dict(BLOCKS["speculators DFlash"].config)
+        | {
+            "architectures": ["DSparkSpeculator"],
+            "auto_map": {"": "dspark.DSparkSpeculatorConfig"},
+            "speculators_model_type": "dspark",
+            "markov_rank": 12,
+            "markov_head_type": "gated",
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": False,
+        },
+        tensors=layers()
+        | MAPS
+        | REDUCED
+        | GATE
+        | {"lm_head.weight": "D H", "confidence_head.proj.weight": "1 H", "confidence_head.proj.bias": "1"},
+        sizes=DSPARK_SIZES | {"1": 1},
+        facts={"theta": 500.0, "taps": TAPS, "markov": "gated", "from_root": False},
+    ),
+}
+"""DSpark drafts. Qwen3's layers of DeepSeek's folders, with each Markov head that there is."""
+
 
 class BlockOracle(HeadOracle):
     """A format's forward over one block, in float64: no layer of transformers', no cache, no backend."""
 
+    def drafts(self, known: Sequence[int], features: Tensor) -> list[int]:
+        """What follows the root, the last of `known`. features: of the tokens before."""
+        scores, kind = self.block(known, features), self.config.get("markov")
+        if kind is None:
+            return scores.argmax(-1).tolist()
+        hidden, tokens, state = self.rows(known, features), [known[-1]], torch.zeros(12, dtype=torch.float64)
+        w1, w2 = (self.tensors[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+        ids = torch.arange(len(w2)) + self.tensors.get("d2t", 0)
+        for row, base in zip(hidden, scores, strict=True):
+            factor = w1[tokens[-1]]
+            if kind == "gated":
+                factor = factor * torch.sigmoid(self.times("markov_head.gate_proj", torch.cat((row, factor))))
+            if kind == "rnn":
+                joint = self.times("markov_head.joint_proj", torch.cat((state, factor, row)))
+                gate = torch.sigmoid(joint[:12])
+                state, factor = gate * state + (1 - gate) * torch.tanh(joint[12:24]), torch.tanh(joint[24:])
+            tokens.append(int(ids[(base[ids] + w2 @ factor).argmax()]))
+        return tokens[1:]
+
     def block(self, known: Sequence[int], features: Tensor) -> Tensor:
-        """[SIZE - 1, vocab]: log-probabilities at the masks. known: tokens and the root. features: of the tokens."""
+        """[drafted, vocab]: log-probabilities of the rows that propose. known: tokens and the root. features: of the
+        tokens.
+        """
+        rows = self.rows(known, features)
+        head = self.tensors.get("lm_head.weight", self.target.lm_head.weight.double())
+        scores = linear(rows, head).log_softmax(-1)
+        ids = torch.arange(scores.shape[1]) + self.tensors.get("d2t", 0)
+        return scores.new_full((len(scores), self.target.config.vocab_size), -torch.inf).index_copy_(1, ids, scores)
+
+    def rows(self, known: Sequence[int], features: Tensor) -> Tensor:
+        """[drafted, H]: the rows that propose, behind the final norm."""
         context = self.norm("hidden_norm", self.times("fc", features[: len(known) - 1].double()))
-        table = self.target.model.embed_tokens.weight.double()
+        own = self.config.get("embedding")
+        table = self.tensors["embed_tokens.weight"] if own else self.target.model.embed_tokens.weight.double()
         rows = table[torch.tensor([known[-1], *[MASK] * (SIZE - 1)])]
         for index in range(2):
             normed = self.norm(f"layers.{index}.input_layernorm", rows)
@@ -111,10 +205,7 @@ class BlockOracle(HeadOracle):
             act = gelu if self.config.get("act") else silu
             gated = act(self.times(f"{mlp}gate_proj", normed)) * self.times(f"{mlp}up_proj", normed)
             rows = rows + self.times(f"{mlp}down_proj", gated)
-        head = self.tensors.get("lm_head.weight", self.target.lm_head.weight.double())
-        scores = linear(self.norm("norm", rows[1:]), head).log_softmax(-1)
-        ids = torch.arange(scores.shape[1]) + self.tensors.get("d2t", 0)
-        return scores.new_full((len(scores), len(table)), -torch.inf).index_copy_(1, ids, scores)
+        return self.norm("norm", rows[0 if self.config.get("from_root") else 1 :])
 
     def over_context(self, index: int, rows: Tensor, context: Tensor) -> Tensor:
         """Attention of a block's rows over the context and one another: 4 heads over 2."""

@@ -18,6 +18,7 @@ FORMATS = {
     "1": "SafeAILab EAGLE-1/2",
     "2": "SafeAILab EAGLE-1/2, Qwen2",
     "D": "DFlash",
+    "K": "DSpark",
     "B": "block draft",
 }
 ARCHITECTURES = {
@@ -49,7 +50,7 @@ NOT_SERVED = {
     "ling": "its folder needs Python of its own",
     "gemma4": "its layers have two head sizes, and some read another's keys",
     "dflash": "no target of its own was tried",
-    "other": "a block draft of another format than DFlash's",
+    "other": "a block draft of a format that is not served",
 }
 """Why a target, or such a head, does not run here."""
 NAMES = """
@@ -117,9 +118,9 @@ R gemma4 RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3
 R gemma4 RedHatAI/gemma-4-31B-it-speculator.eagle3
 R gpt_oss RedHatAI/gpt-oss-120b-speculator.eagle3
 R gpt_oss RedHatAI/gpt-oss-20b-speculator.eagle3
-B other RedHatAI/GLM-5.2-speculator.dspark
+K dflash RedHatAI/GLM-5.2-speculator.dspark
 B other RedHatAI/Kimi-K3-speculator.dspark
-B other RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark
+K dflash RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark
 D dflash RedHatAI/Mistral-Small-4-119B-2603.dflash
 D dflash RedHatAI/NVIDIA-Nemotron-3-Super-120B-A12B-speculator.dflash
 D dflash RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash
@@ -127,14 +128,14 @@ D dflash RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash
 D dflash RedHatAI/Qwen3-30B-A3B-speculator.dflash
 D dflash RedHatAI/Qwen3-8B-speculator.dflash
 B other RedHatAI/Qwen3-8B-speculator.peagle
-B other RedHatAI/Qwen3.6-35B-A3B-speculator.dspark
+K dflash RedHatAI/Qwen3.6-35B-A3B-speculator.dspark
 D dflash RedHatAI/gemma-4-31B-it-speculator.dflash
 """
 
 
 class Named(NamedTuple):
-    """A head. format: one of `head_catalogue.FORMATS`, DFlash, or a block draft of another format. why_not: why it
-    can't run, empty if it can.
+    """A head. format: one of `head_catalogue.FORMATS`, DFlash, DSpark, or a block draft of another format. why_not:
+    why it can't run, empty if it can.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,15 +19,16 @@ from attn_backends_reference.models.block import load_block
 from attn_backends_reference.models.families import served_families
 from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
-from tests.block_formats import BLOCKS
+from tests.block_formats import BLOCKS, DSPARKS
 from tests.generated_tables import page_with
 from tests.head_catalogue import FORMATS
-from tests.head_formats import write
+from tests.head_formats import Format, write
 from tests.head_judges import SGLANG, VLLM
 from tests.head_names import HEADS, Named
 from tests.head_runs import CLOSE, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
 from tests.serving_scenes import PHASES
 
+BLOCK_FORMATS = {"DFlash": BLOCKS, "DSpark": DSPARKS}
 PAGE = Path(__file__).parent.parent / "docs" / "heads.md"
 
 
@@ -72,7 +73,9 @@ def format_results(name: str) -> tuple[bool, bool]:
 
 def head_results() -> Iterator[tuple[Named, bool, bool]]:
     """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
-    loads = {name: format_results(name)[0] for name in FORMATS} | {"DFlash": dflash_loads()}
+    loads = {name: format_results(name)[0] for name in FORMATS} | {
+        name: blocks_load(forms) for name, forms in BLOCK_FORMATS.items()
+    }
     tiny = {
         rm.family_of(name).architecture: name
         for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "olmoe", "gpt_oss", "mla", "mla_glm")
@@ -89,9 +92,9 @@ def head_results() -> Iterator[tuple[Named, bool, bool]]:
         yield head, loads.get(head.format, False), ran[pair]
 
 
-def dflash_loads() -> bool:
-    """Whether folders of published DFlash drafts load."""
-    for form in BLOCKS.values():
+def blocks_load(formats: Mapping[str, Format]) -> bool:
+    """Whether folders of published block drafts load."""
+    for form in formats.values():
         with TemporaryDirectory() as folder:
             write(form, Path(folder))
             try:

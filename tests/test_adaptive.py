@@ -229,3 +229,17 @@ def test_what_is_refused(load) -> None:
     ]:
         with pytest.raises(ConfigError, match=reason):
             load(text)
+
+
+def test_no_set_is_revived_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forgets and renews the sets runs on the host, once, not in each replay."""
+    sets = PhaseSets(torch.device("cuda"))
+    first, second = sets.add(), sets.add()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first.revive()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    first.revive()
+    with pytest.raises(CaptureError, match=r"another set of phases is alive: call PhaseSet\.revive before the capture"):
+        second.revive()
+    assert first.is_alive

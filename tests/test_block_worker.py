@@ -111,7 +111,7 @@ def test_plain_decoding_and_blocks_agree_with_few_cycles() -> None:
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ({"topk": 1, "num_steps": 2, "num_draft_tokens": 3}, "block has 4 rows: the root and 3 masks"),
+        ({"topk": 1, "num_steps": 2, "num_draft_tokens": 3}, "block has 4 rows, 3 of which propose a token"),
         ({"topk": 2, "num_steps": 3, "num_draft_tokens": 4}, "block has 4 rows"),
         (SHAPE | {"block_size": 5}, "a block runs once, whole"),
         (SHAPE | {"max_context": 4096}, "the draft has 2048"),

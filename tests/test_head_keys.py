@@ -211,7 +211,11 @@ def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_
         ("speculators", {"rms_norm_eps": 1e-5}, "gives rms_norm_eps twice"),
         ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type='mtp'; served are eagle3 heads"),
         ("speculators", {"speculators_model_type": "dflash"}, r"is a block draft \(dflash\), which drafts all tokens"),
-        ("speculators", {"speculators_model_type": "dspark"}, r"is a block draft \(dspark\), .* Markov head"),
+        (
+            "speculators",
+            {"speculators_model_type": "dspark"},
+            r"is a block draft \(dspark\), .* worker = .block. runs it",
+        ),
         ("speculators", {"speculators_model_type": "peagle"}, r"is a block draft \(peagle\), .* masks' own hidden"),
         ("speculators", {"speculators_model_type": "dflash2"}, r"is a block draft \(dflash2\), .* a convolution"),
         ("SpecForge", {"architectures": ["DFlashDraftModel"]}, r"is a block draft \(DFlashDraftModel\)"),

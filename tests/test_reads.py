@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -29,13 +30,22 @@ class Told(Reads):
         self.waits += 1
 
 
+@dataclass(frozen=True)
+class Stream:
+    """One of CUDA's; equal to others of its number."""
+
+    device: torch.device
+    number: int = 0
+    wait_event: Callable[[object], None] = field(default=lambda event: None, compare=False)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """What is asked of CUDA's streams and events."""
     asked: list[tuple[str, object]] = []
 
-    def current(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(device=device, wait_event=lambda event: asked.append(("wait", device)))
+    def current(device: torch.device) -> Stream:
+        return Stream(device, wait_event=lambda event: asked.append(("wait", device)))
 
     event = SimpleNamespace(record=lambda stream: asked.append(("record", stream.device)))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -51,6 +61,26 @@ def test_the_event_is_on_the_streams_of_the_memory_s_own_device(calls: list) -> 
     reads.wait()
     assert calls == [("record", SECOND), ("wait", SECOND)]
     assert reads.ended
+
+
+def test_reads_end_on_every_stream_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event of the second stream must not take the place of the first one's."""
+    waits, running = list[int](), [0]
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.on = stream.number
+
+    def current(device: torch.device) -> Stream:
+        return Stream(device, running[0], lambda event: waits.append(event.on))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", current)
+    reads = Reads(SECOND)
+    for running[0] in (7, 8, 7):
+        reads.end()
+    reads.wait()
+    assert waits == [7, 8]
 
 
 def test_a_cpu_has_no_event(calls: list) -> None:

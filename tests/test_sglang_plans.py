@@ -22,7 +22,7 @@ from attn_backends.engines.sglang.layers import Layers
 from attn_backends.engines.sglang.plans import Plans, forwards_of, kind_of, own_branches
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Choice
-from spec_metadata import StepKind
+from spec_metadata import PackedQuery, StepKind
 from tests.checks import check_memory
 from tests.engine_batches import data_parallel_padded, forward_batch, sglang_scene, sglang_steps
 from tests.launches import CountsLaunches
@@ -199,6 +199,15 @@ def test_each_step_of_a_mixed_batch_has_the_lengths_of_its_own_requests(has_host
     assert (prompts.seq_lens.tolist(), running.seq_lens.tolist()) == ([0, 5], [8, 3])
     assert (prompts.seq_lens_cpu, running.seq_lens_cpu) == (((0, 5), (8, 3)) if has_host_lens else (None, None))
     assert (prompts.max_committed, running.max_committed) == ((5, 8) if has_host_lens else (None, None))
+
+
+def test_two_steps_of_a_mixed_batch_are_views_of_the_one_that_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lengths are sent to the device once."""
+    sent, make = list[object](), PackedQuery.of
+    monkeypatch.setattr(PackedQuery, "of", lambda *given: sent.append(given) or make(*given))
+    scene = mixed_scene()
+    assert len(plans_with(scene, lambda *_: LATE).eager(forward_batch(scene))) == 2
+    assert len(sent) == 1
 
 
 def test_the_prefills_kernel_is_asked_and_the_log_says_its_reason_once(caplog: pytest.LogCaptureFixture) -> None:

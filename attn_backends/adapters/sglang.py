@@ -133,19 +133,6 @@ class ForwardBatches:
             )
         return builders[mode](batch, bs)
 
-    def split(self, batch: ForwardBatch, num_prompts: int, num_running: int) -> tuple[Step, Step]:
-        """A mixed batch that `step` takes, as two steps: its prompts, and the running requests, which SGLang puts last.
-        Nothing is refused here.
-        """
-        prompts, lens = self._prefill(batch, num_prompts), batch.seq_lens_cpu
-        running = SimpleNamespace(
-            req_pool_indices=batch.req_pool_indices[num_prompts:],
-            seq_lens=batch.seq_lens[num_prompts:],
-            seq_lens_cpu=None if lens is None else lens[num_prompts:],
-            out_cache_loc=batch.out_cache_loc[prompts.num_tokens :],
-        )
-        return prompts, self._decode(running, num_running)
-
     def bound(self, batch: ForwardBatch, mask: Tensor | None = None) -> tuple[RequestTable, BoundInputs]:
         """What a graph reads of its batch at every replay: the paging of its capture and its inputs.
 
@@ -280,6 +267,24 @@ def tree_mask(spec: VerifyInput) -> Tensor:
 def num_running(step: Step) -> int:
     """Requests of one row at the end of a packed step, where SGLang puts the running ones of a mixed batch."""
     return len(list(takewhile(lambda length: length == 1, reversed(most_rows(step.query) or ()))))
+
+
+def split(step: Step, num_prompts: int) -> tuple[Step, Step]:
+    """A mixed batch's step as two over the same tensors: prompts, and the running requests, which SGLang puts last."""
+    query, paging, slots, known = step.query, step.paging, step.out_cache_loc, step.seq_lens_cpu
+    assert isinstance(query, PackedQuery)
+    assert isinstance(paging, RequestTable)
+    assert slots is not None
+    lens, first, last = query.lens_cpu[:num_prompts], slice(num_prompts), slice(num_prompts, None)
+    tables = [RequestTable(paging.table, paging.rows[part], paging.geometry) for part in (first, last)]
+    bounds = [HostBounds()] * 2
+    if known is not None:
+        bounds = [HostBounds(max_committed=max(known[part]), seq_lens_cpu=known[part]) for part in (first, last)]
+    prompts = PackedQuery(query.cu_seqlens[: num_prompts + 1], lens)
+    return (
+        Step.prefill(prompts, step.seq_lens[first], tables[0], slots[: sum(lens)], **bounds[0]),
+        Step.decode(step.seq_lens[last], tables[1], slots[sum(lens) :], **bounds[1]),
+    )
 
 
 def _extended(batch: ForwardBatch, bs: int) -> tuple[list[int], Tensor]:

@@ -1,4 +1,4 @@
-"""Where the reads of a memory end: an event. What overwrites the memory waits for it, on whatever stream."""
+"""Where the reads of a memory end: an event of each stream. What overwrites the memory waits for all of them."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ class Reads:
     def __init__(self, device: torch.device) -> None:
         self.ended = False
         self._device = device
-        self._event: torch.cuda.Event | None = None
+        self._events: dict[torch.cuda.Stream, torch.cuda.Event] = {}
 
     def end(self) -> None:
-        """Nothing that is launched later reads the memory: records the event on the device's current stream."""
+        """Nothing that is launched later on the device's current stream reads the memory: records its event there."""
         if is_capturing():
             raise CaptureError("the reads of a graph end after its replay: call reads_end there, not in a capture")
         if self._device.type == "cuda":
-            self.ended, self._event = True, self._event or torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(self._device))
+            stream, self.ended = torch.cuda.current_stream(self._device), True
+            self._events.setdefault(stream, torch.cuda.Event()).record(stream)
 
     def wait(self) -> None:
-        """Have the device's current stream wait for the event that was recorded last, if any. Nothing in a capture: a
-        graph can't wait for what is not of it.
+        """Have the device's current stream wait for the event that was recorded last on each stream, if any. Nothing in
+        a capture: a graph can't wait for what is not of it.
         """
-        if self._event is not None and not is_capturing():
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if not is_capturing():
+            for event in self._events.values():
+                torch.cuda.current_stream(self._device).wait_event(event)

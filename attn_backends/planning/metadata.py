@@ -69,10 +69,11 @@ class Metadata(Generic[Plan]):
         return None if self.captured is None else self.captured.bucket
 
     def reads_end(self) -> None:
-        """Nothing that is launched later reads captured metadata or inputs that it is bound to: records an event of the
-        phase on the current stream. Whatever plans the phase again from the host waits for the last one; graphs that
-        plan it do not. It is no event of a table that other phases share: other requests are planned on that after the
-        graphs of all. Of eager metadata, which is never planned again, nothing. Raises `CaptureError` in a capture.
+        """Nothing that is launched later on the current stream reads captured metadata or inputs that it is bound to:
+        records an event of the phase there. Whatever plans the phase again from the host waits for the last one of each
+        stream; graphs that plan it do not. It is no event of a table that other phases share: other requests are
+        planned on that after the graphs of all. Of eager metadata, which is never planned again, nothing. Raises
+        `CaptureError` in a capture.
         """
         if self.captured is not None:
             self.captured.phase.reads.end()

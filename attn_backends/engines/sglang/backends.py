@@ -31,7 +31,8 @@ def plans_of(runner: Any, name: str) -> Plans:
     refuse(name, server_reasons(runner, spec, api.get_exec(), api.get_parallel()))
     facts = RunnerFacts.of(runner, spec, _layers(runner), mixes=api.get_schedule().enable_mixed_chunk)
     geometry = facts.batches.geometry
-    layers = [layer_of(layer) for layer in facts.layers]
+    sinks = _sinks(runner)
+    layers = [layer_of(layer, sinks.get(layer.layer_id)) for layer in facts.layers]
     workload = Workload(geometry.page_size, layers, facts.dtype, facts.cache_dtype)
     kernel = os.environ.get(KERNEL, "auto")
     backend = get_backend(name)(facts.capacity, geometry, facts.device, kernel=kernel, workload=workload)
@@ -45,6 +46,14 @@ def _layers(runner: Any) -> list[Any]:
     if not runner.use_mla_backend:
         return found
     return [layer for layer in found if layer.tp_k_head_num == 1 and layer.head_dim > layer.v_head_dim]
+
+
+def _sinks(runner: Any) -> dict[int, Tensor]:
+    """Attention sinks by layer. SGLang's models keep them beside the layer, and hand them over in the forward alone."""
+    holders = [
+        module for module in runner.model.modules() if isinstance(getattr(module, "attn", None), api.RadixAttention)
+    ]
+    return {each.attn.layer_id: each.sinks for each in holders if getattr(each, "sinks", None) is not None}
 
 
 class EngineBackend(api.AttentionBackend):

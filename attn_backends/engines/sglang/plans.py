@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.adapters.batch import MixedBatches
-from attn_backends.adapters.sglang import num_running
+from attn_backends.adapters.sglang import num_running, split
 from attn_backends.backend import AttentionBackend
 from attn_backends.engines.sglang.facts import RunnerFacts
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
@@ -45,7 +45,7 @@ class Plans:
         step = self.facts.batches.step(batch)
         running = num_running(step) if self.facts.mixes else 0
         apart = self._mixed.are_apart(running, step.num_tokens - running)
-        steps = self.facts.batches.split(batch, step.bs - running, running) if apart else (step,)
+        steps = split(step, step.bs - running) if apart else (step,)
         return [self.backend.init_forward_metadata(each) for each in steps]
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:

@@ -1,8 +1,8 @@
-"""The reference worker of block drafts (DFlash, https://arxiv.org/abs/2602.06036): a cycle drafts all its tokens in one
-forward, verifies them as a chain, and stores the draft's context of the accepted ones without attention.
+"""The reference worker of block drafts, DFlash (https://arxiv.org/abs/2602.06036) and DSpark. A cycle drafts all its
+tokens in one forward, verifies them as a chain, and stores the draft's context of the accepted ones without attention.
 
 The draft never runs over committed tokens: what it knows of them are keys and values made of the target's hidden
-states. The accepted tokens of a cycle stand where the rows of its block stood, and their context is written over those.
+states. The context of accepted tokens is written over the rows of their block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from attn_backends_reference.eagle.worker import SpeculativeWorker
 from attn_backends_reference.models.block import BlockModel
 from attn_backends_reference.models.decoder import TargetModel
 from attn_backends_reference.pieces import Forward, PackedPhase
-from spec_metadata import CacheGeometry, Capacity, DraftTree, Step, StepKind, padding_step, token_positions
+from spec_metadata import (
+    CacheGeometry,
+    Capacity,
+    DraftTree,
+    Step,
+    StepKind,
+    UniformQuery,
+    padding_step,
+    token_positions,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +59,7 @@ class Nothing:
 
 
 class BlockWorker(SpeculativeWorker):
-    """A block draft: the root and num_steps masks in one forward, of the chain that the target verifies.
+    """A block draft: the root and its masks in one forward, of the chain that the target verifies.
 
     Raises `UnsupportedStepError` for another shape of drafting than the draft's, for more positions than it has, and
     for a backend that has no draft blocks.
@@ -73,9 +82,11 @@ class BlockWorker(SpeculativeWorker):
             raise UnsupportedStepError(f"{backends.draft.name} can't draft blocks", reasons, "EagleWorker")
         self._check_lag({StepKind.DRAFT_BLOCK: backends.draft, StepKind.TARGET_VERIFY: backends.verify})
         self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
-        drafting, filling = (Model(draft, self.draft_caches, each) for each in (backends.draft, backends.prefill))
+        drafting, extending, filling = (
+            Model(draft, self.draft_caches, each) for each in (backends.draft, backends.draft_extend, backends.prefill)
+        )
         self._draft = self._runner(block_phase(drafting, capacity), backends.draft)
-        self._context = self._runner(context_phase(drafting, capacity), backends.draft)
+        self._context = self._runner(context_phase(extending, capacity), backends.draft_extend)
         self._verify = self._runner(
             verify_phase(Model(target, self.target_caches, backends.verify), capacity), backends.verify
         )
@@ -98,7 +109,8 @@ class BlockWorker(SpeculativeWorker):
         verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **bounds)
         accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
         timings.mark("verify")
-        self._run(self._context, block, accepted)
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
+        self._run(self._context, extending, accepted)
         timings.mark("context")
         launch = Launch(accepted.tokens, accepted.num_accepted, timings)
         self._roots[index] = accepted.tokens[:, -1]
@@ -114,13 +126,12 @@ class BlockWorker(SpeculativeWorker):
 
 
 def block_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Roots, Chains]:
-    """One forward of the draft over a block, and the best token at each of its masks."""
+    """One forward of the draft over a block, and the token that each of its rows proposes."""
 
     def region(meta: Metadata, given: Roots) -> Chains:
         attention = draft.attention(meta.at())
         rows = draft.model.forward(given.root, token_positions(meta.step), attention)
-        masks = rows.unflatten(0, (-1, capacity.block_width))[:, 1:]
-        drafted = draft.model.target_ids(draft.model.logits(masks).argmax(dim=-1))
+        drafted = draft.model.propose(rows, given.root)
         return Chains(torch.cat((given.root.unsqueeze(1), drafted), dim=1))
 
     def safe_inputs(bs: int) -> Roots:
@@ -130,8 +141,8 @@ def block_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Roots, Ch
 
 
 def context_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Accepted, Nothing]:
-    """The draft's context of the accepted tokens, stored where the rows of their block stood."""
-    model, width = draft.model, capacity.block_width
+    """The draft's context of the accepted tokens, stored over the rows of their block."""
+    model, width = draft.model, capacity.max_accepted
 
     def region(meta: Metadata, accepted: Accepted) -> Nothing:
         at = meta.keeping(accepted.num_accepted)
@@ -147,7 +158,7 @@ def context_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Accepte
             hidden=torch.zeros(bs, width, model.feature_size, dtype=model.dtype, device=model.device),
         )
 
-    return Phase("context", region, safe_inputs, Nothing, lambda bs: capacity.bucket(StepKind.DRAFT_BLOCK, bs))
+    return Phase("context", region, safe_inputs, Nothing, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
 
 
 def context_prefill_phase(draft: Model[BlockModel], capacity: Capacity) -> PackedPhase[ContextRows, Nothing]:
@@ -167,10 +178,10 @@ def context_prefill_phase(draft: Model[BlockModel], capacity: Capacity) -> Packe
 
 def _check(draft: BlockModel, capacity: Capacity, options: WorkerOptions) -> None:
     """Refuse what is not one chain of the draft's block."""
-    size, reasons = draft.block_size, []
-    if (capacity.topk, capacity.num_steps, capacity.num_draft_tokens) != (1, size - 1, size):
+    size, drafted, reasons = draft.block_size, draft.num_drafted, []
+    if (capacity.topk, capacity.num_steps, capacity.num_draft_tokens) != (1, drafted, drafted + 1):
         shape = f"topk={capacity.topk}, num_steps={capacity.num_steps}, num_draft_tokens={capacity.num_draft_tokens}"
-        reasons.append(f"{shape} (the draft's block has {size} rows: the root and {size - 1} masks)")
+        reasons.append(f"{shape} (the draft's block has {size} rows, {drafted} of which propose a token)")
     if capacity.num_rerun or capacity.block_width != size:
         reasons.append(f"num_rerun={capacity.num_rerun}, block_size={capacity.block_size} (a block runs once, whole)")
     if options.adaptive is not None:
@@ -183,5 +194,5 @@ def _check(draft: BlockModel, capacity: Capacity, options: WorkerOptions) -> Non
     if longest > draft.max_positions:
         reasons.append(f"max_context={capacity.max_context}, {longest} positions (the draft has {draft.max_positions})")
     if reasons:
-        nearest = f"Capacity(..., topk=1, num_steps={size - 1}, num_draft_tokens={size}), text, or EagleWorker"
+        nearest = f"Capacity(..., 1, {drafted}, {drafted + 1}, block_size={size}), text, or EagleWorker"
         raise UnsupportedStepError("a block draft", reasons, nearest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from attn_backends.backend import AttentionBackend
@@ -31,7 +32,7 @@ from attn_backends_reference.models import (
 from attn_backends_reference.models.block import BlockModel, load_block
 from attn_backends_reference.models.decoder import PagedModel
 from attn_backends_reference.run_options import PHASES, AdaptiveOptions
-from spec_metadata import CacheGeometry
+from spec_metadata import CacheGeometry, Capacity
 
 
 class Engine:
@@ -44,7 +45,7 @@ class Engine:
         self, config: RunConfig, target: TargetModel, drafts: Sequence[DraftModel | BlockModel], tokenizer: Tokenizer
     ) -> None:
         self.config, self.target, self.drafts, self.tokenizer = config, target, drafts, tokenizer
-        capacity = config.capacity
+        self._capacity = capacity = _capacity(config, drafts)
         self.geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, capacity.page_size)
         if config.eagle and config.eagle.worker == "mtp" and capacity.num_steps > len(drafts):
             raise ConfigError(
@@ -63,7 +64,7 @@ class Engine:
             raise ConfigError(
                 f"{self.config.source} names no draft, so nothing can be drafted; add model.draft and [eagle]"
             )
-        place = self.backends, self.config.capacity, self.geometry, self._options
+        place = self.backends, self._capacity, self.geometry, self._options
         first, *further = self.drafts
         if isinstance(first, BlockModel):
             return BlockWorker(self.target, first, *place)
@@ -74,7 +75,7 @@ class Engine:
     @cached_property
     def plain(self) -> PlainWorker:
         """The worker that decodes one token per step."""
-        return PlainWorker(self.target, self.backends, self.config.capacity, self.geometry, self._options)
+        return PlainWorker(self.target, self.backends, self._capacity, self.geometry, self._options)
 
     @property
     def worker(self) -> EagleWorker | MtpWorker | BlockWorker | PlainWorker:
@@ -122,7 +123,7 @@ class Engine:
 
     def _check_positions(self) -> None:
         """Raises `ConfigError` if the longest request has more positions than one of the models."""
-        capacity, model = self.config.capacity, self.config.model
+        capacity, model = self._capacity, self.config.model
         room = capacity.draft_room if self.drafts else 0
         limits = {f"the target {model.target}": self.target.max_positions}
         limits |= {f"the draft {model.draft}": model.draft_positions or draft.max_positions for draft in self.drafts}
@@ -146,7 +147,7 @@ class Engine:
         layers = tuple(layer for _, model in models for layer in model.layers)
         workload = Workload(config.page_size, layers, config.dtype, config.cache_dtype)
         return backend(
-            config.capacity,
+            self._capacity,
             self.geometry,
             config.device,
             kernel=config.kernels[name],
@@ -201,6 +202,12 @@ def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: 
     target = open_target(config.model.target).load(config.dtype, config.device, on_bytes)
     tokenizer = load_tokenizer(config.model.target, target.vocab_size)
     return Engine(config, target, _load_drafts(config, target), tokenizer)
+
+
+def _capacity(config: RunConfig, drafts: Sequence[DraftModel | BlockModel]) -> Capacity:
+    """That of a run; a block draft says how many rows a block has."""
+    sizes = [draft.block_size for draft in drafts if isinstance(draft, BlockModel)]
+    return replace(config.capacity, block_size=sizes[0]) if sizes else config.capacity
 
 
 def _adaptive_steps(options: AdaptiveOptions) -> AdaptiveSteps:

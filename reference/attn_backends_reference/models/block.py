@@ -21,7 +21,8 @@ EMBEDDED_BLOCKS = {"gqa-block": "gqa/block"}
 
 class BlockModel(PagedModel):
     """A block draft with the target's embedding and output head. Takes over `draft`, which has its target's dtype and
-    device. family: of its attention. feature_layers, feature_size: as of a `DraftModel`.
+    device. family: of its attention. feature_layers, feature_size: as of a `DraftModel`. num_drafted: the last rows of
+    a block, each of which proposes a token.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -30,6 +31,7 @@ class BlockModel(PagedModel):
         draft.eval().requires_grad_(False)
         super().__init__(family, draft.config, draft.layers, target.embedding, target.head)
         self._draft, self.block_size, self.feature_size = draft, draft.block_size, draft.fc.in_features
+        self.num_drafted = self.block_size - 1
 
     def forward(self, root: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Hidden states [bs * block_size, hidden_size] of blocks. root: [bs] int64. positions: of all rows."""
@@ -41,15 +43,23 @@ class BlockModel(PagedModel):
         for index, (keys, values) in enumerate(self._draft.context(hidden.unsqueeze(0), positions.unsqueeze(0))):
             attention.store(index, KeyValues(keys.squeeze(0), values.squeeze(0)))
 
+    def proposing(self, hidden: Tensor) -> Tensor:
+        """[bs, num_drafted, hidden_size], of the rows that propose. hidden: of blocks, as `forward` returns them."""
+        return hidden.unflatten(0, (-1, self.block_size))[:, -self.num_drafted :]
+
+    def propose(self, hidden: Tensor, root: Tensor) -> Tensor:
+        """[bs, num_drafted] int64, the proposed tokens. hidden: of blocks, as `forward` returns them. root: [bs]."""
+        return self.target_ids(self.logits(self.proposing(hidden)).argmax(dim=-1))
+
     def target_ids(self, ids: Tensor) -> Tensor:
         """The target's ids of those that `logits` scores, in any shape."""
         return ids
 
 
 def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
-    """The block draft in a folder of `block_draft.save_block` or of a published DFlash draft (`models.dflash`), or an
-    embedded one by name (`EMBEDDED_BLOCKS`), in the target's dtype and on its device. Raises `CheckpointError` as
-    `load_draft` does.
+    """The block draft in a folder of `block_draft.save_block`, that of a published DFlash or DSpark draft
+    (`models.dflash`), or an embedded one by name (`EMBEDDED_BLOCKS`), in the target's dtype and on its device. Raises
+    `CheckpointError` as `load_draft` does.
     """
     from attn_backends_reference.models import dflash, head_keys
     from attn_backends_reference.models.block_draft import ARCHITECTURE, BlockDraft

@@ -1,4 +1,5 @@
-"""Published DFlash drafts (https://arxiv.org/abs/2602.06036), unchanged: SpecForge's folders, and speculators'.
+"""Published DFlash drafts (https://arxiv.org/abs/2602.06036), unchanged: SpecForge's folders, and speculators'. And
+DSpark drafts, which are DFlash's with a Markov head (`models.markov`).
 
 The forms are those of SpecForge's ``modeling/draft/dflash.py`` and speculators' ``models/dflash``, as SGLang's
 ``models/dflash.py`` and vLLM's ``qwen3_dflash.py`` read them. The layers are Qwen3's. A mask is the target's embedding
@@ -8,7 +9,6 @@ docs/heads.md has the keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from attn_backends_reference.models.fit import cast, check_fit
 from attn_backends_reference.models.head_config import HeadConfig, layer_config, windows
 from attn_backends_reference.models.head_keys import Fields, refuse
 from attn_backends_reference.models.llama import LLAMA
+from attn_backends_reference.models.markov import MarkovConfig, MarkovHead, integer, read_markov, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +36,13 @@ class BlockConfig(HeadConfig):
     """A block draft's configuration, decided.
 
     block_size: rows of a block, the root included. mask_token: the target's token whose embedding a mask is.
-    num_target_layers: of the target that it is made for, None if it does not say.
+    num_target_layers: of the target that it is made for, None if it does not say. markov: DSpark's part of it.
     """
 
     block_size: int = 0
     mask_token: int = 0
     num_target_layers: int | None = None
+    markov: MarkovConfig | None = None
 
 
 class DFlashDraft(BlockDraft):
@@ -59,6 +61,10 @@ class DFlashDraft(BlockDraft):
         self.lm_head = nn.Linear(width, head.num_ids, bias=False)
         self.register_buffer("d2t", torch.zeros(head.num_ids, dtype=torch.int64))
         self.register_buffer("t2d", torch.ones(head.layer.vocab_size, dtype=torch.bool))
+        if head.markov is not None:
+            self.markov_head = MarkovHead(head.markov, head.layer, head.num_ids)
+            if head.markov.confidence:
+                self.confidence_head = nn.ModuleDict({"proj": nn.Linear(head.markov.confidence, 1)})
 
 
 class DFlashModel(BlockModel):
@@ -83,8 +89,28 @@ class DFlashModel(BlockModel):
         return self._target_ids[ids]
 
 
+class DSparkModel(DFlashModel):
+    """A DSpark draft as a worker sees it: the scores of a row are corrected by the token before."""
+
+    def __init__(self, draft: DFlashDraft, *place: Any) -> None:
+        super().__init__(draft, *place)
+        assert draft.head.markov is not None
+        self._markov, self.num_drafted = draft.markov_head, self.num_drafted + draft.head.markov.from_root
+
+    def propose(self, hidden: Tensor, root: Tensor) -> Tensor:
+        """See `BlockModel.propose`. Each row's token is the best after the one that the row before proposes."""
+        rows, tokens = self.proposing(hidden), [root]
+        scores, state = self.logits(rows), self._markov.first_state(rows[:, 0])
+        for index in range(self.num_drafted):
+            change, state = self._markov(tokens[-1], rows[:, index], state)
+            tokens.append(self.target_ids((scores[:, index] + change).argmax(dim=-1)))
+        return torch.stack(tokens[1:], dim=1)
+
+
 def load_dflash(path: Path, fields: Fields, target: TargetModel) -> DFlashModel:
-    """The DFlash draft in a folder whose config.json says `fields`. Raises `CheckpointError` as `load_draft` does."""
+    """The DFlash or DSpark draft in a folder whose config.json says `fields`. Raises `CheckpointError` as `load_draft`
+    does.
+    """
     head = read_dflash(fields, path)
     heads.check_sizes(path, head, target)
     if head.num_target_layers is not None:
@@ -92,33 +118,41 @@ def load_dflash(path: Path, fields: Fields, target: TargetModel) -> DFlashModel:
     layers = head.feature_layers(path, len(target.layers))
     draft = DFlashDraft(head)
     embedding, output = heads.fill(path, draft, target)
-    return DFlashModel(cast(draft, target), target, layers, embedding, output)
+    model = DFlashModel if head.markov is None else DSparkModel
+    return model(cast(draft, target), target, layers, embedding, output)
 
 
 def read_dflash(fields: Fields, where: object) -> BlockConfig:
-    """The configuration of a DFlash draft. Raises `CheckpointError`, which names the key, for what is not served."""
+    """The configuration of such a draft. Raises `CheckpointError`, which names the key, for what is not served."""
     named = keys.block_drafts(keys.names(fields))
     if missing := keys.missing_parts(named):
         raise CheckpointError(f"{where} is a block draft ({', '.join(named)}) that is not served: {'; '.join(missing)}")
-    flat = keys.unwrapped(fields, where, "dflash")
+    is_dspark = any("dspark" in name.lower() for name in named)
+    if other := [name for name in named if is_dspark and name not in keys.DSPARK_NAMES]:
+        raise CheckpointError(f"{where} is a DSpark draft of other layers than Qwen3's ({', '.join(other)})")
+    flat = keys.unwrapped(fields, where, "dspark" if is_dspark else "dflash")
     table = flat.pop("dflash_config", {})
     if not isinstance(table, dict):
         refuse(where, "dflash_config", table, "it must be a table")
-    for key in sorted(table.keys() - set(keys.DFLASH_CONFIG_KEYS)):
+    extra = keys.DSPARK_HONOURED if is_dspark else ()
+    for key in sorted(table.keys() - {*keys.DFLASH_CONFIG_KEYS, *extra[:2]}):
         if table[key]:
             refuse(where, f"dflash_config.{key}", table[key], "no rule covers this key, which could change the draft")
     checked = {key: value for key, value in flat.items() if key != "is_causal"}
-    keys.check_keys(checked, where, keys.DFLASH_HONOURED, keys.DFLASH_INERT)
+    keys.check_keys(checked, where, (*keys.DFLASH_HONOURED, *extra), keys.DFLASH_INERT)
     if flat.get("model_type", "qwen3") not in ("qwen3", "dflash") and "speculators_model_type" not in fields:
         refuse(where, "model_type", flat["model_type"], "a DFlash draft's layers are Qwen3's")
     layer = layer_config(flat | {"model_type": "qwen3"}, where, is_mla=False, in_speculators=True)
     seen = windows(flat, layer.num_hidden_layers, where)
+    markov = read_markov(flat, table, where) if is_dspark else None
+    if markov is None and said(flat, table, "sample_from_anchor", where):
+        refuse(where, "sample_from_anchor", True, "the root of a DFlash block proposes nothing here")
     _check_rows(flat, table, seen, where)
     taps = _taps(flat, table, where)
-    num_ids, size = flat.get("draft_vocab_size"), _integer(flat, table, "block_size", where)
+    num_ids, size = flat.get("draft_vocab_size"), integer(flat, table, "block_size", where)
     if size < 2:
         refuse(where, "block_size", size, "a block has the root and one mask at least")
-    mask = _integer(flat, table, "mask_token_id", where)
+    mask = integer(flat, table, "mask_token_id", where)
     if not 0 <= mask < layer.vocab_size:
         refuse(where, "mask_token_id", mask, f"the vocabulary has {layer.vocab_size} tokens")
     return BlockConfig(
@@ -131,21 +165,20 @@ def read_dflash(fields: Fields, where: object) -> BlockConfig:
         fields=fields,
         block_size=size,
         mask_token=mask,
-        num_target_layers=_said(flat, table, "num_target_layers", where),
+        num_target_layers=said(flat, table, "num_target_layers", where),
+        markov=markov,
     )
 
 
 def _check_rows(flat: Fields, table: Fields, seen: tuple[int | None, ...], where: object) -> None:
-    """Refuses layers whose rows do not see those behind them, and a root that predicts.
+    """Refuses layers whose rows do not see those behind them.
 
     As SGLang and vLLM read folders: ``is_causal`` decides for all layers, then ``causal``; without either, full layers
     are not causal and windowed ones are, as both exporters train them.
     """
-    if _said(flat, table, "sample_from_anchor", where):
-        refuse(where, "sample_from_anchor", True, "the root of a block proposes nothing here")
     if "speculators_model_type" in flat and any(seen):
         refuse(where, "layer_types", flat["layer_types"], "speculators' windows begin at the root, those here at a row")
-    causal = flat.get("is_causal", _said(flat, table, "causal", where))
+    causal = flat.get("is_causal", said(flat, table, "causal", where))
     if causal or (causal is None and any(seen)):
         why = (
             "layers are causal within a block then (windowed ones by default), and here a block's rows see one another"
@@ -155,7 +188,7 @@ def _check_rows(flat: Fields, table: Fields, seen: tuple[int | None, ...], where
 
 def _taps(flat: Fields, table: Fields, where: object) -> tuple[int, ...]:
     """The layers after which states are taken. speculators names those before which they are."""
-    before, behind = flat.get("aux_hidden_state_layer_ids"), _said(flat, table, "target_layer_ids", where)
+    before, behind = flat.get("aux_hidden_state_layer_ids"), said(flat, table, "target_layer_ids", where)
     if (before is None) == (behind is None):
         raise CheckpointError(
             f"{where}/config.json must say target_layer_ids or aux_hidden_state_layer_ids, one of them"
@@ -164,18 +197,3 @@ def _taps(flat: Fields, table: Fields, where: object) -> tuple[int, ...]:
     if not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
         refuse(where, "target_layer_ids", layers, "it must be a list of layers")
     return tuple(layer - (before is not None) for layer in layers)
-
-
-def _said(flat: Fields, table: Mapping[str, Any], key: str, where: object) -> Any:
-    """A key of `dflash_config`, or of the file, which must not contradict it."""
-    inner, outer = table.get(key), flat.get(key)
-    if inner is not None and outer is not None and inner != outer:
-        raise CheckpointError(f"{where}/config.json says {key}={outer!r} and, in dflash_config, {inner!r}")
-    return outer if inner is None else inner
-
-
-def _integer(flat: Fields, table: Fields, key: str, where: object) -> int:
-    value = _said(flat, table, key, where)
-    if type(value) is not int:
-        refuse(where, key, value, "it must be an integer")
-    return int(value)

@@ -25,12 +25,14 @@ MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM
 BLOCK_DRAFTS = {
     "dflash2": "a convolution over the block and a selector of candidates are missing",
     "dflash": "",
-    "dspark": "its Markov head, which draws a block's tokens one after another, is missing",
+    "dspark": "",
     "peagle": "its masks' own hidden state, and blocks whose rows are causal, are missing",
     "domino": "its recurrent head, which draws a block's tokens one after another, is missing",
 }
 """Drafts of a whole block in one forward, by what their architectures and types have in common, and what is missing to
-serve them; DFlash's are served."""
+serve them; DFlash's and DSpark's are served."""
+DSPARK_NAMES = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "dspark")
+"""DSpark drafts with Qwen3's layers; others are those of DeepSeek, Gemma, Kimi, Ling, LFM2, MiniMax and Muse."""
 MLA_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 GQA_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral")
 """Types of a model whose head has Llama's layers; of speculators, qwen3 has Qwen3's, with norms of queries and keys."""
@@ -63,6 +65,8 @@ DFLASH_HONOURED = (
     *("num_key_value_heads", "head_dim", "attention_bias", "dflash_config", "is_causal"),
     *("aux_hidden_state_layer_ids", "draft_vocab_size", "target_hidden_size"),
 )
+DSPARK_HONOURED = (*("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),)
+"""Beside those of DFlash; the first two also inside of ``dflash_config``."""
 DFLASH_INERT = ("sliding_window_non_causal", "tie_word_embeddings")
 """Of windows, which speculators' drafts must not have, and of an output head, which is the target's or a tensor."""
 

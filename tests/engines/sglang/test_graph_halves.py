@@ -76,7 +76,7 @@ def test_the_kernels_are_chosen_for_the_layers_of_the_model(monkeypatch):
     for name, value in options.items():
         monkeypatch.setattr(backends.api, f"get_{name}", lambda value=value: value)
     monkeypatch.setattr(backends, "_layers", lambda runner: [layer(sliding_window_size=15)])
-    (given,) = backends.plans_of(runner(), "fa3").backend.choices[StepKind.PREFILL].layers
+    (given,) = backends.plans_of(runner(model=torch.nn.Module()), "fa3").backend.choices[StepKind.PREFILL].layers
     assert (given.num_heads, given.num_kv_heads, given.head_dim, given.window) == (4, 2, 64, 16)
 
 
@@ -88,3 +88,34 @@ def test_slots_are_found_where_sglang_found_them(page_size):
     table = torch.arange(40, dtype=torch.int32).view(2, 20) * page_size
     rows, lens = torch.tensor([1, 0]), torch.tensor([5, 0])
     assert _last_loc(table, rows, lens).tolist() == [int(table[1, 4]), -1]
+
+
+class Radix(torch.nn.Module):
+    """A layer as SGLang's `RadixAttention` describes itself."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.__dict__.update(vars(layer(layer_id=number)))
+
+
+class Holder(torch.nn.Module):
+    """What holds a layer, and perhaps its sinks, as `GptOssAttention` does."""
+
+    def __init__(self, number: int, sinks: torch.Tensor | None) -> None:
+        super().__init__()
+        self.attn = Radix(number)
+        if sinks is not None:
+            self.sinks = torch.nn.Parameter(sinks, requires_grad=False)
+
+
+def test_kernels_are_chosen_for_layers_with_their_sinks(monkeypatch):
+    sinks = torch.arange(layer().tp_q_head_num).bfloat16()
+    monkeypatch.setattr(backends.api, "RadixAttention", Radix)
+    schedule = SimpleNamespace(enable_mixed_chunk=False)
+    options = {"spec": spec(None), "exec": execution(), "parallel": parallel(), "schedule": schedule}
+    for name, value in options.items():
+        monkeypatch.setattr(backends.api, f"get_{name}", lambda value=value: value)
+    given = runner(model=torch.nn.ModuleList([Holder(0, sinks), Holder(1, None)]))
+    first, second = backends.plans_of(given, "fa3").backend.choices[StepKind.PREFILL].layers
+    assert torch.equal(first.sinks, sinks.float())
+    assert second.sinks is None
