@@ -12,7 +12,17 @@ from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject,
 from attn_backends.conformance.comparisons import compare_identical
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
+from attn_backends.conformance.situations import (
+    any_graph,
+    around_pages,
+    eager,
+    graph,
+    joined,
+    one_page_size,
+    padded,
+    shrinking,
+    situations,
+)
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind, token_positions
 from spec_metadata.buffers import allocate, out_of_range
@@ -78,6 +88,30 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
         if problems := out_of_range(specs, buffers):
             name = problems[0].split()[0]
             raise CheckFailure(name, f"{when}, it is outside its declared range: {'; '.join(problems)}")
+    return Measured()
+
+
+@check("plan.padding", one_page_size(joined(any_graph(shrinking), graph(padded))))
+def padding(subject: Subject, case: Case) -> Measured:
+    """Planned for a full batch and then for fewer requests, in turn and in the same buffers, a graph's metadata has
+    nothing of those that are gone: what it says of each request and row is what fresh buffers say.
+
+    Buffers that grow with the context are left out: a planner may leave pages that no row sees.
+    """
+    world = world_of(setup_of(subject, case))
+    captured, backend = Captured(world, case), world.backend
+    lens, widths = (case.captured_lens * case.bs)[: case.bs], case.captured_widths
+    for turn, num_real in enumerate((case.bs, len(case.lens), 1, 0)):
+        if turn:
+            lens, widths = case.lens[:num_real], case.widths[:num_real]
+        scene = scene_of(world, batch_of(replace(case, lens=lens, widths=widths)), case.seed + turn)
+        captured.load(scene)
+        fresh = backend.init_forward_metadata(captured.padded(scene))
+        compare_identical("committed tokens", captured.meta.step.seq_lens, fresh.step.seq_lens)
+        longer = fresh.buffers.extent._replace(max_pages=fresh.buffers.extent.max_pages + 1)
+        for spec in backend.buffers(StepKind(case.kind)):
+            if spec.sizes(longer) == spec.sizes(fresh.buffers.extent):
+                compare_identical(spec.name, captured.meta.buffers[spec.name], fresh.buffers[spec.name])
     return Measured()
 
 
