@@ -93,8 +93,8 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
 
 @check("plan.padding", one_page_size(joined(any_graph(shrinking), graph(padded))))
 def padding(subject: Subject, case: Case) -> Measured:
-    """Planned for a full batch and then for fewer requests, in turn and in the same buffers, a graph's metadata has
-    nothing of those that are gone: what it says of each request and row is what fresh buffers say.
+    """Planned for a full batch and then for fewer requests in the same buffers, a graph's metadata keeps nothing of
+    those that are gone. What it says of each request and row is what fresh buffers say.
 
     Buffers that grow with the context are left out: a planner may leave pages that no row sees.
     """

@@ -107,8 +107,8 @@ def _verifies(subject: Subject) -> list[Case]:
 
 @check("worker.compacts", _verifies)
 def compacts(subject: Subject, case: Case) -> Measured:
-    """The moves of `compaction_moves` bring accepted tokens behind the committed ones, to the slots that the table has
-    there, from wherever they were written, eagerly and by a graph that was captured on other paths. Nothing else
+    """The moves of `compaction_moves` bring accepted tokens to the table's slots after the committed ones,
+    from wherever they were written, eagerly and by a graph that was captured on other paths. Nothing else
     changes.
     """
     world, rng = world_of(setup_of(subject, case)), Random(case.seed)

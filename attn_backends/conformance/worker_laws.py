@@ -38,7 +38,7 @@ def draw_tree(rng: Random, num_requests: int, num_nodes: int, max_depth: int, to
 
 
 def draw_choices(rng: Random, tree: DraftTree) -> Tensor:
-    """[bs, num_nodes] int64, the target's choice at each node: often a child's token, else a token of nobody."""
+    """[bs, num_nodes] int64, the target's choice at each node: often a child's token, else one that no node holds."""
     chosen = []
     for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         row = []
@@ -117,7 +117,7 @@ class Growth:
 
 
 def grow(drafts: Sequence[Draft], num_steps: int, device: torch.device | None = None) -> Growth:
-    """Beams after num_steps levels of a draft for each request, held to `check_branches` at every level."""
+    """Beams after num_steps levels of a draft for each request. `check_branches` runs at every level."""
     branches: list[list[list[Node]]] = [[[()]] for _ in drafts]
     given: list[tuple[Tensor, Tensor]] = []
     beams: DraftBeams | None = None
@@ -173,4 +173,4 @@ def check_tree(tree: DraftTree, roots: Tensor, drafts: Sequence[Draft], growth: 
 
 def _equal(field: str, got: object, expected: object, row: int) -> None:
     if got != expected:
-        raise CheckFailure(field, "another than on lists", row, str(expected), str(got))
+        raise CheckFailure(field, "differs from the walk over lists", row, str(expected), str(got))
