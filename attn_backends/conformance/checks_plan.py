@@ -98,21 +98,30 @@ def padding(subject: Subject, case: Case) -> Measured:
 
     Buffers that grow with the context are left out: a planner may leave pages that no row sees.
     """
-    world = world_of(setup_of(subject, case))
-    captured, backend = Captured(world, case), world.backend
-    lens, widths = (case.captured_lens * case.bs)[: case.bs], case.captured_widths
-    for turn, num_real in enumerate((case.bs, len(case.lens), 1, 0)):
-        if turn:
-            lens, widths = case.lens[:num_real], case.widths[:num_real]
-        scene = scene_of(world, batch_of(replace(case, lens=lens, widths=widths)), case.seed + turn)
+    captured = Captured(world_of(setup_of(subject, case)), case)
+    assert captured.meta.captured is not None, "it was captured"
+    full = replace(case, lens=(case.captured_lens * case.bs)[: case.bs], widths=case.captured_widths)
+    for num_real in (len(case.lens), 1, 0):
+        captured.load(scene_of(captured.world, batch_of(full), case.seed + 1))
+        few = replace(case, lens=case.lens[:num_real], widths=case.widths[:num_real])
+        scene = scene_of(captured.world, batch_of(few), case.seed + 2)
         captured.load(scene)
-        fresh = backend.init_forward_metadata(captured.padded(scene))
-        compare_identical("committed tokens", captured.meta.step.seq_lens, fresh.step.seq_lens)
-        longer = fresh.buffers.extent._replace(max_pages=fresh.buffers.extent.max_pages + 1)
-        for spec in backend.buffers(StepKind(case.kind)):
-            if spec.sizes(longer) == spec.sizes(fresh.buffers.extent):
-                compare_identical(spec.name, captured.meta.buffers[spec.name], fresh.buffers[spec.name])
+        found = {name: tensor.clone() for name, tensor in _of_requests(captured).items()}
+        captured.meta.captured.phase.reset()
+        captured.load(scene)
+        for name, fresh in _of_requests(captured).items():
+            compare_identical(name, found[name], fresh)
     return Measured()
+
+
+def _of_requests(captured: Captured) -> dict[str, Tensor]:
+    """Committed tokens, and declared buffers that do not grow with the context."""
+    meta, extent = captured.meta, captured.meta.buffers.extent
+    longer = extent._replace(max_pages=extent.max_pages + 1)
+    specs = [
+        spec for spec in captured.world.backend.buffers(meta.step.kind) if spec.sizes(longer) == spec.sizes(extent)
+    ]
+    return {"committed tokens": meta.step.seq_lens} | {spec.name: meta.buffers[spec.name] for spec in specs}
 
 
 @check("plan.leaves_the_step_alone", joined(eager(), _prefill))
