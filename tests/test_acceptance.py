@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn_backends.graphs import RecordedGraph
+from attn_backends.conformance.worker_laws import check_acceptance, draw_choices, draw_tree
 from spec_metadata import (
     Acceptance,
     BlockTable,
@@ -24,65 +24,15 @@ from spec_metadata import (
 BS = 16
 
 
-def random_tree(rng: random.Random, num_nodes: int, max_depth: int) -> DraftTree:
-    """A batch of trees in which siblings hold different tokens of a tiny vocabulary."""
-    parents, tokens = [], []
-    for _ in range(BS):
-        parent, token, depth = [0], [rng.randrange(4)], [0]
-        while len(parent) < num_nodes:
-            p = rng.choice([n for n, d in enumerate(depth) if d < max_depth])
-            taken = {token[n] for n in range(1, len(parent)) if parent[n] == p}
-            parent.append(p)
-            depth.append(depth[p] + 1)
-            token.append(rng.choice([t for t in range(num_nodes + 4) if t not in taken][:3]))
-        parents.append(parent)
-        tokens.append(token)
-    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), max_depth)
-
-
-def target_of(tree: DraftTree, rng: random.Random) -> list[list[int]]:
-    """The target's choice at each node: often one of the children's tokens, else a token of nobody."""
-    chosen = []
-    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        row = []
-        for node in range(len(tokens)):
-            children = [tokens[n] for n in range(1, len(tokens)) if parents[n] == node]
-            row.append(rng.choice(children) if children and rng.random() < 0.8 else 99)
-        chosen.append(row)
-    return chosen
-
-
-def walk(tokens: list[int], parents: list[int], target: list[int]) -> list[int]:
-    """The accepted nodes, root first."""
-    path = [0]
-    while True:
-        children = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == target[path[-1]]]
-        if not children:
-            return path
-        path.append(children[0])
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_nodes", "max_depth"), [(2, 1), (4, 3), (9, 3), (16, 4), (16, 15)])
 def test_accepts_what_a_walk_accepts(num_nodes: int, max_depth: int, seed: int) -> None:
     rng = random.Random(seed)
-    tree = random_tree(rng, num_nodes, max_depth)
-    target = target_of(tree, rng)
-    max_accepted = max_depth + 1
-    got = accept(tree, torch.tensor(target), max_accepted)
-    assert got.num_accepted.dtype is torch.int32
-    lengths = set()
-    for i in range(BS):
-        tokens, parents = tree.tokens[i].tolist(), tree.parents[i].tolist()
-        path = walk(tokens, parents, target[i])
-        bonus = target[i][path[-1]]
-        n = len(path)
-        lengths.add(n)
-        assert int(got.num_accepted[i]) == n
-        assert got.path[i].tolist() == path + list(range(n, max_accepted))
-        assert got.tokens[i].tolist() == [tokens[node] for node in path[1:]] + [bonus] * (max_accepted - n + 1)
-        assert int(got.bonus[i]) == bonus
-    assert len(lengths) > 1  # the batch mixes accept lengths
+    tree = draw_tree(rng, BS, num_nodes, max_depth, topk=3)
+    chosen = draw_choices(rng, tree)
+    got = accept(tree, chosen, max_depth + 1)
+    check_acceptance(got, tree, chosen)
+    assert len(set(got.num_accepted.tolist())) > 1  # the batch mixes accept lengths
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 3, 4])
@@ -137,8 +87,8 @@ def pagings(rng: random.Random) -> list[RequestTable | BlockTable]:
 def test_compaction_brings_accepted_kv_to_the_table_s_slots(seed: int, dtype: torch.dtype, elsewhere: bool) -> None:
     """Wherever drafts lie, what a later step reads behind the committed tokens is the accepted path."""
     rng = random.Random(seed)
-    tree = random_tree(rng, 9, 4)
-    got = accept(tree, torch.tensor(target_of(tree, rng)), 5)
+    tree = draw_tree(rng, BS, 9, 4, topk=3)
+    got = accept(tree, draw_choices(rng, tree), 5)
     lens = torch.tensor([rng.randrange(30) for _ in range(BS)], dtype=dtype)
     for paging in pagings(rng):
         own = paging.slots(lens.long().unsqueeze(1) + torch.arange(9))
@@ -184,25 +134,3 @@ def test_moves_are_of_the_verify() -> None:
     narrow = Step.target_verify(2, torch.tensor([1, 1]), paging.on_static(torch.tensor([1, 1])))
     with pytest.raises(InvalidStepError, match="paths of up to 3 nodes; the verify has 2"):
         compaction_moves(got, narrow)
-
-
-def test_acceptance_is_capturable() -> None:
-    rng = random.Random(0)
-    trees = [random_tree(rng, 9, 4) for _ in range(2)]
-    targets = [torch.tensor(target_of(tree, rng)) for tree in trees]
-    fields = ("tokens", "parents", "depths", "mask")
-    static = DraftTree(*(getattr(trees[0], name).clone() for name in fields))
-    chosen = targets[0].clone()
-
-    def region() -> Acceptance:
-        return accept(static, chosen, 5)
-
-    graph = RecordedGraph()
-    got = graph.capture(region)
-    for name in fields:
-        getattr(static, name).copy_(getattr(trees[1], name))
-    chosen.copy_(targets[1])
-    graph.replay()
-    expected = accept(trees[1], targets[1], 5)
-    for name in ("num_accepted", "path", "tokens"):
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name

@@ -12,7 +12,17 @@ from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject,
 from attn_backends.conformance.comparisons import compare_identical
 from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import around_pages, eager, graph, joined, situations
+from attn_backends.conformance.situations import (
+    any_graph,
+    around_pages,
+    eager,
+    graph,
+    joined,
+    one_page_size,
+    padded,
+    shrinking,
+    situations,
+)
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import PackedQuery, Step, StepKind, token_positions
 from spec_metadata.buffers import allocate, out_of_range
@@ -79,6 +89,39 @@ def declared_buffers(subject: Subject, case: Case) -> Measured:
             name = problems[0].split()[0]
             raise CheckFailure(name, f"{when}, it is outside its declared range: {'; '.join(problems)}")
     return Measured()
+
+
+@check("plan.padding", one_page_size(joined(any_graph(shrinking), graph(padded))))
+def padding(subject: Subject, case: Case) -> Measured:
+    """Planned for a full batch and then for fewer requests in the same buffers, a graph's metadata keeps nothing of
+    those that are gone. What it says of each request and row is what fresh buffers say.
+
+    Buffers that grow with the context are left out: a planner may leave pages that no row sees.
+    """
+    captured = Captured(world_of(setup_of(subject, case)), case)
+    assert captured.meta.captured is not None, "it was captured"
+    full = replace(case, lens=(case.captured_lens * case.bs)[: case.bs], widths=case.captured_widths)
+    for num_real in (len(case.lens), 1, 0):
+        captured.load(scene_of(captured.world, batch_of(full), case.seed + 1))
+        few = replace(case, lens=case.lens[:num_real], widths=case.widths[:num_real])
+        scene = scene_of(captured.world, batch_of(few), case.seed + 2)
+        captured.load(scene)
+        found = {name: tensor.clone() for name, tensor in _of_requests(captured).items()}
+        captured.meta.captured.phase.reset()
+        captured.load(scene)
+        for name, fresh in _of_requests(captured).items():
+            compare_identical(name, found[name], fresh)
+    return Measured()
+
+
+def _of_requests(captured: Captured) -> dict[str, Tensor]:
+    """Committed tokens, and declared buffers that do not grow with the context."""
+    meta, extent = captured.meta, captured.meta.buffers.extent
+    longer = extent._replace(max_pages=extent.max_pages + 1)
+    specs = [
+        spec for spec in captured.world.backend.buffers(meta.step.kind) if spec.sizes(longer) == spec.sizes(extent)
+    ]
+    return {"committed tokens": meta.step.seq_lens} | {spec.name: meta.buffers[spec.name] for spec in specs}
 
 
 @check("plan.leaves_the_step_alone", joined(eager(), _prefill))

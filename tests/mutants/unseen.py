@@ -1,9 +1,9 @@
 """Mutants of ten reports of users that were found by search, and written before looking for what kills them. Their
 author had read the lists of checks, and not most of their code.
 
-Seven are killed and are here. Three were not. A padded request that keeps its last length reads within bounds, and no
-output shows it. A host bound of a draft's lengths that is too short is read by no kernel on a CPU. A verify planned as
-one row a request breaks the case: an error, not a fail.
+Seven were killed. An eighth, a padded request that keeps its last length, reads within bounds, and no output shows it:
+`plan.padding` was written to kill it. Two are not here. A host bound of a draft's lengths that is too short is read by
+no kernel on a CPU. A verify planned as one row a request breaks the case: an error, not a fail.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from attn_backends.backends import fa3
@@ -113,6 +114,20 @@ def last_request_has_another_one_s_length(patch: pytest.MonkeyPatch) -> None:
             buffers["seqused_k"][:, -1].copy_(buffers["seqused_k"][:, -2])
 
     after_write(patch, shifted)
+
+
+@mutant("a padded request keeps its last length", "plan.padding", graph=True)
+def padded_requests_keep_their_last_length(patch: pytest.MonkeyPatch) -> None:
+    """A replay writes the lengths of real requests alone: a padded one keeps that of the request that was there."""
+    planned = set[int]()
+
+    def kept(step: Step, buffers: Buffers, before: Any) -> None:
+        if buffers["seqused_k"].data_ptr() in planned and not isinstance(step.num_real, int):
+            padded = torch.arange(step.bs) >= step.num_real
+            buffers["seqused_k"].copy_(torch.where(padded, before["seqused_k"], buffers["seqused_k"]))
+        planned.add(buffers["seqused_k"].data_ptr())
+
+    after_write(patch, kept)
 
 
 @mutant("our own, by a random change of one token", "plan.token_positions")
