@@ -44,9 +44,11 @@ def last_program_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def prepare(interpreter: ModuleType) -> None:
     """Once a process. The interpreter makes Triton's language its own again at every call of a function, and computes
-    what overflows only to drop it, as nothing asserts without `debug`: together, most of a kernel's time.
+    what overflows only to drop it, as nothing asserts without `debug`: together, most of a kernel's time. Of the rest,
+    much is a table of types and the objects of a shape, made anew for every value.
     """
     _mend_loop_bounds(interpreter)
+    _keep_types_and_shapes(interpreter)
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(function: Any) -> Any:
@@ -58,6 +60,30 @@ def prepare(interpreter: ModuleType) -> None:
     interpreter._patch_lang = patch_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_types_and_shapes(interpreter: ModuleType) -> None:
+    """Make each once."""
+    from triton.language import core
+
+    dtype_of, made, kept, shapes = interpreter._get_np_dtype, core.tensor.__init__, {}, {}
+
+    def kept_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in kept:
+            kept[scalar.name] = dtype_of(scalar)
+        return kept[scalar.name]
+
+    def kept_shape(self: Any, handle: Any, type: Any) -> None:
+        shape = type.shape if type.is_block() else ()
+        if shape not in shapes:
+            made(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[shape]
+
+    interpreter._get_np_dtype = kept_dtype
+    core.tensor.__init__ = kept_shape
 
 
 def _mend_loop_bounds(interpreter: ModuleType) -> None:

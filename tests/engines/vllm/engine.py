@@ -142,10 +142,11 @@ def _watch(llm: Any, run: Run) -> None:
         drafted = propose(batch, *args, **kwargs)
         sampled, rejected = args[4], args[5]
         run.steps[kind_of(batch.num_scheduled_tokens.tolist(), NUM_DRAFTED)] += 1
-        run.undrafted += kwargs.get("num_speculative_tokens") == 0
+        is_undrafted = kwargs.get("num_speculative_tokens") == 0
+        run.undrafted += is_undrafted
         run.padded += batch.num_reqs_after_padding > batch.num_reqs
         for i, request in enumerate(batch.req_ids):
-            if sampled[i]:
+            if sampled[i] and not is_undrafted:
                 known = int(batch.seq_lens[i] - rejected[i]) + 1
                 run.drafts[int(request.split("-")[0]), known] = drafted[i].tolist()
         return drafted

@@ -15,14 +15,30 @@ def check(row: Row, models: Path, num_prompts: int) -> tuple[Run, Shadow]:
     with compared() as shadow, stepwise(row):
         found = run(row, models, prompts(num_prompts), NUM_TOKENS, begin=shadow.begin)
     assert found.tokens == plain(row.model, models, num_prompts, False).tokens, "tokens of plain decoding"
-    wanted = plain(row.model, models, num_prompts, True, row.is_async)
-    assert found.drafts == wanted.drafts, "drafts on attention in float64"
+    wrong = wrong_drafts(found, plain(row.model, models, num_prompts, True, row.is_async), prompts(num_prompts))
+    assert not wrong, f"drafts on attention in float64: {'; '.join(wrong)}"
     assert_attended(row, found)
     assert_compared(row, found, shadow)
     assert bool(found.padded) == (row.graphs != "NONE"), "2 or 3 requests run in the graph of 4"
     assert bool(found.cached) == row.caching, "tokens from the cache"
     assert found.is_async == row.is_async, "scheduling"
     return found, shadow
+
+
+def wrong_drafts(found: Run, wanted: Run, given: list[list[int]]) -> list[str]:
+    """Where another token was drafted. given: the prompts.
+
+    A step after which no request wants drafts has none. When that is depends on what else is scheduled, so that the two
+    may differ there: behind the last token but one of a text.
+    """
+    wrong = []
+    for key in sorted({*found.drafts, *wanted.drafts}):
+        request, known = key
+        mine, other = found.drafts.get(key), wanted.drafts.get(key)
+        is_wanted = known < len(given[request]) + len(found.tokens[request]) - 1
+        if mine != other and (is_wanted or (mine and other)):
+            wrong.append(f"{mine} for {other} of prompt {request}, {known} tokens known")
+    return wrong
 
 
 def assert_attended(row: Row, found: Run) -> None:

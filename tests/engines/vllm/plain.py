@@ -50,15 +50,16 @@ def exact_attention(
             continue
         blocks = common.block_table_tensor[request, : -(-length // k.shape[1])].long()
         keys, values = (pages[blocks].flatten(0, 1)[:length].double() for pages in (k, v))
-        keys, values = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", q[rows].double(), keys) * scale
+        queries = q[rows].double().unflatten(1, (k.shape[2], -1))  # the heads of each KV head
+        scores = torch.einsum("qngd,knd->ngqk", queries, keys).flatten(0, 1) * scale
         places = torch.arange(length, device=q.device)
         behind = places[length - num :].unsqueeze(1) - places
         hidden = (behind < 0) | (behind >= (window or length))
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)), -1)
-        out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], values)
+        weights = scores.softmax(-1)[..., :length].unflatten(0, queries.shape[1:3])
+        out[rows] = torch.einsum("ngqk,knd->qngd", weights, values).flatten(1, 2)
     return out
 
 

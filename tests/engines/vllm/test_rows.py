@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, prompts
-from tests.engines.vllm.laws import assert_attended, check
+from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, prompts
+from tests.engines.vllm.laws import assert_attended, check, wrong_drafts
 from tests.engines.vllm.recompute import NUM_PROMPTS, greedy_by_transformers, plain
 from tests.engines.vllm.rows import BOTH, EAGLE, FULL, QUICK, full_product, pairs
 
@@ -46,3 +46,15 @@ def test_an_engine_on_another_backend_fails(models: Path) -> None:
     row = Row("gqa", "ATTN_BACKENDS_FA3")
     with pytest.raises(AssertionError):
         assert_attended(row, plain("gqa", models, NUM_PROMPTS, True))
+
+
+def test_a_draft_may_lack_where_none_is_wanted_and_nowhere_else() -> None:
+    given, drafts = [[1, 2, 3]], {(0, known): [7, 8, 9] for known in range(4, 9)}
+    wanted = Run([[4] * 5], drafts)
+    lacks = {number: {key: each for key, each in drafts.items() if key[1] != number} for number in (6, 7)}
+    assert wrong_drafts(Run(wanted.tokens, lacks[7]), wanted, given) == []
+    assert wrong_drafts(Run(wanted.tokens, lacks[6]), wanted, given) == [
+        "None for [7, 8, 9] of prompt 0, 6 tokens known"
+    ]
+    other = wrong_drafts(Run(wanted.tokens, drafts | {(0, 8): [7, 8, 1]}), wanted, given)
+    assert other == ["[7, 8, 1] for [7, 8, 9] of prompt 0, 8 tokens known"]
