@@ -55,7 +55,7 @@ def _rotated(x, position, inv_freq, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, 
     return tl.join(even * cos - odd * sin, odd * cos + even * sin).reshape(BLOCK_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "input_rows", "state_reads"])
 def _pool_tokens(
     means,
     slots,
@@ -100,7 +100,7 @@ def _pool_tokens(
     tl.store(means + entry * DIM + dim, mean, mask=dim < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "first_positions"])
 def _write_entries(
     pool,
     slots,
@@ -127,7 +127,7 @@ def _write_entries(
     triton_pages.write_row(pages, num_rows, page_stride, row_stride, stride, slot, rotated, DIM, BLOCK_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _write_rows(pool, slots, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """rows: (pointer, strides)."""
     token = tl.program_id(0).to(tl.int64)
@@ -139,7 +139,7 @@ def _write_rows(pool, slots, rows, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
     triton_pages.write_row(pages, num_rows, page_stride, row_stride, stride, slot, values, DIM, BLOCK_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _write_states(states, slots, values, gates, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     """states: as a pool. values, gates: (pointer, strides)."""
     token = tl.program_id(0).to(tl.int64)

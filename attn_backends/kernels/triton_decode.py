@@ -49,7 +49,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
+from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge, part_of, query_rows
 from attn_backends.kernels.triton_tiles import (
     Tiles,
@@ -189,7 +189,7 @@ def _over_keys(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LISTS, "lse", "width", "num_tiles", "num_splits", "split_stride"])
 def _attend(
     q,
     k_pages,
@@ -200,9 +200,13 @@ def _attend(
     kv_lens,
     out,
     lse,
+    width,
     shape,
-    score_scale,
-    v_scale,
+    table_stride,
+    num_tiles,
+    num_splits,
+    split_stride,
+    scales,
     window,
     drafted,
     sinks,
@@ -219,21 +223,18 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q and pages are (pointer, strides). shape: width, heads of a KV head, KV heads, page size, elements between two
-    rows of a table, tiles of rows, splits, and rows between two splits. DIM: of a key; of a latent, of its value, and
-    REST what follows. window, drafted, sinks: None for none; sinks are of the whole, not of a part.
+    """q and pages are (pointer, strides). shape: heads of a KV head, KV heads, page size. num_tiles: of rows. DIM: of a
+    key; of a latent, of its value, and REST what follows. drafted, sinks: None for none, and sinks of a part.
     """
-    width, group, num_kv_heads, page_size, table_stride, num_tiles, num_splits, split_stride = shape
+    group, num_kv_heads, page_size = shape
     program, split = tl.program_id(0), tl.program_id(1)
     tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
     request = (program // (num_tiles * num_kv_heads)).to(tl.int64)
-    first, num_rows = query_rows(query_indptr, request, width)
-    num_keys = tl.load(kv_lens + request)
+    (first, num_rows), num_keys = query_rows(query_indptr, request, width), tl.load(kv_lens + request)
     least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     start, end, _ = part_of(split, least, num_keys, num_splits, BLOCK_KEYS)
     if (tile * BLOCK_ROWS >= num_rows * group) | ((num_splits > 1) & (start >= end)):
         return
-
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
     num_seen, first_seen = num_keys - (num_rows - 1 - row // group) * CAUSAL, None
@@ -245,10 +246,10 @@ def _attend(
     queries = _elements(q_row, q[1][2], real, 0, DIM, BLOCK_DIM).to(DOT)
     rest = _elements(q_row, q[1][2], real, DIM, REST, BLOCK_REST).to(DOT)
     ids = _page_list(page_indptr, page_ids, request, table_stride)
-    given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, score_scale)
+    given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
     place = token * (num_kv_heads * group) + head + split.to(tl.int64) * split_stride
-    _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM, BLOCK_V_DIM)
+    _store(state, out, lse, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
 
 
 def paged_attention(
@@ -275,7 +276,7 @@ def paged_attention(
     num_tokens, num_heads, dim = q.shape
     page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     bs, group = kv_lens.shape[0], num_heads // num_kv_heads
-    heads, dims = (max_query, group, num_kv_heads), (dim, v_dim, is_one_latent(k_pages, v_pages))
+    heads, dims = (group, num_kv_heads, page_size), (dim, v_dim, is_one_latent(k_pages, v_pages))
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     tiles, num_tiles, num_slots = _shares(max_query * group, dims, dot, q.device)
     room = min(partial_lse.numel(), partial_out.numel() // v_dim) // max(num_tokens * num_heads, 1)
@@ -285,7 +286,7 @@ def paged_attention(
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
     lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
-    shape = (*heads, page_size, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
+    shape = (max_query, heads, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
     scales = (scale * k_scale * _LOG2_E, v_scale)
     tensors = (q, k_pages, v_pages, *lists, *parts, drafted, sinks if num_splits == 1 else None)
     _launch(tensors, num_programs, shape, scales, window, causal, dims, dot, tiles)
@@ -316,7 +317,7 @@ def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -
 def _call(
     tensors: Sequence[Any],
     num_programs: int,
-    shape: tuple[int, ...],
+    shape: tuple[Any, ...],
     scales: tuple[float, float],
     window: int | None,
     causal: bool,
@@ -324,12 +325,12 @@ def _call(
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
-    _, _, _, page_size, _, _, num_splits, _ = shape
+    _, (_, _, page_size), _, _, num_splits, _ = shape
     *given, drafted, sinks = tensors
     constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
     constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    arguments = (*strided(given[:3]), *given[3:], shape, *scales, window, drafted, sinks)
+    arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
     return Call((num_programs, num_splits), arguments, options)
 
 

@@ -24,24 +24,38 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.triton_launch import strided
 
 SCRATCH_BYTES = 128 * 2**20
 MAX_BLOCK = 8192  # entries that a program of the second launch holds at once
 MAX_DIM = 256
 
+_LISTS = [
+    "page_table",
+    "table_stride",
+    "qo_indptr",
+    "num_visible",
+    "first_place",
+    "num_places",
+    "num_pages",
+]  # what differs from batch to batch
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LISTS)
 def _index_scores(
     q,
     weights,
     keys,
     page_table,
+    table_stride,
     qo_indptr,
     num_visible,
     scores,
-    shape,
+    first_place,
+    num_places,
+    per_page,
+    num_pages,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -50,10 +64,10 @@ def _index_scores(
     ROWS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Tensors are (pointer, strides); scores dense, [bs, places, max_entries]. shape: first place of the chunk, its
-    places, entries of a page, max_entries.
+    """q, weights and keys are (pointer, strides); scores dense, [bs, places, max_entries]. first_place, num_places: of
+    the chunk. per_page, num_pages: entries of a page, and pages of a request.
     """
-    first_place, num_places, per_page, max_entries = shape
+    max_entries = num_pages * per_page
     request, place = tl.program_id(1).to(tl.int64), tl.program_id(2) * ROWS
     start, end = tl.load(qo_indptr + request), tl.load(qo_indptr + request + 1)
     first, last = (
@@ -66,11 +80,7 @@ def _index_scores(
         most = tl.load(num_visible + last - 1)  # later rows see more
     if begin < most:
         entry = begin + tl.arange(0, BLOCK_ENTRIES)
-        page = tl.load(
-            page_table[0] + request * page_table[1][0] + entry // per_page * page_table[1][1],
-            mask=entry < most,
-            other=0,
-        )
+        page = tl.load(page_table + request * table_stride + entry // per_page, mask=entry < most, other=0)
         dim = tl.arange(0, BLOCK_DIM)
         key = keys[0] + page.to(tl.int64) * keys[1][0] + (entry % per_page) * keys[1][1]
         inside = (entry < most)[:, None] & (dim < DIM)[None, :]
@@ -126,26 +136,29 @@ def _slots(page_table, entry, per_page, live):
     return page * per_page + entry % per_page
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LISTS)
 def _select_top(
     scores,
     page_table,
-    table_strides,
+    table_stride,
     qo_indptr,
     num_visible,
     slots,
-    shape,
+    first_place,
+    num_places,
+    per_page,
+    num_pages,
     TOPK: tl.constexpr,
     BLOCK_TOPK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """slots: dense, [tokens, TOPK]; shape as `_index_scores`."""
-    first_place, num_places, per_page, max_entries = shape
+    """slots: dense, [tokens, TOPK]; the rest as `_index_scores`."""
+    max_entries = num_pages * per_page
     request, place = tl.program_id(1).to(tl.int64), tl.program_id(0)
     row = (tl.load(qo_indptr + request) + first_place + place).to(tl.int64)
     if row < tl.load(qo_indptr + request + 1):
         num = tl.load(num_visible + row)
-        table = page_table + request * table_strides[0]
+        table = page_table + request * table_stride
         into = slots + row * TOPK
         if num <= TOPK:
             entry = tl.arange(0, BLOCK_TOPK)
@@ -190,16 +203,16 @@ def select_entries(
     table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
     rows = (qo_indptr.contiguous(), num_visible.contiguous())
     for first in range(0, max_query, places):
-        shape = (first, places, keys.shape[1], max_entries)
+        shape = (first, places, keys.shape[1], page_table.shape[1])
         _score(q, weights, keys, table, *rows, scores, shape)
         block = min(MAX_BLOCK, max(16, triton.next_power_of_2(max_entries)))
         _select_top[(places, bs)](
             scores,
             table,
-            table.stride(),
+            table.stride(0),
             *rows,
             slots,
-            shape,
+            *shape,
             TOPK=topk,
             BLOCK_TOPK=triton.next_power_of_2(topk),
             BLOCK=block,
@@ -222,14 +235,16 @@ def _score(
     dot = q.dtype if keys.dtype is q.dtype else torch.float32
     small = gpu_of(q.device).shared < 120 * 2**10
     entries, rows = 32 if dot.itemsize > 2 else 128 if small else 256, 8
-    _, places, _, max_entries = shape
-    grid = (triton.cdiv(max_entries, entries), table.shape[0], triton.cdiv(places, rows))
+    _, places, per_page, num_pages = shape
+    grid = (triton.cdiv(num_pages * per_page, entries), table.shape[0], triton.cdiv(places, rows))
     _index_scores[grid](
-        *((tensor, tensor.stride()) for tensor in (q, weights, keys, table)),
+        *strided((q, weights, keys)),
+        table,
+        table.stride(0),
         qo_indptr,
         num_visible,
         scores,
-        shape,
+        *shape,
         HEADS=q.shape[1],
         DIM=q.shape[2],
         BLOCK_HEADS=min(64, max(16, triton.next_power_of_2(q.shape[1]))),

@@ -24,6 +24,11 @@ from torch import Tensor
 
 from attn_backends.kernels.cuda_launch import bind_arguments, bind_launch, bind_tensors
 
+LISTS = ("query_indptr", "page_indptr", "page_ids", "kv_lens", "table_stride", "drafted")
+"""Arguments of attention that differ from batch to batch in what Triton specialises on: an address or a number that is
+a multiple of 16, or 1. Kernels declare so, and no later batch is compiled for anew.
+"""
+
 MOST_KEPT = 1024
 """Launches that a `DirectLaunch` keeps; with one more it begins anew."""
 

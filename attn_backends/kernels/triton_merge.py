@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch
 from attn_backends.kernels.triton_windows import sink_weights, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-_BLOCK = 4096  # elements that a program holds at once, of as many parts as there are up to _MAX_PARTS
-_MAX_PARTS = 32
+_BLOCK = 4096  # elements that a program holds at once
+_MERGED = (8, 32)  # of so many parts: a variant for few parts, and one for more
+_READ = tl.constexpr(128)  # log-sum-exps that are read at once
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def part_of(split, first, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
     return start, tl.minimum(start + size, num_keys), tl.cdiv(num_keys - first, size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LISTS, "partial_lse", "lse", "width", "num_splits", "split_stride"])
 def _merge(
     partial_out,
     partial_lse,
@@ -51,19 +52,20 @@ def _merge(
     kv_lens,
     out,
     lse,
-    shape,
+    width,
+    num_heads,
+    num_splits,
+    split_stride,
     window,
     drafted,
     sinks,
     CAUSAL: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
     MERGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """shape: width, query heads, splits, and rows between two splits. MERGED: parts that are read at once."""
-    width, num_heads, num_splits, split_stride = shape
+    """split_stride: rows between two splits. MERGED: parts that are read at once."""
     program = tl.program_id(0)
     node, request = program // num_heads % width, (program // num_heads // width).to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
@@ -73,10 +75,14 @@ def _merge(
     start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
     flat = (first + node) * num_heads + program % num_heads
-    split = tl.arange(0, BLOCK_SPLITS)
-    parts = tl.load(partial_lse + flat + split.to(tl.int64) * split_stride, mask=split < num_parts, other=float("-inf"))
-    peak = tl.maximum(tl.max(parts, axis=0), _LOWEST)
-    total = tl.sum(tl.exp(parts - peak), axis=0)
+    peak, total = tl.full((), _LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
+    for begin in range(0, num_parts, _READ):
+        split = begin + tl.arange(0, _READ)
+        row = flat + split.to(tl.int64) * split_stride
+        parts = tl.load(partial_lse + row, mask=split < num_parts, other=float("-inf"))
+        higher = tl.maximum(tl.max(parts, axis=0), peak)
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(parts - higher), axis=0)
+        peak = higher
     tl.store(lse + flat, peak + tl.log(total), mask=tl.program_id(1) == 0)
     if sinks is not None:
         total += sink_weights(sinks, program % num_heads, True, peak)
@@ -130,14 +136,13 @@ def _call(
 ) -> Call:
     """num_rows: of all requests at most, real ones, and query heads."""
     most, num_tokens, num_heads = num_rows
-    block_splits = triton.next_power_of_2(num_splits)
-    merged_at_once = min(block_splits, _MAX_PARTS)
+    merged_at_once = next(parts for parts in _MERGED if parts >= num_splits or parts == _MERGED[-1])
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
     shape = (max_query, num_heads, num_splits, num_tokens * num_heads)
-    constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "BLOCK_SPLITS": block_splits, "MERGED": merged_at_once}
+    constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "MERGED": merged_at_once}
     constants |= {"BLOCK_KEYS": block_keys, "CAUSAL": causal}
     *given, drafted, sinks = tensors
-    arguments = (*given, shape, window, drafted, sinks)
+    arguments = (*given, *shape, window, drafted, sinks)
     return Call((most * num_heads, triton.cdiv(v_dim, block_dim)), arguments, constants)
 
 

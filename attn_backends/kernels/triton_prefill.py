@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
+from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
 from attn_backends.kernels.triton_tiles import Tiles, is_one_latent, sizes_of
 from attn_backends.kernels.triton_windows import dense, first_keys, sink_weights
 
@@ -199,7 +199,7 @@ def _store(out, lse, state, flat, head, real, sinks, v_scale, V_DIM: tl.constexp
     tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (dim < V_DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LISTS, "lse", "bs", "width"])
 def _paged_attention(
     q,
     k_pages,
@@ -210,9 +210,11 @@ def _paged_attention(
     page_indptr,
     page_ids,
     kv_lens,
-    shape,
-    score_scale,
-    v_scale,
+    bs,
+    width,
+    table_stride,
+    group,
+    scales,
     window,
     drafted,
     sinks,
@@ -229,10 +231,9 @@ def _paged_attention(
     BLOCK_V_DIM: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q, k_pages, v_pages are (pointer, strides), out and lse dense. shape: requests, rows of each if query_indptr is
-    None, stride of a page table, query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
+    """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
+    is None. group: query heads of a KV head. Sizes and extras: `triton_tiles`, `triton_windows`.
     """
-    bs, width, table_stride, group = shape
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     request, first, width, block = _rows_of(block, query_indptr, bs, width, group, BLOCK_ROWS)
     if block * BLOCK_ROWS >= width * group:
@@ -243,7 +244,6 @@ def _paged_attention(
     q_row = q[0] + token * q[1][0] + head * q[1][1]
     query = _load(q_row, real, q[1][2], 0, DIM, BLOCK_DIM, True).to(DOT)
     rest = _load(q_row, real, q[1][2], DIM, REST, BLOCK_REST, True).to(DOT) if REST > 0 else query
-
     num_keys, pages = tl.load(kv_lens + request), page_ids
     pages += request.to(tl.int64) * table_stride if page_indptr is None else tl.load(page_indptr + request)
     hidden = width - 1 if CAUSAL else 0  # the first row sees all keys but so many, each other one more
@@ -256,10 +256,10 @@ def _paged_attention(
         least, start, begun, whole = _window(first_key, real, whole, BLOCK_KEYS)
     state = _over_keys(
         *((query, rest), (k_pages, v_pages, kv_head, pages), (num_keys, last_key, first_key, least)),
-        *((start, begun, whole, end), score_scale),
+        *((start, begun, whole, end), scales[0]),
         *(PAGE_SIZE, BLOCK_KEYS, DIM, V_DIM, REST, LATENT, BLOCK_V_DIM, DOT),
     )
-    _store(out, lse, state, token * (tl.num_programs(1) * group) + head, head, real, sinks, v_scale, V_DIM)
+    _store(out, lse, state, token * (tl.num_programs(1) * group) + head, head, real, sinks, scales[1], V_DIM)
 
 
 def paged_attention(
@@ -313,7 +313,7 @@ def _call(
     *given, drafted, sinks = tensors
     constants = {"CAUSAL": causal, "PAGE_SIZE": page_size, "BLOCK_ROWS": tile.rows, "BLOCK_KEYS": tile.keys}
     options = {"DOT": _DOT_TYPES[q.dtype], "num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    arguments = (*strided(given[:3]), *given[3:], shape, *scales, window, drafted, sinks)
+    arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
     return Call((num_blocks, num_kv_heads), arguments, {**constants, **sizes, **options})
 
 

@@ -9,39 +9,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.triton_launch import strided
+
 MAX_BLOCK = 1024
+# What differs from batch to batch.
+_LISTS = ["token_rings", "tokens", "rows", "starts", "ends", "offsets", "ring_stride", "entry_stride"]
+_LISTS += [f"{name}_stride" for name in ("token", "row", "start", "end", "offset")]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LISTS)
 def _store_ring(
     hidden_rings,
-    token_rings,
     hidden,
+    token_rings,
     tokens,
     rows,
     starts,
     ends,
     offsets,
+    ring_stride,
+    entry_stride,
+    token_stride,
+    row_stride,
+    start_stride,
+    end_stride,
+    offset_stride,
     SIZE: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Tensors are (pointer, strides)."""
+    """Hidden states are (pointer, strides). ring_stride: between two rings of tokens, entry_stride within one."""
     request = tl.program_id(0).to(tl.int64)
-    first = tl.load(starts[0] + request * starts[1][0]).to(tl.int64)
-    position = tl.load(ends[0] + request * ends[1][0]).to(tl.int64) - 1 - tl.program_id(1)
+    first = tl.load(starts + request * start_stride).to(tl.int64)
+    position = tl.load(ends + request * end_stride).to(tl.int64) - 1 - tl.program_id(1)
     if position < first:
         return
-    row = tl.load(rows[0] + request * rows[1][0])
-    source = tl.load(offsets[0] + request * offsets[1][0]).to(tl.int64) + position - first
+    row = tl.load(rows + request * row_stride)
+    source = tl.load(offsets + request * offset_stride).to(tl.int64) + position - first
     entry = position % SIZE
     dim = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(hidden[0] + source * hidden[1][0] + dim * hidden[1][1], mask=dim < DIM)
     ring = hidden_rings[0] + row * hidden_rings[1][0] + entry * hidden_rings[1][1]
     tl.store(ring + dim * hidden_rings[1][2], value, mask=dim < DIM)
     if tl.program_id(2) == 0:
-        token = tl.load(tokens[0] + source * tokens[1][0])
-        tl.store(token_rings[0] + row * token_rings[1][0] + entry * token_rings[1][1], token)
+        token = tl.load(tokens + source * token_stride)
+        tl.store(token_rings + row * ring_stride + entry * entry_stride, token)
 
 
 def store_ring(
@@ -58,14 +70,13 @@ def store_ring(
     _, size, dim = hidden_rings.shape
     if size == 0:  # no remainder to compile
         return
+    others = (token_rings, tokens, rows, starts, ends, offsets)
     block = min(MAX_BLOCK, triton.next_power_of_2(dim))
     _store_ring[(rows.shape[0], size, triton.cdiv(dim, block))](
-        *_views(hidden_rings, token_rings, hidden, tokens, rows, starts, ends, offsets),
+        *strided((hidden_rings, hidden)),
+        *others,
+        *(stride for each in others for stride in each.stride()),
         SIZE=size,
         DIM=dim,
         BLOCK=block,
     )
-
-
-def _views(*tensors: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    return [(tensor, tensor.stride()) for tensor in tensors]

@@ -3,7 +3,7 @@
 A program takes one query row, a block of its heads and a share of its keys: the window's blocks of keys first, then the
 entries'. A key is read once and used twice, for scores and as value, in chunks of channels, for a block of whole keys
 would not fit into registers beside the sums. Where rows and heads give too few programs for the GPU, a row's blocks are
-divided into splits, by host bounds, and a second launch merges them in their order. A split without blocks has no
+divided into splits, by host bounds, and a second launch merges them in a fixed order. A split without blocks has no
 weight. So what a row gets depends on the number of rows in the step, and not on the run.
 
 Products are done in the queries' type where the pools are of it or of 8 bits under bfloat16, else in float32 without
@@ -36,12 +36,16 @@ from attn_backends.kernels.torch_compressed import Keys
 
 MAX_DIM = 1024
 MAX_SPLITS = 16
+_SPLITS = tl.constexpr(MAX_SPLITS)
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_SLOTS = [f"{kind}_{name}" for kind in ("row", "entry") for name in ("slots", "lens", "stride", "width")]
+_VARIED = [*_SLOTS, "lse", "num_tokens", "num_splits"]  # what differs from batch to batch
 
 
 class Blocks(NamedTuple):
@@ -54,9 +58,8 @@ class Blocks(NamedTuple):
 
 
 @triton.jit
-def _row_of_slots(source, token):
+def _row_of_slots(slots, lens, stride, width, token):
     """Where the slots of a row begin, and how many there are."""
-    _, slots, stride, width, lens = source
     return slots + token * stride, tl.minimum(tl.load(lens + token), width).to(tl.int32)
 
 
@@ -115,18 +118,26 @@ def _store(sums, peak, total, sinks, out, lse, row, head, num_heads, DIM: tl.con
         tl.store(place, given, mask=real[:, None] & (dim < DIM)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARIED)
 def _sparse_attention(
     q,
-    rows,
-    entries,
+    row_pool,
+    row_slots,
+    row_lens,
+    row_stride,
+    row_width,
+    entry_pool,
+    entry_slots,
+    entry_lens,
+    entry_stride,
+    entry_width,
     sinks,
     out,
     lse,
     num_tokens,
+    num_splits,
     num_heads,
     score_scale,
-    SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -134,29 +145,28 @@ def _sparse_attention(
     DOT: tl.constexpr,
     HAS_E4M3: tl.constexpr,
 ):
-    """q: (pointer, strides). rows: a `_source`; entries: another or None. out, lse: dense, [splits, tokens, heads]."""
+    """q: (pointer, strides). row_pool to row_width: a `_source`; those of entries: another or None. out, lse: dense."""
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     queries, sums = _queries(q, token, head, num_heads, DIM, CHUNK, DOT)
-
-    pages, per_page, page_stride, row_stride, stride = rows[0]
-    row_slots, num_rows = _row_of_slots(rows, token)
+    pages, per_page, page_stride, pool_stride, stride = row_pool
+    row_slots, num_rows = _row_of_slots(row_slots, row_lens, row_stride, row_width, token)
     row_blocks = tl.cdiv(num_rows, BLOCK_KEYS)
     num_blocks = row_blocks
-    has_entries: tl.constexpr = entries is not None
+    has_entries: tl.constexpr = entry_slots is not None
     if has_entries:
-        entry_pages, entries_per_page, entry_page_stride, entry_stride, _ = entries[0]
-        entry_slots, num_entries = _row_of_slots(entries, token)
+        entry_pages, entries_per_page, entry_page_stride, entry_pool_stride, _ = entry_pool
+        entry_slots, num_entries = _row_of_slots(entry_slots, entry_lens, entry_stride, entry_width, token)
         num_blocks += tl.cdiv(num_entries, BLOCK_KEYS)
-    share = tl.cdiv(num_blocks, SPLITS)
+    share = tl.cdiv(num_blocks, num_splits)
     peak, total = tl.full((BLOCK_HEADS,), _LOWEST, tl.float32), tl.zeros((BLOCK_HEADS,), dtype=tl.float32)
     for block in range(split * share, tl.minimum((split + 1) * share, num_blocks)):
         slot = _slots(row_slots, num_rows, block * BLOCK_KEYS, BLOCK_KEYS)
-        begin, scales = triton_pages.row_pointers(pages, per_page, page_stride, row_stride, tl.maximum(slot, 0))
+        begin, scales = triton_pages.row_pointers(pages, per_page, page_stride, pool_stride, tl.maximum(slot, 0))
         if has_entries:
             entry = _slots(entry_slots, num_entries, (block - row_blocks) * BLOCK_KEYS, BLOCK_KEYS)
             of_entry = triton_pages.row_pointers(
-                entry_pages, entries_per_page, entry_page_stride, entry_stride, tl.maximum(entry, 0)
+                entry_pages, entries_per_page, entry_page_stride, entry_pool_stride, tl.maximum(entry, 0)
             )
             is_row, slot = block < row_blocks, tl.maximum(slot, entry)
             begin, scales = tl.where(is_row, begin, of_entry[0]), tl.where(is_row, scales, of_entry[1])
@@ -168,11 +178,10 @@ def _sparse_attention(
         weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
         total, peak = total * kept + tl.sum(weights, axis=1), higher
         sums = _joined(sums, kept, weights.to(DOT), keys)
-    row = (split * num_tokens + token) * num_heads
-    _store(sums, peak, total, sinks if SPLITS == 1 else None, out, lse, row, head, num_heads, DIM, CHUNK)
+    _store(sums, peak, total, sinks, out, lse, (split * num_tokens + token) * num_heads, head, num_heads, DIM, CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge(
     parts,
     part_lse,
@@ -180,23 +189,22 @@ def _merge(
     out,
     lse,
     num_rows,
+    num_splits,
     num_heads,
-    SPLITS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Join the splits of one row's head, in their order. parts: [splits, rows * heads, dim], part_lse: likewise."""
+    """Join the splits of one row's head, in a fixed order. parts: [splits, rows * heads, dim], part_lse: likewise."""
     row = tl.program_id(0).to(tl.int64)
-    dim = tl.arange(0, BLOCK_DIM)
-    peak = _LOWEST
-    for split in tl.static_range(SPLITS):
-        peak = tl.maximum(peak, tl.load(part_lse + split * num_rows + row))
-    total, sums = 0.0, tl.zeros((BLOCK_DIM,), dtype=tl.float32)
-    for split in tl.static_range(SPLITS):
-        weight = tl.exp(tl.load(part_lse + split * num_rows + row) - peak)
-        part = tl.load(parts + (split * num_rows + row) * DIM + dim, mask=dim < DIM, other=0.0)
-        total += weight
-        sums += weight * part
+    dim, split = tl.arange(0, BLOCK_DIM), tl.arange(0, _SPLITS)
+    place, live = split * num_rows + row, split < num_splits
+    given = tl.load(part_lse + place, mask=live, other=float("-inf"))
+    peak = tl.maximum(tl.max(given, axis=0), _LOWEST)
+    weights = tl.exp(given - peak)
+    total = tl.sum(weights, axis=0)
+    real = live[:, None] & (dim < DIM)[None, :]
+    values = tl.load(parts + place[:, None] * DIM + dim[None, :], mask=real, other=0.0)
+    sums = tl.sum(weights[:, None] * values, axis=0)
     tl.store(lse + row, peak + tl.log(total))
     if sinks is not None:
         total += tl.exp(tl.load(sinks + row % num_heads).to(tl.float32) - peak)
@@ -221,17 +229,17 @@ def sparse_attention(q: Tensor, sources: Sequence[Keys], scale: float, sinks: Te
         else (q.new_empty(splits, *q.shape, dtype=torch.float32), lse.new_empty(splits, *lse.shape))
     )
     sinks = None if sinks is None else sinks.contiguous()
-    given = [_source(source) for source in sources]
+    entries = _source(sources[1]) if len(sources) > 1 else (None,) * 5
     _sparse_attention[(num_tokens, triton.cdiv(num_heads, blocks.heads), splits)](
         (q, q.stride()),
-        given[0],
-        given[1] if len(given) > 1 else None,
-        sinks,
+        *_source(sources[0]),
+        *entries,
+        sinks if splits == 1 else None,
         *into,
         num_tokens,
+        splits,
         num_heads,
         scale * _LOG2_E,
-        SPLITS=splits,
         DIM=dim,
         CHUNK=min(2 * GROUP, max(16, triton.next_power_of_2(dim))),
         BLOCK_HEADS=blocks.heads,
@@ -247,19 +255,20 @@ def sparse_attention(q: Tensor, sources: Sequence[Keys], scale: float, sinks: Te
 
 
 def merge(parts: tuple[Tensor, Tensor], sinks: Tensor | None, into: tuple[Tensor, Tensor]) -> None:
-    """Join splits in their order. parts: outputs [splits, num_tokens, num_heads, dim] and their log-sum-exps. sinks:
-    [num_heads], dense. into: out and lse, dense, as of `sparse_attention`.
+    """Join up to MAX_SPLITS splits in a fixed order. parts: outputs [splits, num_tokens, num_heads, dim] and their
+    log-sum-exps. sinks: [num_heads], dense. into: out and lse, dense, as of `sparse_attention`.
     """
     splits, num_tokens, num_heads, dim = parts[0].shape
-    sizes = {"SPLITS": splits, "DIM": dim, "BLOCK_DIM": triton.next_power_of_2(dim)}
     num_rows = num_tokens * num_heads
-    _merge[(num_rows,)](*parts, sinks, *into, num_rows, num_heads, **sizes)
+    _merge[(num_rows,)](
+        *parts, sinks, *into, num_rows, splits, num_heads, DIM=dim, BLOCK_DIM=triton.next_power_of_2(dim)
+    )
 
 
 def _source(keys: Keys) -> tuple[Any, ...]:
-    """A source as kernels take it: pool, slots, their stride and width, lens."""
+    """A source as kernels take it: pool, slots, lens, stride and width of slots."""
     slots = keys.slots if keys.slots.stride(1) == 1 else keys.slots.contiguous()
-    return triton_pages.pool(keys.pages, keys.num_rows), slots, slots.stride(0), slots.shape[1], keys.lens.contiguous()
+    return triton_pages.pool(keys.pages, keys.num_rows), slots, keys.lens.contiguous(), slots.stride(0), slots.shape[1]
 
 
 def _dot_type(q: torch.dtype, pools: set[torch.dtype]) -> torch.dtype:

@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attn_backends.kernels.triton_launch import Call, DirectLaunch
+from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
 MAX_BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "slot_stride"])
 def _store_rows(
     pages,
     rows,
     slots,
+    slot_stride,
     page_size,
     scale,
     HEADS: tl.constexpr,
@@ -29,9 +30,9 @@ def _store_rows(
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Tensors are (pointer, strides): pages of 4 dimensions, rows of 3."""
+    """pages and rows are (pointer, strides), of 4 and of 3 dimensions."""
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots[0] + token * slots[1][0])  # 64 bits, and so is every address made of it
+    slot = tl.load(slots + token * slot_stride)  # 64 bits, and so is every address made of it
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < HEADS * DIM
     head, dim = (element // DIM).to(tl.int64), element % DIM
@@ -43,13 +44,14 @@ def _store_rows(
     tl.store(page_entry, value.to(pages[0].dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "slot_stride"])
 def _store_kv(
     k_pages,
     v_pages,
     k,
     v,
     slots,
+    slot_stride,
     page_size,
     k_scale,
     v_scale,
@@ -59,8 +61,8 @@ def _store_kv(
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    _store_rows(k_pages, k, slots, page_size, k_scale, HEADS, DIM, LIMIT, BLOCK)
-    _store_rows(v_pages, v, slots, page_size, v_scale, HEADS, V_DIM, LIMIT, BLOCK)
+    _store_rows(k_pages, k, slots, slot_stride, page_size, k_scale, HEADS, DIM, LIMIT, BLOCK)
+    _store_rows(v_pages, v, slots, slot_stride, page_size, v_scale, HEADS, V_DIM, LIMIT, BLOCK)
 
 
 def store_rows(pages: Tensor, rows: Tensor, slots: Tensor, scale: float) -> None:
@@ -78,9 +80,9 @@ def store_kv(
 def _rows_call(tensors: Sequence[Tensor], num_tokens: int, dim: int, page_size: int, scale: float) -> Call:
     pages, rows, slots = tensors
     block = min(MAX_BLOCK, triton.next_power_of_2(dim))
-    views = _views(pages.unsqueeze(2), rows.unsqueeze(1), slots)
+    views = strided((pages.unsqueeze(2), rows.unsqueeze(1)))
     constants = {"HEADS": 1, "DIM": dim, "LIMIT": _limit(pages.dtype), "BLOCK": block}
-    return Call((num_tokens, triton.cdiv(dim, block)), (*views, page_size, scale), constants)
+    return Call((num_tokens, triton.cdiv(dim, block)), (*views, slots, slots.stride(0), page_size, scale), constants)
 
 
 def _kv_call(
@@ -97,14 +99,12 @@ def _kv_call(
     block = min(MAX_BLOCK, triton.next_power_of_2(size))
     sizes = {"HEADS": num_kv_heads, "DIM": dim, "V_DIM": v_dim}
     constants = {**sizes, "LIMIT": _limit(tensors[0].dtype), "BLOCK": block}
-    return Call((num_tokens, triton.cdiv(size, block)), (*_views(*tensors), page_size, k_scale, v_scale), constants)
+    *views, slots = tensors
+    arguments = (*strided(views), slots, slots.stride(0), page_size, k_scale, v_scale)
+    return Call((num_tokens, triton.cdiv(size, block)), arguments, constants)
 
 
 _launch_rows, _launch_kv = DirectLaunch(_store_rows, _rows_call), DirectLaunch(_store_kv, _kv_call)
-
-
-def _views(*tensors: Tensor) -> list[tuple[Tensor, tuple[int, ...]]]:
-    return [(tensor, tensor.stride()) for tensor in tensors]
 
 
 def _limit(dtype: torch.dtype) -> float:

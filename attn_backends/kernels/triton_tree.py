@@ -40,13 +40,13 @@ def _load(row, live, stride, dim, DIM: tl.constexpr):
 
 
 @triton.jit
-def _drafted(mask, slots, request, node, real, num_keys, page_size, BLOCK_KEYS: tl.constexpr):
+def _drafted(mask, slots, slot_strides, request, node, real, num_keys, page_size, BLOCK_KEYS: tl.constexpr):
     """The drafted tokens of a request: which row sees which, which are seen at all, and where they lie."""
     key = tl.arange(0, BLOCK_KEYS)
     entry = mask[0] + request * mask[1][0] + node[:, None] * mask[1][1] + key[None, :] * mask[1][2]
     sees = tl.load(entry, mask=real[:, None] & (key < num_keys)[None, :], other=0).to(tl.int1)
     seen = tl.max(sees.to(tl.int32), axis=0) > 0  # other keys are never read: their memory may hold NaN
-    slot = tl.load(slots[0] + request * slots[1][0] + key * slots[1][1], mask=seen, other=0)
+    slot = tl.load(slots + request * slot_strides[0] + key * slot_strides[1], mask=seen, other=0)
     return sees, seen, slot // page_size, slot % page_size
 
 
@@ -61,21 +61,23 @@ def _products(q, q_stride, real, k, k_stride, seen, DIM: tl.constexpr, BLOCK_DIM
     return products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "lse", "width", "num_keys"])
 def _tree_join(
     q,
     k_pages,
     v_pages,
     slots,
+    slot_strides,
     mask,
     prefix_out,
     prefix_lse,
     sinks,
     out,
     lse,
+    width,
+    num_keys,
     shape,
-    score_scale,
-    v_scale,
+    scales,
     DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -84,20 +86,19 @@ def _tree_join(
     BLOCK_V_DIM: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Tensors are (pointer, strides), sinks, out and lse dense. shape: width, heads of a KV head, keys, page size."""
-    width, group, num_keys, page_size = shape
+    """Tensors are (pointer, strides), the rest dense. shape: heads of a KV head, page size."""
+    group, page_size = shape
     request = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = row < width * group
     node, head = row // group, kv_head * group + row % group
     token = request * width + node
-
-    sees, seen, page, offset = _drafted(mask, slots, request, node, real, num_keys, page_size, BLOCK_KEYS)
+    sees, seen, page, offset = _drafted(mask, slots, slot_strides, request, node, real, num_keys, page_size, BLOCK_KEYS)
     q_row = q[0] + token * q[1][0] + head * q[1][1]
     k_entry = k_pages[0] + page * k_pages[1][0] + offset * k_pages[1][1] + kv_head * k_pages[1][2]
     scores = _products(q_row, q[1][2], real, k_entry, k_pages[1][3], seen, DIM, BLOCK_DIM, DOT)
-    scores = tl.where(sees, scores * score_scale, float("-inf"))
+    scores = tl.where(sees, scores * scales[0], float("-inf"))
 
     prefix_entry = prefix_lse[0] + token * prefix_lse[1][0] + head * prefix_lse[1][1]
     prefix = tl.load(prefix_entry, mask=real, other=float("-inf"))
@@ -116,7 +117,7 @@ def _tree_join(
     for start in range(0, V_DIM, BLOCK_V_DIM):
         dim = start + tl.arange(0, BLOCK_V_DIM)
         values = _load(v_entry, seen, v_pages[1][3], dim, V_DIM).to(DOT)
-        tree = tl.dot(weights.to(DOT), values, input_precision="ieee") * (norm * v_scale)[:, None]
+        tree = tl.dot(weights.to(DOT), values, input_precision="ieee") * (norm * scales[1])[:, None]
         prefix_part = _load(before, has_prefix, prefix_out[1][2], dim, V_DIM).to(tl.float32)
         joined = tree + prefix_part * (norm * prefix_weight)[:, None]
         place = out + flat[:, None] * V_DIM + dim[None, :]
@@ -165,12 +166,23 @@ def _call(
     dim: int,
     v_dim: int,
 ) -> Call:
-    (q, k_pages, *_), (width, group, num_keys, _) = tensors, shape
+    (q, k_pages, *_), (width, group, num_keys, page_size) = tensors, shape
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     blocks = _blocks(width * group, num_keys, dim, v_dim, dot.itemsize)
     grid = (bs, num_kv_heads, triton.cdiv(width * group, blocks["BLOCK_ROWS"]))
     constants = {"DIM": dim, "V_DIM": v_dim, **blocks, "DOT": _DOT_TYPES[dot]}
-    return Call(grid, (*strided(tensors[:7]), *tensors[7:], shape, *scales), constants)
+    slots = (tensors[3], tensors[3].stride())  # of which no address is specialised on, as in a tuple it would be
+    arguments = (
+        *strided(tensors[:3]),
+        *slots,
+        *strided(tensors[4:7]),
+        *tensors[7:],
+        width,
+        num_keys,
+        (group, page_size),
+        scales,
+    )
+    return Call(grid, arguments, constants)
 
 
 _launch = DirectLaunch(_tree_join, _call)

@@ -2,33 +2,34 @@
 
     python -m tests.gpu.latents --json FILE
 
-The suite's small worlds have few query rows, which the kernel `gluon` leaves to Triton (`paged_operators.FEW_ROWS`).
-Here it takes all of them. Exit code as of `attn-backends conformance`.
+The suite's small worlds have few query rows, which the kernel leaves to Triton (`paged_operators.FEW_ROWS`). Here it
+takes all of them. Exit code as of `attn-backends conformance --require-run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from attn_backends.cli import main as run
-from attn_backends.conformance import summary
+from attn_backends.conformance import run_conformance, summary
 from attn_backends.kernels import paged_operators
 
-SUITE = ("conformance", "trtllm_mla", "flashinfer_mla", "--kernel", "gluon", "--device", "cuda", "--require-run")
+KERNELS = {"trtllm_mla": "gluon", "flashinfer_mla": "gluon", "fa3": "gluon_mla"}
 
 
-def main() -> int:
-    """Run the suite into a file, and keep its summary."""
+def main(device: str = "cuda") -> int:
+    """Run the suite, and keep its summary in a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
     paged_operators.FEW_ROWS = 0
-    code = run([*SUITE, "--quick", "--json", str(args.json)])
-    if args.json.exists():
-        summary.main([str(args.json)])
-    return code
+    reports = [run_conformance(name, kernel=kernel, device=device, quick=True) for name, kernel in KERNELS.items()]
+    rows = tuple(row for report in reports for row in report.rows)
+    report = replace(reports[0], rows=rows, command=f"python -m tests.gpu.latents --json {args.json.name}")
+    args.json.write_text(summary.summary(report).to_json(), encoding="utf-8")
+    return report.exit_code(require_run=True)
 
 
 if __name__ == "__main__":
