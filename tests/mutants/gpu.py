@@ -53,7 +53,7 @@ def run_alone(name: str, case: Case, device: str, answers: multiprocessing.Queue
 
 def outcome(name: str, case: Case, device: str) -> tuple[str, str]:
     """The status and reason of a planted case, from a process of its own."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # a fork of this process could not use its CUDA
     answers = context.Queue()
     process = context.Process(target=run_alone, args=(name, case, device, answers))
     process.start()
