@@ -223,14 +223,13 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q and pages are (pointer, strides). shape: heads of a KV head, KV heads, page size. num_tiles: of rows. DIM: of a
-    key; of a latent, of its value, and REST what follows. drafted, sinks: None for none, and sinks of a part.
-    """
+    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. sinks: None of a part too."""
     group, num_kv_heads, page_size = shape
     program, split = tl.program_id(0), tl.program_id(1)
     tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
     request = (program // (num_tiles * num_kv_heads)).to(tl.int64)
-    (first, num_rows), num_keys = query_rows(query_indptr, request, width), tl.load(kv_lens + request)
+    first, num_rows = query_rows(query_indptr, request, width)
+    num_keys = tl.load(kv_lens + request)
     least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     start, end, _ = part_of(split, least, num_keys, num_splits, BLOCK_KEYS)
     if (tile * BLOCK_ROWS >= num_rows * group) | ((num_splits > 1) & (start >= end)):
