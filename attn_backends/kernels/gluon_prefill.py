@@ -10,8 +10,8 @@ and the groups begin their products in turns.
                     232,448 bytes
     registers       208 a thread for the two groups, 88 for the third
 
-Blocks are taken from the last to the first. But for the last, those that every row sees whole are not masked. Keys past
-a request's length are not read and count as zeros. The order of all sums is fixed by the query's own request.
+Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
+of all sums is fixed by the query's own request.
 
 Changed since these figures (24 November), and run on a model on a CPU alone (`tests/gluon_model.py`).
 

@@ -119,10 +119,9 @@ def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: g
         _gather_queries(q, queries, tile, shape[2], 1, DIM)
         _announce(tiles, full, tile)
         work = gl.atomic_add(counter, 1) + gl.num_programs(0)
-        num_blocks = gl.maximum(gl.cdiv(end, 128), 1)
-        for i in range(num_blocks):
+        for block in range(gl.maximum(gl.cdiv(end, 128), 1)):
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
-            key = (num_blocks - 1 - i) * 128 + offset
+            key = block * 128 + offset
             live, place = key < end, key % PAGE_SIZE
             page = gl.load(ids + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
             mbarrier.wait(free.index(stage), phase)
@@ -182,10 +181,7 @@ def _pass_over(
     MASKED: gl.constexpr,
     HALF: gl.constexpr,
 ):
-    """Blocks of keys but for a tile's last: the products with each are under way with those of the values taken before.
-
-    They come in descending order. `block` is used by masks alone. A masked range holds at most one block, because the
-    keys that 128 rows see end in two.
+    """Blocks of keys from the second on: the products with each are under way with those of the values before it.
 
     The groups begin their products in turns, so that one multiplies while the other computes weights. Keys are there no
     sooner than the values before them, which the same threads copied first: one wait is enough for both.
@@ -238,19 +234,19 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
     kv_head, first, width, row, num_keys, end = _tile(tiles)
     while kv_head >= 0:
         whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // 128  # blocks that all rows see whole
-        last = gl.maximum(gl.cdiv(end, 128), 1) - 1
-        whole = gl.minimum(whole, last)
+        num_blocks = gl.maximum(gl.cdiv(end, 128), 1)
         seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
         _wait_for(full, step, 0)
         scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, step, zero_in_turn(turn)),))
         signal(free.index(step & 1))
-        weights, _kept, softmax = _weights(scores, softmax, last, end_seen, score_scale, True)
+        weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
         operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
         state = gl.zeros([64, DIM], gl.float32, layout=OUT), operand, softmax, step, passed
-        state = _pass_over(state, (whole, last), tensors, bars, end_seen, score_scale, OUT, True, HALF)
-        state = _pass_over(state, (0, whole), tensors, bars, end_seen, score_scale, OUT, False, HALF)
+        masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
+        state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
+        state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
         kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
         signal(free.index(4))
         summed, operand, softmax, step, passed = state
