@@ -137,22 +137,19 @@ def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: g
 
 
 @gluon.jit
-def _wait_for(full, step, FIRST: gl.constexpr):
-    """Wait for a block of keys (FIRST 0) or values (2), and show what cp.async wrote to the tensor cores."""
-    mbarrier.wait(full.index(FIRST + (step & 1)), (step >> 1) & 1)
-    fence_async_shared()
-
-
-@gluon.jit
-def _multiply_keys(query, keys, step, zero):
+def _multiply_keys(query, keys, full, step, zero):
     """Begin the products of the queries with a block of keys."""
+    mbarrier.wait(full.index(step & 1), (step >> 1) & 1)
+    fence_async_shared()  # what cp.async wrote, for the tensor cores
     scores = gl.zeros([64, 128], gl.float32, layout=_SCORES)
     return warpgroup_mma(query, keys.index((step & 1) + zero).permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _multiply_values(weights, values, summed, step, zero):
+def _multiply_values(weights, values, full, summed, step, zero):
     """Begin to add a block of values."""
+    mbarrier.wait(full.index(2 + (step & 1)), (step >> 1) & 1)
+    fence_async_shared()
     return warpgroup_mma(weights, values.index((step & 1) + zero), summed, is_async=True)
 
 
@@ -183,18 +180,16 @@ def _pass_over(
 ):
     """Blocks of keys from the second on: the products with each are under way with those of the values before it.
 
-    The groups begin their products in turns, so that one multiplies while the other computes weights. Keys are there no
-    sooner than the values before them, which the same threads copied first: one wait is enough for both.
+    The groups begin their products in turns, so that one multiplies while the other computes weights.
     """
     summed, operand, softmax, step, passed = state
     query, keys, values, totals = tensors
     full, free, order = bars
     for block in range(block_range[0], block_range[1]):
         zero = zero_in_turn(block)
-        _wait_for(full, step + 1, 0)
         mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))
-        scores = _multiply_keys(query, keys, step + 1, zero)
-        adding = _multiply_values(operand, values, summed, step, zero)
+        scores = _multiply_keys(query, keys, full, step + 1, zero)
+        adding = _multiply_values(operand, values, full, summed, step, zero)
         signal(order.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=(scores,))
         weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, MASKED)
@@ -238,8 +233,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
-        _wait_for(full, step, 0)
-        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, step, zero_in_turn(turn)),))
+        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, full, step, zero_in_turn(turn)),))
         signal(free.index(step & 1))
         weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
         operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -250,8 +244,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
         signal(free.index(4))
         summed, operand, softmax, step, passed = state
-        _wait_for(full, step, 2)
-        adding = _multiply_values(operand, values, summed, step, zero_in_turn(turn))
+        adding = _multiply_values(operand, values, full, summed, step, zero_in_turn(turn))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
         signal(free.index(2 + (step & 1)))
         step, turn = step + 1, turn + 1
