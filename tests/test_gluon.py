@@ -192,7 +192,7 @@ def test_auto_leaves_sparse_rows_to_triton_and_says_why():
         workload = Workload(256, [layer], torch.bfloat16, cache)
         for kind, chosen in choose_kernels("dsv4", ours, "auto", CUDA, workload).items():
             assert chosen.kernel.name == "triton", kind
-            said = f"gluon: a cache of {cache}, which no GPU has run it on (it takes one when asked for by name)"
+            said = f"gluon: a cache of {cache}, which is not proven on a GPU (it takes one when asked for by name)"
             assert said in chosen.passed_over
         for chosen in choose_kernels("dsv4", ours, "gluon", CUDA, workload).values():
             assert (chosen.kernel.name, chosen.passed_over) == ("gluon", ())
@@ -271,7 +271,7 @@ def test_auto_leaves_8_bit_latents_to_triton_and_says_why(backend):
     chosen = choose_kernels("mine", ours, "auto", CUDA, workload)[StepKind.DECODE]
     assert chosen.kernel.name == "triton"
     assert chosen.passed_over == (
-        "gluon: a cache of torch.float8_e4m3fn, which no GPU has run it on (it takes one when asked for by name)",
+        "gluon: a cache of torch.float8_e4m3fn, which is not proven on a GPU (it takes one when asked for by name)",
     )
     named = choose_kernels("mine", ours, "gluon", CUDA, workload)[StepKind.DECODE]
     assert (named.kernel.name, named.passed_over) == ("gluon", ())

@@ -15,8 +15,6 @@ Parts of a request's keys are merged in their order by `triton_merge`; nothing i
 keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
 `zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
 
-Changed since these figures (24 November), and run on a model on a CPU alone (`tests/gluon_model.py`).
-
 On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn; of 32 x 4096
 docs/results/h200/kernels_gluon.json has all rows, the others were timed apart and not committed):
 
@@ -39,7 +37,7 @@ and the copy engine (TMA) bring latents.
 
 Types are bfloat16 and float16, sums float32. Latents may be float8_e4m3fn: the third group reads them into registers,
 and writes them to shared memory in the queries' type. That compiles for Hopper without spills, and is right on the
-model of `tests/gluon_model.py`. No GPU has run it, so `auto` takes Triton for such latents.
+model of `tests/gluon_model.py`. Its speed was not measured, so `auto` takes Triton for such latents.
 
 Gluon is experimental and changes from one version of Triton to the next; `providers.GLUON_TRITON` is the one that this
 was tried with.

@@ -13,8 +13,6 @@ and the groups begin their products in turns.
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request.
 
-Changed since these figures (24 November), and run on a model on a CPU alone (`tests/gluon_model.py`).
-
 On an H200 in bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds
 (docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md):
 

@@ -41,7 +41,7 @@ The docstring of each kernel says what limits it: [decode and
 verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_backends/kernels/gluon_mla.py),
 [prefill](../attn_backends/kernels/triton_prefill.py), [prefill on
 Hopper](../attn_backends/kernels/gluon_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
-[sparse on Hopper](../attn_backends/kernels/gluon_sparse.py) (by name alone: no GPU has run it),
+[sparse on Hopper](../attn_backends/kernels/gluon_sparse.py) (by name alone),
 [trees](../attn_backends/kernels/triton_tree.py).
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
 _MISSED = """## What misses its bound
@@ -236,7 +236,7 @@ PAGES = {
     "cycles.md": Page(
         "What planning a cycle costs",
         _CYCLES,
-        ("plan_graphs.json", "plan_graphs_flashinfer.json", "bench_memory.json"),
+        ("plan_graphs.json", "plan_graphs_fa3.json", "bench_memory.json"),
         _of_cycles,
     ),
 }
