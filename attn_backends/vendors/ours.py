@@ -93,7 +93,7 @@ def triton_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPl
 
 def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
     """The kernel of a backend of latents. definition: what its torch kernel can do; it does the same for 16-bit queries
-    and one size of heads, without windows and sinks. `auto` does not take it for 8-bit latents.
+    and one size of heads, without windows and sinks. 8-bit latents are for those who name the kernel.
     """
     return _gluon(definition, _launch_latent, frozenset({(LATENT, RANK)}), FP8_TYPES)
 
