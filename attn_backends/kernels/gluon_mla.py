@@ -15,17 +15,17 @@ Parts of a request's keys are merged in their order by `triton_merge`; nothing i
 keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
 `zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
 
-On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn; of 32 x 4096
-docs/results/h200/kernels_gluon.json has all rows, the others were timed apart and not committed):
+On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn;
+docs/results/h200/kernels_gluon.json has all rows but the last, which was timed apart):
 
                                           this       FlashMLA   triton_decode
-    128 heads, 32 x 4096, width 1         82         73         167
-    the same, width 4 and 8               247, 483   214, 417   567, 1115
-    128 heads, 128 x 4096, width 1        264        233        580
-    the same, width 4 and 8               964, 1887  825, 1660  2233, 4432
-    128 heads, 32 and 128 x 32768         504, 1972  437, 1719  1145, 4751
-    128 heads, 1 and 8 x 4096             23, 38     26, 42     27, 58
-    16 heads, 128 x 4096, width 4 and 8   164, 265   156, 233   315, 584
+    128 heads, 32 x 4096, width 1         84         74         168
+    the same, width 4 and 8               250, 496   213, 417   574, 1141
+    128 heads, 128 x 4096, width 1        271        235        586
+    the same, width 4 and 8               997, 1975  841, 1668  2295, 4571
+    128 heads, 32 and 128 x 32768         508, 1991  444, 1724  1157, 4845
+    128 heads, 8 x 4096                   34         33         56
+    16 heads, 128 x 4096, width 4 and 8   167, 271   157, 236   313, 583
     128 heads, a prompt of 8192 behind    3700       3099       7373      (its last 1024 rows)
 
 So it reaches 0.84 to 0.89 of FlashMLA's speed where tensor cores are the limit, up to 620 TFLOP/s. A profile (ncu, 128

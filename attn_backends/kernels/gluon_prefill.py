@@ -17,13 +17,13 @@ On an H200 in bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs
 (docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md):
 
                                       this     FlashAttention-3   triton_prefill
-    a prompt of 8192                  1012     854                1545
-    a prompt of 32768                 16446    13539              24424
-    the last 1024 of 32768            1029     825                1539
-    8 prompts of 1024                 234      177                268
-    a prompt of 1024                  47       34                 46
+    a prompt of 8192                  1018     857                1557
+    a prompt of 32768                 16504    13218              24385
+    the last 1024 of 32768            999      821                1511
+    8 prompts of 1024                 233      175                268
+    a prompt of 1024                  43       31                 44
 
-So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 543 TFLOP/s, and 0.72 to 0.77 in those of
+So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 543 TFLOP/s, and 0.71 to 0.75 in those of
 1024 rows, whose tiles have 4.5 blocks each. A block of 128 keys takes 1.9 us. FlashAttention-3 has the copy engine
 (TMA) bring keys and take outputs, where threads do both here.
 
