@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attn_backends import results
 from attn_backends.adapters import vllm
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import PagedKV
@@ -173,10 +173,8 @@ def test_running_requests_and_prompts_are_two_steps_where_one_is_slower(lens: li
 
 
 def test_one_step_is_planned_only_where_it_was_measured_to_be_as_fast() -> None:
-    results = ROOT / "docs" / "results" / "h200"
-    rows = [
-        row for name in ("mixed", "mixed_gluon") for row in json.loads((results / f"{name}.json").read_text())["rows"]
-    ]
+    folder = ROOT / "docs" / "results" / "h200"
+    rows = [row for name in ("mixed", "mixed_gluon") for row in results.read(folder / f"{name}.json").rows]
     kernels = {name: {kernel.name: kernel for kernel in get_backend(name).kernels} for name in list_backends()}
     one, two = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for row in rows:

@@ -44,7 +44,9 @@ class Captured:
         """Copy a step into the static inputs if one like it was taken already; False, with nothing written, if not."""
         if not self.admits(step):
             return False
-        self.take_phase()
+        if being_recorded():
+            repeat_at_replays(self.take_phase)
+        self.phase.take(self)
         self.copy_inputs(step)
         return True
 
