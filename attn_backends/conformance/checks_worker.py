@@ -115,20 +115,25 @@ def compacts(subject: Subject, case: Case) -> Measured:
     scene = scene_of(world, batch_of(case), case.seed)
     tree = _tree_of(scene)
     accepted = [walked(tree, draw_choices(rng, tree), scene.width) for _ in range(2)]
-    for is_shuffled in (False, True):
-        if is_shuffled:
-            _shuffle_drafts(scene, rng)
-        before, step = _after_a_verify(scene, case), scene.step()
-        static, other = (_on(each, world.device) for each in accepted)
-        world.cache.move(*compaction_moves(static, step))
-        _compare_moved(world, case, before, *_expected_moves(scene, accepted[0]))
-        graph = new_graph(world.device)
-        graph.capture(lambda: world.cache.move(*compaction_moves(static, step)))  # noqa: B023
-        world.memory.copy_(before)
-        _copy(static, other)
-        graph.replay()
-        _compare_moved(world, case, before, *_expected_moves(scene, accepted[1]))
+    _compact(scene, case, *accepted)
+    _shuffle_drafts(scene, rng)
+    _compact(scene, case, *accepted)
     return Measured()
+
+
+def _compact(scene: Scene, case: Case, captured: Acceptance, replayed: Acceptance) -> None:
+    """Move what was accepted, eagerly and by a graph that was captured on another acceptance."""
+    world = scene.world
+    before, step = _after_a_verify(scene, case), scene.step()
+    static, other = (_on(each, world.device) for each in (captured, replayed))
+    world.cache.move(*compaction_moves(static, step))
+    _compare_moved(world, case, before, *_expected_moves(scene, captured))
+    graph = new_graph(world.device)
+    graph.capture(lambda: world.cache.move(*compaction_moves(static, step)))
+    world.memory.copy_(before)
+    _copy(static, other)
+    graph.replay()
+    _compare_moved(world, case, before, *_expected_moves(scene, replayed))
 
 
 def _tree_of(scene: Scene) -> DraftTree:
