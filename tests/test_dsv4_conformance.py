@@ -6,15 +6,31 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.conformance import Outcome, Report, compressed_oracle, run_conformance
+from attn_backends.conformance import Outcome, Report, compressed_oracle, exercise, run_conformance
+from attn_backends.conformance.cases import Case
+from attn_backends.conformance.catalogue import CheckFailure, Subject
+from attn_backends.conformance.comparisons import compare_memory
+from attn_backends.conformance.compressed_scenes import CompressedScene
+from attn_backends.conformance.exercise import Ran
 from attn_backends.kernels import fp8_pages
 from attn_backends.vendors import flashmla_sparse
 from tests.flashmla_sparse_stand_in import CALLS
 from tests.vendor_stand_ins import install
 
+AT_8_BITS = Case(
+    check="scale.edges",
+    kind="target_verify",
+    format="compressed",
+    page_size=128,
+    dtype="bfloat16",
+    lens=(1, 2, 3, 4),
+    cache_dtype="float8_e4m3fn",
+    layer="selected",
+)
 GOOD = {Outcome.PASS, Outcome.REFUSED}
 
 
@@ -35,6 +51,36 @@ def test_a_selection_is_clear_or_all() -> None:
     assert compressed_oracle.gap(scores, 2) == pytest.approx(1.4)
     assert compressed_oracle.best(scores, 4) == [0, 1, 2, 3]
     assert compressed_oracle.gap(scores, 4) == float("inf")
+
+
+def ran_at_8_bits() -> tuple[Ran, Tensor]:
+    """A verify over 8-bit pages, and the bytes of the last entry that it made: a view of the memory."""
+    world = exercise.world_of(exercise.setup_of(Subject(DSV4Backend, "torch"), AT_8_BITS))
+    ran = exercise.run_eagerly(exercise.scene_of(world, exercise.batch_of(AT_8_BITS)), AT_8_BITS)
+    scene, row = ran.scene, ran.scene.rows[0][-1]
+    assert isinstance(scene, CompressedScene)
+    (block,) = scene._closed_by(scene._position(row))
+    slot = scene._entry_slot(scene.requests[row.request], block)
+    return ran, scene._bytes("compressor entries", scene.world.pools(scene.world.memory)["compressor entries"], slot)[0]
+
+
+def test_outputs_are_held_against_the_entries_that_a_step_made() -> None:
+    """Where an entry lies between two numbers, processors store either: the rows that see it differ by that."""
+    ran, entry = ran_at_8_bits()
+    exact = ran.scene.expected_output(ran.inputs, 0)[1][-1]
+    compare_memory(ran.scene, ran.before)
+    assert torch.equal(ran.scene.expected_output(ran.inputs, 0)[1][-1], exact)
+    entry[0] ^= 1  # the neighbour of an element
+    compare_memory(ran.scene, ran.before)
+    other = ran.scene.expected_output(ran.inputs, 0)[1][-1]
+    assert 1e-5 < float((other - exact).abs().max()) < 0.1
+
+
+def test_an_entry_that_is_no_neighbour_is_wrong() -> None:
+    ran, entry = ran_at_8_bits()
+    entry[0] ^= 0x30
+    with pytest.raises(CheckFailure, match="over the budget"):
+        compare_memory(ran.scene, ran.before)
 
 
 def on_cpu() -> type[AttentionBackend]:

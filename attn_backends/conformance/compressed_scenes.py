@@ -119,7 +119,11 @@ class CompressedScene(Scene):
         return memory.to(self.world.device)
 
     def settle(self, actual: Tensor, expected: Tensor) -> None:
-        """Take over the entries that a step made, where they are right: they are computed, so they are rounded."""
+        """Take over the entries that a step made, where they are right: they are computed, so they are rounded.
+
+        Outputs are held against these entries: where an entry lies between two numbers of its type, the last bit of
+        float32 decides, and processors differ in it.
+        """
         pools = self.world.pools(actual), self.world.pools(expected)
         closed = [
             (self.requests[row.request], block)
@@ -146,6 +150,9 @@ class CompressedScene(Scene):
                     raise CheckFailure(name, message, self._entry_slot(request, block))
                 for one, two in zip(ours, theirs, strict=True):
                     two.copy_(one)
+                if which == "compressor":
+                    request.made[block] = self._read(name, ours).cpu().clone()
+                    request.seen.clear()
 
     def compared(self, memory: Tensor) -> dict[str, Tensor]:
         """The pools, their slots flat; in the 8-bit format a row is a page."""
@@ -209,7 +216,9 @@ class CompressedScene(Scene):
             rows = self._stored("rows", self.world.split(torch.stack(list(request.vectors.values())))["row"])
             entries = rows[:0]
             if self.world.layer.compression is not None:
-                entries = self._stored("compressor entries", self._entries("compressor", request, weights))
+                entries = self._stored("compressor entries", self._entries("compressor", request, weights)).clone()
+                for block, made in request.made.items():
+                    entries[block] = made
             dtype = _computed_in(weights)
             request.seen[weights] = rows.to(dtype).unsqueeze(1), entries.to(dtype).unsqueeze(1)
         return request.seen[weights]

@@ -54,7 +54,7 @@ class Request:
 
     seen: their keys and values as attention sees them, [num_tokens, kv_heads, dim] each, by precision; of a
     compressed layer rows and entries. entries: of a compressed layer, [num_blocks, dim], not yet as the cache holds
-    them, by compressor and precision.
+    them, by compressor and precision. made: those that a step has stored, by block, found right.
     """
 
     length: int
@@ -62,6 +62,7 @@ class Request:
     vectors: dict[Name, Tensor] = field(default_factory=dict)
     seen: dict[torch.dtype | None, tuple[Tensor, Tensor]] = field(default_factory=dict)
     entries: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def places(self) -> dict[Name, int]:
