@@ -32,8 +32,9 @@ from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
 from attn_backends.conformance.report import write_html
 from attn_backends.conformance.selection import QUICK_CASES
+from attn_backends.conformance.summary import joined, summary
 from attn_backends.conformance.summary import main as summarize
-from attn_backends.conformance.summary import summary
+from attn_backends.errors import ConfigError
 from attn_backends.results import Results, read
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +161,34 @@ def test_a_summary_of_another_projects_backend_keeps_the_first_failure_of_a_chec
     graph = replace(CASE, path="graph")
     failed = [replace(row(Outcome.FAIL, case=case, ms=2.0), backend="them:theirs") for case in (CASE, graph)]
     assert summary(replace(REPORT, rows=tuple(failed))).rows == (replace(failed[0], cases=2, ms=4.0),)
+
+
+def test_reports_of_parts_are_joined(tmp_path):
+    other = replace(CASE, check="graph.replay", path="graph")
+    rows = [row(Outcome.PASS, case=case, check=case.check, path=case.path, reason="") for case in (CASE, other)]
+    parts = [replace(REPORT, rows=(each,), command=f"part {i}") for i, each in enumerate(rows)]
+    files = [tmp_path / f"{i}.json" for i in range(2)]
+    for file, part in zip(files, parts, strict=True):
+        file.write_text(part.to_json())
+    assert summarize(["--joined", str(tmp_path / "whole.json"), *map(str, files)]) == 0
+    whole = Report.from_json((tmp_path / "whole.json").read_text())
+    assert (whole.executed, whole.command) == (2, "part 0; part 1")
+    assert len(Report.from_json(files[0].read_text()).rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"commit": "another"}, "commit is .* of the first and another of another"),
+        ({"device": "another"}, "device is"),
+        ({}, "2 cases are in two reports"),
+    ],
+)
+def test_reports_of_different_runs_are_not_joined(changed, why):
+    cases = (CASE, replace(CASE, lens=(65,)))
+    report = replace(REPORT, rows=tuple(row(Outcome.PASS, case=case, reason="") for case in cases))
+    with pytest.raises(ConfigError, match=why):
+        joined([report, replace(report, **changed)])
 
 
 def test_the_matrix_of_a_summary_is_that_of_the_report(tmp_path):

@@ -121,8 +121,8 @@ class CompressedScene(Scene):
     def settle(self, actual: Tensor, expected: Tensor) -> None:
         """Take over the entries that a step made, where they are right: they are computed, so they are rounded.
 
-        Outputs are held against these entries: where an entry lies between two numbers of its type, the last bit of
-        float32 decides, and processors differ in it.
+        The expected outputs are of these entries. Halfway between two numbers of an entry's type the last bit of float32
+        decides. Processors differ in it.
         """
         pools = self.world.pools(actual), self.world.pools(expected)
         closed = [

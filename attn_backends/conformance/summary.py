@@ -1,12 +1,12 @@
 """Conformance reports small enough to be kept: cases of one check that came to the same are one row, with their number.
 
-python -m attn_backends.conformance.summary REPORT.json ...
+python -m attn_backends.conformance.summary [--joined FILE] REPORT.json ...
 
-Rewrites the files. Refusals of a check have the reason of the first. A row that failed, broke, failed as expected or
-was not run stays as it is, with its case. Of a backend of another project (`project:backend`) the first failure or
-refusal of a check stands for all, with their number, and what passed is one row, eager and through graphs. A cause
-stands in one row. Others that have it, but for numbers, are one more row, which names all their checks and that
-row's.
+Rewrites the files, or joins runs of parts of the suite, such as one process for each `--select`, in one file. Refusals
+of a check have the reason of the first. A row that failed, broke, failed as expected or was not run stays as it is,
+with its case. Of a backend of another project (`project:backend`) the first failure or refusal of a check stands for
+all, with their number, and what passed is one row, eager and through graphs. A cause stands in one row. Others that
+have it, but for numbers, are one more row, which names all their checks and that row's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.errors import AttnBackendsError
-from attn_backends.results import read
+from attn_backends.conformance.profiles import passed
+from attn_backends.errors import AttnBackendsError, ConfigError
+from attn_backends.results import read, write_text
 
 COMMAND = "python -m attn_backends.conformance.summary"
 _SAME = "the cause is that of"
@@ -34,14 +36,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.json")
+    parser.add_argument("--joined", type=Path, metavar="FILE", help="of reports that together are one whole run")
     args = parser.parse_args(arguments)
     try:
+        if args.joined:
+            whole = joined([Report.of(read(path)) for path in args.reports])
+            write_text(args.joined, summary(whole).to_json())
+            return 0
         for path in args.reports:
-            path.write_text(summary(Report.of(read(path))).to_json(), encoding="utf-8")
+            write_text(path, summary(Report.of(read(path))).to_json())
     except (AttnBackendsError, OSError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """The report of a whole run whose cases were shared out. Raises `ConfigError` where two are of different runs, or
+    hold the same case.
+    Its command is all of theirs, and its profiles are those of all rows.
+    """
+    first = reports[0]
+    for report in reports[1:]:
+        for what in ("device", "versions", "commit", "suite_version", "contract"):
+            one, two = getattr(first, what), getattr(report, what)
+            if one != two:
+                raise ConfigError(f"reports of different runs: {what} is {one} of the first and {two} of another")
+    rows = tuple(row for report in reports for row in report.rows)
+    cases = Counter((row.backend, row.kernel, row.check, row.case.name) for row in rows if row.case is not None)
+    twice = [place for place, number in cases.items() if number > 1]
+    if twice:
+        raise ConfigError(f"{len(twice)} cases are in two reports, such as {', '.join(twice[0])}")
+    command = "; ".join(report.command for report in reports)
+    return replace(first, rows=rows, command=command, profiles=passed(rows), floors=())
 
 
 def summary(report: Report) -> Report:
