@@ -121,7 +121,7 @@ class CompressedScene(Scene):
     def settle(self, actual: Tensor, expected: Tensor) -> None:
         """Take over the entries that a step made, where they are right: they are computed, so they are rounded.
 
-        The expected outputs are of these entries. Halfway between two numbers of an entry's type the last bit of float32
+        Expected outputs are of these entries. Halfway between two numbers of an entry's type the last bit of float32
         decides. Processors differ in it.
         """
         pools = self.world.pools(actual), self.world.pools(expected)

@@ -14,6 +14,7 @@ import argparse
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -82,15 +83,27 @@ def case_of(mutant: Mutant, check: str, known: Case | None) -> Case:
     return next((case for case in tried if outcome(mutant.name, case, "cpu")[0] == Outcome.FAIL), known)
 
 
-def rows(chosen: str = "graphs") -> Iterator[dict[str, Any]]:
-    """One row for each mutant of a set and each check that must kill it."""
+def row_of(mutant: Mutant, check: str, known: Case | None) -> dict[str, Any]:
+    """What a check says of a mutant on both devices. known: case that kills it on the CPU."""
+    case = case_of(mutant, check, known)
+    cpu, cuda = outcome(mutant.name, case, "cpu"), outcome(mutant.name, case, "cuda")
+    about = {"mutant": mutant.name, "check": check, "case": case.to_dict()}
+    return about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": cuda[1]}
+
+
+def rows(chosen: str, processes: int) -> Iterator[dict[str, Any]]:
+    """One row for each mutant of a set and each check that must kill it, in order, so many at a time."""
     kills = read_kills()
-    for mutant in filter(SETS[chosen], MUTANTS.values()):
-        for check in mutant.killed_by:
-            case = case_of(mutant, check, kills.get(mutant.name, {}).get(check))
-            cpu, cuda = outcome(mutant.name, case, "cpu"), outcome(mutant.name, case, "cuda")
-            about = {"mutant": mutant.name, "check": check, "case": case.to_dict()}
-            yield about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": cuda[1]}
+    asked = [
+        (mutant, check, kills.get(mutant.name, {}).get(check))
+        for mutant in filter(SETS[chosen], MUTANTS.values())
+        for check in mutant.killed_by
+    ]
+    pool = ThreadPoolExecutor(processes)
+    try:
+        yield from pool.map(lambda each: row_of(*each), asked)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interrupted run keeps what it has
 
 
 def main() -> int:
@@ -98,10 +111,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("chosen", nargs="?", choices=tuple(SETS), default="graphs", help="default: %(default)s")
     parser.add_argument("--json", required=True, type=Path, help="file to write")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="at a time (default: %(default)s)")
     args, survived = parser.parse_args(), 0
     head = results.head(("python", "-m", "tests.mutants.gpu", *sys.argv[1:]), "cuda")
     with results.Recording(args.json, head) as recording:
-        for row in rows(args.chosen):
+        for row in rows(args.chosen, args.processes):
             recording.add(row)
             print(f"{row['mutant']:36} {row['check']:28} cpu {row['cpu']:8} cuda {row['cuda']}", flush=True)
             survived += any(row[device] not in (Outcome.FAIL, Outcome.NOT_RUN) for device in ("cpu", "cuda"))
