@@ -277,7 +277,7 @@ class Model:
         def launch(tensors: Sequence[Any], *numbers: Any) -> None:
             call = module._call(tensors, *numbers)
             constants = {name: value for name, value in call.options.items() if name.isupper()}
-            grid = call.grid if len(call.grid) > 1 else (min(2, *call.grid),)
+            grid = (min(2, *call.grid),) if kernel == "_paged_attention" else call.grid
             programs = list(product(*map(range, grid)))
             self._random.shuffle(programs)
             for program in programs:

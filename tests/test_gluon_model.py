@@ -88,6 +88,20 @@ def test_latents_of_8_bits(form, dtype):
         assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shares", [(0, 2), (1, 3), (2, 9), (3, 1)], ids=str)
+def test_the_last_requests_latents_may_be_divided(form, shares):
+    """Into parts that need no more memory than theirs: an access past its end is an error of the model."""
+    num_whole, num_splits = shares
+    arguments = given(LATENTS, form, form != "csr", torch.bfloat16)
+    num_rows = (len(LATENTS.lens) - num_whole) * LATENTS.widths[0] * LATENTS.num_heads * num_splits
+    arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
+    asked = "shares = share_requests(batch, gpu_of(q.device).num_processors)"
+    model = Model(num_splits, {asked: f"shares = Shares{shares}"})
+    assert is_near(attend(model, arguments), expected(arguments))
+    assert arguments[-1].isnan().all() == (num_splits == 1)
+
+
 def in_parts(num: int) -> dict[str, str]:
     """A change of the sparse kernel that divides each row's keys into so many parts."""
     return {"splits = num_splits(": f"splits = {num} + 0 * num_splits("}

@@ -11,9 +11,10 @@ past a request's keys is not read and counts as zeros. Weights stand where the r
     shared memory   queries 64 x 576, two blocks of 64 x 576: 221,184 of 232,448 bytes, one program a multiprocessor
     registers       216 a thread for the two groups, 72 for the third
 
-Parts of a request's keys are merged in their order by `triton_merge`; nothing is read on the host. Gluon's compiler
-keeps what is invariant in a loop outside of it, here the descriptors of 72 products of 16 elements, and spills it;
-`zero_in_turn` is a zero that it can't know. Without, the kernel takes a third longer.
+The last requests' keys are divided where whole requests leave multiprocessors idle (`latent_shares`). Their parts are
+merged in their order by `triton_merge`; nothing is read on the host. Gluon's compiler keeps what is invariant in a loop
+outside of it, here the descriptors of 72 products of 16 elements, and spills it; `zero_in_turn` is a zero that it can't
+know. Without, the kernel takes a third longer.
 
 On an H200 (bfloat16, pages of 64 tokens, CUDA graphs, microseconds, kernels in turn;
 docs/results/h200/kernels_gluon.json has all rows but the last, which was timed apart):
@@ -67,12 +68,12 @@ from attn_backends.kernels.gluon_groups import (
     halves,
     odd,
 )
+from attn_backends.kernels.latent_shares import Batch, Shares, share_requests
 from attn_backends.kernels.paged_operators import RANK
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import merge
-from attn_backends.kernels.triton_tiles import choose_num_splits
 
-BLOCK_ROWS, BLOCK_KEYS = 64, 128
+BLOCK_KEYS = 128
 _LOG2_E = 1.4426950408889634
 
 
@@ -96,16 +97,52 @@ def _tiles(dtype: gl.constexpr, NUM: gl.constexpr):
 
 
 @gluon.jit
-def _rows_of(query_indptr, request, width):
-    """The first query row of a request, and how many it has."""
-    first, num_rows = request * width, width
+def _memory(dtype: gl.constexpr):
+    """Shared memory: queries, blocks, peaks of both groups (and in the end their totals); barriers as of `gather`, and
+    those by which the groups hand on weights.
+    """
+    peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
+    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, barriers(5, 128), barriers(4, 1), barriers(2, 1)
+
+
+@gluon.jit
+def _keys_of(split, num_parts, num_keys):
+    """The first key of a part and the one past its last, as `triton_merge.part_of`."""
+    size = gl.maximum(gl.cdiv(gl.cdiv(num_keys, num_parts), 128), 1) * 128
+    return split * size, gl.minimum(split * size + size, num_keys)
+
+
+@gluon.jit
+def _first_row(query_indptr, request, width):
+    """The first query row of a request, or the one past the last request's."""
+    first = request * width
     if query_indptr is not None:
         first = gl.load(query_indptr + request)
+    return first
+
+
+@gluon.jit
+def _rows_of(query_indptr, request, width):
+    """The first query row of a request, and how many it has."""
+    first, num_rows = _first_row(query_indptr, request, width), width
+    if query_indptr is not None:
         num_rows = gl.load(query_indptr + request + 1) - first
     return first, num_rows
 
 
-@gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", "num_tiles", "num_splits", "split_stride"])
+@gluon.jit
+def _part_of(num_tiles, num_whole, num_splits, num_divided):
+    """Which tile of which request and which of how many parts a program takes."""
+    program = gl.program_id(0)
+    split = gl.maximum(program - num_whole * num_tiles, 0) // num_divided
+    request = (program - split * num_divided) // num_tiles
+    return program % num_tiles, request, split, gl.where(request < num_whole, 1, num_splits)
+
+
+_DIVIDED = ("num_whole", "num_splits", "num_divided", "split_stride")
+
+
+@gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", "num_tiles", *_DIVIDED])
 def _attend(
     q,
     latents,
@@ -121,7 +158,9 @@ def _attend(
     group,
     table_stride,
     num_tiles,
+    num_whole,
     num_splits,
+    num_divided,
     split_stride,
     score_scale,
     v_scale,
@@ -129,32 +168,29 @@ def _attend(
     PAGE_SIZE: gl.constexpr,
 ):
     """q and latents are (pointer, strides). width: rows of each request if query_indptr is None. group: heads.
-    table_stride: elements between two rows of a table. num_tiles: of rows. split_stride: rows between two splits.
+    table_stride: elements between two rows of a table. num_tiles: of rows. num_whole, num_splits: as of `Shares`.
+    num_divided: tiles of all divided requests, 1 at least. split_stride: rows between two splits, which begin with the
+    first divided request's.
     """
-    program, split = gl.program_id(0), gl.program_id(1)
-    tile, request = program % num_tiles, program // num_tiles
+    tile, request, split, num_parts = _part_of(num_tiles, num_whole, num_splits, num_divided)
     first, num_rows = _rows_of(query_indptr, request, width)
     num_keys = gl.load(kv_lens + request)
-    size = gl.maximum(gl.cdiv(gl.cdiv(num_keys, num_splits), 128), 1) * 128  # as `part_of`
-    start, end = split * size, gl.minimum(split * size + size, num_keys)
-    if (tile * 64 >= num_rows * group) | ((num_splits > 1) & (start >= end)):
+    start, end = _keys_of(split, num_parts, num_keys)
+    if (tile * 64 >= num_rows * group) | ((num_parts > 1) & (start >= end)):
         return
     last = gl.minimum(tile * 64 + 63, num_rows * group - 1) // group
     end = gl.minimum(end, num_keys - (num_rows - 1 - last) * CAUSAL)
     ids = page_ids + request.to(gl.int64) * table_stride
     if page_indptr is not None:
         ids = page_ids + gl.load(page_indptr + request)
-
     rows = (tile, group, first, num_rows, num_keys)
     keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
-    queries, blocks = _tiles(q[0].dtype.element_ty, 1), _tiles(q[0].dtype.element_ty, 2)
-    peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)  # of both groups, and in the end their totals
-    full, free, handed = barriers(5, 128), barriers(4, 1), barriers(2, 1)
+    queries, blocks, peaks, full, free, handed = _memory(q[0].dtype.element_ty)
     gl.thread_barrier()
     _load_queries(q, queries, rows)
-    is_part, offset = num_splits > 1, split.to(gl.int64) * split_stride
-    outputs = (out, partial_out + offset * 512, is_part)
-    if is_part:
+    offset = split.to(gl.int64) * split_stride - _first_row(query_indptr, num_whole, width) * group
+    outputs = (out, partial_out + offset * 512, num_parts > 1)
+    if num_parts > 1:
         lse = partial_lse + offset
     given = (queries, blocks, full, free, peaks, handed, rows, keys_of, score_scale, v_scale, None, None)
     gl.warp_specialize(
@@ -186,21 +222,41 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """`paged_operators.latent_attention` on SM90."""
     num_tokens, num_heads, _ = q.shape
-    num_rows, bs = num_tokens * num_heads, kv_lens.shape[0]
-    num_tiles = triton.cdiv(max_query * num_heads, BLOCK_ROWS)
-    room = min(partial_lse.numel(), partial_out.numel() // RANK) // max(num_rows, 1)
-    most = min(room, triton.cdiv(max_kv_len, BLOCK_KEYS))
-    num_splits = choose_num_splits(bs * num_tiles, gpu_of(q.device).num_processors, most)
+    bs, rows = kv_lens.shape[0], max_query * num_heads
+    room = min(partial_lse.numel(), partial_out.numel() // RANK)
+    batch = Batch(bs, rows, triton.cdiv(max_kv_len, BLOCK_KEYS), room)
+    shares = share_requests(batch, gpu_of(q.device).num_processors)
+    num_divided = (bs - shares.num_whole) * batch.tiles
+    split_stride = min(num_tokens, (bs - shares.num_whole) * max_query) * num_heads
     out, lse = q.new_empty(num_tokens, num_heads, RANK), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    shape = (max_query, num_heads, page_ids.stride(0), num_tiles, num_splits, num_rows)
+    shape = (max_query, num_heads, page_ids.stride(0), batch.tiles, *shares, max(num_divided, 1), split_stride)
     lists = (query_indptr, page_indptr, page_ids, kv_lens)
     scales = (scale * k_scale * _LOG2_E, v_scale)
     tensors = (q, latents, *lists, out, lse, partial_out, partial_lse)
-    _launch(tensors, bs * num_tiles, shape, scales, causal, latents.shape[1])
-    if num_splits > 1:
-        parts, lens = (partial_out, partial_lse), (query_indptr, kv_lens)
-        merge(parts, *lens, (out, lse), max_query, num_splits, BLOCK_KEYS, causal, (None, None, None))
+    num_programs = shares.num_whole * batch.tiles + num_divided * shares.num_splits
+    _launch(tensors, num_programs, shape, scales, causal, latents.shape[1])
+    if shares.num_splits > 1:
+        _merge(shares, (query_indptr, kv_lens), (partial_out, partial_lse), (out, lse), max_query, causal)
     return out, lse
+
+
+def _merge(
+    shares: Shares,
+    lists: tuple[Tensor | None, Tensor],
+    parts: tuple[Tensor, Tensor],
+    merged: tuple[Tensor, Tensor],
+    max_query: int,
+    causal: bool,
+) -> None:
+    """Merge the parts of the divided requests, the last ones. lists: query_indptr and kv_lens."""
+    num_whole, num_splits = shares
+    query_indptr, kv_lens = lists
+    if query_indptr is None:
+        merged = (merged[0][num_whole * max_query :], merged[1][num_whole * max_query :])
+    else:
+        query_indptr = query_indptr[num_whole:]
+    extras = (None, None, None)
+    merge(parts, query_indptr, kv_lens[num_whole:], merged, max_query, num_splits, BLOCK_KEYS, causal, extras)
 
 
 def _call(
@@ -213,8 +269,7 @@ def _call(
 ) -> Call:
     q, latents, *rest = tensors
     arguments = (*strided((q, latents)), *rest, *shape, *scales)
-    num_splits = shape[4]
-    return Call((num_programs, num_splits), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "num_warps": 4})
+    return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "num_warps": 4})
 
 
 _launch = DirectLaunch(_attend, _call)

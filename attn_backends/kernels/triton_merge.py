@@ -65,7 +65,9 @@ def _merge(
     MERGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """split_stride: rows between two splits. MERGED: parts that are read at once."""
+    """split_stride: rows between two splits, each of which begins with the first request's. MERGED: parts that are read
+    at once.
+    """
     program = tl.program_id(0)
     node, request = program // num_heads % width, (program // num_heads // width).to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
@@ -75,10 +77,11 @@ def _merge(
     start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
     flat = (first + node) * num_heads + program % num_heads
+    own = flat - query_rows(query_indptr, 0, width)[0] * num_heads
     peak, total = tl.full((), _LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
     for begin in range(0, num_parts, _READ):
         split = begin + tl.arange(0, _READ)
-        row = flat + split.to(tl.int64) * split_stride
+        row = own + split.to(tl.int64) * split_stride
         parts = tl.load(partial_lse + row, mask=split < num_parts, other=float("-inf"))
         higher = tl.maximum(tl.max(parts, axis=0), peak)
         total = total * tl.exp(peak - higher) + tl.sum(tl.exp(parts - higher), axis=0)
@@ -91,7 +94,7 @@ def _merge(
     joined = tl.zeros((BLOCK_V_DIM,), dtype=tl.float32)
     for begin in range(0, num_parts, MERGED):
         part = begin + tl.arange(0, MERGED)
-        row, live = flat + part.to(tl.int64) * split_stride, part < num_parts
+        row, live = own + part.to(tl.int64) * split_stride, part < num_parts
         weight = tl.exp(tl.load(partial_lse + row, mask=live, other=float("-inf")) - peak)
         values = tl.load(
             partial_out + row[:, None] * V_DIM + dim[None, :], mask=live[:, None] & (dim < V_DIM)[None, :], other=0.0
@@ -138,7 +141,7 @@ def _call(
     most, num_tokens, num_heads = num_rows
     merged_at_once = next(parts for parts in _MERGED if parts >= num_splits or parts == _MERGED[-1])
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
-    shape = (max_query, num_heads, num_splits, num_tokens * num_heads)
+    shape = (max_query, num_heads, num_splits, min(most, num_tokens) * num_heads)
     constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "MERGED": merged_at_once}
     constants |= {"BLOCK_KEYS": block_keys, "CAUSAL": causal}
     *given, drafted, sinks = tensors
