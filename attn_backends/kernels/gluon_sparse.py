@@ -225,7 +225,7 @@ def _pool(pages, per_page):
 
 
 _NUMBERS_OF_A_LAUNCH = ["slots_stride", "width", "entry_slots_stride", "entry_width", "per_page", "entries_per_page"]
-_PLAIN = ["slots", "lens", "entry_slots", "entry_lens", "sinks", "lse", "partial_out", "partial_lse"]
+_PLAIN = ["slots", "lens", "entry_slots", "entry_lens", "sinks", "lse", "partial_lse"]
 
 
 @gluon.jit(do_not_specialize=[*_PLAIN, *_NUMBERS_OF_A_LAUNCH, "num_tokens", "num_heads", "num_splits"])
