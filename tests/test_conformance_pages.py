@@ -166,14 +166,16 @@ def test_a_summary_of_another_projects_backend_keeps_the_first_failure_of_a_chec
 def test_reports_of_parts_are_joined(tmp_path):
     other = replace(CASE, check="graph.replay", path="graph")
     rows = [row(Outcome.PASS, case=case, check=case.check, path=case.path, reason="") for case in (CASE, other)]
-    parts = [replace(REPORT, rows=(each,), command=f"part {i}") for i, each in enumerate(rows)]
+    left_out = row(Outcome.NOT_RUN, check="worker.*", case=None, path="")
+    parts = [replace(REPORT, rows=(each, left_out), command=f"part {i}") for i, each in enumerate(rows)]
     files = [tmp_path / f"{i}.json" for i in range(2)]
     for file, part in zip(files, parts, strict=True):
         file.write_text(part.to_json())
     assert summarize(["--joined", str(tmp_path / "whole.json"), *map(str, files)]) == 0
     whole = Report.from_json((tmp_path / "whole.json").read_text())
     assert (whole.executed, whole.command) == (2, "part 0; part 1")
-    assert len(Report.from_json(files[0].read_text()).rows) == 1
+    assert whole.counts[Outcome.NOT_RUN] == 1
+    assert len(Report.from_json(files[0].read_text()).rows) == 2
 
 
 @pytest.mark.parametrize(

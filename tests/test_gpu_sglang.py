@@ -18,7 +18,7 @@ from benchmarks.timing import CudaClock, Work
 from tests.counts import Counts
 from tests.engines.sglang.gpu import correctness, drafts
 from tests.engines.sglang.gpu import plans as sglang_plans
-from tests.engines.sglang.gpu.cases import FA3, SGLANG, SPECULATIVE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.cases import FA3, OURS, SGLANG, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.correctness import row
 from tests.engines.sglang.gpu.plans import load_row
 from tests.engines.sglang.gpu.sampling import p_value
@@ -63,6 +63,26 @@ def test_a_layer_that_did_not_attend_is_told(missing: str) -> None:
     assert [found for found in told["wrong_counts"] if missing in found]
 
 
+def test_running_requests_beside_prompts_are_a_decode_of_their_own() -> None:
+    mixed = Case("gqa", FA3, "triton", 0, mixes=True)
+    kinds = {"prefill": 5, "decode": 9}  # of prompts 3 and 2 beside running requests, and 7 of these alone
+    attended = {f"fa3.triton/{kind}/{layer}": count for kind, count in kinds.items() for layer in range(4)}
+    found = {"attended": attended, "forwards": {"target EXTEND": 3, "target APART": 2, "target DECODE": 7}}
+    assert mixed.wrong_counts(found) == []
+    as_one_step = attended | {f"fa3.triton/decode/{layer}": 7 for layer in range(4)}
+    assert mixed.wrong_counts(found | {"attended": as_one_step}) == [f"decode/{layer}: 7 of 9" for layer in range(4)]
+    assert mixed.plain.wrong_counts(found | {"attended": as_one_step}) == [], "there it is a short prompt"
+    never = {"attended": attended, "forwards": {"target EXTEND": 5, "target DECODE": 9}}
+    assert mixed.wrong_counts(never) == ["no running request came with a prompt"]
+
+
+def test_mixed_decoding_is_held_to_plain_decoding() -> None:
+    mixed, ids = Case("gqa", FA3, "triton", 0, mixes=True), [{"ids": [1, 7, 3], "cached": 0, "accepted": None}]
+    assert correctness._beside(mixed) == mixed.plain
+    assert correctness._beside(mixed.plain) is None
+    assert row(mixed, run(answers=ids), run())["differ"] == [[0, 1, 0.06]]
+
+
 def test_an_engine_on_sglangs_own_backend_has_wrong_counts() -> None:
     own = Case("gqa", "triton", "", 1)
     nothing = seen() | {"attended": {}}
@@ -103,7 +123,7 @@ def test_an_engine_that_failed_is_a_row() -> None:
 def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
     names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
-    chosen = [case for case in (*SPECULATIVE, *SGLANG) if case.model == "gqa"]
+    chosen = [case for case in (*OURS, *SGLANG) if case.model == "gqa"]
     assert sorted(names) == sorted({str(each) for case in chosen for each in (case, case.plain)})
 
 

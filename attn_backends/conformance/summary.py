@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def joined(reports: Sequence[Report]) -> Report:
     """The report of a whole run whose cases were shared out. Raises `ConfigError` where two are of different runs, or
     hold the same case.
-    Its command is all of theirs, and its profiles are those of all rows.
+    Its command is all of theirs, and its profiles are those of all rows. What all of them left out stands there once.
     """
     first = reports[0]
     for report in reports[1:]:
@@ -68,7 +68,7 @@ def joined(reports: Sequence[Report]) -> Report:
     if twice:
         raise ConfigError(f"{len(twice)} cases are in two reports, such as {', '.join(twice[0])}")
     command = "; ".join(report.command for report in reports)
-    return replace(first, rows=rows, command=command, profiles=passed(rows), floors=())
+    return replace(first, rows=tuple(dict.fromkeys(rows)), command=command, profiles=passed(rows), floors=())
 
 
 def summary(report: Report) -> Report:

@@ -201,8 +201,9 @@ class LatentEngine(Engine):
         rank = layer.v_head_dim
         if self.right:
             return control.RightMLAImpl(layer.scale, rank)
-        rope = layer.head_dim - rank
+        rope, on_gpu = layer.head_dim - rank, self.device.type == "cuda"
         return self._bare_impl(
+            _sm_count=torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else 1,
             scale=layer.scale,
             num_heads=layer.num_heads,
             kv_lora_rank=rank,

@@ -149,7 +149,6 @@ TRITON_MLA = Parts(
     "TritonMLAMetadataBuilder",
     "TritonMLAImpl",
     _install_triton_mla,
-    attributes={"_sm_count": 1},
 )
 FLASHINFER_MLA = Parts(
     "FLASHINFER_MLA",

@@ -28,7 +28,8 @@ pack() {  # FOLDER ARCHIVE
 }
 
 fetch "$work/sglang" sglang==0.5.23
-find "$work/sglang/sglang/test" -mindepth 1 -maxdepth 1 ! -name '*.py' ! -name kits -exec rm -rf {} +  # `plans` runs on its kits
+find "$work/sglang/sglang/test" -mindepth 1 -maxdepth 1 ! -name '*.py' ! -name kits ! -name kernels -exec rm -rf {} +
+# `plans` and the suite's drivers run on its kits, which import its kernels
 rm -rf "$work"/sglang/sglang/{multimodal_gen,benchmark} "$work"/sglang/sglang/srt/rust_extensions/_*.so \
   "$work"/sglang/sglang/srt/mem_cache/rust_tree_core/*.so
 pack "$work/sglang" "$out/engine/sglang.tar.xz"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tests.engines.sglang.cases import DRAFTS, KINDS, LAYERS, NUM_STEPS
+from tests.engines.sglang.gpu.probe import APART
 
 ROOT = Path(__file__).parents[4]
 TIE = 0.07
@@ -19,7 +21,8 @@ GRAPHS = [1, 8, 64]
 @dataclass(frozen=True)
 class Case:
     """kernel: of our backends, "" for one of SGLang's. topk: 0 for plain decoding, 1 for a chain, else a tree. cache:
-    SGLang's name of the type. plan_stream: a verify is prepared on another stream while the draft runs.
+    SGLang's name of the type. plan_stream: a verify is prepared on another stream while the draft runs. mixes: prompts
+    with running requests.
     """
 
     model: str
@@ -29,17 +32,19 @@ class Case:
     page_size: int = 1
     cache: str = "auto"
     plan_stream: bool = False
+    mixes: bool = False
 
     def __str__(self) -> str:
         shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
         kernel = f".{self.kernel}" if self.kernel else ""
         more = ("" if self.cache == "auto" else f"-{self.cache}") + ("-plan_stream" if self.plan_stream else "")
+        more += "-mixed" if self.mixes else ""
         return f"{self.model}-{self.backend}{kernel}-{shape}-page{self.page_size}{more}"
 
     @property
     def plain(self) -> Case:
-        """The same without a draft."""
-        return replace(self, topk=0, plan_stream=False)
+        """The same without a draft, and without mixed batches."""
+        return replace(self, topk=0, plan_stream=False, mixes=False)
 
     def options(self, models: Path) -> dict[str, Any]:
         """Of sglang.Engine."""
@@ -53,6 +58,7 @@ class Case:
             "cuda_graph_bs_decode": GRAPHS,
             "max_total_tokens": 65536,
             "mem_fraction_static": 0.6,
+            "enable_mixed_chunk": self.mixes,
             "enable_fp32_lm_head": True,  # scores of bfloat16 are 0.125 apart, more than what `TIE` allows
         }
         if self.backend == "flashinfer":
@@ -83,13 +89,15 @@ class Case:
 
     def wrong_counts(self, seen: dict[str, Any]) -> list[str]:
         """Kinds of steps of the target or the draft in which a layer of ours did not attend once a forward of SGLang's,
-        and layers that attended in no forward.
+        and layers that attended in no forward. Beside prompts, the last requests of one row are a decode of its own.
         """
         expected: dict[str, int] = {}
         for forward, count in seen["forwards"].items():
             who, mode = forward.split(" ")
-            kind = KINDS[who == "draft"].get(mode, mode)
-            for layer in range(1 if who == "draft" else LAYERS[self.model]):
+            kinds = [KINDS[who == "draft"].get(mode, mode)]
+            if mode == APART:
+                kinds = ["prefill", "decode"] if self.mixes else ["prefill"]
+            for kind, layer in product(kinds, range(1 if who == "draft" else LAYERS[self.model])):
                 at = f"{kind}/{layer}"
                 expected[at] = expected.get(at, 0) + count
         found: dict[str, int] = {}
@@ -98,14 +106,16 @@ class Case:
             if f"attn_{backend.partition('.')[0]}" == self.backend:
                 found[at] = found.get(at, 0) + count
         every = sorted({*expected, *found})
-        return [
+        wrong = [
             f"{at}: {found.get(at, 0)} of {expected.get(at, 0)}" for at in every if found.get(at) != expected.get(at)
         ]
+        alone = self.mixes and not seen["forwards"].get(f"target {APART}")
+        return wrong + (["no running request came with a prompt"] if alone else [])
 
 
 FA3, FLASHINFER, TRTLLM = "attn_fa3", "attn_flashinfer_mla", "attn_trtllm_mla"
 FP8 = "fp8_e4m3"
-SPECULATIVE = [
+OURS = [
     Case("gqa", FA3, "triton", 1),
     Case("mla", FLASHINFER, "flashinfer_fa3", 1),
     Case("mla", FLASHINFER, "flashinfer_fa3", 4),
@@ -122,8 +132,12 @@ SPECULATIVE = [
     Case("mla", FLASHINFER, "triton", 4, cache=FP8),
     Case("mla", TRTLLM, "flashmla", 1, 64),
     Case("mla", TRTLLM, "gluon", 1, 64),
+    Case("gqa", FA3, "triton", 0, mixes=True),
+    Case("gqa", FA3, "triton", 1, mixes=True),
+    Case("mla", FLASHINFER, "triton", 0, mixes=True),
+    Case("mla", TRTLLM, "gluon", 0, 64, mixes=True),
 ]
-"""Those that compile or draw samples start first."""
+"""Those that compile or draw samples start first. Mixed ones without a draft are held to plain decoding, too."""
 SGLANG = [
     Case("gqa", "triton", "", 1),
     Case("gqa", "triton", "", 4),

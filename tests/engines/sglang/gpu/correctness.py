@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from tests.engines.sglang.gpu import sampling
-from tests.engines.sglang.gpu.cases import SGLANG, SPECULATIVE, TIE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.cases import OURS, SGLANG, TIE, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.server import EngineFailedError, Server
 
 AT_ONCE = 8
@@ -20,12 +20,12 @@ FEW = 8
 
 
 def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
-    """What an engine gave: all prompts, twice, and without a draft also one by one; a few tokens of a few, for the
+    """What an engine gave: all prompts, twice, and of plain decoding also one by one; a few tokens of a few, for the
     launches; and these one by one.
     """
     greedy = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths()]
     asked: dict[str, Any] = {"input_ids": prompts(), "sampling_params": greedy}
-    if not case.topk:
+    if case == case.plain:
         asked |= {"return_logprob": True, "top_logprobs_num": 2}
     few = {"input_ids": prompts()[:FEW], "sampling_params": greedy[0] | {"max_new_tokens": 32}}
     with Server(str(case), case.options(models), case.environment, folder, LIMIT) as server:
@@ -34,7 +34,7 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
             server.ask(**few)
             server.ask(flush=True)
             answers = [one for _ in range(2) for one in server.ask(**asked)["answers"]]
-            singly = [] if case.topk else [server.ask(**one)["answers"][0] for one in _one_by_one(asked)]
+            singly = [] if case != case.plain else [server.ask(**one)["answers"][0] for one in _one_by_one(asked)]
             server.ask(flush=True)
             together = server.ask(**few)["answers"]
             server.ask(flush=True)
@@ -57,7 +57,7 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: an expression found in the names of cases."""
-    cases = [case for case in (*SPECULATIVE, *SGLANG) if re.search(chosen, str(case))]
+    cases = [case for case in (*OURS, *SGLANG) if re.search(chosen, str(case))]
     order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
     done: dict[Case, dict[str, Any]] = {}
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -78,12 +78,12 @@ def _one_by_one(asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _beside(case: Case) -> Case | None:
     """What its tokens are compared with."""
-    return case.plain if case.topk else None
+    return None if case == case.plain else case.plain
 
 
 def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[str, Any]:
     """What is to be said of a case; of each request that differs its number, where it first does, and the gap there.
-    plain: the same backend's run without a draft, None if this is one. plain_differs: how that run differs from itself
+    plain: the same backend's plain decoding, None if this is it. plain_differs: how that run differs from itself
     where its requests come one by one, which no draft has a part in.
     """
     told: dict[str, Any] = {"case": str(case)}
@@ -108,7 +108,7 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
             "acceptance_together": _acceptance(run["together"]),
             "acceptance_alone": _acceptance(run["alone"]),
         }
-    if plain is not None and case.topk:
+    if plain is not None:
         if "failed" in plain:
             return told | {"ok": False, "failed": f"plain decoding: {plain['failed']}"}
         different = differences([one["ids"] for one in run["answers"]], plain["answers"])

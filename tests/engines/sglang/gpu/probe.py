@@ -4,7 +4,8 @@ Calls of our attention are counted on the device, by a tensor that each adds one
 though no Python of ours runs in it. SGLang's own forwards are counted on the host, where it starts them. Whenever its
 cache is emptied, a line of JSON is written, and the counts begin anew:
 
-    attended: "backend.kernel/kind/layer" -> calls. forwards: "target EXTEND" or "draft draft_decode" -> forwards.
+    attended: "backend.kernel/kind/layer" -> calls. forwards: "target EXTEND" or "draft draft_decode" -> forwards; those
+    of prompts before requests of one row, as running ones are, are `APART`.
     batches: by kind of graph, how many replays there were, of how many real requests at least and at most. launches: by
     scope, calls of CUDA's runtime that launch or copy, of the part that was profiled: the second after a start.
 
@@ -33,6 +34,7 @@ EXECUTES = {
 }
 VERIFY_INPUT = "sglang.srt.speculative.eagle_worker_v2.build_eagle_verify_input"
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
+APART = "APART"
 PROFILED = 2  # counts are written at the first two, launches at the third
 
 
@@ -59,7 +61,9 @@ class Probe:
 
     def runs(self, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Around `ModelRunner.forward`: all of the target's, and those of the draft that no graph holds."""
-        mode = batch.forward_mode.name
+        mode, lens = batch.forward_mode.name, batch.extend_seq_lens_cpu
+        if mode in ("EXTEND", "MIXED") and lens[-1] == 1 < max(lens):
+            mode = APART
         self.forwards[f"{'draft' if runner.is_draft_worker else 'target'} {mode}"] += 1
         out = original(runner, batch, *rest, **named)
         if self.logits is not None and runner.is_draft_worker and mode == "DECODE":
