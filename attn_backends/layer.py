@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernels.torch_attention import SINK_TYPES
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -19,10 +20,11 @@ class AttentionLayer:
     id: index of its cache. num_heads, num_kv_heads: local query and KV heads; 1 KV head for absorbed MLA. head_dim,
     v_head_dim: elements of a query-key and a value head; absorbed MLA has (rank + rope, rank), such as (576, 512).
     scale: multiplies query·key, above 0; for MLA that of the heads before absorption. group: cache group. window: keys
-    that a row sees at most, itself included (None: all). sinks: [num_heads] float32, of each query head the logit of a
-    key without value, to which scale is not applied; -inf for no sink. k_scale, v_scale: stored = value / scale; from
-    2**-63 to 2**63, half of float32's exponents, which leaves the other half to the values. Raises
-    `UnsupportedStepError` for sizes, scales and sinks that can't be.
+    that a row sees at most, itself included (None: all). sinks: [num_heads] of `SINK_TYPES`, of each query head the
+    logit of a key without value, to which scale is not applied; -inf for no sink. No kernel rounds them: it refuses a
+    type that it does not take. k_scale, v_scale: stored = value / scale; from 2**-63 to 2**63, half of float32's
+    exponents, which leaves the other half to the values. Raises `UnsupportedStepError` for sizes, scales and sinks that
+    can't be.
     """
 
     id: int
@@ -98,7 +100,7 @@ class AttentionOutput(NamedTuple):
     float64 queries), natural logarithm of the sum of exp(scale * query·key) over the keys that the row sees.
 
     It never counts a layer's sinks, as FlashMLA's does not: so outputs over disjoint keys can be joined by it, and the
-    sink counted once, then. FlashAttention-3's and FlashInfer's, where they take sinks, count it.
+    sink counted once, then. Where a kernel declares none (`Capabilities.lse_of`) it may hold anything.
     """
 
     out: Tensor
@@ -116,11 +118,12 @@ def _is_count(value: object) -> bool:
 
 
 def _sinks_reasons(sinks: object, num_heads: int) -> list[str]:
-    if not isinstance(sinks, Tensor):
-        return [f"sinks are {sinks!r}, not a tensor of [{num_heads}] float32"]
-    if tuple(sinks.shape) == (num_heads,) and sinks.dtype is torch.float32:
-        return []
-    return [f"sinks are {list(sinks.shape)} {sinks.dtype}, not [{num_heads}] float32, a logit of each query head"]
+    given = repr(sinks)
+    if isinstance(sinks, Tensor):
+        if tuple(sinks.shape) == (num_heads,) and sinks.dtype in SINK_TYPES:
+            return []
+        given = f"{list(sinks.shape)} {sinks.dtype}"
+    return [f"sinks are {given}, not [{num_heads}] float32, bfloat16 or float16, a logit of each query head"]
 
 
 def _is_real(value: object) -> bool:

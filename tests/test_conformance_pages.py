@@ -56,6 +56,9 @@ def test_a_row_says_its_check_and_path_once_and_is_read_back():
     assert not {"check", "path"} & values["case"].keys()
     assert not {"reason", "ms", "excused"} & values.keys()
     assert Row.from_dict(values) == written
+    several = replace(written, case=None, cases=7)
+    assert "case" not in several.to_dict()
+    assert Row.from_dict(several.to_dict()) == several
 
 
 REPORT = Report("1", "cpu", {"torch": "2"}, tuple(row(outcome) for outcome in Outcome))

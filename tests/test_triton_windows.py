@@ -77,6 +77,18 @@ def test_a_sink_is_counted_once(decode, prefill, monkeypatch, num_parts):
         check(module, arguments(sizes, "page table", True), (None, None, sinks_of(sizes)))
 
 
+@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sinks_of_16_bits_are_the_same_numbers(decode, prefill, monkeypatch, dtype, num_parts):
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    given, sinks = arguments(PACKED, "page table", True), sinks_of(PACKED).to(dtype)
+    for module in (decode, prefill):
+        check(module, given, (None, None, sinks))
+    torch.testing.assert_close(
+        paged_attention(*given, sinks=sinks), paged_attention(*given, sinks=sinks.float()), rtol=0, atol=0
+    )
+
+
 @pytest.mark.parametrize("window", [1, 3, 17, 24])
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_rows_of_a_tree_have_windows_by_their_depth(decode, prefill, monkeypatch, num_parts, window):
@@ -156,11 +168,12 @@ def tree_arguments() -> list:
     return [q, pages[..., :24], pages[..., 24:], slots, mask, *prefix, 0.2, 0.5, 2.0]
 
 
-def test_a_tree_is_joined_under_its_sinks():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tree_is_joined_under_its_sinks(dtype):
     kernels, given = interpreted("triton_tree", "_tree_join"), tree_arguments()
     given[6][3] = float("-inf")
     given[5][3] = float("nan")
-    sinks = sinks_of(GROUPED)
+    sinks = sinks_of(GROUPED).to(dtype)
     expected = operators.tree_join(*given, sinks)
     torch.testing.assert_close(kernels.tree_join(*given, sinks), expected, rtol=3e-6, atol=3e-6)
     bare, lse = operators.tree_join(*given)
@@ -178,8 +191,8 @@ def test_no_sink_beside_no_key_is_a_row_of_zeros():
     ("extras", "reason"),
     [
         ((5, torch.zeros(9, dtype=torch.int32), None), r"drafted \[9\] torch.int32 for 9 rows"),
-        ((None, None, torch.zeros(3)), r"sinks \[3\] torch.float32; needed are \[4\] float32"),
-        ((None, None, torch.zeros(4).half()), r"sinks \[4\] torch.float16; needed"),
+        ((None, None, torch.zeros(3)), r"sinks \[3\] torch.float32; needed are \[4\] of float32"),
+        ((None, None, torch.zeros(4).double()), r"sinks \[4\] torch.float64; needed"),
     ],
     ids=["causal", "heads", "type"],
 )

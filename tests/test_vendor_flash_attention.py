@@ -18,9 +18,12 @@ from attn_backends.conformance import worlds
 from attn_backends.conformance.catalogue import CheckFailure
 from attn_backends.conformance.comparisons import compare_outputs
 from attn_backends.conformance.scenes import Batch, Scene
+from attn_backends.conformance.worlds import World
+from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.tile_sizes import TileSizes
-from attn_backends.layer import AttentionLayer, LatentQuery, joined
+from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.selection import providers
 from attn_backends.vendors import flash_attention, flash_attention_tiles
 from spec_metadata import StepKind
@@ -94,8 +97,11 @@ def forward(
     causal: bool,
     window_size: tuple[int, int],
     scheduler_metadata: Tensor | None,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The checks and the result of hopper/flash_api.cpp."""
+    """The checks and the result of hopper/flash_api.cpp. With a sink, `finalize_aux` of hopper/softmax.h: its weight is
+    in the sum that the output is divided by, and in the log-sum-exp, also of a row that sees no key.
+    """
     bs = seqused_k.shape[0]
     assert q.dtype == k.dtype == v.dtype
     assert all(x.stride(-1) == 1 for x in (q, k, v, page_table))
@@ -126,6 +132,14 @@ def forward(
         window=window_size,
         reach=reach,
     )
+    if s_aux is not None:
+        assert s_aux.dtype is torch.bfloat16
+        assert s_aux.is_contiguous()
+        assert s_aux.shape == (q.shape[1],)
+        assert q.shape[1] <= 64
+        assert qv is None
+        keys, lse = lse, torch.logaddexp(lse, s_aux.float())
+        out = (out.float() * (keys - lse).exp().unsqueeze(-1)).to(out.dtype)
     return out, lse.T.contiguous()
 
 
@@ -175,6 +189,7 @@ def vllm_varlen(
     scheduler_metadata: Tensor | None = None,
     num_splits: int = 0,
     fa_version: int = 2,
+    s_aux: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func`: what we may pass of it."""
     assert cu_seqlens_k is None
@@ -184,7 +199,7 @@ def vllm_varlen(
     assert num_splits == 0
     assert fa_version == 3
     plan: tuple[Any, ...] = (cu_seqlens_q, seqused_k, block_table, max_seqlen_q, softmax_scale)
-    return forward(q, k, v, q_v, *plan, causal, window_size or (-1, -1), scheduler_metadata)
+    return forward(q, k, v, q_v, *plan, causal, window_size or (-1, -1), scheduler_metadata, s_aux)
 
 
 CALLS = {
@@ -266,6 +281,136 @@ def test_a_window_is_its_own_shape_of_layers(kind: StepKind) -> None:
             world.backend.store(given.stored, world.cache, meta.at(number), layer)
             outputs.append(world.backend.forward(given.q, world.cache, meta.at(number), layer))
         compare_outputs(scene, inputs, outputs)
+
+
+def with_sinks(world: World, **changes: Any) -> AttentionLayer:
+    """The world's layer with sinks that outweigh some rows and are outweighed by others."""
+    return replace(worlds.with_extra(world.layer, "sinks", world.setup), **changes)
+
+
+SINK_BATCHES = [
+    *((kind, 1, Batch(kind, (14, 1, 9))) for kind in KINDS),
+    *((kind, 3, Batch(kind, (14, 1, 9))) for kind in (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)),
+    (StepKind.PREFILL, 1, Batch(StepKind.PREFILL, (3, 9, 14), (4, 1, 2))),
+    (StepKind.DRAFT_EXTEND, 1, Batch(StepKind.DRAFT_EXTEND, (3, 9, 14), (4, 1, 2))),
+]
+"""Every kind of step, trees and packed rows too: kind, topk, batch."""
+
+
+def attended(world: World, batch: Batch) -> tuple[Scene, list[Any], list[AttentionOutput]]:
+    """A scene's inputs and what the kernel gives for them, the log-sum-exp as it is handed out."""
+    scene = Scene(world, batch, seed=1)
+    scene.reset_memory()
+    meta, inputs, outputs = world.backend.init_forward_metadata(scene.step()), scene.inputs(), []
+    for number, given in enumerate(inputs):
+        at = meta.at(number, given.ancestors)
+        world.backend.store(given.stored, world.cache, at, world.layer)
+        outputs.append(world.backend.forward(given.q, world.cache, at, world.layer))
+    return scene, inputs, outputs
+
+
+@pytest.mark.parametrize("window", [None, 2, 5])
+@pytest.mark.parametrize(("kind", "topk", "batch"), SINK_BATCHES)
+def test_sinks_take_their_share_in_every_kind_of_step(
+    kind: StepKind, topk: int, batch: Batch, window: int | None
+) -> None:
+    if window is not None and topk > 1:
+        pytest.skip("a window over a tree is refused")
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, topk))
+    world.layer = with_sinks(world, window=window)
+    scene, inputs, outputs = attended(world, batch)
+    compare_outputs(scene, inputs, outputs)
+    plain, declared = replace(world.layer, sinks=None), world.declared(kind)
+    assert declared.lse_of(plain, is_tree=topk > 1) == declared.lse
+    assert (declared.lse_of(world.layer, is_tree=topk > 1) is None) == (topk == 1), "over a tree it is of the keys"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks_in_a_graph(kind: StepKind) -> None:
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    world.layer = with_sinks(world, window=5)
+    for plans_itself in (False, True):
+        check_replay_after_warmup(world, *batches(kind, 1, 16), plans_itself=plans_itself)
+
+
+def lost_of_the_keys(gap: float) -> Tensor:
+    """[4096] errors of the keys' log-sum-exp, taken out of one that counts a sink `gap` above it, in float32."""
+    keys = torch.linspace(-6, 12, 4096, dtype=torch.float64)
+    sink = (keys + gap).bfloat16().double()
+    counted = torch.logaddexp(keys, sink).float()
+    found = counted + torch.log1p(-torch.exp(sink.float() - counted))
+    return (found.double() - keys).abs().nan_to_num(posinf=float("inf"))
+
+
+def test_a_log_sum_exp_that_counts_the_sink_can_not_be_undone() -> None:
+    """Why the kernel declares none beside sinks. What float32 keeps of the keys falls with the sink's share."""
+    assert lost_of_the_keys(0.0).max() < 2e-6
+    assert 1e-5 < lost_of_the_keys(4.0).max() < 1e-4
+    assert lost_of_the_keys(10.0).max() > 1e-2
+    assert lost_of_the_keys(16.0).isinf().all(), "the sink's own weight is all that is left"
+
+
+def test_a_log_sum_exp_beside_sinks_would_fail_if_it_were_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Capabilities, "lse_of", lambda self, layer, is_tree: self.lse)
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    world.layer = with_sinks(world)
+    with pytest.raises(CheckFailure, match=r"LSE of forward 0.*rows are wrong"):
+        compare_outputs(*attended(world, Batch(StepKind.TARGET_VERIFY, (14, 1, 9))))
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_sinks_that_are_left_out_or_counted_twice_are_seen(topk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain's launch without them; in a tree, a part that counts them beside the join."""
+    call, layer = flash_attention.Source.call, None
+
+    def broken(self: flash_attention.Source, index: int, arguments: dict[str, Any]) -> Any:
+        sinks = None if topk == 1 else layer.sinks
+        return call(self, index, {**arguments, "sinks": sinks})
+
+    monkeypatch.setattr(flash_attention.Source, "call", broken)
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, topk))
+    world.layer = layer = with_sinks(world)
+    with pytest.raises(CheckFailure, match=r"output of forward 0.*rows are wrong"):
+        compare_outputs(*attended(world, Batch(StepKind.TARGET_VERIFY, (14, 1, 9))))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sinks": torch.zeros(4)}, "attention sinks of torch.float32 (it takes torch.bfloat16)"),
+        ({"sinks": torch.zeros(4).half()}, "attention sinks of torch.float16 (it takes torch.bfloat16)"),
+        (
+            {"num_heads": 66, "sinks": torch.zeros(66).bfloat16()},
+            "attention sinks of 66 query heads (it takes at most 64)",
+        ),
+    ],
+    ids=str,
+)
+def test_sinks_that_it_would_round_or_can_not_hold_are_refused(changes: dict[str, Any], reason: str) -> None:
+    world = world_of(FA3Backend, "vllm_flash_attn", (KV, 16, 1))
+    declared, layer = world.declared(StepKind.DECODE), replace(world.layer, **changes)
+    assert declared.layer_reasons(layer, torch.bfloat16, torch.bfloat16) == [reason]
+    fp8 = torch.float8_e4m3fn
+    (refused,) = declared.layer_reasons(with_sinks(world), torch.bfloat16, fp8)
+    assert refused.startswith(f"a cache of {fp8} under queries of torch.bfloat16 (it takes torch.bfloat16")
+
+
+@pytest.mark.parametrize("backend", [FA3Backend, TrtllmMLABackend])
+def test_sinks_are_of_the_package_that_is_known_to_take_them(backend: Any) -> None:
+    """Over keys and values alone: latents have none."""
+    found = {
+        kernel.name
+        for kernel in backend.kernels
+        for able in kernel.capabilities.values()
+        if able.most_sinks is not None
+    }
+    assert found == ({"vllm_flash_attn"} if backend is FA3Backend else set())
+    assert not any(able.sinks for name in NAMES[:2] for able in kernel_of(backend, name).capabilities.values())
+
+
+def kernel_of(backend: Any, name: str) -> Kernel[Any]:
+    """A backend's kernel by name."""
+    return next(kernel for kernel in backend.kernels if kernel.name == name)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +510,10 @@ def test_what_is_passed_is_what_the_version_check_asks_for(name: str, monkeypatc
     passed: dict[str, set[str]] = {path: set() for path in asked}
     install(monkeypatch, {**CALLS, **{path: recorder(CALLS[path], passed[path]) for path in asked}})
     for setup in ((KV, 16, 1), (LATENT, 16, 1)):
-        check_eager(world_of(FA3Backend, name, setup), Batch(StepKind.DECODE, (3, 9)))
+        world = world_of(FA3Backend, name, setup)
+        if setup[0] is KV and name == "vllm_flash_attn":
+            world.layer = with_sinks(world)
+        check_eager(world, Batch(StepKind.DECODE, (3, 9)))
     assert passed == {path: set(parameters) for path, parameters in asked.items()}
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -40,33 +41,13 @@ _FLASH_ATTENTION = {StepKind.PREFILL: flash_attention.PREFILL_OF_LATENTS}
 
 
 def _launch_torch(q: Tensor, cache: PagedCache, plan: TrtllmPlan, layer: AttentionLayer) -> AttentionOutput:
+    given: dict[str, Any] = {"causal": plan.causal, "scale": layer.scale}
+    given |= {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
     if isinstance(plan, ragged.RaggedPlan):
-        out, lse = page_table_attention(
-            q,
-            *cache.pages,
-            plan.cu_seqlens_q,
-            plan.page_table,
-            plan.seqused_k,
-            max_seqlen_q=plan.max_seqlen_q,
-            causal=plan.causal,
-            scale=layer.scale,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-        )
-    else:
-        out, lse = block_table_attention(
-            q,
-            *cache.pages,
-            plan.block_table,
-            plan.cache_seqlens,
-            width=plan.width,
-            max_kv_len=plan.max_kv_len,
-            causal=plan.causal,
-            scale=layer.scale,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-        )
-    return AttentionOutput(out, lse)
+        lists, given["max_seqlen_q"] = (plan.cu_seqlens_q, plan.page_table, plan.seqused_k), plan.max_seqlen_q
+        return AttentionOutput(*page_table_attention(q, *cache.pages, *lists, **given))
+    given |= {"width": plan.width, "max_kv_len": plan.max_kv_len}
+    return AttentionOutput(*block_table_attention(q, *cache.pages, plan.block_table, plan.cache_seqlens, **given))
 
 
 class TrtllmMLABackend(AttentionBackend[TrtllmPlan]):

@@ -45,7 +45,7 @@ def _worlds(subject: Subject, case: Case) -> list[World]:
     windowed, plain, flat, headed = worlds
     declared = subject.capabilities[StepKind(case.kind)]
     if declared.window and (case.topk == 1 or declared.tree_window):
-        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.device)
+        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.setup)
     flat.layer = replace(flat.layer, scale=flat.layer.scale / 2)
     if declared.query_heads is None:
         headed.layer = replace(headed.layer, num_heads=2 * headed.layer.num_heads)
@@ -121,7 +121,7 @@ def _groups(subject: Subject, case: Case) -> list[World]:
     full, windowed = (world_of(setup_of(subject, case)) for _ in range(2))
     declared = subject.capabilities[StepKind(case.kind)]
     if declared.window and not is_compressed(subject.backend) and (case.topk == 1 or declared.tree_window):
-        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.device)
+        windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.setup)
     windowed.backend, windowed.layer = full.backend, replace(windowed.layer, id=1)
     return [full, windowed]
 

@@ -126,7 +126,7 @@ def _cache_types(subject: Subject) -> list[Case]:
 def measure_extra(subject: Subject, case: Case) -> Measured:
     """Outputs and memory of a case whose layer has what it asks for."""
     world = world_of(setup_of(subject, case))
-    world.layer = with_extra(world.layer, case.feature, world.device)
+    world.layer = with_extra(world.layer, case.feature, world.setup)
     if case.path == "graph":
         ran = Captured(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
     else:

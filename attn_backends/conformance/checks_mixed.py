@@ -103,7 +103,7 @@ def mixed(subject: Subject, case: Case) -> Measured:
     """Rows of a chunk, a decode, a verify and a ragged verify in one step see what they see in steps of their own."""
     world = world_of(setup_of(subject, case))
     if case.feature:
-        world.layer = with_extra(world.layer, case.feature, world.device)
+        world.layer = with_extra(world.layer, case.feature, world.setup)
     if case.path == "graph":
         captured = _Mixing(world, case)
         return nearest([_measured(captured.run(scene_of(world, batch_of(case), case.seed + i), case)) for i in (1, 2)])

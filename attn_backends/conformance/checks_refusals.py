@@ -31,6 +31,7 @@ from attn_backends.conformance.situations import cache_dtype as cache_dtype_of
 from attn_backends.conformance.worlds import with_extra
 from attn_backends.contract.capabilities import DTYPES, Capabilities
 from attn_backends.errors import UnsupportedStepError
+from attn_backends.kernels.torch_attention import SINK_TYPES
 from attn_backends.layer import AttentionLayer
 from spec_metadata import StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
@@ -225,23 +226,22 @@ def _planned(
     prepare_memory(scene, case)
     meta, given = world.backend.init_forward_metadata(scene.step()), scene.inputs()[0]
     at = meta.at(0, given.ancestors)
-    return scene, lambda layer: (
-        lambda: world.store(given, at, layer),
-        lambda: world.attend(given, at, layer),
-    )
+    return scene, lambda layer: (lambda: world.store(given, at, layer), lambda: world.attend(given, at, layer))
 
 
 def _layer_extras(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:
-    for feature in ("window", "sinks", "kv_scales"):
-        if not getattr(declared, feature):
-            yield _asks(subject, kind, feature=feature)
+    given = [feature for feature in ("window", "sinks", "kv_scales") if not getattr(declared, feature)]
+    given += [f"sinks={name}" for name, dtype in DTYPES.items() if dtype in SINK_TYPES - declared.sink_types]
+    yield from (_asks(subject, kind, feature=feature) for feature in given)
+    if declared.most_sinks is not None:
+        yield _asks(subject, kind, feature="sinks", size=f"heads{2 * declared.most_sinks}")
 
 
 @check("refusals.layer_extras", _of_layers(_layer_extras))
 def layer_extras(subject: Subject, case: Case) -> Measured:
-    """A sliding window, attention sinks, or scaled keys and values."""
+    """A sliding window, attention sinks, of other types and of more heads too, or scaled keys and values."""
     scene, calls = _planned(subject, case)
-    return refused(case.feature, scene, *calls(with_extra(scene.world.layer, case.feature, scene.world.device)))
+    return refused(case.feature, scene, *calls(with_extra(scene.world.layer, case.feature, scene.world.setup)))
 
 
 def _combined_extras(subject: Subject, kind: StepKind, declared: Capabilities) -> Iterator[Case]:

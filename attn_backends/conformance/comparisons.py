@@ -26,10 +26,10 @@ def compare_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: Sequence
 
 
 def returns_lse(scene: Scene) -> bool:
-    """Whether the kernel declares a log-sum-exp for the scene's step kind."""
-    chosen = scene.world.backend.choices.get(scene.batch.kind)
-    declared = chosen.kernel.capabilities[scene.batch.kind] if chosen else None
-    return declared is not None and declared.lse is not None
+    """Whether the kernel declares a log-sum-exp for the scene's step kind and layer."""
+    kind, layer = scene.batch.kind, scene.world.layer
+    chosen = scene.world.backend.choices.get(kind)
+    return chosen is not None and chosen.kernel.capabilities[kind].lse_of(layer, is_tree=scene.is_tree) is not None
 
 
 class Expectation:

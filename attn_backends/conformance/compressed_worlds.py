@@ -141,7 +141,8 @@ class CompressedWorld(World):
     def attend(self, given: Any, at: Any, layer: Any = None, cache: Any = None) -> Any:
         """As `World.attend`."""
         backend: Any = self.backend
-        return self.told(backend.forward(given.q, cache or self.cache, at, layer or self.layer, given.index), at)
+        layer = layer or self.layer
+        return self.told(backend.forward(given.q, cache or self.cache, at, layer, given.index), at, layer)
 
     def tokens_in(self, memory: Tensor) -> Tensor:
         """As `World.tokens_in`, the rows, as they are or their bytes."""

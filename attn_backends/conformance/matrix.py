@@ -216,6 +216,8 @@ def _pages(record: Capabilities, multiple: int) -> str:
 
 def _values(record: Capabilities) -> Iterator[str]:
     """The cells of `_COLUMNS` after the first three."""
+    limits = f"sinks ({_types(record.sink_types)}, of at most {record.most_sinks} heads, no LSE beside them)"
+    named = {"sinks": limits} if record.most_sinks else {}
     extras = ("window", "tree_window", "sinks", "kv_scales")
     yield _limits(record.head_sizes)
     yield _limits(record.query_heads)
@@ -228,7 +230,7 @@ def _values(record: Capabilities) -> Iterator[str]:
     yield _types(record.dtypes)
     by_name = f"{_types(record.untried)} by name alone" if record.untried else ""
     yield ", ".join(filter(None, (_types(record.cache_dtypes - record.untried), by_name))) or "none but these"
-    yield ", ".join(extra for extra in extras if getattr(record, extra)) or "none"
+    yield ", ".join(named.get(extra, extra) for extra in extras if getattr(record, extra)) or "none"
     yield _yes(record.over_read)
     yield _yes(record.needs_host_lens)
 

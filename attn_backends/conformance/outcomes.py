@@ -62,7 +62,7 @@ class Row:
         case = {k: v for k, v in self.case.to_dict().items() if k not in ("check", "path")} if self.case else None
         values = asdict(self) | {"case": case, "status": str(self.status)}
         rounded = {name: _three_digits(values[name]) for name in ("max_err", "budget")}
-        defaults = {field.name: field.default for field in fields(self)}
+        defaults = {field.name: field.default for field in fields(self)} | {"case": None}
         return {name: value for name, value in (values | rounded).items() if value != defaults[name]}
 
     @classmethod

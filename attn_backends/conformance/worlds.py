@@ -14,7 +14,7 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat, PagedCache, PagedKV, PagedLatent
 from attn_backends.compressed_cache import CompressedFormat
 from attn_backends.conformance.sizes import HEAD_DIM, RANK, ROPE, size_of
-from attn_backends.contract.capabilities import Capabilities
+from attn_backends.contract.capabilities import DTYPES, Capabilities
 from attn_backends.contract.kernel import Kernel
 from attn_backends.errors import ConfigError
 from attn_backends.layer import AttentionLayer, AttentionOutput
@@ -113,11 +113,12 @@ class World:
 
     def attend(self, given: Any, at: ForwardMetadata, layer: Any = None, cache: Any = None) -> AttentionOutput:
         """Attend with what a model hands to a forward, in this world's layer and cache or in others."""
-        return self.told(self.backend.forward(given.q, cache or self.cache, at, layer or self.layer), at)
+        layer = layer or self.layer
+        return self.told(self.backend.forward(given.q, cache or self.cache, at, layer), at, layer)
 
-    def told(self, output: AttentionOutput, at: ForwardMetadata) -> AttentionOutput:
+    def told(self, output: AttentionOutput, at: ForwardMetadata, layer: Any) -> AttentionOutput:
         """The output with a log-sum-exp of zeros where its kernel declares none: it may give anything for one."""
-        if at.kind is StepKind.IDLE or self.declared(at.kind).lse is not None:
+        if at.kind is StepKind.IDLE or self.declared(at.kind).lse_of(layer, is_tree=at.tree is not None) is not None:
             return output
         return AttentionOutput(output.out, torch.zeros_like(output.out[..., 0]))
 
@@ -272,9 +273,10 @@ def scaled_to_fill(layer: AttentionLayer, dtype: torch.dtype) -> AttentionLayer:
     return replace(layer, k_scale=k_scale, v_scale=k_scale if layer.num_kv_heads == 1 else 1.3 * k_scale)
 
 
-def with_extra(layer: AttentionLayer, extra: str, device: torch.device) -> AttentionLayer:
+def with_extra(layer: AttentionLayer, extra: str, setup: Setup) -> AttentionLayer:
     """A layer with a sliding window, attention sinks, or scaled keys and values (one scale for latents); several are
-    joined by "+", a window may have a size: "window=16+sinks".
+    joined by "+", a window may have a size, and sinks a type: "window=16+sinks=float32". Else sinks are bfloat16 beside
+    queries of 16 bits, as models have them, and float32 beside others: the same numbers in all types.
     """
     for part in extra.split("+"):
         name, _, size = part.partition("=")
@@ -282,7 +284,9 @@ def with_extra(layer: AttentionLayer, extra: str, device: torch.device) -> Atten
             case "window":
                 layer = replace(layer, window=int(size or 5))
             case "sinks":
-                layer = replace(layer, sinks=torch.linspace(-4.0, 8.0, layer.num_heads, device=device).round() / 4)
+                sinks = torch.linspace(-4.0, 8.0, layer.num_heads, device=setup.device).round() / 4
+                name = size or ("bfloat16" if setup.dtype.itemsize == 2 else "float32")
+                layer = replace(layer, sinks=sinks.to(DTYPES[name]))
             case "kv_scales":
                 layer = replace(layer, k_scale=0.5, v_scale=0.5 if layer.num_kv_heads == 1 else 2.0)
             case _:

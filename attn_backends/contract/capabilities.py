@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from attn_backends.cache import CacheFormat
+from attn_backends.kernels.torch_attention import SINK_TYPES
 from attn_backends.layer import AttentionLayer
 from spec_metadata import BoundedQuery, Bucket, PackedQuery, Step, StepKind, TokenBucket, UniformQuery
 from spec_metadata.capacity import PACKED_KINDS, UNIFORM_KINDS
@@ -43,6 +44,8 @@ class Capabilities:
     softmax weights that were rounded to the query's type. window, sinks, kv_scales: which parts of a layer's extras it
     implements; tree_window: a window over a draft tree too, whose rows differ in the first key of the prefix that they
     see. Sinks over a tree are counted where its parts are joined; the log-sum-exp is of keys alone everywhere.
+    sink_types, most_sinks: types and number of the sinks that it takes. sinks_in_lse: the log-sum-exp beside them would
+    count them, so that it declares none there (`lse_of`).
     """
 
     page_sizes: frozenset[int] | None
@@ -60,6 +63,9 @@ class Capabilities:
     window: bool = False
     tree_window: bool = False
     sinks: bool = False
+    sink_types: frozenset[torch.dtype] = SINK_TYPES
+    most_sinks: int | None = None
+    sinks_in_lse: bool = False
     kv_scales: bool = False
     cache_dtypes: frozenset[torch.dtype] = frozenset()
     untried: frozenset[torch.dtype] = frozenset()
@@ -70,6 +76,10 @@ class Capabilities:
     def tree(self) -> bool:
         """Trees need the prefix seen by every row, and a log-sum-exp to join the drafted tokens to it."""
         return self.non_causal and self.lse is not None
+
+    def lse_of(self, layer: AttentionLayer, *, is_tree: bool) -> LseBase | None:
+        """Base of the log-sum-exp of a layer's outputs, None if there is none. That of a tree counts no sinks."""
+        return None if self.sinks_in_lse and layer.sinks is not None and not is_tree else self.lse
 
     @property
     def captures_packed(self) -> bool:
@@ -136,6 +146,10 @@ class Capabilities:
             reasons.append(f"a sliding window of {layer.window} tokens (it takes none)")
         if layer.sinks is not None and not self.sinks:
             reasons.append("attention sinks (it takes none)")
+        elif layer.sinks is not None and layer.sinks.dtype not in self.sink_types:
+            reasons.append(f"attention sinks of {layer.sinks.dtype} (it takes {listed(map(str, self.sink_types))})")
+        elif layer.sinks is not None and layer.num_heads > (self.most_sinks or layer.num_heads):
+            reasons.append(f"attention sinks of {layer.num_heads} query heads (it takes at most {self.most_sinks})")
         if (layer.k_scale, layer.v_scale) != (1.0, 1.0) and not self.kv_scales:
             reasons.append(f"scaled keys or values (k_scale={layer.k_scale}, v_scale={layer.v_scale}; it takes 1)")
         return reasons

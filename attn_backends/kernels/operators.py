@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels.devices import on_its_device, undispatched
-from attn_backends.kernels.torch_attention import tree_attention
+from attn_backends.kernels.torch_attention import SINK_TYPES, tree_attention
 
 MAX_TREE_KEYS = 512
 """Drafted tokens of a request that `tree_join` reads at most on a GPU, where they are one block."""
@@ -281,7 +281,7 @@ def _check_tree_join(
         or slots.dtype is not torch.int64
         or mask.dtype is not torch.bool
         or v_pages.dtype is not k_pages.dtype
-        or (sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype is not torch.float32))
+        or (sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype not in SINK_TYPES))
     ):
         names = ("q", "k_pages", "v_pages", "slots", "mask", "prefix_out", "prefix_lse")
         given = [*zip(names, (q, k_pages, v_pages, slots, mask, prefix_out, prefix_lse), strict=True)]
@@ -290,7 +290,7 @@ def _check_tree_join(
             f"tree_join: {', '.join(f'{name} {list(t.shape)} {t.dtype}' for name, t in given)} do not fit together; "
             "needed are q [bs * width, num_heads, dim], pages [num_pages, page_size, num_kv_heads, dim or v_dim] of "
             "one dtype, slots [bs, num_keys] int64, mask [bs, width, num_keys] bool, prefix_out [bs * width, "
-            "num_heads, v_dim], prefix_lse [bs * width, num_heads], sinks [num_heads] float32 or none"
+            "num_heads, v_dim], prefix_lse [bs * width, num_heads], sinks [num_heads] of 32 or 16 bits or none"
         )
 
 

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from attn_backends.kernels.devices import on_its_device, undispatched
-from attn_backends.kernels.torch_attention import block_table_attention, csr_attention, page_table_attention
+from attn_backends.kernels.torch_attention import (
+    SINK_TYPES,
+    block_table_attention,
+    csr_attention,
+    page_table_attention,
+)
 
 MAX_DIVIDED_WIDTH = 64  # query rows of a request up to which its keys are divided
 LATENT, RANK = 576, 512  # elements of a latent, and those that are its value
@@ -72,7 +77,7 @@ def paged_attention(
     window: of the keys that a row sees it attends to the last so many; blocks before are skipped. drafted: [num_tokens]
     int32, keys that each row sees elsewhere, after these, which its window counts too. Below zero it is how many of
     these are after the row's own, max_query - 1 at most; only where not causal and all requests have max_query rows.
-    sinks: [num_heads] float32, the logit of a key without value, which takes its share of the softmax once.
+    sinks: [num_heads] of `SINK_TYPES`, the logit of a key without value, which takes its share of the softmax once.
 
     Returns out [num_tokens, num_heads, v_dim] in q's dtype and natural lse [num_tokens, num_heads] in float32, or
     float64 for float64 queries, of the keys only, with and without sinks. Parts can be joined by it, and their sink
@@ -280,8 +285,11 @@ def _check_extras(q: Tensor, max_query: int, causal: bool, drafted: Tensor | Non
             "request, do not fit together; needed is [num_tokens] int32, of requests that have max_query rows each and "
             "are not causal"
         )
-    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype is not torch.float32):
-        raise ValueError(f"paged_attention: sinks {list(sinks.shape)} {sinks.dtype}; needed are [{num_heads}] float32")
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype not in SINK_TYPES):
+        raise ValueError(
+            f"paged_attention: sinks {list(sinks.shape)} {sinks.dtype}; needed are [{num_heads}] of float32, bfloat16 "
+            "or float16"
+        )
 
 
 def _check_latents(q: Tensor, latents: Tensor) -> None:

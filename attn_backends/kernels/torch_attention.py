@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SINK_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Of sinks, which kernels turn into their arithmetic's type."""
+
 
 class _Extras(NamedTuple):
     """What goes beyond plain attention; as in the module's docstring."""

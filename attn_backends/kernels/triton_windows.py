@@ -36,7 +36,7 @@ def first_keys(num_seen, token, real, num_keys, window, drafted):
 @triton.jit
 def sink_weights(sinks, head, live, peak):
     """What sinks add to the sum of weights of rows whose largest logit, natural, is `peak`."""
-    return tl.exp(tl.load(sinks + head, mask=live, other=float("-inf")) - peak)
+    return tl.exp(tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) - peak)
 
 
 def dense(tensor: Tensor | None) -> Tensor | None:

@@ -104,7 +104,7 @@ _FA3_VLLM = (
     _call(
         "vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func",
         "q k v q_v cu_seqlens_q seqused_k block_table max_seqlen_q max_seqlen_k softmax_scale causal window_size "
-        "return_softmax_lse scheduler_metadata fa_version",
+        "return_softmax_lse scheduler_metadata fa_version s_aux",
     ),
     _call("vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata", _SCHEDULER_METADATA),
 )

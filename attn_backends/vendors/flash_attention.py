@@ -22,8 +22,10 @@ If a page is a whole number of its tiles of keys and a request has more rows tha
 to the end of the last visible page. What it has and we do not declare:
 - 8-bit caches, which it takes only under queries of the same type; rounding the caller's queries to three bits made
   outputs three times as wrong as the budget of a bfloat16 one (H200, vLLM 0.33).
-- Sinks, which SGLang's and vLLM's builds take, in bfloat16: its log-sum-exp then counts the sink, ours does not, and to
-  take it out again costs launches and digits. `auto` gives such layers to our kernel.
+- Sinks of other packages than vLLM's: later versions of SGLang's take them, within limits that are not known here.
+vLLM's build takes sinks (`s_aux`) in bfloat16, of at most 64 heads, and counts them in the log-sum-exp. To take them
+out again costs launches and digits: where the sink has 98 % of a row up to 3e-4, and all of them where it is 14 above
+the keys. So none is declared beside sinks. Over a tree the join counts them, and the log-sum-exp is that of the keys.
 A sliding window is one for all rows of a request, so that it takes none over a draft tree, where rows of other depths
 begin at other keys of the prefix.
 """
@@ -70,6 +72,8 @@ PREFILL_OF_LATENTS = replace(
     graph=False,
     window=False,
 )
+_BFLOAT16 = frozenset({torch.bfloat16})
+_SINKS: dict[str, Any] = {"sinks": True, "sink_types": _BFLOAT16, "most_sinks": 64, "sinks_in_lse": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ SOURCES = (
     Source("sgl_kernel", _KVCACHE),
     Source(
         "vllm_flash_attn",
-        {"page_table": "block_table"},
+        {"page_table": "block_table", "sinks": "s_aux"},
         {"fa_version": 3},
         "vllm.vllm_flash_attn.flash_attn_interface:FA3_UNAVAILABLE_REASON",
         "0.33.",
@@ -134,6 +138,8 @@ def kernels(capabilities: Mapping[StepKind, Capabilities]) -> tuple[Kernel[Ragge
 
 
 def _kernel(source: Source, capabilities: Mapping[StepKind, Capabilities]) -> Kernel[RaggedPlan]:
+    if "sinks" in source.names:  # latents, over which it takes no window, have none
+        capabilities = {kind: replace(able, **_SINKS) if able.window else able for kind, able in capabilities.items()}
     return Kernel(
         source.name,
         partial(_launch, source),
@@ -200,6 +206,7 @@ def _launch(
         "window_size": tiles.window_of(plan, layer.window),
         "return_softmax_lse": True,
         **({} if metadata is None else {"scheduler_metadata": metadata}),
+        **({} if layer.sinks is None else {"sinks": layer.sinks.contiguous()}),
         **source.chosen,
     }
     out, lse = source.call(0, arguments)[:2]

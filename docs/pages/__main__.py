@@ -43,7 +43,9 @@ verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_back
 Hopper](../attn_backends/kernels/gluon_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
 [sparse on Hopper](../attn_backends/kernels/gluon_sparse.py) (by name alone),
 [trees](../attn_backends/kernels/triton_tree.py).
-Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured."""
+Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured.
+vLLM's FlashAttention-3 takes both, sinks in bfloat16, as the only dense kernel of a vendor. No GPU has run it with
+sinks yet."""
 _MISSED = """## What misses its bound
 
 One shape was profiled: [MLA of 128 heads](../attn_backends/kernels/gluon_mla.py), 128 requests of 4096, width 1, which

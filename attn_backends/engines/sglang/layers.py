@@ -73,7 +73,7 @@ def layer_of(layer: Any, sinks: Tensor | None = None) -> AttentionLayer:
         v_head_dim=layer.v_head_dim,
         scale=layer.scaling,
         window=None if window is None or window < 0 else window + 1,
-        sinks=None if sinks is None else sinks.float(),
+        sinks=sinks,
         k_scale=layer.k_scale_float or 1.0,
         v_scale=layer.v_scale_float or 1.0,
     )

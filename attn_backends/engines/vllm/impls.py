@@ -98,7 +98,7 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
         self._sinks = sinks
         sizes = (num_heads, self.num_kv_heads, head_size, head_size)
-        given = None if sinks is None else sinks.detach().float()
+        given = None if sinks is None else sinks.detach()
         layer = AttentionLayer(0, *sizes, self.scale, window=sliding_window, sinks=given)
         reasons = layer_reasons(attn_type, alibi_slopes, logits_soft_cap, kv_sharing_target_layer_name, others)
         self.take(layer, kv_cache_dtype, reasons)
@@ -106,7 +106,7 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take the sinks that were loaded."""
         if self._sinks is not None:
-            self.layer = replace(self.layer, sinks=self._sinks.detach().float())
+            self.layer = replace(self.layer, sinks=self._sinks.detach())
 
     def view(self, kv_cache: Tensor) -> PagedKV:
         """Of a cache [blocks, KV heads, block size, 2 * head_size]."""
