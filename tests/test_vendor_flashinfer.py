@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
-from attn_backends.cache import PagedLatent
+from attn_backends.cache import CacheFormat, PagedLatent
 from attn_backends.conformance import Subject, run_case, selected_cases, worlds
 from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.sizes import MAX_BS
@@ -21,10 +21,13 @@ from attn_backends.selection import providers
 from attn_backends.selection.providers import VendorCall, VendorKernel
 from attn_backends.vendors import flashinfer
 from attn_backends.vendors.flashinfer_work import KNOWN_VERSIONS, MLASchedule, _room_reasons, cluster_size
+from benchmarks import ragged, shapes
+from benchmarks.rows import Asked, Missing, Stage
+from benchmarks.shapes import LAYERS
 from spec_metadata import StepKind, pad_step
 from spec_metadata.buffers import Producer
 from tests.checks import check_eager, check_replay
-from tests.flashinfer_stand_in import Module, OnCpu, OnCpuByVendor, install, setup_of
+from tests.flashinfer_stand_in import Module, OnCpu, OnCpuByVendor, WarmedUp, install, setup_of
 from tests.triton_interpreter import interpreted
 from tests.vendor_stand_ins import planned_once
 
@@ -204,3 +207,19 @@ def test_more_tiles_or_multiprocessors_than_the_lists_hold_are_refused():
 def test_a_token_is_never_longer_than_a_tile():
     """Kernels end the keys of a tile at its last whole token."""
     assert [cluster_size(*each) for each in ((8, 8, 8), (8, 16, 2), (8, 16, 1), (3, 128, 8))] == [1, 1, 2, 2]
+
+
+@PLANNED
+def test_the_benchmark_of_ragged_verifies_has_a_row_of_each_kernel(
+    module: Module, backend: type[FlashInferMLABackend], monkeypatch: pytest.MonkeyPatch
+):
+    """But where FlashInfer plans on the host: no graph holds its packed rows, which a line says."""
+    monkeypatch.setattr(shapes, "COLD_BYTES", 1)
+    monkeypatch.setattr(ragged, "LAYERS", {CacheFormat.LATENT: LAYERS[CacheFormat.LATENT][:1]})
+    clock = SimpleNamespace(mark=lambda: 0.0, wait=lambda: None, microseconds=lambda start, end: 1.0)
+    stage = Stage(torch.device("cpu"), WarmedUp, clock, rounds=2)
+    found = list(ragged.ragged(Asked(stage, [backend], (3,), (64,))))
+    rows = [each["kernel"] for each in found if not isinstance(each, Missing)]
+    assert rows == (["flashinfer_fa3", "flashinfer_fa2"] if backend is OnCpu else [])
+    for absent in found[len(rows) :]:
+        assert "can't be captured over packed rows: it plans on the host" in absent.reason
