@@ -57,7 +57,7 @@ def blockless_fa3() -> type[AttentionBackend]:
 @pytest.mark.parametrize(
     ("backend", "reason"),
     [
-        (causal_fa3(), "see those after them (it needs a non-causal kernel)"),
+        (causal_fa3(), "see those after them (it needs a non-causal kernel: take one, or draft token by token)"),
         (blockless_fa3(), "draft token by token, in draft_decode steps, or take a backend that has one"),
     ],
     ids=["kernel", "backend"],

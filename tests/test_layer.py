@@ -82,7 +82,7 @@ def test_reasons_of_trees_and_latents_say_so() -> None:
     capabilities = Capabilities(page_sizes=None, dtypes=frozenset({FLOAT}), window=True, sinks=True)
     assert capabilities.tree_reasons(layer) == [
         "a sliding window of 4 tokens over a draft tree (rows of other depths begin at other keys of the prefix, and "
-        "it takes one window for all)"
+        "it takes one window for all: draft chains, or take a kernel with tree_window)"
     ]
     assert capabilities.tree_reasons(replace(layer, window=None)) == []
     assert replace(capabilities, tree_window=True).tree_reasons(layer) == []

@@ -100,7 +100,8 @@ class Capabilities:
     def kind_reasons(self, kind: StepKind) -> list[str]:
         """Why no step of a kind is supported, though the kind is declared; empty if they are."""
         if kind is StepKind.DRAFT_BLOCK and not self.non_causal:
-            return ["a draft block, whose rows see those after them (it needs a non-causal kernel)"]
+            what = "a draft block, whose rows see those after them"
+            return [f"{what} (it needs a non-causal kernel: take one, or draft token by token)"]
         return []
 
     def width_reasons(self, width: int, is_tree: bool) -> list[str]:
@@ -160,7 +161,7 @@ class Capabilities:
             return []
         return [
             f"a sliding window of {layer.window} tokens over a draft tree (rows of other depths begin at other keys of "
-            "the prefix, and it takes one window for all)"
+            "the prefix, and it takes one window for all: draft chains, or take a kernel with tree_window)"
         ]
 
 
