@@ -46,7 +46,7 @@ def window_of(config: Any, index: int) -> int | None:
 
 
 def _sinks_of(attention: Any) -> Tensor | None:
-    """The logit of each query head's key without value, [num_heads] float32, if the attention layer has them."""
+    """The logit of each query head's key without value, [num_heads] in the model's type, if attention has them."""
     sinks = getattr(attention, "sinks", None)
     return None if sinks is None else sinks.detach()
 
