@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.memory import ALL, MAX_BS, MAX_CONTEXT
-from benchmarks.plans import INSTANCES
+from benchmarks.plans import BLOCK, INSTANCES, RAGGED
 from benchmarks.rows import Row
 from benchmarks.speculation import CYCLE, PHASES
 
@@ -69,7 +69,7 @@ _LATENTS |= {"kernel": ("triton", *_GLUON), "width": 1, "batch_size": 128, "cont
 _STATIC = {"bench": "memory", "phase": ALL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
 _DECODE = {"bench": "kernels", "kernel": "triton", "width": 1}
 _CYCLE = {"phase": CYCLE, "context": 4096}
-_ALONE = {"bench": "plans", "phase": tuple(PHASES), "context": 4096}
+_ALONE = {"bench": "plans", "phase": (*PHASES, BLOCK, RAGGED), "context": 4096}
 _INSTANCES = {"phase": INSTANCES, "context": 4096, "page_size": (64, 256), "batch_size": (1, 32, 128)}
 _SAMPLED = {"bench": "sampling", "requests": 128}
 _PLANNING = {"flashmla": (14, 20), "vllm_flash_attn": (10, 14), "flashmla_sparse": (30, 40), "flashinfer_fa3": (18, 30)}
