@@ -259,7 +259,7 @@ class Step:
         out_cache_loc: Tensor | None = None,
         **host: Unpack[HostBounds],
     ) -> Self:
-        """A block of drafted tokens in one forward (DFlash, DSpark, P-EAGLE): every row sees the committed tokens and
+        """A block of drafted tokens in one forward (DFlash, DSpark): every row sees the committed tokens and
         all rows of the block. The next block is written over it, so it commits nothing.
         """
         query = UniformQuery(block_size)

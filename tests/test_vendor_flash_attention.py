@@ -25,8 +25,9 @@ from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.tile_sizes import TileSizes
 from attn_backends.layer import AttentionLayer, AttentionOutput, LatentQuery, joined
 from attn_backends.selection import providers
+from attn_backends.selection.choose import Workload, choose_kernels
 from attn_backends.vendors import flash_attention, flash_attention_tiles
-from spec_metadata import StepKind
+from spec_metadata import Capacity, StepKind
 from spec_metadata.capacity import ceil_div
 from tests.checks import check_eager, check_replay
 from tests.triton_interpreter import interpreted
@@ -406,6 +407,26 @@ def test_sinks_are_of_the_package_that_is_known_to_take_them(backend: Any) -> No
     }
     assert found == ({"vllm_flash_attn"} if backend is FA3Backend else set())
     assert not any(able.sinks for name in NAMES[:2] for able in kernel_of(backend, name).capabilities.values())
+
+
+@pytest.mark.parametrize(
+    ("topk", "dtype", "verify"),
+    [(1, torch.bfloat16, "vllm_flash_attn"), (3, torch.bfloat16, "triton"), (1, torch.float32, "triton")],
+    ids=["chain", "tree", "float32 sinks"],
+)
+def test_auto_takes_it_for_the_layers_of_gpt_oss(topk: int, dtype: torch.dtype, verify: str) -> None:
+    """But over trees, for the windows, and for sinks that it would round."""
+    full = AttentionLayer(0, 64, 8, 64, 64, 0.125, sinks=torch.zeros(64, dtype=dtype))
+    kernels = [
+        replace(kernel_of(FA3Backend, name), unavailable_reasons=lambda device: [])
+        for name in ("vllm_flash_attn", "triton")
+    ]
+    capacity = Capacity(4, 1000, 64, topk=topk, num_steps=3, num_draft_tokens=4 if topk == 1 else 8)
+    workload = Workload(64, (full, replace(full, window=128)), torch.bfloat16, capacity=capacity)
+    chosen = choose_kernels("fa3", kernels, "auto", torch.device("cuda"), workload)
+    assert chosen[StepKind.TARGET_VERIFY].kernel.name == verify
+    assert chosen[StepKind.PREFILL].kernel.name == ("triton" if dtype is torch.float32 else "vllm_flash_attn")
+    assert bool(chosen[StepKind.TARGET_VERIFY].passed_over) == (verify == "triton")
 
 
 def kernel_of(backend: Any, name: str) -> Kernel[Any]:
