@@ -53,9 +53,10 @@ class Capacity:
     topk: branches of a draft level. num_steps: drafted depth. num_draft_tokens: nodes of the draft tree, the root
     (the last sampled token) included. num_rerun: committed positions that a draft extend runs again before the accepted
     ones, num_steps - 1 for one MTP module per step (`docs/mtp.md`). num_extended: rows of a draft extend after those,
-    at least the longest accepted path, which None stands for; an engine that extends by every verified node, as SGLang
-    does, says num_draft_tokens. block_size: query rows of a draft block, num_draft_tokens for None: the root and a mask
-    token for each drafted one, as DFlash has it; DSpark's has no row for the root.
+    at least the longest accepted path, which None stands for. An engine that extends by every verified node, as SGLang
+    does, says num_draft_tokens, one with P-EAGLE's mask rows 2 * num_steps. block_size: query rows of a draft block,
+    num_draft_tokens for None: the root and a mask token for each drafted one, as DFlash has it; DSpark's has no row for
+    the root.
     """
 
     max_bs: int
@@ -84,10 +85,9 @@ class Capacity:
             )
         if self.num_rerun < 0:
             raise InvalidStepError(f"num_rerun must be at least 0, got {self.num_rerun}")
-        if self.num_extended is not None and not self.max_accepted <= self.num_extended <= self.num_draft_tokens:
+        if self.num_extended is not None and self.num_extended < self.max_accepted:
             raise InvalidStepError(
-                f"num_extended must be in [{self.max_accepted}, {self.num_draft_tokens}], from the longest accepted "
-                f"path to num_draft_tokens; got {self.num_extended}"
+                f"num_extended must be at least {self.max_accepted}, the longest accepted path; got {self.num_extended}"
             )
 
     def with_draft(self, topk: int, num_steps: int, num_draft_tokens: int) -> Capacity:
@@ -134,7 +134,8 @@ class Capacity:
 
         A draft extend starts at position 0 where fewer than num_rerun tokens are committed, and one token always is.
         """
-        return max(self.num_draft_tokens, self.topk * self.num_steps, self.extend_width - 1, self.block_width)
+        extended = max(self.extend_width - 1, self.num_extended or 0)
+        return max(self.num_draft_tokens, self.topk * self.num_steps, extended, self.block_width)
 
     @cached_property
     def max_tokens(self) -> int:

@@ -19,6 +19,7 @@ FORMATS = {
     "2": "SafeAILab EAGLE-1/2, Qwen2",
     "D": "DFlash",
     "K": "DSpark",
+    "P": "P-EAGLE",
     "B": "block draft",
 }
 ARCHITECTURES = {
@@ -127,15 +128,15 @@ D dflash RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash
 D dflash RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash
 D dflash RedHatAI/Qwen3-30B-A3B-speculator.dflash
 D dflash RedHatAI/Qwen3-8B-speculator.dflash
-B other RedHatAI/Qwen3-8B-speculator.peagle
+P qwen3 RedHatAI/Qwen3-8B-speculator.peagle
 K dflash RedHatAI/Qwen3.6-35B-A3B-speculator.dspark
 D dflash RedHatAI/gemma-4-31B-it-speculator.dflash
 """
 
 
 class Named(NamedTuple):
-    """A head. format: one of `head_catalogue.FORMATS`, DFlash, DSpark, or a block draft of another format. why_not:
-    why it can't run, empty if it can.
+    """A head. format: one of `head_catalogue.FORMATS`, DFlash, DSpark, P-EAGLE, or a block draft of another format.
+    why_not: why it can't run, empty if it can.
     """
 
     name: str

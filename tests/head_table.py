@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,11 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attn_backends.errors import AttnBackendsError
 from attn_backends.registry import get_backend
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.parallel import ParallelWorker
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
-from attn_backends_reference.models import load_draft
+from attn_backends_reference.models import TargetModel, load_draft, load_parallel
 from attn_backends_reference.models.block import load_block
 from attn_backends_reference.models.families import served_families
+from attn_backends_reference.models.peagle import PEagleModel
 from spec_metadata import CacheGeometry, Capacity
 from tests import reference_models as rm
 from tests.block_formats import BLOCKS, DSPARKS
@@ -26,9 +28,13 @@ from tests.head_formats import Format, write
 from tests.head_judges import SGLANG, VLLM
 from tests.head_names import HEADS, Named
 from tests.head_runs import CLOSE, TEXT, DenseAttention, expected_log_probs, log_probs, oracle_of, target_of
+from tests.peagle_formats import PEAGLES
 from tests.serving_scenes import PHASES
 
 BLOCK_FORMATS = {"DFlash": BLOCKS, "DSpark": DSPARKS}
+PARALLEL = "P-EAGLE"
+RUN = FORMATS | {PARALLEL: PEAGLES["speculators P-EAGLE"]}
+"""The formats whose heads run with a target of their own here."""
 PAGE = Path(__file__).parent.parent / "docs" / "heads.md"
 
 
@@ -74,8 +80,9 @@ def format_results(name: str) -> tuple[bool, bool]:
 def head_results() -> Iterator[tuple[Named, bool, bool]]:
     """Each named head, whether its format loads, and whether a target of its architecture runs with such a head."""
     loads = {name: format_results(name)[0] for name in FORMATS} | {
-        name: blocks_load(forms) for name, forms in BLOCK_FORMATS.items()
+        name: all_load(forms) for name, forms in BLOCK_FORMATS.items()
     }
+    loads[PARALLEL] = all_load(PEAGLES, load_parallel)
     tiny = {
         rm.family_of(name).architecture: name
         for name in ("gqa", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "olmoe", "gpt_oss", "mla", "mla_glm")
@@ -87,18 +94,18 @@ def head_results() -> Iterator[tuple[Named, bool, bool]]:
     for head in HEADS:
         pair = (head.format, head.architecture)
         if pair not in ran:
-            fits = head.architecture in tiny and head.format in FORMATS and loads[head.format]
+            fits = head.architecture in tiny and head.format in RUN and loads[head.format]
             ran[pair] = fits and runs(head.format, tiny[head.architecture])
         yield head, loads.get(head.format, False), ran[pair]
 
 
-def blocks_load(formats: Mapping[str, Format]) -> bool:
+def all_load(formats: Mapping[str, Format], load: Callable[[str, TargetModel], object] = load_block) -> bool:
     """Whether folders of published block drafts load."""
     for form in formats.values():
         with TemporaryDirectory() as folder:
             write(form, Path(folder))
             try:
-                load_block(folder, target_of(form))
+                load(folder, target_of(form))
             except AttnBackendsError:
                 return False
     return True
@@ -108,14 +115,19 @@ def runs(format: str, tiny: str) -> bool:
     """Whether a tiny target emits by a head of a format what it emits plainly."""
     target = rm.served_target(tiny, tiny_target(tiny))
     with TemporaryDirectory() as folder:
-        write(FORMATS[format], Path(folder))
-        draft = load_draft(folder, target)
-    capacity, prompts = Capacity(2, 40, 4, 3, 3, 10), [TEXT[:11].tolist(), TEXT[20:24].tolist()]
+        write(RUN[format], Path(folder))
+        draft = load_parallel(folder, target) if format == PARALLEL else load_draft(folder, target)
+    shape = Capacity(2, 40, 4, 1, 3, 4, num_extended=6) if format == PARALLEL else Capacity(2, 40, 4, 3, 3, 10)
+    capacity, prompts = shape, [TEXT[:11].tolist(), TEXT[20:24].tolist()]
     geometry = CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
     backend = get_backend("fa3")(capacity, geometry, kernel="torch")
     place = (PhaseBackends(**dict.fromkeys(PHASES, backend)), capacity, geometry, WorkerOptions(chunk=5))
-    workers = (EagleWorker(target, draft, *place), PlainWorker(target, *place))
-    drafted, plain = ([done.tokens for done in serve(worker, prompts, 10)] for worker in workers)
+    worker = (
+        ParallelWorker(target, draft, *place) if isinstance(draft, PEagleModel) else EagleWorker(target, draft, *place)
+    )
+    drafted, plain = (
+        [done.tokens for done in serve(each, prompts, 10)] for each in (worker, PlainWorker(target, *place))
+    )
     return drafted == plain
 
 

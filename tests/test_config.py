@@ -63,9 +63,10 @@ def test_every_preset_runs_on_every_backend(preset, backend):
     assert isinstance(run.capacity, Capacity)
 
 
-def test_a_run_of_modules_has_no_phase_of_drafting():
+def test_a_run_of_modules_has_no_phase_of_drafting(load):
     assert load_run_config("chain").phases == PHASES
     assert load_run_config("mtp").phases.keys() == PHASES.keys() - {"draft"}
+    assert load(FA3 + EAGLE + 'worker = "parallel"').phases.keys() == PHASES.keys() - {"draft"}
     block = load_run_config("block").phases
     assert block.keys() == PHASES.keys() - {"draft_extend"}
     assert block["draft"] is StepKind.DRAFT_BLOCK
@@ -162,7 +163,10 @@ def test_phases_without_a_common_format_are_refused(load):
             FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\nplaceholder_token = -1',
             r"model.placeholder_token: must be at least 0, got -1$",
         ),
-        (FA3 + EAGLE + "worker = 'eagel'", r"eagle.worker: must be 'eagle', 'mtp' or 'block', got 'eagel'$"),
+        (
+            FA3 + EAGLE + "worker = 'eagel'",
+            r"eagle.worker: must be 'eagle', 'mtp', 'block' or 'parallel', got 'eagel'$",
+        ),
         (FA3 + EAGLE + "worker = 'mtp'\ndraft_graphs = 'two'", r"eagle.draft_graphs: .* got 'two'"),
         (
             FA3 + EAGLE.replace("= 4", "= 3") + "worker = 'mtp'",

@@ -171,7 +171,7 @@ WINDOWS = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_s
         (DSPARK, {"confidence_head_with_markov": True}, "confidence_head"),
         ("DSpark", {"architectures": ["Gemma4DSparkModel"]}, r"of other layers than Qwen3's \(Gemma4DSparkModel\)"),
         ("DSpark", {"dspark_config": {"markov_rank": 3}}, "dspark_config="),
-        (PLAIN, {"architectures": ["PeagleLlamaForCausalLM"]}, "not served: its masks' own hidden state"),
+        (PLAIN, {"architectures": ["PeagleLlamaForCausalLM"]}, "is a P-EAGLE head, .* worker = 'parallel' runs"),
         (PLAIN, {"architectures": ["DominoDraftModel"]}, "not served: its recurrent head"),
     ],
 )

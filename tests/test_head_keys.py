@@ -155,8 +155,11 @@ def test_a_key_of_eagle_config_that_is_ignored_is_seen(key: str, tmp_path: Path)
     assert is_seen("NVIDIA Model Optimizer", key, tmp_path / "left out")
 
 
-@pytest.mark.parametrize("key", keys.FIXED)
-@pytest.mark.parametrize("inside", [False, True], ids=["top", "eagle_config"])
+ONE_VALUE = [(key, inside) for key in keys.FIXED for inside in (False, True)]
+ONE_VALUE.remove(("parallel_drafting", False))  # which says that it is a P-EAGLE head
+
+
+@pytest.mark.parametrize(("key", "inside"), ONE_VALUE)
 def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_path: Path) -> None:
     other = not keys.FIXED[key] if isinstance(keys.FIXED[key], bool) else 3
     ids = FORMATS["SpecForge"].config["eagle_config"]
@@ -216,11 +219,13 @@ def test_a_key_of_one_value_is_refused_with_another(key: str, inside: bool, tmp_
             {"speculators_model_type": "dspark"},
             r"is a block draft \(dspark\), .* worker = .block. runs it",
         ),
-        ("speculators", {"speculators_model_type": "peagle"}, r"is a block draft \(peagle\), .* masks' own hidden"),
+        ("speculators", {"speculators_model_type": "peagle"}, "is a P-EAGLE head, .* worker = 'parallel' runs it"),
         ("speculators", {"speculators_model_type": "dflash2"}, r"is a block draft \(dflash2\), .* a convolution"),
         ("SpecForge", {"architectures": ["DFlashDraftModel"]}, r"is a block draft \(DFlashDraftModel\)"),
         ("SpecForge", {"architectures": ["Qwen3DSparkModel"]}, r"is a block draft \(Qwen3DSparkModel\)"),
-        ("SpecForge", {"architectures": ["PEagleDraftModel"]}, r"is a block draft \(PEagleDraftModel\)"),
+        ("SpecForge", {"architectures": ["PEagleDraftModel"]}, "is a P-EAGLE head"),
+        ("SpecForge", {"parallel_drafting": True}, "is a P-EAGLE head"),
+        ("SpecForge", {"ptd_token_id": 3}, "is a P-EAGLE head"),
     ],
 )
 def test_what_is_refused_by_its_name(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:

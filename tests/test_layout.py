@@ -242,7 +242,9 @@ BAD: dict[str, Callable[[], object]] = {
     ),
     "max_context must be a whole number, got 8.0": lambda: Capacity(1, 8.0, 4),  # type: ignore[arg-type]
     "num_rerun must be a whole number, got '2'": lambda: Capacity(1, 8, 4, num_rerun="2"),  # type: ignore[arg-type]
-    r"num_extended must be in \[4, 16\]": lambda: Capacity(1, 8, 4, 4, 3, num_draft_tokens=16, num_extended=3),
+    "num_extended must be at least 4, the longest accepted path; got 3": lambda: Capacity(
+        1, 8, 4, 4, 3, num_draft_tokens=16, num_extended=3
+    ),
     "num_extended must be a whole number, got '4'": lambda: Capacity(1, 8, 4, num_extended="4"),  # type: ignore[arg-type]
     "max_bs must be at least 1, got 0": lambda: Capacity(0, 8, 4),
     "max_context must be at least 1": lambda: Capacity(1, 0, 4),
@@ -362,3 +364,9 @@ def test_an_engine_may_extend_by_every_verified_node() -> None:
     assert (accepted.extend_width, every.extend_width) == (4, 16)
     assert every.bucket(StepKind.DRAFT_EXTEND, 2).width == 16
     assert every.draft_room >= every.extend_width
+
+
+def test_mask_rows_behind_the_accepted_ones_have_room() -> None:
+    """P-EAGLE's draft extend has more rows than a verify, and begins behind up to max_context tokens."""
+    capacity = Capacity(2, 32, 4, 1, 3, 4, num_extended=6)
+    assert (capacity.extend_width, capacity.draft_room, capacity.max_tokens) == (6, 6, 38)

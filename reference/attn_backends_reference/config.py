@@ -68,7 +68,9 @@ class RunConfig(Options):
 
     @property
     def phases(self) -> dict[str, StepKind]:
-        """The phases that the run has, and their kinds of step; MTP drafts in its draft extend, a block has none."""
+        """The phases that the run has, and their kinds of step; MTP and P-EAGLE draft in their draft extend, and a
+        block has none.
+        """
         if self.eagle is None:
             return {phase: PHASES[phase] for phase in ("prefill", "decode")}
         if self.eagle.worker == "block":

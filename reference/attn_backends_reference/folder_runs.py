@@ -34,9 +34,10 @@ def run_of_folders(target: str, draft: str | None, draft_positions: int | None) 
     Raises `CheckpointError` as `open_target` does, if the draft's folder has no config.json, and for a block draft.
     """
     found = open_target(target)
-    said = None if draft is None else _positions(draft)
+    said, eagle = (None, CHAIN) if draft is None else _of_draft(draft)
     named = said if draft_positions is None else draft_positions
-    own, room = found.config.max_position_embeddings, max(CHAIN.values()) if draft else 0
+    room = 2 * CHAIN["num_steps"] if "worker" in eagle else max(CHAIN.values())
+    own, room = found.config.max_position_embeddings, room if draft else 0
     max_context = min(MAX_CONTEXT, *(positions - room for positions in (own, named) if positions is not None))
     notes = [f"max_context = {max_context:,}: prompt and output together; the target has {own:,} positions"]
     if named is not None and named < own:
@@ -55,19 +56,23 @@ def run_of_folders(target: str, draft: str | None, draft_positions: int | None) 
     }
     if draft_positions is not None:
         tables["model"]["draft_positions"] = draft_positions
-    return FolderRun(tables | ({"eagle": CHAIN} if draft else {}), tuple(notes))
+    return FolderRun(tables | ({"eagle": eagle} if draft else {}), tuple(notes))
 
 
-def _positions(draft: str) -> int:
-    """The positions that a draft's folder was made for. Refuses a block draft, which runs no chain."""
+def _of_draft(draft: str) -> tuple[int, dict[str, Any]]:
+    """The positions that a draft's folder was made for, and how it drafts. Refuses a block draft, whose number of
+    tokens is its own.
+    """
     from attn_backends_reference.models.block_draft import ARCHITECTURE
 
     fields = folders.read_fields(folders.find(draft, EMBEDDED_DRAFTS | EMBEDDED_BLOCKS) / "config.json")
     kinds = head_keys.names(fields)
+    if head_keys.is_parallel(fields):
+        return head_keys.positions(fields, draft), {"worker": "parallel", **CHAIN}
     if head_keys.block_drafts(kinds) or ARCHITECTURE in kinds:
         why = "; ".join(head_keys.missing_parts(kinds)) or 'a file with worker = "block" runs it (--config block)'
         raise CheckpointError(f"{draft} is a block draft ({', '.join(kinds)}), which drafts all tokens at once: {why}")
-    return head_keys.positions(fields, draft)
+    return head_keys.positions(fields, draft), CHAIN
 
 
 def _dtype(found: TargetFolder) -> str:

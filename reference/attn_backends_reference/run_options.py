@@ -20,7 +20,7 @@ PHASES = {
 }
 
 
-CHAINS = {"mtp": "one token a module", "block": "one token a mask"}
+CHAINS = {"mtp": "one token a module", "block": "one token a mask", "parallel": "one token a row"}
 """Workers that draft chains alone, and what of."""
 
 
@@ -81,15 +81,16 @@ class AdaptiveOptions(Options):
 class EagleOptions(Options):
     """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
 
-    worker: "eagle", one draft for all steps, "mtp", a module for each, or "block", all in one forward. draft_graphs: of
-    "mtp", "one" graph for all modules (the default) or one "per_module". verify_threshold: of "eagle" with topk = 1,
-    least probability that the draft gives to the path of a row that is verified; verify_rows: rows of a verify at most,
-    of all requests, at least one each. Without both, all that is drafted is verified. draft_window: of "eagle", the
-    last committed tokens that drafts see (None: all); draft_sink_tokens: the first ones, beside it, in whole pages.
-    adaptive: of "eagle", sets of steps within these sizes, one for each cycle; None drafts as these sizes say.
+    worker: "eagle", one draft for all steps, "mtp", a module for each, "block", all in one forward, or "parallel", all
+    in the draft extend. draft_graphs: of "mtp", "one" graph for all modules (the default) or one "per_module".
+    verify_threshold: of "eagle" with topk = 1, least probability that the draft gives to the path of a row that is
+    verified; verify_rows: rows of a verify at most, of all requests, at least one each. Without both, all that is
+    drafted is verified. draft_window: of "eagle", the last committed tokens that drafts see (None: all);
+    draft_sink_tokens: the first ones, beside it, in whole pages. adaptive: of "eagle", sets of steps within these
+    sizes, one for each cycle; None drafts as these sizes say.
     """
 
-    worker: Literal["eagle", "mtp", "block"] = "eagle"
+    worker: Literal["eagle", "mtp", "block", "parallel"] = "eagle"
     topk: Count
     num_steps: Count
     num_draft_tokens: Count
@@ -117,8 +118,8 @@ class EagleOptions(Options):
     @field_validator("verify_threshold", "verify_rows")
     @classmethod
     def _is_of_chains(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("worker") == "mtp":
-            raise ValueError("worker = 'mtp' keeps no probabilities of its drafts; worker = 'eagle' does")
+        if value is not None and (worker := info.data.get("worker")) != "eagle":
+            raise ValueError(f"worker = {worker!r} keeps no probabilities of its drafts; worker = 'eagle' does")
         if value is not None and info.data.get("topk", 1) > 1:
             raise ValueError(f"the rows of a ragged verify are a chain; set topk = 1, not {info.data['topk']}")
         return value

@@ -16,10 +16,11 @@ from torch import Tensor
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import PerRequest, PerToken, Phase
+from attn_backends_reference.eagle.chains import Chains, ChainTrees
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, verify_phase
-from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, Chains
+from attn_backends_reference.eagle.phases import Accepted, Model, VerifyInputs, verify_phase
+from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import SpeculativeWorker
@@ -29,7 +30,6 @@ from attn_backends_reference.pieces import Forward, PackedPhase
 from spec_metadata import (
     CacheGeometry,
     Capacity,
-    DraftTree,
     Step,
     StepKind,
     UniformQuery,
@@ -92,9 +92,7 @@ class BlockWorker(SpeculativeWorker):
         )
         self._first_context = self._prefill_runner(context_prefill_phase(filling, capacity))
         self._roots = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
-        chains = torch.zeros(capacity.max_bs, capacity.num_draft_tokens, dtype=torch.int64, device=self.device)
-        parents = (torch.arange(capacity.num_draft_tokens, device=self.device) - 1).clamp_min(0).expand_as(chains)
-        self._shape = DraftTree.from_parents(chains, parents, capacity.num_steps)
+        self._trees = ChainTrees(capacity, self.device)
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
@@ -104,10 +102,10 @@ class BlockWorker(SpeculativeWorker):
         block = Step.draft_block(capacity.block_width, lens, paging, **bounds)
         chains = self._run(self._draft, block, Roots(self._roots[index])).tokens
         timings.mark("draft")
-        bs, shape = len(index), self._shape
-        tree = TreeFields(chains, shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
         verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **bounds)
-        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        accepted = self._run(
+            self._verify, verifying, VerifyInputs.of(self._trees.of(chains), kept(self._sampling, index))
+        )
         timings.mark("verify")
         extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
         self._run(self._context, extending, accepted)

@@ -17,6 +17,7 @@ from attn_backends_reference.eagle.adaptive import AdaptiveSteps
 from attn_backends_reference.eagle.block import BlockWorker
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
+from attn_backends_reference.eagle.parallel import ParallelWorker
 from attn_backends_reference.eagle.requests import Completion, DraftShape
 from attn_backends_reference.eagle.serving import Server, serve
 from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
@@ -26,6 +27,7 @@ from attn_backends_reference.models import (
     Tokenizer,
     load_draft,
     load_mtp,
+    load_parallel,
     load_tokenizer,
     open_target,
 )
@@ -33,6 +35,8 @@ from attn_backends_reference.models.block import BlockModel, load_block
 from attn_backends_reference.models.decoder import PagedModel
 from attn_backends_reference.run_options import PHASES, AdaptiveOptions
 from spec_metadata import CacheGeometry, Capacity
+
+Speculative = EagleWorker | MtpWorker | BlockWorker | ParallelWorker
 
 
 class Engine:
@@ -58,7 +62,7 @@ class Engine:
         self.backends = PhaseBackends(**{phase: made[config.backends.of(phase)] for phase in PHASES})
 
     @cached_property
-    def eagle(self) -> EagleWorker | MtpWorker | BlockWorker:
+    def eagle(self) -> Speculative:
         """The speculative worker; its graphs are captured at the first use."""
         if self.config.eagle is None:
             raise ConfigError(
@@ -68,6 +72,10 @@ class Engine:
         first, *further = self.drafts
         if isinstance(first, BlockModel):
             return BlockWorker(self.target, first, *place)
+        from attn_backends_reference.models.peagle import PEagleModel
+
+        if isinstance(first, PEagleModel):
+            return ParallelWorker(self.target, first, *place)
         if self.config.eagle.worker == "mtp":
             return MtpWorker(self.target, [first, *(each for each in further if isinstance(each, DraftModel))], *place)
         return EagleWorker(self.target, first, *place)
@@ -78,7 +86,7 @@ class Engine:
         return PlainWorker(self.target, self.backends, self._capacity, self.geometry, self._options)
 
     @property
-    def worker(self) -> EagleWorker | MtpWorker | BlockWorker | PlainWorker:
+    def worker(self) -> Speculative | PlainWorker:
         """The worker of the run: plain if it has no draft."""
         return self.plain if self.config.eagle is None else self.eagle
 
@@ -205,7 +213,9 @@ def build_engine(config: RunConfig, on_bytes: Callable[[int], None] = lambda _: 
 
 
 def _capacity(config: RunConfig, drafts: Sequence[DraftModel | BlockModel]) -> Capacity:
-    """That of a run; a block draft says how many rows a block has."""
+    """That of a run; a block draft says how many rows a block has, and P-EAGLE extends by its mask rows, too."""
+    if config.eagle is not None and config.eagle.worker == "parallel":
+        return replace(config.capacity, num_extended=2 * config.eagle.num_steps)
     sizes = [draft.block_size for draft in drafts if isinstance(draft, BlockModel)]
     return replace(config.capacity, block_size=sizes[0]) if sizes else config.capacity
 
@@ -222,4 +232,6 @@ def _load_drafts(config: RunConfig, target: TargetModel) -> tuple[DraftModel | B
         return load_mtp(config.model.draft, target)
     if config.eagle.worker == "block":
         return (load_block(config.model.draft, target),)
+    if config.eagle.worker == "parallel":
+        return (load_parallel(config.model.draft, target),)
     return (load_draft(config.model.draft, target),)

@@ -20,6 +20,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.runner import Phase, PhaseRunner
+from attn_backends_reference.eagle.chains import ChainTrees
 from attn_backends_reference.eagle.draft_checks import check_drafts
 from attn_backends_reference.eagle.kept_embeddings import KeptEmbeddings
 from attn_backends_reference.eagle.launches import Launch, Timings
@@ -36,7 +37,6 @@ from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     CacheGeometry,
     Capacity,
-    DraftTree,
     Sampling,
     Step,
     StepKind,
@@ -91,10 +91,10 @@ class MtpWorker(SpeculativeWorker):
         self._kept = None if self.embedding_form is None else KeptEmbeddings(self.embedding_form, capacity)
         self._window = self._window_runner(window_phase(extending[:num_first], capacity))
         self._further = [self._window_runner(phase) for phase in further]
-        num_nodes = capacity.num_draft_tokens
-        self._chains = torch.zeros(capacity.max_bs + 1, num_nodes, dtype=torch.int64, device=self.device)
-        parents = (torch.arange(num_nodes, device=self.device) - 1).clamp_min(0).expand_as(self._chains)
-        self._shape = DraftTree.from_parents(self._chains, parents, capacity.num_steps)
+        self._chains = torch.zeros(
+            capacity.max_bs + 1, capacity.num_draft_tokens, dtype=torch.int64, device=self.device
+        )
+        self._chain_trees = ChainTrees(capacity, self.device)
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""
@@ -201,8 +201,7 @@ class MtpWorker(SpeculativeWorker):
 
     def _trees(self, index: Tensor) -> TreeFields:
         """The chains of some rows, as trees."""
-        bs, shape = len(index), self._shape
-        return TreeFields(self._chains[index], shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
+        return self._chain_trees.of(self._chains[index])
 
     def _window_runner(self, phase: Phase[Inputs, Window]) -> PhaseRunner[Inputs, Window]:
         if self._kept is not None:

@@ -32,7 +32,7 @@ from spec_metadata import (
     token_positions,
 )
 
-M = TypeVar("M", bound=PagedModel)
+M = TypeVar("M", bound=PagedModel, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attn_backends.runner import PerRequest, PerToken
+from attn_backends_reference.eagle.chains import Chains
 from attn_backends_reference.eagle.mtp_phases import Modules, Rows, chain, draft_over
 from attn_backends_reference.eagle.phases import (
     DraftState,
@@ -70,6 +71,13 @@ class DraftPrefillInputs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MaskedPrefillInputs(DraftPrefillInputs):
+    """Behind each request's rows the mask rows, which end with its last row. is_mask: [num_tokens] bool."""
+
+    is_mask: PerToken
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ModulesPrefillInputs(Rows):
     """tokens: [bs, N + 2K] int64 of at most N rows per request, and root: [bs] int64, as in `Window`. hidden:
     [num_tokens, H], the target's.
@@ -82,13 +90,6 @@ class ModulesPrefillInputs(Rows):
     def multimodal(self, k: int) -> MultimodalRows | None:
         """As of `PrefillInputs`, of the tokens that module k takes."""
         return None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Chains:
-    """tokens: [bs, K + 1] int64, the root and the drafts after it."""
-
-    tokens: PerRequest
 
 
 def prefill_phase(target: Model[TargetModel], capacity: Capacity) -> PackedPhase[PrefillInputs, Prefilled]:

@@ -9,6 +9,7 @@ from attn_backends_reference.models.loading import (
     EMBEDDED_DRAFTS,
     load_draft,
     load_mtp,
+    load_parallel,
     load_tokenizer,
 )
 from attn_backends_reference.models.targets import EMBEDDED_TARGETS, TargetFolder, load_target, open_target
@@ -26,6 +27,7 @@ __all__ = [
     "Tokenizer",
     "load_draft",
     "load_mtp",
+    "load_parallel",
     "load_target",
     "load_tokenizer",
     "open_target",

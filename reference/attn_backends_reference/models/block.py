@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from attn_backends.cache import KeyValues
+from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders, weights
 from attn_backends_reference.models.attention import Attention
 from attn_backends_reference.models.decoder import Family, PagedModel, TargetModel
@@ -67,6 +68,8 @@ def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
 
     path = folders.find(folder, EMBEDDED_BLOCKS)
     fields = folders.read_fields(path / "config.json")
+    if head_keys.is_parallel(fields):
+        raise CheckpointError(f"{path} is a P-EAGLE head, whose rows are causal: worker = 'parallel' runs it")
     if head_keys.block_drafts(head_keys.names(fields)):
         return dflash.load_dflash(path, fields, target)
     _, config = folders.read_config(path, {ARCHITECTURE: LLAMA}, own=("block_size",))

@@ -77,7 +77,7 @@ def is_eagle3(fields: Fields) -> bool:
     """
     named = keys.names(fields)
     known = {*keys.GQA_ARCHITECTURES, *keys.MLA_ARCHITECTURES}
-    is_named = bool(keys.block_drafts(named)) or not known.isdisjoint(named)
+    is_named = bool(keys.block_drafts(named)) or keys.is_parallel(fields) or not known.isdisjoint(named)
     return is_named or "draft_vocab_size" in fields or "speculators_model_type" in fields
 
 
@@ -86,6 +86,10 @@ def read_eagle3(fields: Fields, where: object) -> HeadConfig:
 
     Raises `CheckpointError`, which names the key, if it asks for what is not served.
     """
+    if keys.is_parallel(fields):
+        raise CheckpointError(
+            f"{where} is a P-EAGLE head, which drafts all tokens at once: worker = 'parallel' runs it"
+        )
     blocks = keys.block_drafts(keys.names(fields))
     if blocks:
         why = "; ".join(keys.missing_parts(blocks)) or 'worker = "block" runs it'
@@ -94,6 +98,11 @@ def read_eagle3(fields: Fields, where: object) -> HeadConfig:
     is_mla = not set(keys.MLA_ARCHITECTURES).isdisjoint(keys.names(fields))
     honoured, inert = (keys.MLA_HONOURED, keys.MLA_INERT) if is_mla else (keys.GQA_HONOURED, ())
     keys.check_keys(flat, where, honoured, inert)
+    return head_of(flat, fields, where, is_mla)
+
+
+def head_of(flat: Fields, fields: Fields, where: object, is_mla: bool) -> HeadConfig:
+    """What checked keys say of a head. flat: its keys and those of its layers. fields: as they stand in the file."""
     eagle = keys.eagle_config(flat, where)
     layer = layer_config(flat, where, is_mla, "speculators_model_type" in fields)
     taps = _taps(flat, eagle, where)

@@ -26,11 +26,12 @@ BLOCK_DRAFTS = {
     "dflash2": "a convolution over the block and a selector of candidates are missing",
     "dflash": "",
     "dspark": "",
-    "peagle": "its masks' own hidden state, and blocks whose rows are causal, are missing",
     "domino": "its recurrent head, which draws a block's tokens one after another, is missing",
 }
 """Drafts of a whole block in one forward, by what their architectures and types have in common, and what is missing to
 serve them; DFlash's and DSpark's are served."""
+PARALLEL_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""What speculators and NeMo, vLLM and AWS call the token of P-EAGLE's mask rows."""
 DSPARK_NAMES = ("Qwen3DSparkModel", "DSparkDraftModel", "DSparkSpeculator", "dspark")
 """DSpark drafts with Qwen3's layers; others are those of DeepSeek, Gemma, Kimi, Ling, LFM2, MiniMax and Muse."""
 MLA_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
@@ -69,6 +70,10 @@ DSPARK_HONOURED = (*("markov_rank", "markov_head_type", "enable_confidence_head"
 """Beside those of DFlash; the first two also inside of ``dflash_config``."""
 DFLASH_INERT = ("sliding_window_non_causal", "tie_word_embeddings")
 """Of windows, which speculators' drafts must not have, and of an output head, which is the target's or a tensor."""
+
+PARALLEL_HONOURED = (*GQA_HONOURED, *PARALLEL_TOKENS, "parallel_drafting")
+PARALLEL_INERT = ("down_sample_ratio", "down_sample_ratio_min", "num_depths")
+"""Of P-EAGLE's training: which rows of a text it took, and how many masks it put behind one."""
 
 CHECKED = ("model_type", "num_aux_hidden_states", "use_sliding_window")
 """Honoured ones that only must not contradict others."""
@@ -133,6 +138,13 @@ def positions(fields: Fields, where: object) -> int:
 def block_drafts(names: list[str]) -> list[str]:
     """Those of `names` that are a block draft's."""
     return [name for name in names if any(kind in name.lower() for kind in BLOCK_DRAFTS)]
+
+
+def is_parallel(fields: Fields) -> bool:
+    """Whether a configuration is that of a P-EAGLE head, by its name or its mask token."""
+    named = any("peagle" in name.lower() for name in names(fields))
+    said = [fields.get(key) is not None for key in PARALLEL_TOKENS[1:]]
+    return named or fields.get("parallel_drafting") is True or any(said)
 
 
 def missing_parts(names: list[str]) -> list[str]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from attn_backends_reference.models.draft import DraftHead
     from attn_backends_reference.models.mtp import MtpModule
+    from attn_backends_reference.models.peagle import PEagleModel
 
 EMBEDDED_DRAFTS = {name: f"{name}/draft" for name in EMBEDDED_TARGETS} | {
     "gqa-eagle3": "gqa/eagle3",
@@ -71,6 +72,16 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
     draft = families[architecture].draft(config)
     draft.load_state_dict(weights.read_checked(weights.read_headers(path, None), draft.state_dict()))
     return _serve(draft, target)
+
+
+def load_parallel(folder: str | Path, target: TargetModel) -> PEagleModel:
+    """The published P-EAGLE head in a folder (`models.peagle`), in the target's dtype and on its device. Raises
+    `CheckpointError` as `load_draft` does.
+    """
+    from attn_backends_reference.models import peagle
+
+    path = folders.find(folder, EMBEDDED_DRAFTS)
+    return peagle.load_peagle(path, folders.read_fields(path / "config.json"), target)
 
 
 def load_mtp(folder: str | Path, target: TargetModel) -> tuple[DraftModel, ...]:
