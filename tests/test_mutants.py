@@ -19,7 +19,7 @@ from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills
 KILLS = read_kills()
 HERE = [mutant for mutant in MUTANTS.values() if not mutant.needs]
 MAX_LINES = 10
-WORKER_LAWS = {"eagle3", "mtp", "multimodal", "prefill", "serving"}
+WORKER_LAWS = {"eagle3", "mtp", "multimodal", "parallel", "prefill", "serving"}
 LAWS = WORKER_LAWS | {"sampling"}  # their own tests run them without a mutant
 
 

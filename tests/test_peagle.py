@@ -4,7 +4,6 @@ is what an independent forward gives; every key of their configurations is honou
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +15,18 @@ from torch import Tensor
 from attn_backends.errors import CheckpointError
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
-from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.parallel import ParallelWorker
-from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.worker import PlainWorker
 from attn_backends_reference.models import ForwardAttention, load_draft, load_parallel
 from attn_backends_reference.models import head_keys as keys
 from attn_backends_reference.models.block import load_block
 from attn_backends_reference.models.peagle import PEagleModel, read_peagle
-from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Sampling, Step, token_positions
-from tests.eagle3_models import tiny_target
-from tests.head_formats import Format, write
+from spec_metadata import BlockTable, PackedQuery, Step, token_positions
+from tests import parallel_laws
+from tests.head_formats import write
 from tests.head_runs import BUDGET, TEXT, target_of
-from tests.peagle_formats import PEAGLES, PEagleOracle
-from tests.serving_scenes import PHASES
+from tests.parallel_laws import NUM_DRAFTED, oracle_of, place_of
+from tests.peagle_formats import PEAGLES
 from tests.test_head_keys import mentions, without
 from tests.test_wheel_lists import MADE
-
-NUM_DRAFTED, TOKEN_OF_NONE = 3, 0
-
-
-def oracle_of(format: Format, tensors: dict[str, Tensor]) -> PEagleOracle:
-    """Of a folder's tensors, in float64."""
-    wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-    return PEagleOracle(
-        copy.deepcopy(tiny_target(format.num_layers)).double(), format.facts, wide, format.facts["taps"]
-    )
-
-
-def place_of(num_drafted: int = NUM_DRAFTED) -> tuple[Capacity, CacheGeometry]:
-    """Of two requests."""
-    capacity = Capacity(2, 56, 4, 1, num_drafted, num_drafted + 1, num_extended=2 * num_drafted)
-    return capacity, CacheGeometry(1 + capacity.max_bs * capacity.max_pages, 4)
 
 
 @torch.no_grad()
@@ -79,50 +58,9 @@ def test_logits_are_those_of_an_independent_forward(name: str, num_drafted: int,
 
 @pytest.mark.parametrize("path", [{}, {"buckets": (1, 2), "make_graph": RecordedGraph}], ids=["eager", "graph"])
 @pytest.mark.parametrize("name", PEAGLES)
-@torch.no_grad()
-def test_a_worker_drafts_what_an_independent_forward_does(name: str, path: dict[str, Any], tmp_path: Path) -> None:
+def test_a_worker_drafts_what_an_independent_forward_does(name: str, path: dict[str, Any]) -> None:
     """After every number of accepted tokens; and its requests get the tokens of plain decoding."""
-    format, target = PEAGLES[name], target_of(PEAGLES[name])
-    oracle, draft = oracle_of(format, write(format, tmp_path)), load_parallel(tmp_path, target)
-    capacity, geometry = place_of()
-    backend = get_backend("fa3")(capacity, geometry, kernel="torch", checking=True)
-    backends, options = PhaseBackends(**dict.fromkeys(PHASES, backend)), WorkerOptions(chunk=5, **path)
-    prompt, sampling = TEXT[:11].tolist(), [Sampling(1.0, seed=5)]
-    (plain,) = serve(PlainWorker(target, backends, capacity, geometry, options), [prompt], 40, sampling=sampling)
-    worker = ParallelWorker(target, draft, backends, capacity, geometry, options)
-    drafted = with_some_right(worker, [*prompt, *plain.tokens])
-    (found,) = serve(worker, [prompt], 40, sampling=sampling)
-    assert found.tokens == plain.tokens
-    text = [*prompt, *found.tokens]
-    features = oracle.features(text)
-    assert {accepted for _, accepted, _ in drafted} == {1, 2, 3, 4}
-    for count, _, chain in drafted:
-        if count < len(text):
-            assert chain == [text[count], *oracle.drafts(text[: count + 1], features, NUM_DRAFTED)]
-
-
-def with_some_right(worker: ParallelWorker, text: list[int]) -> list[tuple[int, int, list[int]]]:
-    """Let a worker's only request verify 0, 1, 2 and 3 right tokens by turns, whatever is drafted. Returns what a list
-    gets: committed tokens, accepted ones of the last verify, and the chain that was drafted.
-    """
-    drafted, run = list[tuple[int, int, list[int]]](), worker._run
-
-    def seen(runner: Any, step: Any, inputs: Any) -> Any:
-        value = run(runner, step, inputs)
-        if runner.phase.name == "draft_extend":
-            num_accepted = int(inputs.num_accepted[0])
-            count = int(step.seq_lens[0]) + num_accepted
-            drafted.append((count, num_accepted, value.tokens[0].tolist()))
-            num_right = len(drafted) % 4
-            right, wrong = text[count + 1 : count + 1 + num_right], [TOKEN_OF_NONE] * NUM_DRAFTED
-            chain = [*drafted[-1][2][:1], *right, *wrong][: NUM_DRAFTED + 1]
-            value.tokens.copy_(torch.tensor([chain]))
-        elif runner.phase.name == "draft_prefill" and int(step.seq_lens[0]) + step.width - 2 == 11:
-            drafted.append((11, 1, value.tokens[0].tolist()))
-        return value
-
-    worker._run = seen  # type: ignore[method-assign]
-    return drafted
+    parallel_laws.check_drafts(name, **path)
 
 
 UNSEEN = {

@@ -19,6 +19,7 @@ from tests import sampling_laws
 from tests.mutants.eagle3_checks import EAGLE3_CHECKS
 from tests.mutants.mtp_checks import MTP_CHECKS
 from tests.mutants.multimodal_checks import MULTIMODAL_CHECKS
+from tests.mutants.parallel_checks import PARALLEL_CHECKS
 from tests.mutants.prefill_checks import PREFILL_CHECKS
 from tests.mutants.serving_checks import SERVING_CHECKS
 
@@ -175,4 +176,5 @@ LOCAL_CHECKS = (
     | PREFILL_CHECKS
     | EAGLE3_CHECKS
     | MULTIMODAL_CHECKS
+    | PARALLEL_CHECKS
 )
