@@ -212,17 +212,12 @@ def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, mon
 
 COMPILED = """
 import re, struct
-from itertools import product
 from types import SimpleNamespace
-import torch, triton
+import triton
 from triton.backends.compiler import GPUTarget
-from attn_backends.kernels import cuda_launch, triton_bound, triton_inputs
+from attn_backends.kernels import cuda_launch
 from attn_backends.kernels.triton_launch import Launch
-from spec_metadata import BlockTable, BoundStep, RequestTable, pad_step
-from tests.bound_batches import engine, statics
-from tests.plan_batches import Case
-from tests.planner_laws import FORMS, RINGS, garbage, written_along
-from tests.ragged_steps import CAPACITY, Ragged, static_of
+from tests.triton_compile import PLANNERS
 
 target = GPUTarget("cuda", 90, 32)
 here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
@@ -240,28 +235,8 @@ def compare(launch, variant, *arguments):
     print(len(found) - len(ours))
 
 Launch.compile = Launch.__call__ = compare
-for kind in ("verify chain", "packed extend"):
-    for form in (FORMS["ragged"], FORMS["csr"], RINGS["real"][1].form):
-        case = Case(kind, 256, 0)
-        form.bind(case.step, garbage(form.specs, case))()
-for name in ("csr", "block_table"):
-    case, form = Case("verify chain", 64, 0), FORMS[name]
-    buffers = garbage(form.specs, case)
-    plan = form.bind(case.step, buffers)
-    written_along(plan, buffers)
-    plan()
-bound = ("block_table", "verify chain"), ("csr", "verify tree"), ("real", "verify chain")
-for (name, kind), table in product(bound, (RequestTable, BlockTable)):
-    form, own = RINGS[name][1].form if name in RINGS else FORMS[name], table is BlockTable
-    case = Case(kind, 256, 0, form=table)
-    given, (static, *_) = engine(case, 0, counted=own, with_slots=own), statics(case, 0)
-    form.bind(static, garbage(form.specs, case), given.bind(static, case))()
-for kind in ("verify chain", "verify tree"):
-    case = Case(kind, 16, 0)
-    triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
-case = Ragged(0)
-triton_inputs.bind_inputs(static_of(case, case.bucket(0))[0])(case.step)(case.step)
-triton_bound.bind_ragged_read(BoundStep(static_of(case, case.bucket(0))[0], case.inputs(), case.paging, CAPACITY))()
+for launch in PLANNERS.values():
+    launch()
 """
 
 
@@ -272,4 +247,4 @@ def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["2"] * 18, "scratch pointers, of each launch"
+    assert done.stdout.split() == ["2"] * 22, "scratch pointers, of each launch"

@@ -1,4 +1,6 @@
-"""No later batch compiles a kernel anew: each is compiled for types and constants, not for sizes of a batch."""
+"""Triton compiles every kernel of ours for Hopper, and no later batch compiles one anew: each is compiled for types and
+constants, not for sizes of a batch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from attn_backends.selection.providers import GLUON_TRITON
+from tests.gluon_compile import fetch
 
 pytest.importorskip("triton", reason="Triton is not installed here")
 
@@ -36,3 +41,19 @@ def test_kernels_are_compiled_for_no_size_of_a_batch() -> None:
     for name, kernels in found.items():
         expected = OTHERS.get(name) or (DIVIDED if name.endswith("parts") else WHOLE)
         assert {kernel: len(keys) for kernel, keys in kernels.items()} == expected, f"{name}: {kernels}"
+
+
+@pytest.mark.parametrize("version", ["installed", GLUON_TRITON])
+def test_every_kernel_compiles_for_hopper(version: str, pytestconfig: pytest.Config) -> None:
+    """With the triton that is here, and with the one that Gluon is for, which GPUs have: no function is left out."""
+    place = [] if version == "installed" else [str(fetch(pytestconfig.cache.mkdir("gluon")))]
+    path = os.pathsep.join([*place, str(_ROOT), *sys.path])
+    cache = str(pytestconfig.cache.mkdir("triton"))
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "tests.triton_compile"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=_ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *kernels, (used, left) = map(json.loads, done.stdout.splitlines())
+    print(*kernels, sep="\n")  # with seconds, which depend on the machine
+    assert version == "installed" or used.startswith(f"{GLUON_TRITON}.")
+    assert left == [], "these functions no launch compiles"
