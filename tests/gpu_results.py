@@ -55,6 +55,7 @@ PARTS = {
     "tile_words": "tests.tile_words --json {file}",
     "models_8b": "tests.models_8b --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",
+    "initcheck": "tests.initcheck --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",
     "mutants_phases": "tests.mutants.gpu phases --json {file}",
 }  # the arguments of `python -m`
