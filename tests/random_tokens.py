@@ -7,8 +7,11 @@ into a copy of the packages in a process of its own, where the suite runs on the
 of each check first, until one fails. Nothing is drawn from annotations, decorators, texts and what is raised.
 
 Dropped are changes that change nothing, of which it is known how: the compiled code is the same; a capability is not
-declared any more, which leaves a correct backend that can do less; or `EQUIVALENT` says why. A change that outlives
+declared any more, which leaves a correct backend that can do less; a kernel for a GPU is declared otherwise, which no
+case on a CPU runs; `strict` only raises; or `EQUIVALENT` says why. A change that outlives
 `--seconds` of cases has survived, and is printed with the number of cases that it passed.
+
+With `--known FILE`, verdicts are appended to a file, and a change that was killed there is not run again.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import sys
 import tempfile
 import time
 import tokenize
+import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,223 +65,14 @@ SWAPS = {
     "False": "True", "min": "max", "max": "min", "clamp_min": "clamp_max", "amax": "amin", "zeros": "ones",
 }  # fmt: skip
 EQUIVALENT: Mapping[tuple[str, str, str], str] = {
-    (
-        "attn_backends/kernels/torch_attention.py",
-        "max_pages = max_kv_len // k_pages.shape[1]",
-        "2",
-    ): "latents have one head: more pages are looked at, and all past the visible keys are hidden",
-    (
-        "attn_backends/kernels/torch_attention.py",
-        "k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)",
-        "1",
-    ): "what no row sees has no weight, and 1 is as finite as 0",
-    (
-        "attn_backends/backends/trtllm_mla.py",
-        "_UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)",
-        "33",
-    ): "another page size is declared, which the torch kernel takes",
-    (
-        "attn_backends/backends/trtllm_mla.py",
-        "StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),",
-        "True",
-    ): "no prompt is a tree or of one width, which is what these would let in",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "angles = angles.view(x.shape[0], *[1] * (x.ndim - 2), -1)",
-        "3",
-    ): "what a backend rotates has two dimensions, and a list times 0 or -1 is empty",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        'return torch.where(known, values, 0), torch.where(known, gates, float("-inf"))',
-        "1",
-    ): "a gate of -inf gives it no weight",
-    (
-        "spec_metadata/plans/compressed.py",
-        'made = Dim(f"min(num_tokens, num_tokens / {ratio} + bs)", '
-        "lambda e: min(e.num_tokens, e.num_tokens // ratio + e.bs))",
-        "*",
-    ): "buffers have room for an entry of every token, which is more than a step makes",
-    (
-        "spec_metadata/plans/csr.py",
-        '"kv_indptr", torch.int32, (BS + 1,), "first entry of each request, max_pages apart", high=BS * MAX_PAGES + 1',
-        "2",
-    ): "a bound that no entry reaches is looser by one",
-    (
-        "attn_backends/backends/dsv4.py",
-        "architectures=frozenset({8, 9, 10, 11, 12}),",
-        "",
-    ): "of a kernel for a GPU, which the suite does not run on a CPU",
-    (
-        "attn_backends/backends/dsv4.py",
-        "nearest = max(whole, (geometry.page_size + whole // 2) // whole * whole)",
-        "-",
-    ): "it says which page size a refusal recommends",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "_ATTENDED = 256  # query rows whose keys are gathered at a time",
-        "257",
-    ): "rows are attended apart, however many at a time",
-    (
-        "spec_metadata/plans/slots.py",
-        "drafted: Drafted = 0",
-        "1",
-    ): "a plan is always made with it",
-    (
-        "attn_backends/kernels/torch_attention.py",
-        'share = torch.where(lse == float("-inf"), 0, torch.sigmoid(lse - sinks))',
-        "1",
-    ): "a row that sees no key is zeros, whatever its share",
-    (
-        "spec_metadata/visibility.py",
-        "if window is None or window >= (most := num_keys if num_keys == width else num_keys // width):",
-        ">",
-    ): "a window as long as the tree hides nothing of it",
-    (
-        "attn_backends/kernels/torch_attention.py",
-        "pages = torch.where(first_key < kv_lens.unsqueeze(1), pages, 0)  # ids past the visible keys may be anything",
-        "1",
-    ): "the keys of those pages are hidden, whichever page is read",
-    (
-        "attn_backends/backends/flashinfer_mla.py",
-        'mla_kernel("fa3", frozenset({9}), _VERSION),',
-        "",
-    ): "of a kernel for a GPU, which the suite does not run on a CPU",
-    (
-        "attn_backends/backends/flashinfer_mla.py",
-        'mla_kernel("fa2", frozenset({8, 9, 10, 11, 12}), _VERSION),',
-        "",
-    ): "of a kernel for a GPU, which the suite does not run on a CPU",
-    (
-        "attn_backends/backends/trtllm_mla.py",
-        "return (bind_ragged if step.kind is StepKind.PREFILL else bind_block_table)(step, buffers, bound)",
-        "is not",
-    ): "the fused planner runs on a GPU, and is held to its definition by tests of its own",
-    (
-        "spec_metadata/plans/ragged.py",
-        "shared=True,",
-        "False",
-    ): "each phase then has a table of its own, with the same contents",
-    (
-        "spec_metadata/plans/ragged.py",
-        'BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),',
-        "NUM_TOKENS + 2",
-    ): "a bound that no entry reaches is looser by one",
-    (
-        "spec_metadata/plans/compressed.py",
-        'BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),',
-        "NUM_TOKENS + 2",
-    ): "a bound that no entry reaches is looser by one",
-    (
-        "spec_metadata/plans/compressed.py",
-        'spec("num_entries", rows, "entries that a row may see", entries + 1, pad=0),',
-        "2",
-    ): "a bound that no entry reaches is looser by one",
-    (
-        "spec_metadata/plans/compressed.py",
-        "first = torch.where(live, index * ratio, 0)",
-        "1",
-    ): "the position of an entry that is not made, and is written nowhere",
-    (
-        "spec_metadata/plans/compressed.py",
-        "return read_window + max(num_draft_tokens - 2, num_draft_forwards - 1)",
-        "+",
-    ): "a larger ring holds as much, and what a cache allows is told by its own",
-    (
-        "spec_metadata/plans/compressed.py",
-        "return self.pages[request, position.clamp_min(0) // self.page_size]",
-        "1",
-    ): "a page holds whole blocks, of two tokens at least, so both are on the first",
-    (
-        "spec_metadata/plans/csr.py",
-        "shared=True,",
-        "False",
-    ): "each phase then has a list of its own, with the same contents",
-    (
-        "spec_metadata/plans/ragged.py",
-        "drafted: Drafted = 0",
-        "1",
-    ): "a plan is always made with it",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "return torch.where(best < num_visible.unsqueeze(-1), best, -1)",
-        "best, -2",
-    ): "whoever reads it asks for the sign",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "return torch.where(best < num_visible.unsqueeze(-1), best, -1)",
-        "<=",
-    ): "the one more stands behind those that the length lets attention read",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]",
-        "stable=False",
-    ): "on a CPU torch's sort is stable, whether asked or not",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "angles = angles.view(x.shape[0], *[1] * (x.ndim - 2), -1)",
-        "[2]",
-    ): "what a backend rotates has two dimensions, and a list times 0 is empty",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "if missing > 0:",
-        ">=",
-    ): "nothing is added to what misses nothing",
-    (
-        "attn_backends/kernels/torch_compressed.py",
-        "_SCORED = 64  # query rows of a request that are scored at a time",
-        "65",
-    ): "rows are scored apart, however many at a time",
-    (
-        "attn_backends/kernels/torch_attention.py",
-        "pages = kv_indices[entries.clamp(max=max(kv_indices.shape[0] - 1, 0))].long()",
-        "1",
-    ): "entries lie in the list, which is of one entry or has another last one",
-    (
-        "attn_backends/kernels/torch_attention.py",
-        "pages = block_table[:, : max_kv_len // k_pages.shape[1]].long()",
-        "*",
-    ): "more pages are looked at, and all past the visible keys are hidden",
-    (
-        "attn_backends/backends/trtllm_mla.py",
-        "_UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)",
-        "65",
-    ): "another page size is declared, which the torch kernel takes",
-    (
-        "attn_backends/backends/dsv4.py",
-        "window: ClassVar[int] = 128",
-        "129",
-    ): "another window is declared, and planned",
-    (
-        "attn_backends/backends/dsv4.py",
-        "compressions: ClassVar[tuple[Compression, ...]] = "
-        "(Compression(4, overlap=True, indexed=True), Compression(128))",
-        "129",
-    ): "another compression is declared, and planned",
-    (
-        "attn_backends/backends/dsv4.py",
-        "if given is not None and compressor is not None and pools is not None:",
-        "or",
-    ): "all three are there or none is: other inputs and caches were refused",
-    (
-        "attn_backends/backends/dsv4.py",
-        "if cache.compressor is None or layer.compression is None or selected.entry_slots is None:",
-        "and",
-    ): "all three are there or none is: another cache or query was refused",
-    (
-        "attn_backends/backends/dsv4.py",
-        "compression.read_window, self.capacity.num_draft_tokens, self.capacity.num_steps - 1",
-        "+",
-    ): "a larger ring holds as much, and what a cache allows is told by its own",
-    (
-        "attn_backends/backends/dsv4.py",
-        "return 0 if layer.compression is None else self.rings[layer.compression]",
-        "1",
-    ): "a layer without a compression has no states, however long their ring",
+    (row["file"], row["line"], row["token"]): row["why"]
+    for row in tomllib.loads((ROOT / "tests/equivalent_changes.toml").read_text(encoding="utf-8"))["equivalent"]
 }
 """(file, line without its indent, new token, or as much of the changed line as tells which; "" for any) -> why nothing
 changes."""
 
 RECORDS = ("Capabilities", "replace")  # what makes records of capabilities
+KERNELS = ("Kernel", "mla_kernel")  # what declares a kernel, its name first
 _SILENT = (ast.Raise, ast.Assert, ast.JoinedStr, ast.Import, ast.ImportFrom)
 
 
@@ -309,7 +104,16 @@ class Change:
             return "the compiled code is the same"
         if self.new == "False" and (self.line, self.column) in set(_declared(ast.parse(_text(self.file)))):
             return "it declares less, and what is not declared is refused"
+        if (self.line, self.column) in set(_of_gpu_kernels(ast.parse(_text(self.file)))):
+            return "of a kernel for a GPU, which the suite does not run on a CPU"
+        if self.is_argument("strict"):
+            return "strict only raises"
         return next((why for known, why in EQUIVALENT.items() if self.is_known_as(known)), "")
+
+    def is_argument(self, name: str) -> bool:
+        """Whether it changes the value of an argument of a name."""
+        calls = (node for node in ast.walk(ast.parse(_text(self.file))) if isinstance(node, ast.keyword))
+        return any(node.arg == name and _starts(node.value) == (self.line, self.column) for node in calls)
 
     def is_known_as(self, known: tuple[str, str, str]) -> bool:
         """Whether a key of `EQUIVALENT` means it."""
@@ -320,7 +124,7 @@ class Change:
         return told in ("", self.new) or (self.new in told and told in changed and told not in source)
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.old} -> {self.new} in: {self.source()}"
+        return f"{self.file}:{self.line}:{self.column} {self.old} -> {self.new} in: {self.source()}"
 
 
 def changes(file: str) -> list[Change]:
@@ -354,12 +158,21 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 def _declared(module: ast.Module) -> Iterator[tuple[int, int]]:
     """Where the values stand that records of capabilities are given by name."""
     for node in (each for top in module.body if isinstance(top, ast.Assign) for each in ast.walk(top)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("Capabilities", "replace")
-        ):
-            yield from ((keyword.value.lineno, keyword.value.col_offset) for keyword in node.keywords)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RECORDS:
+            yield from (_starts(keyword.value) for keyword in node.keywords)
+
+
+def _of_gpu_kernels(module: ast.Module) -> Iterator[tuple[int, int]]:
+    """Where anything stands of what declares a kernel by name that is not the torch kernel."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KERNELS and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and name.value != "torch":
+                yield from (_starts(each) for each in ast.walk(node) if isinstance(each, ast.expr))
+
+
+def _starts(node: ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def _places(node: ast.AST) -> Iterator[tuple[int, int]]:
@@ -415,6 +228,16 @@ class Verdict:
     change: Change
     outcome: str
     by: str
+
+    def __str__(self) -> str:
+        return f"{self.outcome:10} {self.change} ({self.by})"
+
+
+def killed(file: Path, change: Change) -> Verdict | None:
+    """The verdict of an earlier run, if a line of its file says that the change was killed."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    start = f"{'killed':10} {change} ("
+    return next((Verdict(change, "killed", line[len(start) : -1]) for line in lines if line.startswith(start)), None)
 
 
 def judge(change: Change, seconds: float) -> Verdict:
@@ -479,14 +302,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=300, help="of cases a change (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--known", type=Path, help="file of verdicts: read first, and appended to")
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
+    every = drawn(args.changes, args.seed)
+    known = [verdict for change in every if args.known and (verdict := killed(args.known, change))]
+    counts.update(verdict.outcome for verdict in known)
+    left = sorted(set(every) - {verdict.change for verdict in known}, key=every.index)
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("fork")) as pool:
-        judged = pool.map(judge, *zip(*((c, args.seconds) for c in drawn(args.changes, args.seed)), strict=True))
-        for verdict in judged:
+        for verdict in pool.map(judge, left, [args.seconds] * len(left)):
             counts[verdict.outcome] += 1
-            print(f"{verdict.outcome:10} {verdict.change} ({verdict.by})", flush=True)
+            print(verdict, flush=True)
+            if args.known:
+                with args.known.open("a", encoding="utf-8") as file:
+                    print(verdict, file=file)
     lasting = counts["killed"] + counts["survived"]
     print(f"{counts['killed']} of {lasting} killed; {counts['equivalent']} change nothing; seed {args.seed}")
     return int(counts["killed"] < 0.97 * lasting)
