@@ -240,7 +240,6 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"kernels \d+ of \[(\S+) rows\]", lambda: all_are("h200/demo_bfloat16", "consistent", True)),
     (MEASURED, r"This was (\S+) cases of (\S+) of", lambda: executed("h200/conformance_*", with_contract=True)),
     (MEASURED, r"of\s+today's (\S+) checks", lambda: str(len(CATALOGUE))),
-    (MEASURED, r"take turns pass\s+(\S+) cases", lambda: executed("h200/conformance_phases")[0]),
     (MEASURED, r"that adapts emits (\S+) to (\S+) of", adapted),
     (
         MEASURED,

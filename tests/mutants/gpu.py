@@ -84,11 +84,11 @@ def case_of(mutant: Mutant, check: str, known: Case | None) -> Case:
 
 
 def row_of(mutant: Mutant, check: str, known: Case | None) -> dict[str, Any]:
-    """What a check says of a mutant on both devices. known: case that kills it on the CPU."""
+    """What a check says of a mutant on both devices, the same reason once. known: case that kills it on the CPU."""
     case = case_of(mutant, check, known)
     cpu, cuda = outcome(mutant.name, case, "cpu"), outcome(mutant.name, case, "cuda")
     about = {"mutant": mutant.name, "check": check, "case": case.to_dict()}
-    return about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": cuda[1]}
+    return about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": "" if cuda == cpu else cuda[1]}
 
 
 def rows(chosen: str, processes: int) -> Iterator[dict[str, Any]]:
