@@ -31,7 +31,7 @@ from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.worker import EagleWorker, SpeculativeWorker
 from attn_backends_reference.models.decoder import DraftModel
 from attn_backends_reference.pieces import Forward, PackedPhase, PiecewiseRunner, whole
-from spec_metadata import CacheGeometry, Capacity, Sampling, pad_step
+from spec_metadata import CacheGeometry, Capacity, Sampling, Step, mixed_step, pad_step, query_starts, token_positions
 from tests import reference_models as rm
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, oracle_of, poisoned, random_tokens
 
@@ -270,3 +270,44 @@ def check_further_fields(place: Place = PLACE) -> None:
                 found = runner.run(step, ImageInputs(**given))
                 assert found.ran_graph == (length <= BUCKETS[-1])
                 check_results([Ran("images", 1, length, found)], [Ran("images", 1, length, expected)], check_close)
+
+
+def check_mixed(place: Place = PLACE) -> None:
+    """A chunk, two decodes and a verify in one step give what they give in steps of their own: eagerly, between pieces
+    and in a whole graph.
+    """
+    worker = eagle_worker(place)
+    model = Model(worker.target, worker.target_caches, worker.backends.prefill)
+    phase = prefill_phase(model, worker.capacity)
+    eager, pieces = (PiecewiseRunner(phase, model.backend, sizes, graph_of(place)) for sizes in ((), BUCKETS))
+    full = PhaseRunner(whole(phase), model.backend, worker._paging(), BUCKETS, graph_of(place))
+    lens, widths = (0, 9, 5, 12), (6, 1, 1, 3)
+    rows, texts = [worker.slots.admit() for _ in lens], [random_tokens(16, seed=length) for length in lens]
+
+    def run(runner: Runner, step: Step, tokens: Sequence[int]) -> StepResult:
+        """tokens: of the step's rows."""
+        given = {name: each[: step.bs] for name, each in by_name(phase.safe_inputs(len(tokens))).items()}
+        given |= {"tokens": torch.tensor(tokens, device=worker.device), "positions": token_positions(step)}
+        return runner.run(step, PrefillInputs(**given | {"last": query_starts(step)[1:].long() - 1}))
+
+    with torch.no_grad():
+        for row, text, length in zip(rows, texts, lens, strict=True):
+            worker.slots.reserve(row, 40)
+            if length:
+                run(eager, worker._prefill_step([Chunk(row, text, 0, length)]), text[:length])
+        at = [
+            (torch.tensor(lens[own], dtype=torch.int32), worker.slots.paging(worker._index(rows[own])))
+            for own in (slice(1, 3), slice(3, 4))
+        ]
+        chunk = worker._prefill_step([Chunk(rows[0], texts[0], 0, widths[0])])
+        alone = [chunk, Step.decode(*at[0]), Step.target_verify(widths[3], *at[1])]
+        tokens = [text[n : n + width] for text, n, width in zip(texts, lens, widths, strict=True)]
+        of_parts = [tokens[0], [*tokens[1], *tokens[2]], tokens[3]]
+        halves = [run(eager, *each).value for each in zip(alone, of_parts, strict=True)]
+        whole_step = mixed_step(alone)
+        for runner in (eager, pieces, full):
+            found = run(runner, whole_step, [token for each in of_parts for token in each])
+            assert found.ran_graph == (runner is not eager)
+            for field in fields(Prefilled):
+                expected = torch.cat([getattr(half, field.name) for half in halves])
+                check_close(f"{field.name} of a mixed step", getattr(found.value, field.name), expected)

@@ -86,6 +86,10 @@ def test_a_replay_of_all_equals_the_padded_step_to_the_bit(place: Place, worker:
     laws.check_full_exact(worker, place)
 
 
+def test_a_mixed_step_runs_between_pieces_and_in_a_whole_graph() -> None:
+    laws.check_mixed()
+
+
 def test_fields_of_a_user_go_in_and_come_out() -> None:
     laws.check_further_fields()
 
