@@ -13,7 +13,7 @@ from pathlib import Path
 from attn_backends import results
 
 NAMES = ("drafts", "flashinfer_schedules", "floors", "graphs", "planners")
-NAMES += ("replays", "schedules", "syncs", "uploads", "workers")
+NAMES += ("replays", "schedules", "skewed", "syncs", "uploads", "workers")
 
 
 def main() -> int:
