@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,8 +243,11 @@ def test_index_keys_of_more_elements_than_the_kernel_takes_are_refused(triton) -
 
 def test_splits_fill_the_gpu_and_none_is_without_keys(triton) -> None:
     many, few = triton.sparse.Blocks(64, 128, 8, 1), triton.sparse.Blocks(16, 32, 4, 3)
-    assert [triton.sparse.num_splits(rows, many, 640, 132) for rows in (0, 1, 32, 64, 128, 4096)] == [5, 5, 4, 2, 1, 1]
-    assert [triton.sparse.num_splits(rows, few, 640, 132) for rows in (1, 32, 128, 4096)] == [16, 8, 2, 1]
+    assert [triton.sparse.num_splits(rows, many, 640, 132) for rows in (0, 1, 32, 64, 128, 4096)] == [5, 5, 3, 2, 1, 1]
+    assert [triton.sparse.num_splits(rows, few, 640, 132) for rows in (1, 32, 128, 4096)] == [10, 7, 2, 1]
+    for num_rows, blocks, num_keys in product(range(300), (many, few), (1, 128, 640, 1152, 2176)):
+        splits, num_blocks = triton.sparse.num_splits(num_rows, blocks, num_keys, 132), -(-num_keys // blocks.keys)
+        assert (splits - 1) * -(-num_blocks // splits) < num_blocks, (num_rows, blocks, num_keys)
 
 
 def test_blocks_fit_into_shared_memory(triton) -> None:

@@ -290,7 +290,9 @@ def choose_blocks(num_heads: int, dot: torch.dtype, shared_memory: int) -> Block
 
 def num_splits(num_programs: int, blocks: Blocks, num_keys: int, num_processors: int) -> int:
     """Into how many a row's blocks of keys are divided: so many that each multiprocessor has a program of 64 heads, or
-    two of 16.
+    two of 16, and no more than have blocks.
     """
+    num_blocks = max(triton.cdiv(num_keys, blocks.keys), 1)
     wanted = num_processors * (1 if blocks.heads > 16 else 2) // max(num_programs, 1)
-    return max(1, min(wanted, triton.cdiv(num_keys, blocks.keys), MAX_SPLITS))
+    share = triton.cdiv(num_blocks, max(1, min(wanted, num_blocks, MAX_SPLITS)))
+    return triton.cdiv(num_blocks, share)
