@@ -261,15 +261,14 @@ class AttentionBackend(BackendDefinition[Plan]):
 
     def _admit(self, step: Step) -> Alike | None:
         """What is known of eager steps like this one, of packed rows nothing. Refuses a step that can't be taken. One
-        that is no longer than was found to fit is not checked again, unless the host knows its lengths.
+        that is no longer than was found to fit is not checked again.
         """
         if self.checking or not isinstance(step.query, UniformQuery):
             self._check_step(step)
             return None
-        table, is_exact = step.paging.table, step.seq_lens_cpu is not None
-        is_known = is_exact or step.max_committed is not None
+        table, is_known = step.paging.table, step.seq_lens_cpu is not None or step.max_committed is not None
         alike = self._alike(step.layout, table.shape, table.stride(), table.dtype, is_known)
-        if is_exact or step.longest(self.capacity) > alike.most:
+        if step.longest(self.capacity) > alike.most:
             self._check_step(step)
             alike.most = most_committed(step, self.capacity)
         return alike

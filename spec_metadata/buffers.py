@@ -143,31 +143,34 @@ class Layout:
         if len(set(names)) != len(names):
             raise InvalidStepError(f"two declared buffers share a name: {sorted(names)}")
         self.num_bytes = 0
-        self._views: list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
+        self._views: list[tuple[str, torch.dtype, int, tuple[int, ...], tuple[int, ...], int]] = []
         places = []
         alike = sorted(self.specs, key=lambda spec: str(_pad_byte(spec)))
         for spec in alike:
             start, sizes, size = self.num_bytes, spec.sizes(extent), spec.dtype.itemsize
             end = start + spec.num_bytes(extent) + 2 * guard * size
             places.append((start, end))
-            self._views.append((spec.name, spec.dtype, sizes, _strides(sizes), start // size + guard))
+            self._views.append((spec.name, spec.dtype, size, sizes, _strides(sizes), start // size + guard))
             self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
         self._dtypes = {spec.dtype for spec in self.specs}
         self._fills = [] if guard else list(_joint_fills(alike, places))
+        self._not_zeros = [fill for fill in self._fills if fill[1]]
 
     def fresh(self, device: torch.device) -> Buffers:
-        """Buffers of the extent, filled with padding."""
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        """Buffers of the extent, filled with padding. Most is zeros, which the allocation is made of."""
+        memory = torch.zeros(self.num_bytes // 4, dtype=torch.int32, device=device)  # the type that most buffers have
         views = self.views(memory)
-        self.fill(memory, views)
+        for place, value in self._not_zeros:
+            _part(memory, views, place).fill_(value)
         return Buffers(views, self.extent)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The buffers in a memory [num_bytes] uint8, by name."""
-        typed, begin = {dtype: memory.view(dtype) for dtype in self._dtypes}, memory.storage_offset()
+        """The buffers in a memory of num_bytes and any type, by name."""
+        begin, own = memory.storage_offset() * memory.itemsize, memory.dtype
+        typed = {dtype: memory if dtype is own else memory.view(dtype) for dtype in self._dtypes}
         return {
-            name: typed[dtype].as_strided(sizes, strides, begin // dtype.itemsize + first)
-            for name, dtype, sizes, strides, first in self._views
+            name: typed[dtype].as_strided(sizes, strides, begin // size + first)
+            for name, dtype, size, sizes, strides, first in self._views
         }
 
     def guarded(self, memory: Tensor) -> dict[str, Tensor]:
@@ -186,7 +189,11 @@ class Layout:
             for spec in self.specs:
                 views[spec.name].fill_(spec.pad)
         for place, value in self._fills:
-            (memory[place] if isinstance(place, slice) else views[place]).fill_(value)
+            _part(memory, views, place).fill_(value)
+
+
+def _part(memory: Tensor, views: Mapping[str, Tensor], place: slice | str) -> Tensor:
+    return memory.view(torch.uint8)[place] if isinstance(place, slice) else views[place]
 
 
 def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -194,13 +194,15 @@ class Step:
 
     def extent(self, capacity: Capacity) -> Extent:
         """Sizes of the buffers of an eager plan of this step: no more pages than its table has."""
-        bs, width, num_tokens, num_writes = self.bs, self.width, self.num_tokens, self.num_writes
+        bs, width, query, page_size = self.seq_lens.shape[0], self.query.width, self.query, capacity.page_size
+        num_tokens = bs * width if isinstance(query, UniformQuery) else query.num_tokens
+        num_writes = num_tokens * self.num_steps
         committed = capacity.max_context if self.max_committed is None else self.max_committed
         room = max(num_writes // max(bs, 1), width, capacity.draft_room)
         row_tokens = self.paging.row_tokens if bs else capacity.max_kv_len  # of no request it may be of any width
-        most, page_size = min(capacity.max_kv_len, committed + room, row_tokens), capacity.page_size
-        pages = ceil_div(most, page_size), self.paging.geometry.num_pages
-        return Extent(bs, width, num_tokens, self.num_forwards, num_writes, page_size, *pages)
+        pages = ceil_div(min(capacity.max_kv_len, committed + room, row_tokens), page_size)
+        cache_pages = self.paging.geometry.num_pages
+        return Extent(bs, width, num_tokens, self.num_forwards, num_writes, page_size, pages, cache_pages)
 
     def bucket(self, bs: int | None = None) -> Bucket:
         """The bucket that this step fills, at batch size `bs` (default: its own). Packed steps have none."""

@@ -55,7 +55,8 @@ def test_an_eager_step_like_the_last_one_is_looked_at_once(monkeypatch: pytest.M
     assert num_looks(eager(8, [3, 4, 5]), eager(8, [3, 4])) == (2 if checking else 1), "layouts are remembered"
     bounded = [eager(8, [3, 4], max_committed=most) for most in (4, 9, 20)]
     assert num_looks(*bounded) == (3 if checking else 1), "the table holds them all"
-    assert num_looks(*[eager(8, [3, 4], seq_lens_cpu=[3, 4])] * 2) == 2, "lengths are values"
+    exact = [eager(8, [3, longest], seq_lens_cpu=[3, longest]) for longest in (4, 9, 20)]
+    assert num_looks(*exact) == (3 if checking else 0), "a length is a bound"
 
 
 @pytest.mark.parametrize("form", [lambda tokens, **host: eager(tokens // 4, [3, 4], **host), of_slots])
@@ -63,6 +64,9 @@ def test_an_eager_step_like_the_last_one_is_looked_at_once(monkeypatch: pytest.M
     ("last", "refused", "reason"),
     [
         ((40, 4), (40, 39), "the capacity holds"),
+        ((40, (3, 4)), (40, (3, 39)), "39 committed tokens and adds 1, together 40; the capacity holds"),
+        ((8, (3, 6)), (8, (3, 8)), "a table row holds 8 tokens; 9 are needed"),
+        ((8, 6), (8, (3, 8)), "a table row holds 8 tokens; 9 are needed"),
         ((40, None), (8, None), "Make the table wider, or pass max_committed"),
         ((8, 4), (8, None), "Make the table wider, or pass max_committed"),
         ((8, (3, 7)), (8, None), "Make the table wider, or pass max_committed"),
@@ -73,7 +77,7 @@ def test_what_the_last_step_was_admitted_for_does_not_admit_more(
 ) -> None:
     def given(num_tokens: int, bound: int | tuple[int, ...] | None) -> Step:
         host = {"seq_lens_cpu": bound} if isinstance(bound, tuple) else {"max_committed": bound}
-        return form(num_tokens, **host)
+        return form(num_tokens, out_cache_loc=torch.tensor([4, 5]), **host)
 
     backend = FA3Backend(Capacity(4, 7, 4), GEOMETRY, kernel="torch")
     backend.init_forward_metadata(given(*last))

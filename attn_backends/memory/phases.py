@@ -168,12 +168,12 @@ class BackendMemory:
         if self.checking:
             self._fresh = Arena(specs, extent, self.device, checking=True)
             return self._fresh.view(extent)
-        key = owner, extent
-        if key not in self._layouts:
+        layout = self._layouts.get((owner, extent))
+        if layout is None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = Layout(specs, extent)
-        return self._layouts[key].fresh(self.device)
+            layout = self._layouts[owner, extent] = Layout(specs, extent)
+        return layout.fresh(self.device)
 
     def check(self) -> None:
         """In checking mode: raise if anybody wrote next to a static buffer, or next to the fresh ones made last."""

@@ -71,17 +71,9 @@ def view_block_table(step: Step, buffers: Buffers) -> tuple[BlockTablePlan, ...]
     """The plan of each forward of a uniform step, as views of the buffers."""
     if not isinstance(step.query, UniformQuery):
         raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
-    return tuple(
-        BlockTablePlan(
-            block_table=buffers["block_table"],
-            cache_seqlens=cache_seqlens,
-            page_size=buffers.extent.page_size,
-            width=step.width,
-            causal=is_causal(step),
-            max_kv_len=buffers.extent.max_kv_len,
-        )
-        for cache_seqlens in buffers["cache_seqlens"].unbind()
-    )
+    table, extent = buffers["block_table"], buffers.extent
+    bounds = extent.page_size, step.width, is_causal(step), extent.max_kv_len
+    return tuple([BlockTablePlan(table, lens, *bounds) for lens in buffers["cache_seqlens"].unbind()])
 
 
 def write_block_table(step: Step, buffers: Buffers) -> None:

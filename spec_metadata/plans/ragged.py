@@ -52,18 +52,11 @@ class RaggedPlan:
 
 def view_ragged(step: Step, buffers: Buffers) -> tuple[RaggedPlan, ...]:
     """The plan of each forward of a step, as views of the buffers."""
+    starts, table, extent = buffers["cu_seqlens_q"], buffers["page_table"], buffers.extent
+    bounds = extent.page_size, is_causal(step), step.width, extent.max_kv_len
+    lens = buffers["seqused_k"].unbind()
     return tuple(
-        RaggedPlan(
-            cu_seqlens_q=buffers["cu_seqlens_q"],
-            seqused_k=seqused_k,
-            page_table=buffers["page_table"],
-            page_size=buffers.extent.page_size,
-            causal=is_causal(step),
-            max_seqlen_q=step.width,
-            max_seqlen_k=buffers.extent.max_kv_len,
-            drafted=drafted(step, forward),
-        )
-        for forward, seqused_k in enumerate(buffers["seqused_k"].unbind())
+        [RaggedPlan(starts, each, table, *bounds, drafted(step, forward)) for forward, each in enumerate(lens)]
     )
 
 
