@@ -292,13 +292,13 @@ class AttentionBackend(BackendDefinition[Plan]):
         """Write a step's metadata for the first time."""
         known = replace(step, seq_lens_cpu=()) if captured else step  # no request of a fresh capture is real
         write()
-        if captured is None and (step.is_tree or self.prefix_only):
+        if captured is None and step.is_tree:
             step = own_drafted(step, buffers[WRITE_SLOTS.name])
         plans, lens, kernel = self.plans(step, buffers), self._host_lens(known, step.bs), self.kernel_of(step.kind)
         phase = None if captured is None else captured.phase
         allocate = partial(self.phases.of_kernel, kernel, buffers.extent, phase)
         schedules = Schedules(kernel, plans, lens, allocate, write if captured else None)
-        chains = chain_parts(step) if self.prefix_only else ()
+        chains = chain_parts(step, None if captured else buffers[WRITE_SLOTS.name]) if self.prefix_only else ()
         meta = Metadata(self, step, buffers, plans, schedules, write, chains, captured, self.checking)
         if self.checking:
             self.phases.check()

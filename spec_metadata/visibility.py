@@ -192,14 +192,18 @@ def tree_part(step: Step, forward: int, ancestors: Tensor | None = None) -> Tree
     return TreePart(slots, mask.reshape(step.bs, step.width, num_keys))
 
 
-def chain_parts(step: Step) -> tuple[TreePart, ...]:
+def chain_parts(step: Step, write_slots: Tensor | None = None) -> tuple[TreePart, ...]:
     """The drafted tokens of each forward of a drafted chain, as trees of one branch; none of other steps.
 
     Beside the dense part that all forwards see alike. Made once for a step: views of its slots, and of one constant.
+    write_slots: [num_forwards, bs] int64, what to copy instead of reading a step whose slots may be overwritten.
     """
     if step.kind is not StepKind.DRAFT_DECODE or step.is_tree:
         return ()
-    slots = step.flat_slots().long().reshape(step.bs, step.num_steps)
+    if write_slots is None:
+        slots = step.flat_slots().long().reshape(step.bs, step.num_steps)
+    else:
+        slots = write_slots.t().contiguous()
     seen = torch.ones((), dtype=torch.bool, device=step.device)
     sizes = range(1, step.num_forwards + 1)
     return tuple(TreePart(slots[:, :size], seen.expand(step.bs, 1, size)) for size in sizes)

@@ -11,6 +11,7 @@ import torch
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.cache import CacheFormat, PagedLatent
 from attn_backends.conformance.exercise import run_forwards
@@ -19,6 +20,7 @@ from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata, own_drafted
 from spec_metadata import InvalidStepError, Step, StepKind
+from spec_metadata.visibility import chain_parts
 from tests.backend_worlds import MID, nothing_written
 from tests.checks import check_identical
 from tests.launches import CountsLaunches
@@ -173,3 +175,14 @@ def test_what_an_eager_tree_owns_takes_one_launch(kind: StepKind) -> None:
     with CountsLaunches() as counts:
         own_drafted(step, meta.buffers["write_slots"])
     assert counts.num == 1
+
+
+def test_what_an_eager_chain_owns_takes_no_look_at_slots_that_were_left_out() -> None:
+    """A copy of those that were planned, and a constant."""
+    meta, scene = planned(World(Setup(FlashInferMLABackend, CacheFormat.LATENT, 32)), StepKind.DRAFT_DECODE)
+    given = scene.step()
+    left_out, slots = replace(given, out_cache_loc=None), given.flat_slots().view(2, -1)
+    with CountsLaunches() as counts:
+        parts = chain_parts(left_out, meta.buffers["write_slots"])
+    assert counts.num == 2
+    assert [part.slots.tolist() for part in parts] == [slots[:, :1].tolist(), slots[:, :2].tolist()]

@@ -85,7 +85,7 @@ def plant_d1(patch: pytest.MonkeyPatch) -> None:
 
     for module in (block_table, ragged, slots):
         patch.setattr(module, "dense_part", not_advanced)
-    patch.setattr(base, "chain_parts", lambda step: [unseen(part) for part in chain_parts(step)])
+    patch.setattr(base, "chain_parts", lambda step, own: [unseen(part) for part in chain_parts(step, own)])
 
 
 def unseen(part: TreePart) -> TreePart:

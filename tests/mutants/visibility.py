@@ -70,8 +70,8 @@ def rows_walked_by_other_lengths(patch: pytest.MonkeyPatch) -> None:
 def drafted_chain_one_key_short(patch: pytest.MonkeyPatch) -> None:
     """A forward of a drafted chain reads all that was drafted but its own key."""
 
-    def short(step: Step) -> list[TreePart]:
-        parts = [replace(part, mask=part.mask.clone()) for part in chain_parts(step)]
+    def short(step: Step, own: Tensor | None) -> list[TreePart]:
+        parts = [replace(part, mask=part.mask.clone()) for part in chain_parts(step, own)]
         for part in parts:
             part.mask[..., -1] = False
         return parts
