@@ -67,7 +67,7 @@ class CommittedState:
             if tensor.device != own.device:
                 raise InvalidStepError(f"{name} is on {tensor.device} and the state on {own.device}")
         for _, tensor, own in given:
-            own[:bs].copy_(tensor)
+            (own if bs == most else own[:bs]).copy_(tensor)
         self.num_real.fill_(bs)
 
     def bound(
