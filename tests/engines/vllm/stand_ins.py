@@ -24,6 +24,12 @@ def install() -> None:
     )
 
 
+@cache
+def install_sampling() -> None:
+    """That of greedy sampling in model runner V1, once a process."""
+    _define("_C", "greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1).view(-1))
+
+
 def _define(namespace: str, schema: str, function: Any) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(schema)
