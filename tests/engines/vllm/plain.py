@@ -39,8 +39,9 @@ def exact_attention(
 ) -> Tensor:
     """[num_rows, num_heads, value size] float64; rows of no request are zeros. q: [num_rows, num_heads, head size].
     k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most. sinks: [num_heads], scores
-    that have no value: their exponentials are in the denominators.
+    that have no value: their exponentials are in the denominators. Rows of a block draft see one another.
     """
+    is_causal = getattr(common, "causal", True)
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
     starts = common.query_start_loc.tolist()
     for request, length in enumerate(common.seq_lens.tolist()):
@@ -54,7 +55,7 @@ def exact_attention(
         scores = torch.einsum("qngd,knd->ngqk", queries, keys).flatten(0, 1) * scale
         places = torch.arange(length, device=q.device)
         behind = places[length - num :].unsqueeze(1) - places
-        hidden = (behind < 0) | (behind >= (window or length))
+        hidden = ((behind < 0) & is_causal) | (behind >= (window or length))
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)), -1)
@@ -101,13 +102,17 @@ class Impl(AttentionImpl[Metadata]):
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None:
             return output.fill_(0)
-        pages = kv_cache.transpose(1, 2)
-        for row, slot in enumerate(attn_metadata.common.slot_mapping.tolist()):
-            if slot >= 0:
-                pages[slot // pages.shape[1], slot % pages.shape[1]] = torch.cat((key[row], value[row]), -1)
-        k, v = pages.split(self.head_size, -1)
+        self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.common.slot_mapping)
+        k, v = kv_cache.transpose(1, 2).split(self.head_size, -1)
         seen = (attn_metadata.common, self.scale, self.window, self.sinks)
         return output.copy_(exact_attention(query, k, v, *seen))
+
+    def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """What a block draft calls of its context."""
+        pages = kv_cache.transpose(1, 2)
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                pages[slot // pages.shape[1], slot % pages.shape[1]] = torch.cat((key[row], value[row]), -1)
 
 
 class MLAImpl(MLAAttentionImpl[Metadata]):
@@ -130,6 +135,10 @@ class Plain(AttentionBackend):
     @classmethod
     def get_name(cls) -> str:
         return "TESTS_PLAIN_MLA" if cls.is_mla() else "TESTS_PLAIN"
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return not cls.is_mla()
 
     @classmethod
     def get_impl_cls(cls) -> Any:

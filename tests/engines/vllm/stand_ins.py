@@ -30,6 +30,34 @@ def install_sampling() -> None:
     _define("_C", "greedy_argmax(Tensor logits) -> Tensor", lambda logits: logits.argmax(dim=-1).view(-1))
 
 
+@cache
+def install_block_drafts() -> None:
+    """Those that a block draft's context is made by, once a process."""
+    _define("_C", "rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()", _rms_norm)
+    _define(
+        "_C",
+        "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor? key, int head_size, Tensor cos_sin_cache, "
+        "bool is_neox) -> ()",
+        _rotary_embedding,
+    )
+
+
+def _rms_norm(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    """weight: [size], or [layers, size] of rows [layers, ..., size]."""
+    weight = weight.view(*weight.shape[:-1], *[1] * (rows.dim() - weight.dim()), weight.shape[-1])
+    out.copy_(rows * (rows.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight)
+
+
+def _rotary_embedding(
+    positions: torch.Tensor, query: torch.Tensor, key: Any, head_size: int, cache: torch.Tensor, is_neox: bool
+) -> None:
+    assert is_neox, "halves are rotated"
+    rows = query.view(len(positions), -1, head_size)
+    cos, sin = cache[positions].unsqueeze(1).chunk(2, -1)
+    first, second = rows.chunk(2, -1)
+    rows.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), -1))
+
+
 def _define(namespace: str, schema: str, function: Any) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(schema)

@@ -1,0 +1,70 @@
+"""Folders of published DFlash and DSpark drafts in vLLM 0.33's own engine, with attention of these tests: its drafts
+are those of the independent forward that our worker's drafts equal, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.block_formats import BLOCKS, DSPARKS, SIZE, BlockOracle
+from tests.eagle3_models import tiny_target
+from tests.engines.vllm import engine, stand_ins
+from tests.engines.vllm.engine import EngineFailed, Row, Run, run
+from tests.head_formats import write
+from tests.head_judges import MAX_CONTEXT, NUM_TOKENS, PROMPTS
+from tests.test_dflash import oracle_of
+
+FORMATS = BLOCKS | DSPARKS
+READ: dict[str, dict[str, Any]] = {
+    "SpecForge DFlash": {},
+    "speculators DFlash": {"sliding_window_non_causal": True},
+    "DSpark": {},
+}
+"""Keys that vLLM is given in the place of a folder's: it takes speculators' key for layers without a window, too."""
+REFUSED = {
+    "SpecForge DFlash, windows": "Unsupported activation: gelu",
+    "DSpark, recurrent": "has no attribute 'markov_rank'",
+    "speculators DSpark": "no module or parameter named 'markov_head.gate_",
+}
+"""What vLLM says of the others."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", READ)
+@torch.no_grad()
+def test_drafts_are_those_of_an_independent_forward(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle, found = judged(name, tmp_path, monkeypatch)
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, found.tokens, strict=True)]
+    known = [(texts[i][:count], drafts) for (i, count), drafts in found.drafts.items() if count <= len(texts[i])]
+    assert len(known) > 20
+    assert [drafts for _, drafts in known] == [oracle.drafts(text, oracle.features(text)) for text, _ in known]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vllm_does_not_take_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineFailed, match=re.escape(REFUSED[name])):
+        judged(name, tmp_path, monkeypatch)
+
+
+def judged(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[BlockOracle, Run]:
+    """The forward of a format, and what vLLM made of its folder."""
+    form = replace(FORMATS[name], config={**FORMATS[name].config, **READ.get(name, {})})
+    target = copy.deepcopy(tiny_target(form.num_layers))
+    target.config.max_position_embeddings = 2 * MAX_CONTEXT
+    target.save_pretrained(folder / "target")
+    table = {"embed_tokens.weight": target.model.embed_tokens.weight.detach().clone()}
+    oracle = oracle_of(form, write(form, folder / "head", given=table if table.keys() <= form.tensors.keys() else {}))
+    num_drafted, method = SIZE - 1 + bool(form.facts.get("from_root")), "dspark" if "markov" in form.facts else "dflash"
+    stand_ins.install_block_drafts()
+    patch.setattr(engine, "NUM_DRAFTED", num_drafted)
+    asked = {"method": method, "model": str(folder / "head"), "num_speculative_tokens": num_drafted}
+    others = (("speculative_config", asked | {"attention_backend": "TESTS_PLAIN"}), ("num_gpu_blocks_override", 96))
+    return oracle, run(Row("target", "TESTS_PLAIN", is_async=False, others=others), folder, PROMPTS, NUM_TOKENS)
