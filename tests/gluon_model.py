@@ -164,7 +164,7 @@ class Memory:
     """Shared memory, or a view of it."""
 
     def __init__(self, model: Model, data: Tensor) -> None:
-        self.model, self.data, self.dtype = model, data, data.dtype
+        self.model, self.data, self.dtype, self.shape = model, data, data.dtype, data.shape
 
     def index(self, i: Any) -> Memory:
         return Memory(self.model, self.data[int(i)])

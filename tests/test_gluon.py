@@ -36,6 +36,7 @@ CUDA = torch.device("cuda")
 PRODUCTS = {
     576: ["m64n256k16", "m64n64k16"],
     512: ["m64n256k16", "m64n64k16"],
+    192: ["m64n128k16"],
     128: ["m64n128k16"],
     64: ["m64n128k16", "m64n64k16"],
 }
@@ -124,7 +125,11 @@ def test_of_keys_and_values_it_takes_prompts():
     assert able.layer_reasons(layer, torch.bfloat16, torch.bfloat16) == []
     for other in (replace(layer, window=64), replace(layer, sinks=torch.zeros(32)), replace(layer, head_dim=96)):
         assert able.layer_reasons(other, torch.bfloat16, torch.bfloat16)
-    assert able.layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn)
+    assert able.layer_reasons(replace(layer, head_dim=192), torch.bfloat16, torch.bfloat16) == []
+    assert "not proven on a GPU" in able.layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn)[0]
+    assert (
+        gluon.by_name().capabilities[StepKind.PREFILL].layer_reasons(layer, torch.bfloat16, torch.float8_e4m3fn) == []
+    )
 
 
 def latents(form: str, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> list:

@@ -21,7 +21,7 @@ from tests.paged_arguments import FORMS, Sizes, arguments
 LATENTS = Sizes((3, 3, 3), (400, 5, 130), num_heads=24, num_kv_heads=1, dim=576, v_dim=512, page_size=16, latent=True)
 PROMPTS = Sizes((100, 100, 100), (300, 100, 420), num_heads=4, num_kv_heads=2, dim=64, v_dim=64, page_size=16)
 KINDS = {"latents": LATENTS, "prompts": PROMPTS}
-EIGHT_BITS = "latents of 8 bits"
+EIGHT_BITS, EIGHT_BIT_PROMPTS = "latents of 8 bits", "prompts of 8 bits"
 SPARSE = {"sparse rows": False, "sparse rows of 8 bits": True}  # whether pages are bytes
 SEEDS = 16
 pytestmark = [  # of rows that see nothing
@@ -138,6 +138,19 @@ def test_heads_of_128_elements():
     assert is_near(attend(Model(0), arguments), expected(arguments))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("dim", "cache"), [(192, None), (192, torch.float8_e4m3fn), (64, torch.float8_e4m3fn)], ids=str
+)
+def test_prompts_of_two_sizes_and_of_8_bits(dim, cache, form):
+    sizes = replace(PROMPTS, dim=dim, v_dim=min(dim, 128), num_heads=2, num_kv_heads=1)
+    arguments = given(sizes, form, form != "csr", torch.bfloat16, cache)
+    arguments[11:13] = (0.5, 0.25) if cache else (1.0, 1.0)  # scales of keys and values
+    right, first = expected(arguments), attend(Model(0), arguments)
+    assert is_near(first, right)
+    assert all(map(torch.equal, attend(Model(1), arguments), first))
+
+
 @cache
 def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
     """Arguments of several blocks, and what is right."""
@@ -145,8 +158,8 @@ def small(kind: str) -> tuple[list, tuple[Tensor, Tensor]]:
         q, sources = blocks_scene(5, bytes=SPARSE[kind])
         sparse = [q, sources, 512**-0.5, torch.full((5,), 5.0)]  # a sink as heavy as some of the keys
         return sparse, expected(sparse)
-    sizes = replace(PROMPTS, num_heads=2) if kind == "prompts" else LATENTS
-    cache = torch.float8_e4m3fn if kind == EIGHT_BITS else None
+    sizes = replace(PROMPTS, num_heads=2) if "prompts" in kind else LATENTS
+    cache = torch.float8_e4m3fn if kind in (EIGHT_BITS, EIGHT_BIT_PROMPTS) else None
     arguments = given(sizes, "page table", True, torch.bfloat16, cache)
     return arguments, expected(arguments)
 
@@ -231,6 +244,13 @@ PLANTED = {
         "",
         "wrong outputs|for ever",
     ),
+    "no signal of keys of 8 bits": (EIGHT_BIT_PROMPTS, "filled(full.index(stage))", "pass", "wait for ever"),
+    "no wait for a free stage, 8 bits": (
+        EIGHT_BIT_PROMPTS,
+        "            mbarrier.wait(free.index(stage), phase)\n",
+        "",
+        "wrong outputs|ever",
+    ),
     "another parity of a tile": (
         "prompts",
         "full.index(4), turn & 1",
@@ -246,8 +266,8 @@ PLANTED = {
     "an arrival too many": ("prompts", "    signal(full.index(4))\n", "    signal(full.index(4))\n" * 2, "too many"),
     "keys past the last": (
         "prompts",
-        "live, place = key < end",
-        "live, place = key > -1",
+        "    live = key < end\n",
+        "    live = key > -1\n",
         "access outside of a tensor",
     ),
 }
@@ -279,7 +299,7 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
     [
         ("gluon_groups", ("latents", EIGHT_BITS), 25),
         ("gluon_sparse", tuple(SPARSE), 12),
-        ("gluon_prefill_groups", ("prompts",), 25),
+        ("gluon_prefill_groups", ("prompts", EIGHT_BIT_PROMPTS), 25),
     ],
 )
 def test_each_wait_and_each_signal_matters(module, kinds, least):

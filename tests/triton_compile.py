@@ -41,19 +41,12 @@ def plan() -> None:
 
 def plan_bound() -> None:
     """Plans of steps that are bound to an engine's buffers."""
-    bound = ("block_table", "verify chain"), ("csr", "verify tree"), ("real", "verify chain")
+    bound = ("csr", "verify tree"), ("block_table", "verify chain"), ("real", "verify chain")
     for (name, kind), table in product(bound, (RequestTable, BlockTable)):
         form, own = RINGS[name][1].form if name in RINGS else FORMS[name], table is BlockTable
         case = Case(kind, 256, 0, form=table)
         given, (static, *_) = engine(case, 0, counted=own, with_slots=own), statics(case, 0)
         form.bind(static, garbage(form.specs, case), given.bind(static, case))()
-
-
-def plan_trees() -> None:
-    """A plan of trees, which are bound."""
-    case, form = Case("verify tree", 256, 0), FORMS["csr"]
-    given, (static, *_) = engine(case, 0, counted=True, with_slots=True), statics(case, 0)
-    form.bind(static, garbage(form.specs, case), given.bind(static, case))()
 
 
 def plan_along() -> None:
@@ -96,7 +89,7 @@ def sample() -> None:
 
 
 PLANNERS = {
-    **{each.__name__: each for each in (plan, plan_bound, plan_trees, plan_along)},
+    **{each.__name__: each for each in (plan, plan_bound, plan_along)},
     "copies of slots": lambda: copy_inputs(RequestTable, "verify tree"),
     "copies of pages": lambda: copy_inputs(BlockTable, "verify chain"),
 }

@@ -7,8 +7,8 @@ FlashAttention-3's do (Shah et al. 2024): a group's products with the next keys 
 and the groups begin their products in turns.
 
     shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
-                    232,448 bytes
-    registers       208 a thread for the two groups, 88 for the third
+                    232,448 bytes; keys of 192 elements take 230,148
+    registers       208 a thread for the two groups, 88 for the third; for keys of 192 elements 216 and 72
 
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request.
@@ -27,7 +27,11 @@ So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 54
 1024 rows, whose tiles have 4.5 blocks each. A block of 128 keys takes 1.9 us. FlashAttention-3 has the copy engine
 (TMA) bring keys and take outputs, where threads do both here.
 
-Types are bfloat16 and float16, sums float32. `gluon_mla` says which versions of Triton it was tried with.
+Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
+registers, and writes them to shared memory in the queries' type. That, and keys of 192 elements with values of 128,
+compile for Hopper without spills, and are right on the model of `tests/gluon_model.py`; no GPU has run them.
+
+`gluon_mla` says which versions of Triton it was tried with.
 """
 
 from __future__ import annotations
@@ -48,9 +52,20 @@ from attn_backends.kernels.gluon_prefill_groups import attend, gather
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
 BLOCK_ROWS = 128
+_REGISTERS = {64: 208, 128: 208, 192: 216}  # of a thread that attends, by elements of a key
 _LOG2_E = 1.4426950408889634
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _tiles(dtype: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
+    """Shared memory of two tiles of rows; of 192 elements the first 128, and the rest."""
+    if DIM == 192:
+        first = gl.allocate_shared_memory(dtype, [2, ROWS, 128], _TILE)
+        return first, gl.allocate_shared_memory(dtype, [2, ROWS, 64], _TILE)
+    else:
+        return (gl.allocate_shared_memory(dtype, [2, ROWS, DIM], _TILE),)
 
 
 @gluon.jit(do_not_specialize=[*PLAIN, "counter", "bs", "width", "group", "num_tiles", "num_work"])
@@ -75,14 +90,16 @@ def _paged_attention(
     CAUSAL: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     DIM: gl.constexpr,
+    V_DIM: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
     is None. group: query heads of a KV head. num_tiles: of a KV head. num_work: all tiles. table_stride: elements
     between two rows of a table.
     """
-    queries = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 64, DIM], _TILE)
-    keys = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
-    values = gl.allocate_shared_memory(k_pages[0].dtype.element_ty, [2, 128, DIM], _TILE)
+    dtype: gl.constexpr = q[0].dtype.element_ty
+    queries, keys = _tiles(dtype, 64, DIM), _tiles(dtype, 128, DIM)
+    values = gl.allocate_shared_memory(dtype, [2, 128, V_DIM], _TILE)
     totals = gl.allocate_shared_memory(gl.float32, [2, 64], _NUMBERS)
     tiles = gl.allocate_shared_memory(gl.int32, [6, 1], _NUMBERS)
     full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
@@ -100,12 +117,12 @@ def _paged_attention(
     attended = (queries, keys, values, totals, tiles, full, free, order, sizes, num_work)
     gl.warp_specialize(
         [
-            (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM)),
-            (attend, (attended, out, lse, scales, CAUSAL, DIM, 0)),
-            (attend, (attended, out, lse, scales, CAUSAL, DIM, 1)),
+            (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM, V_DIM)),
+            (attend, (attended, out, lse, scales, CAUSAL, 0)),
+            (attend, (attended, out, lse, scales, CAUSAL, 1)),
         ],
         [4, 4],
-        [208, 208],
+        [REGISTERS, REGISTERS],
     )
 
 
@@ -123,11 +140,13 @@ def paged_attention(
     k_scale: float,
     v_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`triton_prefill.paged_attention` on SM90: heads of 64 or 128 elements, 16-bit types, no windows and no sinks."""
+    """`triton_prefill.paged_attention` on SM90: 16-bit queries, no windows and no sinks, and heads of
+    `prefill_operator.HEAD_SIZES`.
+    """
     num_tokens, num_heads, dim = q.shape
-    page_size, num_kv_heads = v_pages.shape[1:3]
+    page_size, num_kv_heads, v_dim = v_pages.shape[1:]
     group, bs = num_heads // num_kv_heads, kv_lens.shape[0]
-    out, lse = q.new_empty(q.shape), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if query_indptr is None:
         num_tiles = triton.cdiv(max_query * group, BLOCK_ROWS) * bs
     else:
@@ -135,7 +154,7 @@ def paged_attention(
     shape = (bs, max_query, group, num_tiles, num_tiles * num_kv_heads, page_ids.stride(0))
     lists, scales = (query_indptr, page_indptr, page_ids, kv_lens), (scale * k_scale * _LOG2_E, v_scale)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, dim)
+    _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, (dim, v_dim))
     return out, lse
 
 
@@ -145,11 +164,12 @@ def _call(
     scales: tuple[float, float],
     causal: bool,
     page_size: int,
-    dim: int,
+    dims: tuple[int, int],
 ) -> Call:
     num_programs = min(shape[4], gpu_of(tensors[0].device).num_processors)
     arguments = (*strided(tensors[:3]), *tensors[3:], *shape, scales)
-    return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "DIM": dim, "num_warps": 4})
+    sizes = {"DIM": dims[0], "V_DIM": dims[1], "REGISTERS": _REGISTERS[dims[0]]}
+    return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, **sizes, "num_warps": 4})
 
 
 _launch = DirectLaunch(_paged_attention, _call)

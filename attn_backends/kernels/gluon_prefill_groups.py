@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.kernels.gluon_groups import COPIED, copy, signal, zero_in_turn
+from attn_backends.kernels.gluon_groups import COPIED, copy, filled, signal, zero_in_turn
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
@@ -25,6 +25,7 @@ _TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes a thread, 64 of an entry at once
 _COPIED_ROWS = gl.constexpr(gl.SliceLayout(1, COPIED.value))
 
 
@@ -58,19 +59,48 @@ def _tile_of(work, lists, shape, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _gather_queries(q, queries, tile, group, HALF: gl.constexpr, DIM: gl.constexpr):
-    """Begin to load half of a tile's query rows, 0 past the last."""
-    kv_head, first, width, row, _num_keys, _end = tile
-    row += HALF * 64 + gl.arange(0, 64, layout=_COPIED_ROWS)
-    source = q[0] + (first + row // group).to(gl.int64) * q[1][0] + (kv_head * group + row % group) * q[1][1]
-    copy(source, row < width * group, queries.index(HALF), 0, DIM)
+def _copy(source, live, parts, i, DIM: gl.constexpr):
+    """Begin to copy rows to tile i. parts: of the first elements, and of the rest where DIM is no power of two."""
+    FIRST: gl.constexpr = parts[0].shape[2]
+    copy(source, live, parts[0].index(i), 0, FIRST)
+    if FIRST < DIM:
+        copy(source, live, parts[1].index(i), FIRST, DIM - FIRST)
 
 
 @gluon.jit
-def _gather_keys(pages, page, place, kv_head, live, tile, DIM: gl.constexpr):
-    """Begin to load a block of keys or values. pages: pointer and strides; page, place: where each is."""
-    source = pages[0] + page * pages[1][0] + place * pages[1][1] + kv_head * pages[1][2]
-    copy(source, live, tile, 0, DIM)
+def _gather_queries(q, queries, tile, group, half, DIM: gl.constexpr):
+    """Begin to load half of a tile's query rows, 0 past the last."""
+    kv_head, first, width, row, _num_keys, _end = tile
+    row += half * 64 + gl.arange(0, 64, layout=_COPIED_ROWS)
+    source = q[0] + (first + row // group).to(gl.int64) * q[1][0] + (kv_head * group + row % group) * q[1][1]
+    _copy(source, row < width * group, queries, half, DIM)
+
+
+@gluon.jit
+def _entries(pages, ids, key, end, kv_head, PAGE_SIZE: gl.constexpr):
+    """Where the elements of keys begin, and which of them count. pages: pointer and strides."""
+    live = key < end
+    page = gl.load(ids + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+    return pages[0] + page * pages[1][0] + (key % PAGE_SIZE) * pages[1][1] + kv_head * pages[1][2], live
+
+
+@gluon.jit
+def _read(entry, live, FIRST: gl.constexpr):
+    """64 elements of 8 bits of live entries, 0 for the others."""
+    element = FIRST + gl.arange(0, 64, layout=gl.SliceLayout(0, _BYTES))
+    return gl.load(entry[:, None] + element[None, :], mask=live[:, None], other=0.0)
+
+
+@gluon.jit
+def _convert(entry, live, parts, stage, DIM: gl.constexpr):
+    """Write keys or values of 8 bits to a stage, in the queries' type."""
+    FIRST: gl.constexpr = parts[0].shape[2]
+    for i in gl.static_range(DIM // 64):
+        found = _read(entry, live, i * 64).to(parts[0].dtype)
+        if i * 64 < FIRST:
+            parts[0].index(stage).slice(i * 64, 64, dim=1).store(found)
+        else:
+            parts[1].index(stage).store(found)
 
 
 @gluon.jit
@@ -101,12 +131,24 @@ def _tile(tiles):
 
 
 @gluon.jit
-def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: gl.constexpr, DIM: gl.constexpr):
+def gather(
+    given,
+    q,
+    k_pages,
+    v_pages,
+    pages,
+    CAUSAL: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    DIM: gl.constexpr,
+    V_DIM: gl.constexpr,
+):
     """The third group: queries, keys and values of each tile."""
+    IS_8_BIT: gl.constexpr = k_pages[0].dtype.element_ty != given[2].dtype
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, _BYTES if IS_8_BIT else COPIED)
     queries, keys, values, _totals, tiles, full, free, lists, shape, num_work = given
     page_indptr, page_ids, table_stride, counter = pages
     step, turn, work = 0, 0, gl.program_id(0)
-    offset = gl.arange(0, 128, layout=_COPIED_ROWS)
+    offset = gl.arange(0, 128, layout=LAYOUT)
     while work < num_work:
         request, tile = _tile_of(work, lists, shape, CAUSAL)
         kv_head, _first, _width, _row, _num_keys, end = tile
@@ -115,21 +157,29 @@ def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: g
         else:
             ids = page_ids + gl.load(page_indptr + request)
         mbarrier.wait(free.index(4), (turn & 1) ^ 1)
-        _gather_queries(q, queries, tile, shape[2], 0, DIM)
-        _gather_queries(q, queries, tile, shape[2], 1, DIM)
+        for half in range(2):
+            _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
         _announce(tiles, full, tile)
         work = gl.atomic_add(counter, 1) + gl.num_programs(0)
         for block in range(gl.maximum(gl.cdiv(end, 128), 1)):
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
             key = block * 128 + offset
-            live, place = key < end, key % PAGE_SIZE
-            page = gl.load(ids + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
+            source, live = _entries(k_pages, ids, key, end, kv_head, PAGE_SIZE)
             mbarrier.wait(free.index(stage), phase)
-            _gather_keys(k_pages, page, place, kv_head, live, keys.index(stage), DIM)
-            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            if IS_8_BIT:
+                _convert(source, live, keys, stage, DIM)
+                filled(full.index(stage))
+            else:
+                _copy(source, live, keys, stage, DIM)
+                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            source, live = _entries(v_pages, ids, key, end, kv_head, PAGE_SIZE)  # again, as it would be spilled
             mbarrier.wait(free.index(2 + stage), phase)
-            _gather_keys(v_pages, page, place, kv_head, live, values.index(stage), DIM)
-            async_copy.mbarrier_arrive(full.index(2 + stage), increment_count=False)
+            if IS_8_BIT:
+                _convert(source, live, (values,), stage, V_DIM)
+                filled(full.index(2 + stage))
+            else:
+                _copy(source, live, (values,), stage, V_DIM)
+                async_copy.mbarrier_arrive(full.index(2 + stage), increment_count=False)
             step += 1
         turn += 1
     mbarrier.wait(free.index(4), (turn & 1) ^ 1)
@@ -137,12 +187,17 @@ def gather(given, q, k_pages, v_pages, pages, CAUSAL: gl.constexpr, PAGE_SIZE: g
 
 
 @gluon.jit
-def _multiply_keys(query, keys, full, step, zero):
+def _multiply_keys(queries, keys, full, step, zero, HALF: gl.constexpr):
     """Begin the products of the queries with a block of keys."""
     mbarrier.wait(full.index(step & 1), (step >> 1) & 1)
     fence_async_shared()  # what cp.async wrote, for the tensor cores
-    scores = gl.zeros([64, 128], gl.float32, layout=_SCORES)
-    return warpgroup_mma(query, keys.index((step & 1) + zero).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores, place = gl.zeros([64, 128], gl.float32, layout=_SCORES), (step & 1) + zero
+    block = keys[0].index(place).permute((1, 0))
+    scores = warpgroup_mma(queries[0].index(HALF), block, scores, use_acc=False, is_async=True)
+    if len(keys) == 2:
+        block = keys[1].index(place).permute((1, 0))
+        scores = warpgroup_mma(queries[1].index(HALF), block, scores, is_async=True)
+    return scores
 
 
 @gluon.jit
@@ -183,12 +238,12 @@ def _pass_over(
     The groups begin their products in turns, so that one multiplies while the other computes weights.
     """
     summed, operand, softmax, step, passed = state
-    query, keys, values, totals = tensors
+    queries, keys, values, totals = tensors
     full, free, order = bars
     for block in range(block_range[0], block_range[1]):
         zero = zero_in_turn(block)
         mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))
-        scores = _multiply_keys(query, keys, full, step + 1, zero)
+        scores = _multiply_keys(queries, keys, full, step + 1, zero, HALF)
         adding = _multiply_values(operand, values, full, summed, step, zero)
         signal(order.index(1 - HALF))
         scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -197,7 +252,7 @@ def _pass_over(
         signal(free.index((step + 1) & 1))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
         signal(free.index(2 + (step & 1)))
-        operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
+        operand = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, OUT, 2))
         summed = summed * gl.convert_layout(kept, gl.SliceLayout(1, OUT))[:, None]
         step, passed = step + 1, passed + 1
     return summed, operand, softmax, step, passed
@@ -215,15 +270,15 @@ def _store(summed, share, out, tile, group, num_heads, DIM: gl.constexpr):
 
 
 @gluon.jit
-def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HALF: gl.constexpr):
+def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
     """The group of one half of each tile's rows."""
     queries, keys, values, totals, tiles, full, free, order, shape, num_work = given
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    V_DIM: gl.constexpr = values.shape[2]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_scale, v_scale = scales
     group, num_tiles = shape[2], shape[3]
     num_heads = num_work // num_tiles * group
-    query = queries.index(HALF)
-    tensors, bars = (query, keys, values, totals.index(HALF)), (full, free, order)
+    tensors, bars = (queries, keys, values, totals.index(HALF)), (full, free, order)
     step, turn, passed = 0, 0, 0
     mbarrier.wait(full.index(4), 0)
     kv_head, first, width, row, num_keys, end = _tile(tiles)
@@ -233,11 +288,11 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
-        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(query, keys, full, step, zero_in_turn(turn)),))
+        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, full, step, zero_in_turn(turn), HALF),))
         signal(free.index(step & 1))
         weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
-        operand = gl.convert_layout(weights.to(keys.dtype), gl.DotOperandLayout(0, OUT, 2))
-        state = gl.zeros([64, DIM], gl.float32, layout=OUT), operand, softmax, step, passed
+        operand = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, OUT, 2))
+        state = gl.zeros([64, V_DIM], gl.float32, layout=OUT), operand, softmax, step, passed
         masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
         state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
         state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
@@ -254,6 +309,6 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, DIM: gl.constexpr, HAL
         place = (first + seen // group) * num_heads + kv_head * group + seen % group
         gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
         share = gl.convert_layout(v_scale / gl.maximum(total, _TINIEST), gl.SliceLayout(1, OUT))
-        _store(summed, share, out, (kv_head, first, width, row), group, num_heads, DIM)
+        _store(summed, share, out, (kv_head, first, width, row), group, num_heads, V_DIM)
         mbarrier.wait(full.index(4), turn & 1)
         kv_head, first, width, row, num_keys, end = _tile(tiles)

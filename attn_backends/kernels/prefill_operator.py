@@ -14,8 +14,8 @@ from torch import Tensor
 from attn_backends.kernels.devices import on_its_device, undispatched
 from attn_backends.kernels.paged_operators import MAX_DIVIDED_WIDTH, check_pages, paged_attention
 
-HEAD_SIZES = frozenset({64, 128})
-"""Elements of a query, a key and a value of a head."""
+HEAD_SIZES = frozenset({(64, 64), (128, 128), (192, 128)})
+"""Elements of a query and a key, and of a value of a head."""
 
 _ALIGNED = 16  # elements that strides of the copies are multiples of
 
@@ -31,11 +31,12 @@ _library.define(
 def prefill_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Attention of each request's query rows over the keys in its pages.
 
-    q: [num_tokens, num_heads, dim], dim 64 or 128. k_pages, v_pages: [num_pages, page_size, num_kv_heads, dim] of q's
-    type, bfloat16 or float16. Elements of all three are dense, other strides multiples of 16. given: what follows in
-    `paged_attention`, up to partial_lse; this is the same without windows and sinks.
+    q: [num_tokens, num_heads, dim] bfloat16 or float16. k_pages, v_pages: [num_pages, page_size, num_kv_heads, dim or
+    v_dim] of q's type or float8_e4m3fn; (dim, v_dim) as of `HEAD_SIZES`. Elements of all three are dense, other strides
+    multiples of 16. given: what follows in `paged_attention`, up to partial_lse; this is the same without windows and
+    sinks.
 
-    Returns out [num_tokens, num_heads, dim] and lse as of it. Raises ValueError where shapes or types do not fit.
+    Returns out [num_tokens, num_heads, v_dim] and lse as of it. Raises ValueError where shapes or types do not fit.
     """
     return _call(q, k_pages, v_pages, *given)
 
@@ -74,25 +75,28 @@ def _prefill_attention_torch(q: Tensor, k_pages: Tensor, v_pages: Tensor, *given
     return paged_attention(q, k_pages, v_pages, *given)
 
 
-def _prefill_attention_fake(q: Tensor, *given: object) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+def _prefill_attention_fake(q: Tensor, k: Tensor, v: Tensor, *given: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:2], v.shape[-1]), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _check(q: Tensor, k_pages: Tensor, v_pages: Tensor) -> None:
     """Refuse what the Gluon kernel would misread."""
     given = {"q": q, "k_pages": k_pages, "v_pages": v_pages}
     if (
-        any(each.shape[-1] not in HEAD_SIZES or each.shape[-1] != q.shape[-1] for each in given.values())
+        (k_pages.shape[-1], v_pages.shape[-1]) not in HEAD_SIZES
+        or k_pages.shape[-1] != q.shape[-1]
         or any(each.stride(-1) != 1 or each.data_ptr() % _ALIGNED for each in given.values())
         or any(stride % _ALIGNED for each in given.values() for stride in each.stride()[:-1])
-        or any(each.dtype is not q.dtype for each in given.values())
+        or any(each.dtype not in (q.dtype, torch.float8_e4m3fn) for each in (k_pages, v_pages))
+        or k_pages.dtype is not v_pages.dtype
         or q.dtype not in (torch.bfloat16, torch.float16)
     ):
         said = ", ".join(f"{name} {list(t.shape)} {t.dtype} of strides {t.stride()}" for name, t in given.items())
         raise ValueError(
-            f"prefill_attention: {said} do not fit together; needed are q [num_tokens, num_heads, dim] and pages "
-            f"[num_pages, page_size, num_kv_heads, dim] with dim in {sorted(HEAD_SIZES)}, all bfloat16 or float16, "
-            f"elements dense, other strides multiples of {_ALIGNED}, at addresses that are multiples of {_ALIGNED}"
+            f"prefill_attention: {said} do not fit together; needed are q [num_tokens, num_heads, dim], bfloat16 or "
+            f"float16, and pages [num_pages, page_size, num_kv_heads, dim or v_dim], alike or float8_e4m3fn. (dim, "
+            f"v_dim) is one of {sorted(HEAD_SIZES)}, elements are dense, other strides multiples of {_ALIGNED}, and "
+            f"addresses, too"
         )
 
 

@@ -1,7 +1,7 @@
 """Our own kernels of the dense backends, on whatever lists a backend's pages.
 
     gluon     on Hopper (SM90): MLA of latents of 512 + 64 elements, the operator `latent_attention`, or prompts over
-              keys and values of 64 or 128 elements, the operator `prefill_attention`; of `fa3`, which has both, the
+              keys and values of `HEAD_SIZES`, the operator `prefill_attention`; of `fa3`, which has both, the
               first is `gluon_mla`
     triton    anything else, on any GPU from SM80 on: the operator `paged_attention`
 
@@ -101,7 +101,7 @@ def gluon_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPla
 def gluon_prefill_kernel(definition: Mapping[StepKind, Capabilities]) -> Kernel[PagedPlan]:
     """The kernel of a backend of keys and values, of prompts alone; else as `gluon_kernel`."""
     prompts = {StepKind.PREFILL: definition[StepKind.PREFILL]}
-    return _gluon(prompts, _launch_prefill, frozenset((size, size) for size in HEAD_SIZES), frozenset())
+    return _gluon(prompts, _launch_prefill, HEAD_SIZES, FP8_TYPES)
 
 
 def _gluon(
