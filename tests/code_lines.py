@@ -52,7 +52,12 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(text: str) -> int:
-    """Lines of a source file that hold a token of code."""
+    """How many lines of a source file hold a token of code."""
+    return len(numbers_of_code(text))
+
+
+def numbers_of_code(text: str) -> set[int]:
+    """The numbers of those lines."""
     told = {
         line
         for node in ast.walk(ast.parse(text))
@@ -63,7 +68,7 @@ def code_lines(text: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in _SILENT:
             held |= set(range(token.start[0], token.end[0] + 1))
-    return len(held - told)
+    return held - told
 
 
 def sources() -> list[str]:
