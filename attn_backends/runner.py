@@ -106,9 +106,8 @@ class Runner(ABC, Generic[Inputs, Outputs]):
     """Runs one phase on one backend: the smallest captured bucket that holds a step, or eagerly.
 
     sizes: what to capture, as the phase's `bucket` counts it; none for a runner that is always eager. make_graph: how.
+    within: the set of phases whose memory static inputs lie in. before: a graph whose memory the first one may reuse.
     """
-
-    _sharing: Any = None  # a graph whose memory the first one may reuse
 
     def __init__(
         self,
@@ -116,8 +115,10 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         backend: AttentionBackend,
         sizes: Sequence[int],
         make_graph: Callable[[], Graph] | None,
+        within: PhaseSet | None = None,
+        before: Any = None,
     ) -> None:
-        self.phase, self.backend = phase, backend
+        self.phase, self.backend, self._within = phase, backend, within
         classify(phase.output)  # refuses a field without a class now, not when a result is trimmed
         self._captured: dict[int, CapturedRegion[Inputs, Outputs]] = {}
         if not sizes:
@@ -125,7 +126,9 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if make_graph is None:
             raise CaptureError(f"phase {phase.name}: buckets {list(sizes)} were given and no graph to capture with")
         buckets = {size: phase.bucket(size) for size in sorted(set(sizes), reverse=True)}
-        largest, before = self._static_inputs(phase.safe_inputs(max(sizes))), self._sharing
+        largest = phase.safe_inputs(max(sizes))
+        if within is not None:
+            largest = _map(largest, lambda tensor, _: within.like(tensor))
         for size, bucket in buckets.items():  # largest first: the others share its memory, for results are copied
             inputs = _trim(largest, bucket.bs, bucket.num_tokens)
             self._captured[size] = self._capture(bucket, inputs, make_graph, before)
@@ -140,17 +143,11 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if not fitting:
             return StepResult(self._own(self._run_eagerly(step, _gathered(inputs)), step), None)
         captured = self._captured[min(fitting)]
-        self._prepare()
+        if self._within is not None:
+            self._within.revive()
         self._copy(captured.inputs, inputs)
         captured.replay(step)
         return StepResult(self._own(captured.outputs, step), captured.bucket)
-
-    def _prepare(self) -> None:
-        """Before static inputs are written."""
-
-    def _static_inputs(self, inputs: Inputs) -> Inputs:
-        """The inputs of graphs, where they stay."""
-        return inputs
 
     @abstractmethod
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
@@ -223,23 +220,15 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         within: PhaseSet | None = None,
         sharing: PhaseRunner[Any, Any] | None = None,
     ) -> None:
-        self._region, self._paging, self._planning, self._within = phase.region, paging, planning, within
-        if sharing is not None and sharing._captured:
-            self._sharing = sharing._captured[min(sharing._captured)].graph
+        self._region, self._paging, self._planning = phase.region, paging, planning
+        shared = {} if sharing is None else sharing._captured
         if buckets and planning == "in_graph" and backend.checking:
             raise CaptureError(
                 f"phase {phase.name}: planning is 'in_graph' and {backend.name} checks, which reads the device; no "
                 "graph can hold that. Plan 'before', or build the backend without checking"
             )
-        super().__init__(phase, backend, buckets, make_graph)
-
-    def _prepare(self) -> None:
-        if self._within is not None:
-            self._within.revive()
-
-    def _static_inputs(self, inputs: Inputs) -> Inputs:
-        within = self._within
-        return inputs if within is None else _map(inputs, lambda tensor, _: within.like(tensor))
+        before = shared[min(shared)].graph if shared else None
+        super().__init__(phase, backend, buckets, make_graph, within, before)
 
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
         return self._region(self.backend.init_forward_metadata(step), inputs)

@@ -11,10 +11,8 @@ from torch import Tensor
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
-from spec_metadata.step_checks import check_tensor
+from spec_metadata.step_checks import INTEGERS, check_tensor
 from spec_metadata.tree import DraftTree
-
-_TOKENS = (torch.int64, torch.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +44,7 @@ def accept(tree: DraftTree, target_tokens: Tensor, max_accepted: int) -> Accepta
     (`Capacity.max_accepted`). Raises `InvalidStepError` if tree and choices disagree on the nodes, or it has fewer.
     """
     num_nodes = tree.tokens.shape[1]
-    check_tensor("target_tokens", target_tokens, tuple(tree.tokens.shape), _TOKENS)
+    check_tensor("target_tokens", target_tokens, tuple(tree.tokens.shape), INTEGERS)
     if not isinstance(max_accepted, Integral) or not 1 <= max_accepted <= num_nodes:
         raise InvalidStepError(
             f"max_accepted must be in [1, {num_nodes}], as a path has no more nodes than its tree; got {max_accepted!r}"

@@ -17,7 +17,7 @@ from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows
-from spec_metadata.step_checks import check_device, check_paging, check_tensor
+from spec_metadata.step_checks import INTEGERS, check_device, check_paging, check_tensor
 from spec_metadata.widths import check_widths
 
 
@@ -266,7 +266,7 @@ def check_kept(step: Step, num_kept: Tensor) -> None:
             f"the first rows of a {step.kind} step with {rows} can't be kept; plan a draft_block or a draft_extend of "
             "uniform width"
         )
-    check_tensor("num_kept", num_kept, (step.bs,), (torch.int32, torch.int64))
+    check_tensor("num_kept", num_kept, (step.bs,), INTEGERS)
     check_device(step.seq_lens, num_kept=num_kept)
 
 

@@ -19,10 +19,8 @@ from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
 from spec_metadata.static_inputs import fill_rows
-from spec_metadata.step_checks import check_device, check_tensor
+from spec_metadata.step_checks import INTEGERS, check_device, check_tensor
 from spec_metadata.widths import check_widths, fit_widths
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,20 +58,20 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     bs, slots = bucket.bs, inputs.out_cache_loc
     width = bucket.width if isinstance(bucket, Bucket) else bucket.max_query(capacity)
     num_steps = bucket.num_steps if isinstance(bucket, Bucket) else 1
-    check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), _INTEGERS)
+    check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), INTEGERS)
     if paging.bs != bs:
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
     if is_ragged != (inputs.widths is not None):
         given = describe(inputs.widths)
         raise InvalidStepError(f"inputs.widths of ({bucket}) is {given}; a ragged step has them, no other")
     if inputs.widths is not None:
-        check_tensor("inputs.widths", inputs.widths, (bs,), _INTEGERS)
+        check_tensor("inputs.widths", inputs.widths, (bs,), INTEGERS)
     if slots is not None:
-        check_tensor("inputs.out_cache_loc", slots, (bs * width * num_steps,), _INTEGERS)
+        check_tensor("inputs.out_cache_loc", slots, (bs * width * num_steps,), INTEGERS)
     if inputs.lens_include_rows and num_steps > 1:
         raise InvalidStepError(f"lengths of ({bucket}) are committed tokens; its forwards have rows of their own each")
     if inputs.num_real is not None:
-        check_tensor("inputs.num_real", inputs.num_real, (1,), _INTEGERS)
+        check_tensor("inputs.num_real", inputs.num_real, (1,), INTEGERS)
     elif isinstance(paging, BlockTable) and not inputs.lens_include_rows:
         raise InvalidStepError(
             "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "

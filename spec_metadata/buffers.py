@@ -124,11 +124,12 @@ def _pad_byte(spec: BufferSpec) -> int | None:
     return {0: 0, -1: 0xFF}.get(spec.pad) if spec.pad == 0 or spec.dtype in (torch.int32, torch.int64) else None
 
 
-def _num_guards(checking: bool) -> int:
-    return GUARD_ELEMENTS if checking else 0
-
-
 ALIGNMENT = 256  # bytes, as torch aligns what it allocates at the least
+
+
+def aligned(num_bytes: int) -> int:
+    """Bytes that as many take of an allocation."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Layout:
@@ -151,7 +152,7 @@ class Layout:
             end = start + spec.num_bytes(extent) + 2 * guard * size
             places.append((start, end))
             self._views.append((spec.name, spec.dtype, size, sizes, _strides(sizes), start // size + guard))
-            self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+            self.num_bytes = aligned(end)
         self._dtypes = {spec.dtype for spec in self.specs}
         self._fills = [] if guard else list(_joint_fills(alike, places))
         self._not_zeros = [fill for fill in self._fills if fill[1]]
@@ -213,7 +214,7 @@ def _joint_fills(specs: Sequence[BufferSpec], places: Sequence[tuple[int, int]])
 
 def allocation_size(specs: Iterable[BufferSpec], extent: Extent, *, checking: bool = False) -> int:
     """Bytes that an `Arena` takes."""
-    return Layout(specs, extent, guard=_num_guards(checking)).num_bytes
+    return Layout(specs, extent, guard=GUARD_ELEMENTS * checking).num_bytes
 
 
 class Arena:
@@ -232,7 +233,7 @@ class Arena:
         checking: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        self._layout = layout = Layout(specs, largest, guard=_num_guards(checking))
+        self._layout = layout = Layout(specs, largest, guard=GUARD_ELEMENTS * checking)
         self._memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device) if memory is None else memory
         self.specs, self.largest, self._full = layout.specs, largest, layout.views(self._memory)
         self.reset()

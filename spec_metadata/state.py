@@ -16,7 +16,7 @@ from torch import Tensor
 from spec_metadata.bound_inputs import BoundInputs
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging, RequestTable
-from spec_metadata.step_checks import check_tensor
+from spec_metadata.step_checks import INTEGERS, check_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +63,7 @@ class CommittedState:
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
         for name, tensor, own in given:
-            check_tensor(name, tensor, (bs,), (torch.int32, torch.int64))
+            check_tensor(name, tensor, (bs,), INTEGERS)
             if tensor.device != own.device:
                 raise InvalidStepError(f"{name} is on {tensor.device} and the state on {own.device}")
         for _, tensor, own in given:

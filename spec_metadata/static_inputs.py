@@ -21,7 +21,15 @@ from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBuck
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows
+from spec_metadata.query import (
+    AnyQuery,
+    BoundedQuery,
+    PackedQuery,
+    PaddedQuery,
+    UniformQuery,
+    packed_rows,
+    packed_starts,
+)
 from spec_metadata.widths import fit_widths
 
 
@@ -175,24 +183,21 @@ def closed(step: Step, capacity: Capacity) -> Step:
 
 def _fill(static: Step, step: Step | None) -> None:
     """Write real requests, then padded ones."""
+    bs, num_writes, given = (0, 0, 0) if step is None else (step.bs, step.num_writes, step.num_real)
+    slots, num_real = static.flat_slots(), static.num_real
+    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
+    num_real.copy_(given) if isinstance(given, Tensor) else num_real.fill_(given)
+    static.seq_lens[bs:].zero_()
+    _fill_paging(static, step, bs)
     if step is not None and isinstance(step.query, BoundedQuery):
         _fill_bounded(static, step, step.query)
         return
-    bs, num_writes = (step.bs, step.num_writes) if step is not None else (0, 0)
-    geometry = static.paging.geometry
-    slots, num_real = static.flat_slots(), static.num_real
-    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
-    if step is None:
-        num_real.zero_()
-    else:
-        num_real.copy_(step.num_real) if isinstance(step.num_real, Tensor) else num_real.fill_(step.num_real)
+    if step is not None:
         static.seq_lens[:bs].copy_(step.seq_lens)
         slots[:num_writes].copy_(step.flat_slots())
-    static.seq_lens[bs:].zero_()
-    slots[num_writes:].copy_(geometry.reserved_slots(static.num_writes, static.device)[num_writes:])
-    _fill_paging(static, step, bs)
+    slots[num_writes:].copy_(static.paging.geometry.reserved_slots(static.num_writes, static.device)[num_writes:])
     if isinstance(static.query, PaddedQuery):
-        _fill_starts(static.query, None if step is None else _given_starts(step.query))
+        _fill_starts(static.query, None if step is None else packed_starts(step.query))
     if static.tree_mask is not None:
         if step is not None and step.tree_mask is not None:
             static.tree_mask[:bs].copy_(step.tree_mask)
@@ -214,16 +219,11 @@ def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
 
 
 def _fill_bounded(static: Step, step: Step, query: BoundedQuery) -> None:
-    """Write a step whose rows the device decides: of real requests as many as fit, then padding."""
-    num_real, packed, bs = static.num_real, static.query, step.bs
-    assert isinstance(num_real, Tensor), "a graph reads it from a buffer"
-    assert isinstance(packed, PaddedQuery), "a misfit was refused"
-    num_real.copy_(step.num_real) if isinstance(step.num_real, Tensor) else num_real.fill_(step.num_real)
-    real = torch.arange(bs, device=static.device) < num_real
-    fill_rows(static, packed, fit_widths(query, real), step.flat_slots())
-    static.seq_lens[:bs].copy_(torch.where(real, step.seq_lens, 0))
-    static.seq_lens[bs:].zero_()
-    _fill_paging(static, step, bs)
+    """Write lengths and rows of a step whose rows the device decides: of real requests as many as fit, then padding."""
+    assert isinstance(static.query, PaddedQuery), "a misfit was refused"
+    real = torch.arange(step.bs, device=static.device) < static.num_real
+    fill_rows(static, static.query, fit_widths(query, real), step.flat_slots())
+    static.seq_lens[: step.bs].copy_(torch.where(real, step.seq_lens, 0))
 
 
 def fill_rows(static: Step, query: PaddedQuery, widths: Tensor, slots: Tensor) -> None:
@@ -238,11 +238,6 @@ def fill_rows(static: Step, query: PaddedQuery, widths: Tensor, slots: Tensor) -
     own = of_each[request.clamp(max=bs - 1), row.clamp(max=of_each.shape[1] - 1)].long()
     is_real = torch.arange(static.num_tokens, device=static.device) < starts[-1]
     static.flat_slots().copy_(torch.where(is_real, own, geometry.reserved_slots(static.num_tokens, static.device)))
-
-
-def _given_starts(query: AnyQuery) -> Tensor:
-    assert isinstance(query, PackedQuery), "a misfit was refused"
-    return query.cu_seqlens
 
 
 def _fill_starts(query: PaddedQuery, given: Tensor | None) -> None:

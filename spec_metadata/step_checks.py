@@ -27,7 +27,8 @@ from spec_metadata.query import (
 if TYPE_CHECKING:
     from spec_metadata.layout import Step
 
-_INDEX = (torch.int32, torch.int64)
+INTEGERS = (torch.int32, torch.int64)
+"""Types of lengths, slots, rows and tokens."""
 
 
 def is_sound(step: Step) -> bool:
@@ -39,29 +40,22 @@ def is_sound(step: Step) -> bool:
         return False
     width, num_steps, num_real, shape, device = query.width, step.num_steps, step.num_real, lens.shape, lens.device
     if type(paging) is RequestTable:
-        if paging.rows.shape != shape or paging.rows.device != device:
-            return False
-    elif type(paging) is not BlockTable or paging.table.shape[:1] != shape:
-        return False
-    if paging.table.device != device or lens.dtype not in _INDEX:
+        is_paged = paging.rows.shape == shape and paging.rows.device == device
+    else:
+        is_paged = type(paging) is BlockTable and paging.table.shape[:1] == shape
+    if not is_paged or paging.table.device != device or lens.dtype not in INTEGERS:
         return False
     if type(width) is not int or type(num_steps) is not int or width < 1 or num_steps < 1:
         return False
-    bs = shape[0]
-    if type(num_real) is int:
-        if not 0 <= num_real <= bs:
-            return False
-    elif not _is_tensor(num_real, (1,), (torch.int32,), device):
-        return False
-    if slots is not None and not _is_tensor(slots, (bs * width * num_steps,), _INDEX, device):
-        return False
-    if mask is not None and not _is_tensor(mask, (bs, width, width), (torch.bool,), device):
-        return False
-    known = step.seq_lens_cpu
-    if known is not None and len(known) > bs:
-        return False
-    if slots is not None:
-        return True
+    bs, known = shape[0], step.seq_lens_cpu
+    is_whole = (
+        (0 <= num_real <= bs if type(num_real) is int else _is_tensor(num_real, (1,), (torch.int32,), device))
+        and (slots is None or _is_tensor(slots, (bs * width * num_steps,), INTEGERS, device))
+        and (mask is None or _is_tensor(mask, (bs, width, width), (torch.bool,), device))
+        and (known is None or len(known) <= bs)
+    )
+    if not is_whole or slots is not None:
+        return is_whole
     bound, room = step.max_committed or 0, paging.row_tokens
     if known is None:
         return bound < room
@@ -106,7 +100,7 @@ def check_step(step: Step) -> None:
             f"out_cache_loc of a {step.kind} step must hold {step.num_writes} slots, got {describe(slots)}"
         )
     else:
-        check_tensor("out_cache_loc", slots, (step.num_writes,), _INDEX)
+        check_tensor("out_cache_loc", slots, (step.num_writes,), INTEGERS)
     if mask is not None:
         check_tensor("tree_mask", mask, (step.bs, step.width, step.width), (torch.bool,))
     check_device(step.seq_lens, out_cache_loc=slots, tree_mask=mask)
@@ -116,7 +110,7 @@ def check_step(step: Step) -> None:
 
 def check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
     """Layout, lengths and table agree on the requests; asked before slots are looked up."""
-    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in _INDEX or seq_lens.ndim != 1:
+    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in INTEGERS or seq_lens.ndim != 1:
         raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {describe(seq_lens)}")
     check_paging(paging)
     bs = seq_lens.shape[0]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from spec_metadata.errors import InvalidStepError, describe
-from spec_metadata.step_checks import check_tensor
+from spec_metadata.step_checks import INTEGERS, check_tensor
 
-_TOKENS = (torch.int64, torch.int32)
 _LOG_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -37,7 +36,7 @@ class DraftTree:
         `InvalidStepError` for shapes and types that do not match.
         """
         _check_matrix("parents", parents, "[bs, num_nodes]")
-        check_tensor("tokens", tokens, tuple(parents.shape), _TOKENS)
+        check_tensor("tokens", tokens, tuple(parents.shape), INTEGERS)
         bs, num_nodes = parents.shape
         own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
         index = parents.unsqueeze(2).expand(-1, -1, num_nodes)
@@ -92,7 +91,7 @@ class DraftBeams:
         Raises `InvalidStepError` for shapes and types that do not match.
         """
         bs, topk = self.tokens.shape
-        check_tensor("tokens", tokens, (bs, topk, topk), _TOKENS)
+        check_tensor("tokens", tokens, (bs, topk, topk), INTEGERS)
         check_tensor("log_probs", log_probs, (bs, topk, topk), _LOG_PROBS)
         child_scores = (self.scores.unsqueeze(2) + log_probs).reshape(bs, -1)
         child_tokens = tokens.reshape(bs, -1)
@@ -119,7 +118,7 @@ class DraftBeams:
         a draft that overflowed, counts as impossible: it would be sorted before its parent.
         """
         num_candidates = self.candidate_tokens.shape[1]
-        check_tensor("root_tokens", root_tokens, (self.tokens.shape[0],), _TOKENS)
+        check_tensor("root_tokens", root_tokens, (self.tokens.shape[0],), INTEGERS)
         if not 2 <= num_draft_tokens <= num_candidates + 1:
             raise InvalidStepError(
                 f"the tree holds a root and {num_candidates} candidates, so num_draft_tokens must be in "

@@ -16,9 +16,7 @@ from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.layout import Step
 from spec_metadata.query import PackedQuery, UniformQuery, as_packed, packed_rows
-from spec_metadata.step_checks import check_device, check_forward
-
-_INDEX = (torch.int64, torch.int32)
+from spec_metadata.step_checks import INTEGERS, check_device, check_forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +175,7 @@ def tree_part(step: Step, forward: int, ancestors: Tensor | None = None) -> Tree
         assert step.tree_mask is not None
         return TreePart(step.flat_slots().long().reshape(step.bs, step.width), step.tree_mask)
     expected = (step.bs, step.width, forward + 1)
-    if not isinstance(ancestors, Tensor) or ancestors.shape != expected or ancestors.dtype not in _INDEX:
+    if not isinstance(ancestors, Tensor) or ancestors.shape != expected or ancestors.dtype not in INTEGERS:
         raise InvalidStepError(
             f"draft forward {forward} of topk={step.width} needs ancestors {list(expected)} int64 (the branch of each "
             f"row's path at each depth), got {'none' if ancestors is None else describe(ancestors)}"

@@ -35,7 +35,7 @@ NODES, PAIR = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 2, dtype=torc
 MISSHAPED: dict[str, Callable[[], object]] = {
     r"parents must be \[bs, num_nodes\] int64, got \[3\]": lambda: DraftTree.from_parents(NODES, NODES[0], 2),
     r"parents must be .* got \[2, 3\] torch.int32": lambda: DraftTree.from_parents(NODES, NODES.int(), 2),
-    r"tokens must be \[2, 3\] int64 or int32, got \[2, 2\]": lambda: DraftTree.from_parents(PAIR, NODES, 2),
+    r"tokens must be \[2, 3\] int32 or int64, got \[2, 2\]": lambda: DraftTree.from_parents(PAIR, NODES, 2),
     r"tokens must be \[2, 3\] .* got \[1, 3\]": lambda: DraftTree.from_parents(NODES[:1], NODES, 2),
     r"tokens must be \[bs, topk\] int64, got \[2\]": lambda: DraftBeams.start(PAIR[0], torch.zeros(2)),
     r"log_probs must be \[2, 2\] float32 .* got \[2, 3\]": lambda: DraftBeams.start(PAIR, torch.zeros(2, 3)),

@@ -131,15 +131,11 @@ class Kernel(Generic[Plan]):
 
     def host_lens(self, owner: str, step: Step, bs: int, forwards: Iterable[int | None]) -> tuple[HostLens, ...] | None:
         """What the host half of each plan is made of, padded to bs requests; None for a step that it plans nothing of.
-        forwards: of which plans are, as of `spec_metadata.host_lens`. Refuses a step without exact lengths.
+        forwards: of which plans are, as of `spec_metadata.host_lens`. Refuses a step without exact lengths, and
+        to plan on the host in a capture. owner: the backend's name.
         """
         if step.kind is StepKind.IDLE or not self.capabilities[step.kind].needs_host_lens:
             return None
-        self.check_host_lens(owner, step)
-        return tuple(host_lens(step, bs, forward) for forward in forwards)
-
-    def check_host_lens(self, owner: str, step: Step) -> None:
-        """Refuse a step that can't be planned on the host now. owner: the backend's name."""
         if is_capturing():
             raise CaptureError(f"{owner} ({self.name}) plans {step.kind} on the host: do that before the capture")
         if step.seq_lens_cpu is None:
@@ -148,6 +144,7 @@ class Kernel(Generic[Plan]):
                 ["it plans on the host and needs exact lengths there"],
                 "pass seq_lens_cpu to the step, or choose a kernel without needs_host_lens",
             )
+        return tuple(host_lens(step, bs, forward) for forward in forwards)
 
 
 class Schedules(Generic[Plan]):

@@ -7,7 +7,7 @@ and a switch from one set to another captures and allocates nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,17 +15,10 @@ from torch import Tensor
 from attn_backends.errors import CaptureError
 from attn_backends.graphs import is_capturing
 from attn_backends.memory.reads import Reads
-from spec_metadata.buffers import ALIGNMENT
+from spec_metadata.buffers import aligned
 
-
-class Member(Protocol):
-    """What is captured in a set."""
-
-    def renew(self) -> None:
-        """Make its buffers those of fresh ones: others lay there."""
-
-    def forget(self) -> None:
-        """Its contents are lost."""
+if TYPE_CHECKING:
+    from attn_backends.memory.phases import PhaseMemory
 
 
 class PhaseSets:
@@ -88,7 +81,7 @@ class PhaseSet:
     """One of `PhaseSets`: what `AttentionBackend.capture(…, within=set)` puts phases into."""
 
     sets: PhaseSets
-    members: list[Member] = field(default_factory=list)
+    members: list[PhaseMemory] = field(default_factory=list)
     _taken: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -111,8 +104,3 @@ class PhaseSet:
         buffers does it before the first graph of a cycle.
         """
         self.sets.revive(self)
-
-
-def aligned(num_bytes: int) -> int:
-    """What as many bytes take of a set."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

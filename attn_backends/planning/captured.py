@@ -72,8 +72,7 @@ class Captured:
         graph that is recorded around it does so too.
         """
         if being_recorded():
-            if self.phase.within is not None:
-                repeat_at_replays(self._check_alive)
+            repeat_at_replays(self._check_alive)
             repeat_at_replays(self.begin)
         if self.bound is None:
             self.check_phase()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn_backends.backend import AttentionBackend
-from attn_backends.memory.phase_sets import PhaseSets, aligned
+from attn_backends.memory.phase_sets import PhaseSets
 from attn_backends.runner import Phase, PhaseRunner, classify
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
 from attn_backends_reference.eagle.phases import (
@@ -21,6 +21,7 @@ from attn_backends_reference.eagle.phases import (
 from attn_backends_reference.eagle.ragged import extend_phase_of, verify_phase_of
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import Capacity, Paging
+from spec_metadata.buffers import aligned
 
 MakeRunner = Callable[..., PhaseRunner[Any, Any]]
 """(phase, backend, within, sharing, paging=table) -> its runner."""
