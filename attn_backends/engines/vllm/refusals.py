@@ -43,6 +43,9 @@ def config_reasons(config: Any) -> list[str]:
         reasons.append("a number of drafted tokens that depends on the batch (dynamic speculative decoding)")
     if spec is not None and spec.parallel_drafting:
         reasons.append("parallel drafting")
+    for phase in ("decode", "prefill"):
+        if (ranks := getattr(config.parallel_config, f"{phase}_context_parallel_size")) > 1:
+            reasons.append(f"{phase} context parallelism ({ranks} ranks)")
     return reasons
 
 

@@ -101,6 +101,11 @@ def build(row: Row, models: Path) -> Any:
     """vLLM's `LLM`, in this process."""
     from vllm import LLM
 
+    return LLM(**arguments(row, models))
+
+
+def arguments(row: Row, models: Path) -> dict[str, Any]:
+    """Of `LLM`, or of vLLM's `EngineArgs`."""
     os.environ[platform.GRAPHS] = str(int(row.graphs != "NONE"))
     compilation = {"mode": 0, "cudagraph_mode": row.graphs, "cudagraph_capture_sizes": CAPTURE_SIZES}
     options: dict[str, Any] = {"compilation_config": compilation} if row.graphs != "NONE" else {"enforce_eager": True}
@@ -109,21 +114,21 @@ def build(row: Row, models: Path) -> Any:
     if row.drafts:
         draft = str(models / f"{row.model}-draft")
         options["speculative_config"] = {"method": row.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
-    return LLM(
-        model=str(models / row.model),
-        attention_backend=row.backend,
-        skip_tokenizer_init=True,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=CHUNK if row.chunked else MAX_MODEL_LEN,
-        enable_chunked_prefill=row.chunked,
-        enable_prefix_caching=row.caching,
+    return {
+        "model": str(models / row.model),
+        "attention_backend": row.backend,
+        "skip_tokenizer_init": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": CHUNK if row.chunked else MAX_MODEL_LEN,
+        "enable_chunked_prefill": row.chunked,
+        "enable_prefix_caching": row.caching,
         **({} if row.block_size is None else {"block_size": row.block_size}),
-        kv_cache_memory_bytes=1 << 28,
-        seed=0,
-        disable_log_stats=False,
+        "kv_cache_memory_bytes": 1 << 28,
+        "seed": 0,
+        "disable_log_stats": False,
         **{"dtype": "float32", "num_gpu_blocks_override": 48} | options | dict(row.others),
-    )
+    }
 
 
 def runner_of(llm: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
@@ -16,7 +17,7 @@ from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.engines.vllm import NAMES, register
 from attn_backends.engines.vllm.api import version_reason
 from attn_backends.engines.vllm.refusals import KERNEL
-from tests.engines.vllm.engine import EngineFailed, Row, run
+from tests.engines.vllm.engine import EngineFailed, Row, arguments, run
 from tests.engines.vllm.rows import FULL
 
 GQA, MLA = Row("gqa", "ATTN_BACKENDS_FA3"), Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", block_size=32)
@@ -32,12 +33,19 @@ REFUSED = {
     "pages that the metadata has not": (replace(MLA, block_size=16), "block_size not supported"),
     "a cache type": (with_options(GQA, kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype not supported"),
     "DeepSeek-V4": (replace(MLA, backend="ATTN_BACKENDS_DSV4"), "dsv4 has no view of vLLM's caches"),
-    "decode context parallelism": (
-        with_options(GQA, decode_context_parallel_size=2, tensor_parallel_size=2),
-        "DCP|decode_context|context parallel",
-    ),
     "a dtype": (with_options(GQA, dtype=torch.float64), "dtype not supported"),
 }
+IN_PARALLEL: dict[str, tuple[dict[str, int], str]] = {
+    "decode": (
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+        r"\['DCP not supported', 'decode context parallelism \(2 ranks\)'\]",
+    ),
+    "prefill": (
+        {"prefill_context_parallel_size": 2},
+        r"\['PCP not supported', 'prefill context parallelism \(2 ranks\)'\]",
+    ),
+}
+"""Context parallelism of a phase: what an engine of latents is given, and all reasons against it."""
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "parallel drafting": ({"parallel_drafting": True}, r"serves V2 alone\); parallel drafting"),
     "a number of drafted tokens that depends on the batch": (
@@ -85,6 +93,42 @@ def test_an_engine_is_refused(what: str, models: Path) -> None:
     row, words = REFUSED[what]
     with pytest.raises(EngineFailed, match=words):
         run(row, models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.parametrize("phase", IN_PARALLEL)
+def test_context_parallelism_is_refused(phase: str, models: Path) -> None:
+    """By what each rank does before it makes a layer. No rank is started here."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.selector import get_attn_backend
+
+    more, words = IN_PARALLEL[phase]
+    config = EngineArgs(**arguments(with_options(MLA, **more), models)).create_engine_config()
+    with set_current_vllm_config(config), pytest.raises(ValueError, match=words):
+        get_attn_backend(80, torch.float32, "auto", use_mla=True, num_heads=4)
+
+
+@pytest.mark.full
+def test_ranks_refuse_context_parallelism(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    more, words = IN_PARALLEL["decode"]
+    with pytest.raises(EngineFailed):
+        run(with_options(MLA, distributed_executor_backend="mp", **more), models, [[1, 2, 3]], 1)
+    told = "".join(capfd.readouterr())
+    assert re.search(words, told)
+    assert "Loading weights took" not in told
+
+
+def test_vllm_has_no_cascade_attention_that_could_be_asked_for(models: Path) -> None:
+    """Else a builder would be given prefixes that all requests share, which ours does not read."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+    given = arguments(with_options(GQA, disable_cascade_attn=False), models)
+    assert EngineArgs(**given).create_engine_config().model_config.disable_cascade_attn
+    assert not hasattr(AttentionMetadataBuilder, "use_cascade_attention")
 
 
 @pytest.mark.parametrize("what", DRAFTS)
