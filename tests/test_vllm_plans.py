@@ -162,7 +162,8 @@ def test_running_requests_and_prompts_are_two_steps_where_one_is_slower(lens: li
         kernel = replace(engine.backend.kernel_of(StepKind.PREFILL), slower_mixed=lambda *_, slower=slower: slower)
         engine.backend.choices[StepKind.PREFILL] = Choice(kernel, layers=[layer])
         torch.manual_seed(3)
-        parts = engine.plans.of(engine.common(lens, [9, 4, 6][: len(lens)])).current()
+        planned = engine.plans.of(engine.common(lens, [9, 4, 6][: len(lens)]))
+        parts = [part for _, part in planned.current()]
         assert [part.kind for part in parts] == ([first, StepKind.PREFILL] if slower else [StepKind.PREFILL])
         slots = torch.cat([part.write_slots for part in parts])
         assert slots.tolist() == engine.slots[: sum(lens)].tolist()
@@ -207,8 +208,10 @@ def test_a_draft_loop_is_planned_again_for_every_forward(captured: bool) -> None
     plan = engine.plans.capture(common) if captured else engine.plans.of(common)
     assert_describes(metadata(plan), engine, [1, 1], [4, 8])
     engine.common([1, 1], [5, 9])
-    kept = metadata(plan)
+    kept, of_a_layer = metadata(plan), plan.current()
+    assert plan.current() is of_a_layer, "layers share it"
     plan.expire()
+    assert plan.current() is not of_a_layer
     again = metadata(plan)
     assert_describes(again, engine, [1, 1], [5, 9])
     assert (kept is again) == captured
@@ -223,7 +226,7 @@ def test_other_graphs_are_refused() -> None:
 
 def count_three(engine: Engine) -> Attended:
     """One forward eagerly, one while it is recorded and one in a replay."""
-    meta = engine.plans.of(engine.common([1, 1], [4, 8])).current()
+    meta = [part for _, part in engine.plans.of(engine.common([1, 1], [4, 8])).current()]
     with torch.inference_mode():
         counts, graph = counter("model.layers.0", "fa3", torch.device("cpu")), RecordedGraph()
         assert counts is not None
@@ -264,7 +267,9 @@ def test_what_a_layer_has_that_we_lack_is_named() -> None:
 
 def config(**fields: object) -> SimpleNamespace:
     spec = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False, parallel_drafting=False)
-    return SimpleNamespace(**{"use_v2_model_runner": True, "speculative_config": spec} | fields)
+    ranks = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
+    return SimpleNamespace(**known | fields)
 
 
 def test_engines_that_we_do_not_serve_are_named() -> None:

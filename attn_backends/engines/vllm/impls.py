@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attn_backends.adapters.batch import with_rows
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import KeyValues, PagedKV, PagedLatent
 from attn_backends.engines.vllm.api import (
@@ -72,8 +71,8 @@ class _Layer:
                 self.layer = replace(self.layer, k_scale=k_scale, v_scale=v_scale)
             self._attended, self._is_ready = counter(vllm_layer.layer_name, self.library.name, device), True
         if self._attended is not None:
-            self._attended.add(parts)
-        return with_rows(parts)
+            self._attended.add([meta for _, meta in parts])
+        return parts
 
 
 class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from attn_backends.adapters import vllm as adapter
-from attn_backends.adapters.batch import BlockTableBatch, MixedBatches
+from attn_backends.adapters.batch import BlockTableBatch, MixedBatches, with_rows
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
@@ -37,17 +37,19 @@ class Plan:
 
     def __init__(self, make: Callable[[], Sequence[Metadata]]) -> None:
         self._make = make
-        self._made: Sequence[Metadata] | None = None
+        self._made: Sequence[Metadata] = ()
+        self._parts: list[tuple[slice, ForwardMetadata]] = []
 
-    def current(self) -> list[ForwardMetadata]:
-        """What a layer attends with, part by part."""
-        if self._made is None:
+    def current(self) -> list[tuple[slice, ForwardMetadata]]:
+        """What a layer attends with, part by part, each with its rows; the same for all layers."""
+        if not self._made:
             self._made = self._make()
-        return [each.at() for each in self._made]
+            self._parts = with_rows([each.at() for each in self._made])
+        return self._parts
 
     def expire(self) -> None:
         """vLLM's buffers hold another step now, such as the next forward of a draft loop."""
-        self._made = None
+        self._made = ()
 
 
 class Plans:
