@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 
@@ -43,12 +44,13 @@ def bad(report):
 
 
 ONE_OF_THEM = {"fa3": pytest.mark.smoke}
+SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another every day
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ONE_OF_THEM.get(name, ())) for name in list_backends()])
 def test_backend_conforms(name):
-    report = run_conformance(name, quick=True)
-    assert bad(report) == []
+    report = run_conformance(name, quick=True, seed=SEED)
+    assert bad(report) == [], f"attn-backends conformance {name} --quick --seed {SEED}"
     assert report.executed > 100
     assert report.counts[Outcome.PASS] > 0
     assert report.counts[Outcome.REFUSED] > 0

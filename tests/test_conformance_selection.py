@@ -93,6 +93,17 @@ def test_every_case_is_of_a_profile(name):
     assert homeless == []
 
 
+def test_quick_cases_of_seeds_in_turn_are_all_cases():
+    every = selected_cases(FA3, "math.decode")
+    samples = [Selection("math.decode", quick=True, seed=seed).cases(FA3) for seed in range(len(every) - 2)]
+    assert {case for sample in samples for case in sample} == set(every)
+    for sample in samples:
+        assert len(sample) == 3
+        assert (sample[0], sample[-1]) == (every[0], every[-1])
+    assert samples[0][1] == every[(len(every) - 1) // 2]
+    assert Selection("math.decode", quick=True, seed=len(every) - 2).cases(FA3) == samples[0]
+
+
 def row(status: Outcome, kind: str, **case) -> Row:
     case = Case("math.decode", kind, lens=(3,), **case)
     return Row("mine", "own", "math.decode", case, case.path, status)

@@ -209,7 +209,11 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument("backends", nargs="*", metavar="NAME", help="names, or module:Class (default: all known)")
     suite.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
     suite.add_argument("--kernel", default="auto", help="one of its kernels (default: auto, every one that runs)")
-    suite.add_argument("--quick", action="store_true", help="a few cases of each check, spread evenly")
+    suite.add_argument(
+        "--quick",
+        action="store_true",
+        help="three cases of each check: its first, its last, and one between that --seed picks",
+    )
     suite.add_argument(
         "--select",
         action="append",
@@ -220,7 +224,9 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
     suite.add_argument(
         "--effort", type=int, default=0, metavar="N", help="N random cases more of each group of checks, each printed"
     )
-    suite.add_argument("--seed", type=int, default=0, help="of the random cases (default: %(default)s)")
+    suite.add_argument(
+        "--seed", type=int, default=0, help="of the quick and of the random cases (default: %(default)s)"
+    )
     suite.add_argument("--contract", default=CONTRACT, metavar="VERSION", help="to check (default: %(default)s)")
     suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
     suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")

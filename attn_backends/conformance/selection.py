@@ -19,9 +19,9 @@ QUICK_CASES = 3  # of each check
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run is asked for. select: pattern of check ids. quick: a few cases of each check. profile: the name of one
-    ("" for all cases). effort: random cases more of each group of checks, drawn from `seed`. contract: the version that
-    is asked for. Raises `ConfigError` for what is not there.
+    """What a run is asked for. select: pattern of check ids. quick: three cases of each check, one of which `seed`
+    picks. profile: the name of one ("" for all cases). effort: random cases more of each group of checks, drawn from
+    `seed`. contract: the version that is asked for. Raises `ConfigError` for what is not there.
     """
 
     select: str = "*"
@@ -45,7 +45,7 @@ class Selection:
     def cases(self, subject: Subject) -> list[Case]:
         """The cases of a subject, those of the suite and the random ones after them."""
         holds = PROFILES[self.profile].holds if self.profile else _any
-        known = selected_cases(subject, self.select, QUICK_CASES if self.quick else None, holds)
+        known = selected_cases(subject, self.select, QUICK_CASES if self.quick else None, holds, self.seed)
         if not self.effort:
             return known
         drawn_from = selected_cases(subject, self.select, None, holds) if self.quick else known
@@ -65,11 +65,15 @@ class Selection:
 
 
 def selected_cases(
-    subject: Subject, select: str = "*", most: int | None = None, holds: Callable[[Case], bool] | None = None
+    subject: Subject,
+    select: str = "*",
+    most: int | None = None,
+    holds: Callable[[Case], bool] | None = None,
+    seed: int = 0,
 ) -> list[Case]:
     """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. select: patterns, with commas
-    between. most: of each check, spread evenly. holds: whether a case is wanted. Of another project's backend, those
-    that its driver runs.
+    between. most: of each check, spread evenly; those between the first and the last move on by a case for each `seed`.
+    holds: whether a case is wanted. Of another project's backend, those that its driver runs.
     """
     patterns = [pattern.strip() for pattern in select.split(",")]
     unknown = [pattern for pattern in patterns if not any(fnmatchcase(id, pattern) for id in CATALOGUE)]
@@ -79,14 +83,17 @@ def selected_cases(
     chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
     exempt = [pattern for each in exemptions(subject.backend) for pattern in each.checks]
     chosen = [check for check in chosen if not any(fnmatchcase(check.id, pattern) for pattern in exempt)]
-    return [case for check in chosen for case in _thinned(list(filter(holds or _any, check.cases(subject))), most)]
+    return [
+        case for check in chosen for case in _thinned(list(filter(holds or _any, check.cases(subject))), most, seed)
+    ]
 
 
 def _any(case: Case) -> bool:
     return True
 
 
-def _thinned(cases: list[Case], most: int | None) -> list[Case]:
+def _thinned(cases: list[Case], most: int | None, seed: int) -> list[Case]:
     if most is None or len(cases) <= most:
         return cases
-    return [cases[index * (len(cases) - 1) // (most - 1)] for index in range(most)]
+    between, inner = cases[1:-1], [index * (len(cases) - 1) // (most - 1) - 1 for index in range(1, most - 1)]
+    return [cases[0], *(between[index] for index in sorted((each + seed) % len(between) for each in inner)), cases[-1]]
