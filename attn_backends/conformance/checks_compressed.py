@@ -6,11 +6,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from attn_backends.conformance.cases import CACHE_DTYPES, Case
-from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
-from attn_backends.conformance.checks_refusals import refused
+from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_scenes import CompressedScene
 from attn_backends.conformance.compressed_worlds import (
@@ -49,14 +46,14 @@ from attn_backends.conformance.situations import (
 )
 from attn_backends.conformance.sizes import MAX_BS, NUM_STEPS
 from attn_backends.conformance.worlds import World
-from attn_backends.errors import UnsupportedStepError
 from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import Step, StepKind
+from spec_metadata import StepKind
 
 VERIFY, EXTEND, DRAFT = StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND, StepKind.DRAFT_DECODE
 WIDTH = NUM_STEPS + 1  # of a verify and of a draft extend
 LONG_DRAFT = "steps5.nodes2"  # four forwards of a draft, two rows of a verify
+SHORT_PAGE = 4  # tokens of a page that keeps the states of all of them
 CYCLES = 8
 CHUNKS = ((1, 3), (2, 1), (1, 4), (3, 1), (1, 7), (8, 2), (9, 3), (1, 6))  # prompt tokens of two requests
 
@@ -130,9 +127,11 @@ def _lives(kind: StepKind) -> Cases:
     found = _both_paths(kind, poison="nan")
 
     def cases(subject: Subject) -> list[Case]:
-        real = [replace(case, page_size=REAL_PAGE) for case in one_page_size(found)(subject)]
-        edges = [replace(_near_edges(case), bs=3 if case.path == "graph" else 0) for case in found(subject)]
-        return edges + [replace(case, lens=(250, 121, 378), bs=3 if case.bs else 0) for case in real]
+        middle, any_page = one_page_size(found)(subject), subject.capabilities[kind].page_sizes is None
+        short = [replace(case, page_size=SHORT_PAGE) for case in middle if any_page]
+        edges = [replace(_near_edges(case), bs=3 if case.path == "graph" else 0) for case in found(subject) + short]
+        real = [replace(case, page_size=REAL_PAGE, bs=3 if case.bs else 0) for case in middle]
+        return edges + [replace(case, lens=(250, 121, 378)) for case in real]
 
     return _compressed(cases)
 
@@ -309,41 +308,3 @@ def _run_layers(worlds: list[World], meta: Metadata, inputs: list[list[ForwardIn
         for forward in range(len(inputs[0]))
     ]
     return [list(outputs) for outputs in zip(*forwards, strict=True)]
-
-
-def _asked(feature: str, **changes: Any) -> Cases:
-    """A verify of a layer with all entries, at one page size."""
-
-    def cases(subject: Subject) -> list[Case]:
-        found = one_page_size(eager((VERIFY,), lens=(5, 3), feature=feature, **changes))(subject)
-        return [case for case in found if case.layer == "entries"]
-
-    return _compressed(cases)
-
-
-@check("compressed.refuses_cut_blocks", _asked("a page that cuts a block", page_size=18))
-def refuses_cut_blocks(subject: Subject, case: Case) -> Measured:
-    """A page that is no whole number of blocks is refused before anything is planned."""
-    try:
-        world_of(setup_of(subject, case))
-    except UnsupportedStepError as refusal:
-        return Measured(refusal="; ".join(refusal.reasons))
-    raise CheckFailure(case.feature, f"pages of {case.page_size} tokens were taken")
-
-
-@check("compressed.refuses_lost_states", _asked("more rows than states are kept for"))
-def refuses_lost_states(subject: Subject, case: Case) -> Measured:
-    """A verify of more rows than a rejection could take back, and a prefix that ends inside a page."""
-    world = world_of(setup_of(subject, case))
-    scene, backend = scene_of(world, batch_of(case), case.seed), world.backend
-    prepare_memory(scene, case)
-    lens, page_size = torch.tensor(case.lens, device=world.device), world.geometry.page_size
-    wide = Step.target_verify(page_size - 1, lens, scene.paging(), seq_lens_cpu=case.lens)
-    check_prefix = backend.check_prefix  # type: ignore[attr-defined]
-    check_prefix(2 * page_size)
-    return refused(
-        case.feature,
-        scene,
-        lambda: backend.init_forward_metadata(wide),
-        lambda: check_prefix(page_size + 1),
-    )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_memory, compare_outputs
+from attn_backends.conformance.comparisons import compare_memory, compare_outputs, compare_ranges
 from attn_backends.conformance.exercise import (
     batch_of,
     prepare_memory,
@@ -53,10 +53,11 @@ def reserved_nan(subject: Subject, case: Case) -> Measured:
 
 @check("poison.table_tail", eager())
 def table_tail(subject: Subject, case: Case) -> Measured:
-    """Table entries past a request's tokens may hold anything, pages that don't exist among it."""
+    """Table entries past a request's tokens may hold anything, pages that don't exist among it, and are not planned."""
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(case), case.seed)
     scene.poison_table_tails()
     prepare_memory(scene, case)
     meta, inputs = world.backend.init_forward_metadata(scene.step()), scene.inputs()
+    compare_ranges(scene, meta.buffers)
     return compare_outputs(scene, inputs, run_forwards(world, meta, inputs))

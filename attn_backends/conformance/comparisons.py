@@ -12,6 +12,7 @@ from attn_backends.conformance.catalogue import CheckFailure, Measured
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Scene
 from attn_backends.layer import AttentionOutput
+from spec_metadata.buffers import Buffers, out_of_range
 
 SHOWN = 4  # elements of a row in a message
 
@@ -137,3 +138,9 @@ def _values(row: Tensor) -> str:
     flat = (row.float() if row.dtype.itemsize == 1 and row.is_floating_point() else row).flatten().tolist()
     shown = ", ".join(f"{x:.6g}" if isinstance(x, float) else str(x) for x in flat[:SHOWN])
     return f"[{shown}{', …' if len(flat) > SHOWN else ''}]"
+
+
+def compare_ranges(scene: Scene, buffers: Buffers) -> None:
+    """Every value of a plan's buffers lies in its declared range."""
+    if problems := out_of_range(scene.world.backend.buffers(scene.batch.kind), buffers):
+        raise CheckFailure(problems[0].split()[0], f"outside its declared range: {'; '.join(problems)}")

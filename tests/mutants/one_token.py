@@ -1,0 +1,52 @@
+"""Mutants of random changes of one token (`tests.random_tokens`) that no check killed when they were drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from torch import Tensor
+
+from attn_backends.backends import dsv4
+from attn_backends.errors import UnsupportedStepError
+from spec_metadata import Step
+from spec_metadata.plans import compressed, ragged
+from spec_metadata.visibility import DensePart, write_pages
+from tests.mutants.mutant import mutant
+
+ORIGIN = "a random change of one token"
+
+
+@mutant(ORIGIN, "poison.table_tail")
+def pages_of_later_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A plan has the pages of two tokens more than the last forward sees, which a request may not own."""
+
+    def more(step: Step, dense: DensePart, table: Tensor) -> None:
+        write_pages(step, replace(dense, kv_lens=dense.kv_lens + 2), table)
+
+    patch.setattr(ragged, "write_pages", more)
+
+
+@mutant(ORIGIN, "compressed.rollback", "compressed.draft_and_extend", backend="dsv4")
+def whole_pages_of_states_refuse_rows(patch: pytest.MonkeyPatch) -> None:
+    """A page that keeps the states of all its tokens is taken for a ring that a few more rows overwrite."""
+    patch.setattr(compressed, "max_rows", lambda window, ring, page_size: ring - window + 2)
+
+
+@mutant(ORIGIN, "compressed.refuses_cut_blocks", backend="dsv4")
+def recommended_pages_cut_blocks(patch: pytest.MonkeyPatch) -> None:
+    """A refusal recommends a page size that is no whole number of blocks."""
+
+    def refusal(what: str, reasons: Sequence[str], nearest: str = "") -> UnsupportedStepError:
+        return UnsupportedStepError(what, reasons, re.sub(r"page size \d+", "page size 9", nearest))
+
+    patch.setattr(dsv4, "UnsupportedStepError", refusal)
+
+
+@mutant(ORIGIN, "compressed.refuses_lost_states", backend="dsv4")
+def one_row_more_than_states(patch: pytest.MonkeyPatch) -> None:
+    """A verify of one row more is taken than a ring keeps states for."""
+    max_rows = compressed.max_rows
+    patch.setattr(compressed, "max_rows", lambda window, ring, page_size: max_rows(window, ring + 1, page_size))
