@@ -62,6 +62,12 @@ def test_the_backends_bug_is_a_failure_with_its_cause(bug, cause):
     assert all(row.reason.endswith("passes with a backend that is right behind the same driver") for row in rows)
 
 
+def test_a_batch_that_a_graph_refuses_has_the_cause_of_its_eager_step():
+    rows = failed(rows_of(tiny.DraftsCommittedAlone, ("graph.larger_than_bucket",), most=30))
+    assert {row.case.kind for row in rows} == {"draft_decode"}
+    assert all("the length is that of the committed tokens" in row.reason for row in rows)
+
+
 def test_slots_that_no_layer_here_writes_by_are_latent():
     rows = failed(rows_of(tiny.CutsOffSlots, ("cache.writes_owned_slots", "math.draft_decode"), most=8))
     assert {(row.status, row.check, row.case.kind) for row in rows} == {

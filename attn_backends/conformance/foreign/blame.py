@@ -49,6 +49,8 @@ def _causes(subject: Subject, case: Case) -> list[str]:
     """The causes, as far as its batch can be run by itself; where that is right, those of the step planned before."""
     lens = tuple(max(length, 1) for length in case.lens)
     before = [replace(case, kind=case.after, lens=lens, widths=(), after="")] if case.after else []
+    if case.path == "graph" and len(case.lens) > case.bs:  # its graph refuses it, and it has run eagerly
+        case = replace(case, path="eager", captured_lens=(), bs=0)
     try:
         return next(filter(None, (causes(subject, each) for each in (case, *before))), [])
     except Exception as error:  # the other project may raise anything, and has failed already
