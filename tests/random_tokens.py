@@ -65,8 +65,9 @@ SWAPS = {
     "False": "True", "min": "max", "max": "min", "clamp_min": "clamp_max", "amax": "amin", "zeros": "ones",
 }  # fmt: skip
 EQUIVALENT: Mapping[tuple[str, str, str], str] = {
-    (row["file"], row["line"], row["token"]): row["why"]
-    for row in tomllib.loads((ROOT / "tests/equivalent_changes.toml").read_text(encoding="utf-8"))["equivalent"]
+    (file, line, token): why
+    for file, known in tomllib.loads((ROOT / "tests/equivalent_changes.toml").read_text(encoding="utf-8")).items()
+    for line, token, why in known
 }
 """(file, line without its indent, new token, or as much of the changed line as tells which; "" for any) -> why nothing
 changes."""
