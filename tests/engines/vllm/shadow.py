@@ -61,8 +61,10 @@ class Shadow:
         wanted = exact_attention(q, k, v, common, layer.impl.scale, window, sinks)
         self.seen.add((cache.dtype, window, sinks is not None))
         real = int(common.query_start_loc[common.num_reqs])
-        if not torch.allclose(out[:real].double(), wanted[:real], atol=1e-4, rtol=1e-4):
-            off = (out[:real].double() - wanted[:real]).abs().max()
+        told = ~_unwritten(q, common)[:real]
+        actual, wanted = out[:real].double()[told], wanted[:real][told]
+        if not torch.allclose(actual, wanted, atol=1e-4, rtol=1e-4):
+            off = (actual - wanted).abs().max()
             raise Mismatch(
                 f"attention of a {where}: {layer.layer_name} is off by {off:.3g}; seq_lens {common.seq_lens.tolist()}, "
                 f"rows {common.query_start_loc.tolist()}"
@@ -90,6 +92,13 @@ class Shadow:
         """Whether each slot holds its row. An 8-bit cache is bytes to vLLM."""
         typed = flat.view(rows.dtype)
         return all(torch.equal(typed[slot].float(), rows[row].float()) for row, slot in slots)
+
+
+def _unwritten(q: Tensor, common: Any) -> Tensor:
+    """[num_rows] bool: rows that vLLM gives no slot, of queries from memory that nobody wrote. Between pieces of graphs
+    its MTP modules have a row of NaN for a token that they do not know yet, and read nothing of its output.
+    """
+    return ~q.flatten(1).isfinite().all(dim=1) & (common.slot_mapping[: len(q)] < 0)
 
 
 @contextmanager
