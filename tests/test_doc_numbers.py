@@ -122,7 +122,7 @@ def of_work_lists(name: str, digits: int) -> tuple[str, str]:
     return spread((row[name] for row in found), digits)
 
 
-VLLM, SGLANG_RUN = "engine_vllm_throughput", "engine_sglang_throughput"
+VLLM, VLLM_LATER, SGLANG_RUN = "engine_vllm_throughput", "engine_vllm_fa3_mla", "engine_sglang_throughput"
 LLAMA = ("llama-fa3-vllm_flash_attn", "llama-flash_attn")
 DEEPSEEK = ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla")
 COSTS = [
@@ -134,7 +134,7 @@ COSTS = [
         ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
         (1, 32),
     ),
-    ("vLLM, DeepSeek, tokens/s: `fa3`", VLLM, "tokens_per_s", DEEPSEEK, BATCHES),
+    ("vLLM, DeepSeek, tokens/s: `fa3`", VLLM_LATER, "tokens_per_s", DEEPSEEK, BATCHES),
     (
         "SGLang, Llama, tokens/s: `fa3`",
         SGLANG_RUN,
@@ -150,7 +150,7 @@ COSTS = [
         (1, 128),
     ),
     ("vLLM, Llama, metadata, host us: `fa3`", VLLM, "metadata_us", LLAMA, (128,)),
-    ("vLLM, DeepSeek, metadata, host us: `fa3`", VLLM, "metadata_us", DEEPSEEK, (128,)),
+    ("vLLM, DeepSeek, metadata, host us: `fa3`", VLLM_LATER, "metadata_us", DEEPSEEK, (128,)),
 ]
 """Of the README's table of costs: what a row is called, the run, its key, both sides, numbers of requests."""
 
@@ -300,6 +300,13 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"metadata of a step (\S+) to (\S+) us",
         lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager")), 0),
     ),
+    (
+        MEASURED,
+        r"It took (\S+) and (\S+) us on Triton",
+        lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager_triton")), 0),
+    ),
+    (MEASURED, r"With 64 heads it reaches (\S+) to (\S+) of", lambda: speeds("kernels_dsv4", "gluon", (64,))),
+    (MEASURED, r"chosen for it reaches (\S+) to (\S+) of", lambda: speeds("kernels_untuned*", "gluon", (16, 128))),
     (MEASURED, r"are made in (\S+) to (\S+) us", made_in),
     (
         MEASURED,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends.dsv4 import DSV4Backend
-from attn_backends.conformance import Outcome, Report, compressed_oracle, exercise, run_conformance
+from attn_backends.conformance import Outcome, Report, comparisons, compressed_oracle, exercise, run_conformance
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
 from attn_backends.conformance.comparisons import compare_memory
@@ -74,6 +76,13 @@ def test_outputs_are_held_against_the_entries_that_a_step_made() -> None:
     compare_memory(ran.scene, ran.before)
     other = ran.scene.expected_output(ran.inputs, 0)[1][-1]
     assert 1e-5 < float((other - exact).abs().max()) < 0.1
+
+
+def test_checks_compare_memory_before_outputs() -> None:
+    folder = Path(comparisons.__file__).parent
+    for path in folder.glob("checks_*.py"):
+        late = re.findall(r"compare_outputs\([^\n]*\n +compare_memory\(", path.read_text(encoding="utf-8"))
+        assert not late, f"{path.name}: {late}"
 
 
 def test_an_entry_that_is_no_neighbour_is_wrong() -> None:

@@ -61,8 +61,7 @@ _TORCH = Capabilities(
 )
 _SIZES = frozenset({(ROW_DIM, ROW_DIM)})
 _TRITON = replace(_TORCH, dtypes=FLOAT_TYPES - {torch.float64})
-_UNTRIED = _TORCH.cache_dtypes | {torch.bfloat16}
-_GLUON = replace(_TORCH, dtypes=frozenset({torch.bfloat16}), head_sizes=_SIZES, untried=_UNTRIED)
+_GLUON = replace(_TORCH, dtypes=frozenset({torch.bfloat16}), head_sizes=_SIZES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,9 +117,8 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
     """A graph that is planned from an engine's own buffers computes and writes for what they hold at its replay."""
     world = world_of(setup_of(subject, case))
     ran = BoundGraph(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
-    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
-    return measured
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
 class BoundRaggedGraph(Captured):
@@ -182,6 +181,6 @@ def bound_ragged(subject: Subject, case: Case) -> Measured:
     for turn, widths in enumerate((case.widths, case.widths[::-1])):
         batch = batch_of(replace(case, widths=widths))
         ran = captured.run(scene_of(world, batch, case.seed + turn), case)
-        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
     return nearest(found)

@@ -48,9 +48,8 @@ from spec_metadata import PackedQuery, StepKind
 
 
 def _measure(ran: Ran) -> Measured:
-    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
-    return measured
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
 def _captured(subject: Subject, case: Case) -> tuple[Captured, Scene]:

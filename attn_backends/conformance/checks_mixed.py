@@ -115,6 +115,5 @@ def mixed(subject: Subject, case: Case) -> Measured:
 
 
 def _measured(ran: Ran) -> Measured:
-    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
-    return measured
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)

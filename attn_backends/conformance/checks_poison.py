@@ -22,9 +22,8 @@ from spec_metadata import StepKind
 
 def _measure(subject: Subject, case: Case) -> Measured:
     ran = run_case(subject, case)
-    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=case.path == "graph")
-    return measured
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
 def _without_over_read(subject: Subject) -> list[Case]:

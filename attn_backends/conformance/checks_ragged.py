@@ -22,9 +22,8 @@ from spec_metadata import StepKind
 
 
 def _measured(ran: Ran) -> Measured:
-    measured = compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
-    return measured
+    return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
 @check("math.ragged_verify", ragged_steps(StepKind.TARGET_VERIFY))

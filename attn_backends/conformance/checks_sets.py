@@ -46,8 +46,8 @@ class _Set:
             phase.load(scene)
         for phase, scene in zip(self.phases, scenes, strict=True):
             ran = phase.replay(scene, prepare_memory(scene, phase.case))
-            found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
             compare_memory(ran.scene, ran.before, padded=True)
+            found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         self.within.sets.reads_end()
         return nearest(found)
 

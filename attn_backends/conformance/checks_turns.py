@@ -143,8 +143,8 @@ def kinds_in_turn(subject: Subject, case: Case) -> Measured:
     before = first.run()
     second = _Turn(world, case)
     ran = second.run()
-    found = [compare_outputs(turn.scene, turn.inputs, turn.outputs) for turn in (before, ran)]
     compare_memory(ran.scene, ran.before)
+    found = [compare_outputs(turn.scene, turn.inputs, turn.outputs) for turn in (before, ran)]
     _same_bits(f"after a {case.after} step", ran, alone)
     _same_bits(f"again, after a {case.kind} step", first.run(), before)
     return nearest(found)
@@ -170,8 +170,8 @@ def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
     found: list[Measured] = []
     for turn, its in turns:
         ran = turn.run(scene_of(world, batch_of(its), case.seed + 1), its)
-        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         if turn is captured:
             _same_bits(f"after a {case.after} step", ran, alone)
     return nearest(found)
@@ -199,8 +199,8 @@ def planned_ahead(subject: Subject, case: Case) -> Measured:
     found: list[Measured] = []
     for captured, scene in zip(phases, scenes, strict=True):
         ran = captured.replay(scene, prepare_memory(scene, case))
-        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
         compare_memory(ran.scene, ran.before, padded=True)
+        found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
     return nearest(found)
 
 
@@ -247,8 +247,8 @@ def after_a_refusal(subject: Subject, case: Case) -> Measured:
         raise CheckFailure("replay", f"took requests of {too_long} tokens, longer than its capacity {world.capacity}")
     ran = captured.run(scene, case)
     compare_identical("cache before the next step", ran.before, before)
-    compare_outputs(ran.scene, ran.inputs, ran.outputs)
     compare_memory(ran.scene, ran.before, padded=True)
+    compare_outputs(ran.scene, ran.inputs, ran.outputs)
     return Measured(refusal=reason)
 
 

@@ -100,7 +100,10 @@ def nearest(found: Sequence[Measured]) -> Measured:
 
 
 def compare_memory(scene: Scene, before: Tensor, forwards: int | None = None, *, padded: bool = False) -> None:
-    """Exactly the owned slots changed, to exactly the right bytes. padded: padding may write the reserved page."""
+    """Exactly the owned slots changed, to exactly the right bytes. padded: padding may write the reserved page.
+
+    Outputs are compared after it: they are of the entries that it finds right (`CompressedScene.settle`).
+    """
     actual, expected = scene.world.memory, scene.expected_memory(before, forwards)
     if padded:
         reserved = scene.world.geometry.reserved_page

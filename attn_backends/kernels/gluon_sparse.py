@@ -17,9 +17,8 @@ Where rows and heads give too few programs for the GPU, a row's blocks are divid
 Queries are bfloat16, of any strides; pages are bfloat16, of any strides, or bytes. Weights are rounded to bfloat16
 before their product, sums are float32.
 
-On an H200 it reaches 0.66 to 1.01 of FlashMLA's speed with 64 heads, and 0.87 in the median: least with one request,
-whose splits are merged by a launch more (docs/results/h200/kernels_dsv4.json). One of 1,980 cases of the suite fails
-there, by a log-sum-exp 2 % over its budget; so it is launched where it is asked for by name.
+On an H200 it reaches 0.87 to 1.02 of FlashMLA's speed with 64 heads, and 0.93 in the median: least with one request,
+whose splits are merged by a launch more (docs/results/h200/kernels_dsv4.json).
 """
 
 from __future__ import annotations

@@ -2,16 +2,17 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Rows of the same keys may be lists, with `"columns": [...]` before
-them (`Results.in_columns`), in half the room. Rows are written as they come (`Recording`): the file of a run that was
-interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a result names a path of the
-machine that it came from.
+A command may add keys of its own before the rows. Rows of the keys that most rows have may be lists, with
+`"columns": [...]` before them (`Results.in_columns`), in half the room. Rows are written as they come (`Recording`):
+the file of a run that was interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a
+result names a path of the machine that it came from.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +23,7 @@ from attn_backends.errors import ConfigError
 from attn_backends.results.heads import Head
 
 INCOMPLETE = "incomplete"  # the key of a result whose run has not come to its end
-COLUMNS = "columns"  # the key of the names of rows' values, where rows are lists
+COLUMNS = "columns"  # the key of the names of rows' values, for rows that are lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,9 @@ class Results:
         return _as_json(self.head, self.own, map(_line, self.rows))
 
     def in_columns(self) -> str:
-        """`to_json` with rows as lists; as it is where rows have different keys."""
-        names = list(self.rows[0]) if self.rows else []
-        if any(row.keys() != set(names) for row in self.rows):
-            return self.to_json()
-        lines = (_line([row[name] for name in names]) for row in self.rows)
+        """`to_json` with rows of the commonest keys as lists."""
+        ((names, _),) = Counter(tuple(row) for row in self.rows).most_common(1) or [((), 0)]
+        lines = (_line(list(row.values()) if tuple(row) == names else row) for row in self.rows)
         return _as_json(self.head, {**self.own, COLUMNS: names}, lines)
 
     @classmethod
@@ -61,7 +60,8 @@ class Results:
             own = dict(json.loads(text))
             if COLUMNS in own:
                 names = own.pop(COLUMNS)
-                own["rows"] = [zip(names, row, strict=True) for row in own["rows"]]
+                rows = own["rows"]
+                own["rows"] = [zip(names, row, strict=True) if isinstance(row, list) else row for row in rows]
             rows, device, versions = (own.pop(name) for name in ("rows", "device", "versions"))
             head = Head(device, dict(versions), *(own.pop(name, "") for name in ("date", "commit", "command")))
             return cls(head, tuple(map(dict, rows)), own)
