@@ -17,6 +17,7 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Subject
 from attn_backends.conformance.comparisons import compare_memory
 from attn_backends.conformance.compressed_scenes import CompressedScene
+from attn_backends.conformance.compressed_worlds import CompressedWorld
 from attn_backends.conformance.exercise import Ran
 from attn_backends.kernels import fp8_pages
 from attn_backends.vendors import flashmla_sparse
@@ -83,6 +84,23 @@ def test_checks_compare_memory_before_outputs() -> None:
     for path in folder.glob("checks_*.py"):
         late = re.findall(r"compare_outputs\([^\n]*\n +compare_memory\(", path.read_text(encoding="utf-8"))
         assert not late, f"{path.name}: {late}"
+
+
+def test_a_writer_may_leave_the_byte_that_pads_scales() -> None:
+    ran, _ = ran_at_8_bits()
+    world = ran.scene.world
+    assert isinstance(world, CompressedWorld)
+    rows, per_page = world.pools(world.memory)["rows"], world.places["rows"].shape[0]
+    owned = ran.scene.slots_of(0)[0]
+    scales = rows[owned // per_page, per_page * compressed_oracle.DATA :]
+    place = owned % per_page * compressed_oracle.SCALES
+    before = world.tokens_in(world.memory)[owned]
+    scales[place + 7] ^= 0xFF
+    compare_memory(ran.scene, ran.before)
+    assert torch.equal(world.tokens_in(world.memory)[owned], before)
+    scales[place + 6] ^= 0x01
+    with pytest.raises(CheckFailure, match="rows"):
+        compare_memory(ran.scene, ran.before)
 
 
 def test_an_entry_that_is_no_neighbour_is_wrong() -> None:

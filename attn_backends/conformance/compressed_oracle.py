@@ -76,6 +76,15 @@ def dequantised(elements: Tensor, powers: Tensor) -> Tensor:
     return torch.cat(((tiles * _scales(powers[..., :TILES])).flatten(-2), tails), dim=-1)
 
 
+def unpadded(pages: Tensor, per_page: int) -> Tensor:
+    """Pages [num_pages, bytes] in the 8-bit format, with 0 in the byte that pads the scales of each of `per_page` rows. A
+    writer may leave it as it was, and SGLang's does.
+    """
+    pages = pages.clone()
+    pages[:, per_page * DATA : per_page * (DATA + SCALES)][:, SCALES - 1 :: SCALES] = 0
+    return pages
+
+
 def _scales(powers: Tensor) -> Tensor:
     """[..., tiles, 1] float32: the powers of two whose exponents are the bytes, as float32 has them."""
     return (powers.int() << 23).view(torch.float32).unsqueeze(-1)

@@ -155,9 +155,14 @@ class CompressedScene(Scene):
                     request.seen.clear()
 
     def compared(self, memory: Tensor) -> dict[str, Tensor]:
-        """The pools, their slots flat; in the 8-bit format a row is a page."""
-        pools = self.world.pools(memory)
-        return {name: pool if pool.dtype is torch.uint8 else pool.flatten(0, 1) for name, pool in pools.items()}
+        """The pools, their slots flat; in the 8-bit format a row is a page, without what pads its scales."""
+        places, pools = self.world.places, self.world.pools(memory)
+        return {
+            name: compressed_oracle.unpadded(pool, places[name].shape[0])
+            if pool.dtype is torch.uint8
+            else pool.flatten(0, 1)
+            for name, pool in pools.items()
+        }
 
     def place_of(self, pool: str, row: int) -> str:
         """A description of a row of `compared`: its place and its owner."""

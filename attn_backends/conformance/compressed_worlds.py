@@ -25,7 +25,7 @@ from attn_backends.compressed_cache import (
     pool_shapes,
 )
 from attn_backends.compressed_layer import CompressedLayer, Compressor
-from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES, quantised
+from attn_backends.conformance.compressed_oracle import DATA, SCALES, TAIL, TILE, TILES, quantised, unpadded
 from attn_backends.conformance.sizes import SMALL, size_of
 from attn_backends.conformance.worlds import (
     SCALE,
@@ -149,7 +149,7 @@ class CompressedWorld(World):
         pool, (size, _) = self.pools(memory)["rows"], self.places["rows"].shape
         if self.places["rows"].dtype is not None:
             return pool.flatten(0, 1)
-        data, scales, _ = pool.tensor_split((size * DATA, size * (DATA + SCALES)), dim=1)
+        data, scales, _ = unpadded(pool, size).tensor_split((size * DATA, size * (DATA + SCALES)), dim=1)
         return torch.cat((data.unflatten(1, (size, DATA)), scales.unflatten(1, (size, SCALES))), dim=-1).flatten(0, 1)
 
     def token_of(self, vector: Tensor) -> Tensor:

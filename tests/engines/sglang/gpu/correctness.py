@@ -126,4 +126,5 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
 
 
 def _acceptance(answers: list[dict[str, Any]]) -> float:
-    return round(mean(one["accepted"] for one in answers), 4)
+    """Tokens that a verify accepted; a request of one token has had none."""
+    return round(mean(one["accepted"] for one in answers if one["accepted"] is not None), 4)
