@@ -77,8 +77,8 @@ def dequantised(elements: Tensor, powers: Tensor) -> Tensor:
 
 
 def unpadded(pages: Tensor, per_page: int) -> Tensor:
-    """Pages [num_pages, bytes] in the 8-bit format, with 0 in the byte that pads the scales of each of `per_page` rows. A
-    writer may leave it as it was, and SGLang's does.
+    """Pages [num_pages, bytes] in the 8-bit format, with 0 in the byte that pads the scales of each of their rows. A
+    writer may leave it as it was, and SGLang's does. per_page: rows.
     """
     pages = pages.clone()
     pages[:, per_page * DATA : per_page * (DATA + SCALES)][:, SCALES - 1 :: SCALES] = 0
