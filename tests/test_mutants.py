@@ -96,7 +96,7 @@ def test_a_mutant_that_survives_in_a_graph_of_some_sort_fails_the_run(
     cpu: str, cuda: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
-        gpu, "rows", lambda chosen: [{"mutant": "m", "check": "graph.padded", "cpu": cpu, "cuda": cuda}]
+        gpu, "rows", lambda chosen, processes: [{"mutant": "m", "check": "graph.padded", "cpu": cpu, "cuda": cuda}]
     )
     monkeypatch.setattr("sys.argv", ["gpu", "--json", str(tmp_path / "mutants.json")])
     assert gpu.main() == code
