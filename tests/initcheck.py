@@ -112,7 +112,8 @@ def judged(run: str, log: str, said: str, ran: list[dict]) -> dict:
     errors = memory_errors(log)
     ours = [error for error in errors if error["whose"] == "ours"]
     ended = "ERROR SUMMARY" in log
-    broken = [f"{row['kernel']} {row['case']}: {row['reason']}" for row in ran if row["status"] == "error"]
+    broken = [f"{row['kernel']} {row['case']}: {row['reason']}" for row in ran if row["status"] in ("error", "fail")]
+    cases = [row for row in ran if row["status"] != "not_run"]
     if run == "planted" and any(error["kernel"].startswith(KERNEL) for error in ours):
         status, reason = "pass", f"the planted read was reported in {KERNEL}"
     elif not ended:
@@ -121,8 +122,7 @@ def judged(run: str, log: str, said: str, ran: list[dict]) -> dict:
         status, reason = "fail", f"THE PLANTED READ WAS NOT REPORTED in {KERNEL}"
     else:
         read = [f"{error['count']} x {error['what']} in {error['kernel'] or 'no kernel'}" for error in ours]
-        status, reason = ("fail" if read or broken or not ran else "pass"), "; ".join([*read, *broken])
-    cases = [row for row in ran if row["status"] != "not_run"]
+        status, reason = ("fail" if read or broken or not cases else "pass"), "; ".join([*read, *broken])
     kernels = sorted({f"{row['backend']}/{row['kernel']}" for row in cases})
     about = {"run": run, "status": status, "reason": reason, "cases": len(cases), "kernels": kernels}
     return about | {"errors": errors[:10]}

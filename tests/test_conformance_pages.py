@@ -181,6 +181,13 @@ def test_reports_of_parts_are_joined(tmp_path):
     assert len(Report.from_json(files[0].read_text()).rows) == 2
 
 
+def test_summaries_are_not_joined():
+    """Rows without a case can't be told from one another: the same part given twice would lose its count."""
+    report = replace(REPORT, rows=(row(Outcome.PASS, case=None, reason="", cases=2),))
+    with pytest.raises(ConfigError, match="is a summary already"):
+        joined([report, report])
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

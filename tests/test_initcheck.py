@@ -86,6 +86,8 @@ def test_a_read_in_a_kernel_of_ours_or_a_broken_case_fails(run: str) -> None:
     )
     assert judged(run, READ.replace(KERNEL, "void at::native::copy"), "", RAN)["status"] == "pass"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "error"}])["status"] == "fail"
+    assert judged(run, SILENT, "", [RAN[0] | {"status": "fail"}])["status"] == "fail"
+    assert judged(run, SILENT, "", [RAN[0] | {"status": "not_run"}])["status"] == "fail"
     assert judged(run, SILENT, "", [])["status"] == "fail"
     assert judged(run, "", "no end after 160 s", RAN)["status"] == "not_run"
 

@@ -93,3 +93,10 @@ def test_parts_fit_into_their_memory():
 )
 def test_the_last_requests_fill_what_whole_ones_leave(batch, shares):
     assert share_requests(Batch(*batch, ROOM), 132) == shares
+
+
+@pytest.mark.parametrize(
+    "batch", [Batch(0, 64, 4, ROOM), Batch(3, 0, 4, ROOM), Batch(3, 64, 0, ROOM), Batch(3, 64, 4, 0)]
+)
+def test_a_batch_with_nothing_to_share_is_whole(batch: Batch) -> None:
+    assert share_requests(batch, 132) == Shares(batch.bs, 1)

@@ -63,6 +63,8 @@ def joined(reports: Sequence[Report]) -> Report:
             if one != two:
                 raise ConfigError(f"reports of different runs: {what} is {one} of the first and {two} of another")
     rows = tuple(row for report in reports for row in report.rows)
+    if any(row.cases > 1 for row in rows):
+        raise ConfigError("a report is a summary already; join the reports that the runs wrote")
     cases = Counter((row.backend, row.kernel, row.check, row.case.name) for row in rows if row.case is not None)
     twice = [place for place, number in cases.items() if number > 1]
     if twice:

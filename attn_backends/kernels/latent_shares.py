@@ -48,6 +48,8 @@ class Batch(NamedTuple):
 @lru_cache(1024)
 def share_requests(batch: Batch, num_processors: int) -> Shares:
     """The shares with the fewest programs of divided requests, of those that take hardly longer than the best."""
+    if batch.tiles == 0:
+        return Shares(batch.bs, 1)
     found, last = [Shares(batch.bs, 1)], batch.bs * batch.tiles // num_processors
     for waves in range(max(last - 1, 0), last + 1):
         num_whole = waves * num_processors // batch.tiles

@@ -41,11 +41,10 @@ The docstring of each kernel says what limits it: [decode and
 verify](../attn_backends/kernels/triton_decode.py), [MLA on Hopper](../attn_backends/kernels/gluon_mla.py),
 [prefill](../attn_backends/kernels/triton_prefill.py), [prefill on
 Hopper](../attn_backends/kernels/gluon_prefill.py), [sparse](../attn_backends/kernels/triton_sparse.py),
-[sparse on Hopper](../attn_backends/kernels/gluon_sparse.py) (by name alone),
+[sparse on Hopper](../attn_backends/kernels/gluon_sparse.py),
 [trees](../attn_backends/kernels/triton_tree.py).
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured.
-vLLM's FlashAttention-3 takes both, sinks in bfloat16, as the only dense kernel of a vendor. No GPU has run it with
-sinks yet."""
+vLLM's FlashAttention-3 takes both, sinks in bfloat16, as the only dense kernel of a vendor."""
 _MISSED = """## What misses its bound
 
 One shape was profiled: [MLA of 128 heads](../attn_backends/kernels/gluon_mla.py), 128 requests of 4096, width 1, which

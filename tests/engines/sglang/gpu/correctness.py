@@ -125,6 +125,7 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
     return told | {"ok": ok}
 
 
-def _acceptance(answers: list[dict[str, Any]]) -> float:
-    """Tokens that a verify accepted; a request of one token has had none."""
-    return round(mean(one["accepted"] for one in answers if one["accepted"] is not None), 4)
+def _acceptance(answers: list[dict[str, Any]]) -> float | None:
+    """Tokens that a verify accepted, None if nothing was verified; a request of one token has had no verify."""
+    told = [one["accepted"] for one in answers if one["accepted"] is not None]
+    return round(mean(told), 4) if told else None
