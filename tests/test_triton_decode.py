@@ -96,6 +96,17 @@ def test_queries_and_cache_may_differ_in_type(decode, sizes, cache):
     check(decode, given, tolerance=4e-3)
 
 
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_rows_that_no_request_has_may_follow_keys_in_parts(decode, monkeypatch, form):
+    """As of a batch that is padded to a number of tokens: parts lie as far apart as there are rows, not requests'."""
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: 3)
+    given = arguments(replace(GROUPED, widths=(1, 1, 1)), form, True)
+    expected = paged_attention(*given)
+    given[0] = torch.cat((given[0], given[0].new_full((5, *given[0].shape[1:]), torch.nan)))
+    found = [result[:3] for result in decode.paged_attention(*given)]
+    torch.testing.assert_close(found, list(expected), rtol=3e-6, atol=3e-6)
+
+
 def test_no_part_is_written_past_the_scratch(decode, monkeypatch):
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: most)
     for room_out, room_lse in ((2, 9), (9, 2)):

@@ -236,27 +236,31 @@ def latent_attention(
     num_programs = shares.num_whole * batch.tiles + num_divided * shares.num_splits
     _launch(tensors, num_programs, shape, scales, causal, latents.shape[1])
     if shares.num_splits > 1:
-        _merge(shares, (query_indptr, kv_lens), (partial_out, partial_lse), (out, lse), max_query, causal)
+        parts, merged = (partial_out, partial_lse), (out, lse)
+        _merge(shares, split_stride, (query_indptr, kv_lens), parts, merged, max_query, causal)
     return out, lse
 
 
 def _merge(
     shares: Shares,
+    split_stride: int,
     lists: tuple[Tensor | None, Tensor],
     parts: tuple[Tensor, Tensor],
     merged: tuple[Tensor, Tensor],
     max_query: int,
     causal: bool,
 ) -> None:
-    """Merge the parts of the divided requests, the last ones. lists: query_indptr and kv_lens."""
+    """Merge the parts of the divided requests, the last ones. split_stride: as of `merge`. lists: query_indptr and
+    kv_lens.
+    """
     num_whole, num_splits = shares
     query_indptr, kv_lens = lists
     if query_indptr is None:
         merged = (merged[0][num_whole * max_query :], merged[1][num_whole * max_query :])
     else:
         query_indptr = query_indptr[num_whole:]
-    extras = (None, None, None)
-    merge(parts, query_indptr, kv_lens[num_whole:], merged, max_query, num_splits, BLOCK_KEYS, causal, extras)
+    sizes, extras = (max_query, num_splits, split_stride, BLOCK_KEYS), (None, None, None)
+    merge(parts, query_indptr, kv_lens[num_whole:], merged, *sizes, causal, extras)
 
 
 def _call(

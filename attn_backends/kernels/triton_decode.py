@@ -285,7 +285,8 @@ def paged_attention(
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
     lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
-    shape = (max_query, heads, page_ids.stride(0), num_tiles, num_splits, num_tokens * num_heads)
+    split_stride = num_tokens * num_heads
+    shape = (max_query, heads, page_ids.stride(0), num_tiles, num_splits, split_stride)
     scales = (scale * k_scale * _LOG2_E, v_scale)
     tensors = (q, k_pages, v_pages, *lists, *parts, drafted, sinks if num_splits == 1 else None)
     _launch(tensors, num_programs, shape, scales, window, causal, dims, dot, tiles)
@@ -297,6 +298,7 @@ def paged_attention(
             (out, lse),
             max_query,
             num_splits,
+            split_stride,
             tiles.keys,
             causal,
             (window, drafted, sinks),

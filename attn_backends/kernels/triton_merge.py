@@ -65,8 +65,8 @@ def _merge(
     MERGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """split_stride: rows between two splits, each of which begins with the first request's. MERGED: parts that are read
-    at once.
+    """split_stride: rows times heads from a split to the next, each of which begins with the first request's. MERGED:
+    parts that are read at once.
     """
     program = tl.program_id(0)
     node, request = program // num_heads % width, (program // num_heads // width).to(tl.int64)
@@ -111,6 +111,7 @@ def merge(
     merged: tuple[Tensor, Tensor],
     max_query: int,
     num_splits: int,
+    split_stride: int,
     block_keys: int,
     causal: bool,
     extras: tuple[int | None, Tensor | None, Tensor | None],
@@ -118,35 +119,35 @@ def merge(
     """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them.
 
     parts: out and lse of each split, one after the other, float32, none with a sink. query_indptr, max_query, causal:
-    as of `triton_decode`. block_keys: keys of a block, which the parts are made of. extras: window, drafted and dense
-    sinks, as of it.
+    as of `triton_decode`. split_stride: rows times heads from a split to the next, as they were written. block_keys:
+    keys of a block, which the parts are made of. extras: window, drafted and dense sinks, as of `triton_decode`.
     """
-    num_rows = (kv_lens.shape[0] * max_query, *merged[1].shape)
+    out, lse = merged
+    num_rows, num_heads, v_dim = kv_lens.shape[0] * max_query, lse.shape[1], out.shape[2]
     window, drafted, sinks = extras
-    tensors = (*parts, query_indptr, kv_lens, *merged, drafted, sinks)
-    _launch(tensors, num_rows, merged[0].shape[2], max_query, num_splits, block_keys, causal, window)
+    tensors = (*parts, query_indptr, kv_lens, out, lse, drafted, sinks)
+    shape = (max_query, num_heads, num_splits, split_stride)
+    _launch(tensors, num_rows, shape, v_dim, block_keys, causal, window)
 
 
 def _call(
     tensors: Sequence[Tensor | None],
-    num_rows: tuple[int, int, int],
+    num_rows: int,
+    shape: tuple[int, int, int, int],
     v_dim: int,
-    max_query: int,
-    num_splits: int,
     block_keys: int,
     causal: bool,
     window: int | None,
 ) -> Call:
-    """num_rows: of all requests at most, real ones, and query heads."""
-    most, num_tokens, num_heads = num_rows
+    """num_rows: of all requests at most. shape: rows of one at most, query heads, splits and their stride."""
+    _, num_heads, num_splits, _ = shape
     merged_at_once = next(parts for parts in _MERGED if parts >= num_splits or parts == _MERGED[-1])
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
-    shape = (max_query, num_heads, num_splits, min(most, num_tokens) * num_heads)
     constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "MERGED": merged_at_once}
     constants |= {"BLOCK_KEYS": block_keys, "CAUSAL": causal}
     *given, drafted, sinks = tensors
     arguments = (*given, *shape, window, drafted, sinks)
-    return Call((most * num_heads, triton.cdiv(v_dim, block_dim)), arguments, constants)
+    return Call((num_rows * num_heads, triton.cdiv(v_dim, block_dim)), arguments, constants)
 
 
 _launch = DirectLaunch(_merge, _call)
