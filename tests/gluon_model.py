@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 KERNELS = Path(__file__).parent.parent / "attn_backends" / "kernels"
-MODULES = ("gluon_groups", "gluon_mla", "gluon_sparse", "gluon_prefill_groups", "gluon_prefill")
+MODULES = ("gluon_groups", "gluon_pieces", "gluon_mla", "gluon_sparse", "gluon_prefill_groups", "gluon_prefill")
 LAUNCHED = {"gluon_mla": "_attend", "gluon_sparse": "_attend", "gluon_prefill": "_paged_attention"}
 _GLUON = "triton.experimental.gluon"
 
@@ -415,7 +415,13 @@ def _jit(kernel: Any = None, **options: Any) -> Any:
 
 
 def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Tensor]:
-    return lambda a, b: function(torch.as_tensor(a), torch.as_tensor(b))
+    """Of a tensor and a number, the number has the tensor's type."""
+
+    def of_two(a: Any, b: Any) -> Tensor:
+        dtypes = [each.dtype for each in (a, b) if isinstance(each, Tensor)]
+        return function(*[torch.as_tensor(each, dtype=dtypes[0] if len(dtypes) == 1 else None) for each in (a, b)])
+
+    return of_two
 
 
 def _where(condition: Any, a: Any, b: Any) -> Any:
@@ -443,8 +449,9 @@ _LANGUAGE: dict[str, Any] = {
     "maximum": _of_two(torch.maximum),
     "minimum": _of_two(torch.minimum),
     "max": lambda value, axis: value.amax(axis),
-    "sum": lambda value, axis: value.sum(axis),
+    "sum": lambda value, axis: value.sum(axis, dtype=value.dtype),
     "cdiv": lambda a, b: -(-a // b),
+    "associative_scan": lambda value, axis, function: value.cumsum(axis, dtype=value.dtype),
     "load": lambda pointer, mask=None, other=0: pointer.load(mask, other),
     "store": lambda pointer, value, mask=None: pointer.store(value, mask),
 }

@@ -97,9 +97,29 @@ def test_the_last_requests_latents_may_be_divided(form, shares):
     num_rows = (len(LATENTS.lens) - num_whole) * LATENTS.widths[0] * LATENTS.num_heads * num_splits
     arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
     asked = "shares = share_requests(batch, gpu_of(q.device).num_processors)"
-    model = Model(num_splits, {asked: f"shares = Shares{shares}"})
+    model = Model(num_splits, {asked: f"{asked}._replace(num_whole={num_whole}, num_splits={num_splits})"})
     assert is_near(attend(model, arguments), expected(arguments))
     assert arguments[-1].isnan().all() == (num_splits == 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shares", [(3, 1), (1, 3), (0, 3)], ids=str)
+def test_a_long_request_has_pieces_instead_of_parts(form, shares):
+    """Of 21 blocks at least 5 each, where 5 run at once; not where the parts of all are hardly longer."""
+    num_whole, num_splits = shares
+    arguments = given(replace(LATENTS, lens=(2600, 5, 130)), form, form != "csr", torch.bfloat16)
+    num_heads, width = LATENTS.num_heads, LATENTS.widths[0]
+    divided = (3 - num_whole) * num_splits if num_splits > 1 else 0
+    num_rows = (divided + 5) * width * num_heads
+    arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
+    asked = "shares = share_requests(batch, gpu_of(q.device).num_processors)"
+    changes = {asked: f"{asked}._replace(num_whole={num_whole}, num_splits={num_splits})"}
+    changes |= {"at_once = gpu_of(q.device).num_processors": "at_once = 10 + 0 * gpu_of(q.device).num_processors"}
+    right, first = expected(arguments), attend(Model(0, changes), arguments)
+    assert is_near(first, right)
+    of_pieces = arguments[-1][divided * width * num_heads :].view(-1, width * num_heads)
+    assert (~of_pieces.isnan().any(1)).sum() == (4 if num_whole else 0)
+    assert all(map(torch.equal, attend(Model(1, changes), arguments), first))
 
 
 def in_parts(num: int) -> dict[str, str]:

@@ -88,6 +88,23 @@ def test_keys_may_be_divided_into_any_number_of_parts(decode, monkeypatch, num_p
     check(decode, arguments(replace(sizes, lens=lens), "csr", True))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
+@pytest.mark.parametrize(("num_parts", "num_pieces"), [(1, 4), (2, 4), (9, 0)])
+def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_parts, num_pieces, sizes, form):
+    """They come after the parts of all requests, and no more of them than there is room for; sinks count once."""
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    given = arguments(replace(sizes, lens=(9, 420, 20)), form, form != "csr")
+    num_tokens, num_heads, _ = given[0].shape
+    width, v_dim, num_splits = given[7], given[2].shape[3], num_parts if num_parts > 1 else 0
+    rows = num_splits * num_tokens * num_heads, 5 * width * num_heads
+    given[13:] = [torch.full((sum(rows) * size,), torch.nan) for size in (v_dim, 1)]
+    check(decode, [*given, None, None, torch.randn(num_heads)])
+    written = ~given[14][rows[0] :].view(5, -1).isnan()
+    assert written.all(1).tolist() == [True] * num_pieces + [False] * (5 - num_pieces)
+    assert not written[num_pieces:].any()
+
+
 @pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
 @pytest.mark.parametrize("cache", [torch.float16, torch.float8_e4m3fn, torch.float32], ids=str)
 def test_queries_and_cache_may_differ_in_type(decode, sizes, cache):

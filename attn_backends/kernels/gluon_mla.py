@@ -68,10 +68,12 @@ from attn_backends.kernels.gluon_groups import (
     halves,
     odd,
 )
-from attn_backends.kernels.latent_shares import Batch, Shares, share_requests
+from attn_backends.kernels.gluon_pieces import share_of
+from attn_backends.kernels.latent_shares import Batch, share_requests
 from attn_backends.kernels.paged_operators import RANK
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
-from attn_backends.kernels.triton_merge import merge
+from attn_backends.kernels.triton_merge import Parts, merge
+from attn_backends.kernels.triton_pieces import most_pieces
 
 BLOCK_KEYS = 128
 _LOG2_E = 1.4426950408889634
@@ -113,36 +115,19 @@ def _keys_of(split, num_parts, num_keys):
 
 
 @gluon.jit
-def _first_row(query_indptr, request, width):
-    """The first query row of a request, or the one past the last request's."""
-    first = request * width
-    if query_indptr is not None:
-        first = gl.load(query_indptr + request)
-    return first
-
-
-@gluon.jit
 def _rows_of(query_indptr, request, width):
     """The first query row of a request, and how many it has."""
-    first, num_rows = _first_row(query_indptr, request, width), width
+    first, num_rows = request * width, width
     if query_indptr is not None:
+        first = gl.load(query_indptr + request)
         num_rows = gl.load(query_indptr + request + 1) - first
     return first, num_rows
 
 
-@gluon.jit
-def _part_of(num_tiles, num_whole, num_splits, num_divided):
-    """Which tile of which request and which of how many parts a program takes."""
-    program = gl.program_id(0)
-    split = gl.maximum(program - num_whole * num_tiles, 0) // num_divided
-    request = (program - split * num_divided) // num_tiles
-    return program % num_tiles, request, split, gl.where(request < num_whole, 1, num_splits)
+_SHARES = ("pieces", "num_tiles", "bs", "num_whole", "num_splits", "most", "split_stride")
 
 
-_DIVIDED = ("num_whole", "num_splits", "num_divided", "split_stride")
-
-
-@gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", "num_tiles", *_DIVIDED])
+@gluon.jit(do_not_specialize=[*PLAIN, "partial_lse", "width", "group", *_SHARES])
 def _attend(
     q,
     latents,
@@ -154,13 +139,15 @@ def _attend(
     lse,
     partial_out,
     partial_lse,
+    pieces,
     width,
     group,
     table_stride,
     num_tiles,
+    bs,
     num_whole,
     num_splits,
-    num_divided,
+    most,
     split_stride,
     score_scale,
     v_scale,
@@ -168,15 +155,16 @@ def _attend(
     PAGE_SIZE: gl.constexpr,
 ):
     """q and latents are (pointer, strides). width: rows of each request if query_indptr is None. group: heads.
-    table_stride: elements between two rows of a table. num_tiles: of rows. num_whole, num_splits: as of `Shares`.
-    num_divided: tiles of all divided requests, 1 at least. split_stride: rows between two splits, which begin with the
-    first divided request's.
+    table_stride: elements between two rows of a table. num_tiles: of rows. bs to most: as of `share_of`. split_stride:
+    rows between two splits, which begin with the first divided request's; pieces come after them.
     """
-    tile, request, split, num_parts = _part_of(num_tiles, num_whole, num_splits, num_divided)
+    tile, batch = gl.program_id(0) % num_tiles, (bs, num_whole, num_splits, most)
+    request, split, num_parts, piece = share_of(gl.program_id(0) // num_tiles, kv_lens, batch, pieces, tile == 0)
     first, num_rows = _rows_of(query_indptr, request, width)
     num_keys = gl.load(kv_lens + request)
-    start, end = _keys_of(split, num_parts, num_keys)
-    if (tile * 64 >= num_rows * group) | ((num_parts > 1) & (start >= end)):
+    start, end = _keys_of(split, gl.maximum(num_parts, 1), num_keys)
+    is_empty = (num_parts == 0) | ((num_parts > 1) & (start >= end))
+    if (tile * 64 >= num_rows * group) | is_empty:
         return
     last = gl.minimum(tile * 64 + 63, num_rows * group - 1) // group
     end = gl.minimum(end, num_keys - (num_rows - 1 - last) * CAUSAL)
@@ -188,7 +176,11 @@ def _attend(
     queries, blocks, peaks, full, free, handed = _memory(q[0].dtype.element_ty)
     gl.thread_barrier()
     _load_queries(q, queries, rows)
-    offset = split.to(gl.int64) * split_stride - _first_row(query_indptr, num_whole, width) * group
+    offset = split.to(gl.int64) * split_stride
+    if piece >= 0:
+        offset = piece.to(gl.int64) * (width * group) + num_splits * split_stride - first * group
+    elif num_parts > 1:
+        offset -= _rows_of(query_indptr, num_whole, width)[0] * group
     outputs = (out, partial_out + offset * 512, num_parts > 1)
     if num_parts > 1:
         lse = partial_lse + offset
@@ -226,41 +218,21 @@ def latent_attention(
     room = min(partial_lse.numel(), partial_out.numel() // RANK)
     batch = Batch(bs, rows, triton.cdiv(max_kv_len, BLOCK_KEYS), room)
     shares = share_requests(batch, gpu_of(q.device).num_processors)
-    num_divided = (bs - shares.num_whole) * batch.tiles
-    split_stride = min(num_tokens, (bs - shares.num_whole) * max_query) * num_heads
+    num_divided = bs - shares.num_whole
+    split_stride = min(num_tokens, num_divided * max_query) * num_heads if shares.num_splits > 1 else 0
+    at_once = gpu_of(q.device).num_processors // max(batch.tiles, 1)
+    most = most_pieces(bs, batch.blocks, at_once, rows, room - shares.num_splits * split_stride)
+    pieces = kv_lens.new_empty(bs) if most else kv_lens
     out, lse = q.new_empty(num_tokens, num_heads, RANK), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    shape = (max_query, num_heads, page_ids.stride(0), batch.tiles, *shares, max(num_divided, 1), split_stride)
-    lists = (query_indptr, page_indptr, page_ids, kv_lens)
+    shape = (max_query, num_heads, page_ids.stride(0), batch.tiles, bs, *shares, most, split_stride)
     scales = (scale * k_scale * _LOG2_E, v_scale)
-    tensors = (q, latents, *lists, out, lse, partial_out, partial_lse)
-    num_programs = shares.num_whole * batch.tiles + num_divided * shares.num_splits
-    _launch(tensors, num_programs, shape, scales, causal, latents.shape[1])
-    if shares.num_splits > 1:
-        parts, merged = (partial_out, partial_lse), (out, lse)
-        _merge(shares, split_stride, (query_indptr, kv_lens), parts, merged, max_query, causal)
+    tensors = (q, latents, query_indptr, page_indptr, page_ids, kv_lens, out, lse, partial_out, partial_lse, pieces)
+    num_units = shares.num_whole + num_divided * shares.num_splits + most
+    _launch(tensors, num_units * batch.tiles, shape, scales, causal, latents.shape[1])
+    parts = Parts(partial_out, partial_lse, *shares, split_stride, most, pieces)
+    if shares.num_splits > 1 or most:
+        merge(parts, query_indptr, kv_lens, (out, lse), max_query, BLOCK_KEYS, causal, (None, None, None))
     return out, lse
-
-
-def _merge(
-    shares: Shares,
-    split_stride: int,
-    lists: tuple[Tensor | None, Tensor],
-    parts: tuple[Tensor, Tensor],
-    merged: tuple[Tensor, Tensor],
-    max_query: int,
-    causal: bool,
-) -> None:
-    """Merge the parts of the divided requests, the last ones. split_stride: as of `merge`. lists: query_indptr and
-    kv_lens.
-    """
-    num_whole, num_splits = shares
-    query_indptr, kv_lens = lists
-    if query_indptr is None:
-        merged = (merged[0][num_whole * max_query :], merged[1][num_whole * max_query :])
-    else:
-        query_indptr = query_indptr[num_whole:]
-    sizes, extras = (max_query, num_splits, split_stride, BLOCK_KEYS), (None, None, None)
-    merge(parts, query_indptr, kv_lens[num_whole:], merged, *sizes, causal, extras)
 
 
 def _call(

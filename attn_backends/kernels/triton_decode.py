@@ -50,7 +50,8 @@ from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
-from attn_backends.kernels.triton_merge import merge, part_of, query_rows
+from attn_backends.kernels.triton_merge import Parts, merge, part_of, query_rows
+from attn_backends.kernels.triton_pieces import most_pieces, rows_before, share_of
 from attn_backends.kernels.triton_tiles import (
     Tiles,
     choose_num_splits,
@@ -189,7 +190,10 @@ def _over_keys(
     return state
 
 
-@triton.jit(do_not_specialize=[*LISTS, "lse", "width", "num_tiles", "num_splits", "split_stride"])
+_SHARES = ("bs", "num_splits", "most", "split_stride")
+
+
+@triton.jit(do_not_specialize=[*LISTS, "lse", "partial_lse", "pieces", "width", "num_tiles", *_SHARES])
 def _attend(
     q,
     k_pages,
@@ -200,11 +204,16 @@ def _attend(
     kv_lens,
     out,
     lse,
+    partial_out,
+    partial_lse,
+    pieces,
     width,
     shape,
     table_stride,
     num_tiles,
+    bs,
     num_splits,
+    most,
     split_stride,
     scales,
     window,
@@ -223,16 +232,22 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. sinks: None of a part too."""
+    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: as of `share_of`;
+    no request is whole. split_stride: rows between two splits, and pieces after them.
+    """
     group, num_kv_heads, page_size = shape
-    program, split = tl.program_id(0), tl.program_id(1)
+    program, per_request = tl.program_id(0), num_tiles * num_kv_heads
     tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
-    request = (program // (num_tiles * num_kv_heads)).to(tl.int64)
+    batch, is_first = (bs, 0, num_splits, most), program % per_request == 0
+    shared = (program // per_request, kv_lens, batch, pieces, is_first)
+    request, split, num_parts, piece = share_of(*shared, BLOCK_KEYS)
+    request = request.to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
     num_keys = tl.load(kv_lens + request)
     least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
-    start, end, _ = part_of(split, least, num_keys, num_splits, BLOCK_KEYS)
-    if (tile * BLOCK_ROWS >= num_rows * group) | ((num_splits > 1) & (start >= end)):
+    start, end, _ = part_of(split, least, num_keys, tl.maximum(num_parts, 1), BLOCK_KEYS)
+    is_empty = (num_parts == 0) | ((num_parts > 1) & (start >= end))
+    if (tile * BLOCK_ROWS >= num_rows * group) | is_empty:
         return
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
@@ -247,8 +262,13 @@ def _attend(
     ids = _page_list(page_indptr, page_ids, request, table_stride)
     given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
-    place = token * (num_kv_heads * group) + head + split.to(tl.int64) * split_stride
-    _store(state, out, lse, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
+    num_heads = num_kv_heads * group
+    place = token * num_heads + head
+    if num_parts == 1:
+        _store(state, out, lse, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
+    else:
+        before = rows_before(split, piece, num_splits, split_stride, first * num_heads, width * num_heads)
+        _store(state, partial_out, partial_lse, before + place, head, real, None, scales[1], V_DIM, BLOCK_V_DIM)
 
 
 def paged_attention(
@@ -278,31 +298,27 @@ def paged_attention(
     heads, dims = (group, num_kv_heads, page_size), (dim, v_dim, is_one_latent(k_pages, v_pages))
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
     tiles, num_tiles, num_slots = _shares(max_query * group, dims, dot, q.device)
-    room = min(partial_lse.numel(), partial_out.numel() // v_dim) // max(num_tokens * num_heads, 1)
-    num_programs = bs * num_kv_heads * num_tiles
+    split_rows, most_rows = num_tokens * num_heads, min(partial_lse.numel(), partial_out.numel() // v_dim)
+    per_request = num_kv_heads * num_tiles
     most_keys = max_kv_len if window is None else min(max_kv_len, window + max_query + tiles.keys)
-    num_splits = choose_num_splits(num_programs, num_slots, min(room, -(-most_keys // tiles.keys)))
-    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
-    parts = (out, lse) if num_splits == 1 else (partial_out, partial_lse)
-    lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
-    split_stride = num_tokens * num_heads
-    shape = (max_query, heads, page_ids.stride(0), num_tiles, num_splits, split_stride)
-    scales = (scale * k_scale * _LOG2_E, v_scale)
-    tensors = (q, k_pages, v_pages, *lists, *parts, drafted, sinks if num_splits == 1 else None)
-    _launch(tensors, num_programs, shape, scales, window, causal, dims, dot, tiles)
-    if num_splits > 1:
-        merge(
-            parts,
-            query_indptr,
-            kv_lens,
-            (out, lse),
-            max_query,
-            num_splits,
-            split_stride,
-            tiles.keys,
-            causal,
-            (window, drafted, sinks),
+    num_blocks = -(-most_keys // tiles.keys)
+    num_splits = choose_num_splits(bs * per_request, num_slots, min(most_rows // max(split_rows, 1), num_blocks))
+    split_stride, most = split_rows if num_splits > 1 else 0, 0
+    if window is None:
+        rows = max_query * num_heads
+        most = most_pieces(
+            bs, num_blocks, num_slots // max(per_request, 1), rows, most_rows - num_splits * split_stride
         )
+    out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    pieces = kv_lens.new_empty(bs) if most else kv_lens
+    lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
+    shape = (max_query, heads, page_ids.stride(0), num_tiles, bs, num_splits, most, split_stride)
+    scales = (scale * k_scale * _LOG2_E, v_scale)
+    tensors = (q, k_pages, v_pages, *lists, out, lse, partial_out, partial_lse, pieces, drafted, sinks)
+    _launch(tensors, (bs * num_splits + most) * per_request, shape, scales, window, causal, dims, dot, tiles)
+    parts, extras = Parts(partial_out, partial_lse, 0, num_splits, split_stride, most, pieces), (window, drafted, sinks)
+    if num_splits > 1 or most:
+        merge(parts, query_indptr, kv_lens, (out, lse), max_query, tiles.keys, causal, extras)
     return out, lse
 
 
@@ -326,13 +342,13 @@ def _call(
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
-    _, (_, _, page_size), _, _, num_splits, _ = shape
+    _, (_, _, page_size), *_ = shape
     *given, drafted, sinks = tensors
     constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
     constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
-    return Call((num_programs, num_splits), arguments, options)
+    return Call((num_programs,), arguments, options)
 
 
 _launch = DirectLaunch(_attend, _call)

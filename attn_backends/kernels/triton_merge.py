@@ -7,13 +7,16 @@ same bits; a part without keys was not written and is not read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch
+from attn_backends.kernels.triton_pieces import MERGERS, long_request, num_long
 from attn_backends.kernels.triton_windows import sink_weights, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -44,57 +47,42 @@ def part_of(split, first, num_keys, num_splits, BLOCK_KEYS: tl.constexpr):
     return start, tl.minimum(start + size, num_keys), tl.cdiv(num_keys - first, size)
 
 
-@triton.jit(do_not_specialize=[*LISTS, "partial_lse", "lse", "width", "num_splits", "split_stride"])
-def _merge(
-    partial_out,
-    partial_lse,
-    query_indptr,
-    kv_lens,
-    out,
-    lse,
-    width,
-    num_heads,
-    num_splits,
-    split_stride,
-    window,
-    drafted,
+@triton.jit
+def _join(
+    parts,
+    into,
     sinks,
-    CAUSAL: tl.constexpr,
+    own,
+    stride,
+    num_parts,
+    flat,
+    head,
     V_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
     MERGED: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
 ):
-    """split_stride: rows times heads from a split to the next, each of which begins with the first request's. MERGED:
-    parts that are read at once.
+    """Join the parts of one row of one head. parts, into: outputs and log-sum-exps. own: the row in the first part.
+    stride: rows from a part to the next. flat: the row that is written. MERGED: parts that are read at once.
     """
-    program = tl.program_id(0)
-    node, request = program // num_heads % width, (program // num_heads // width).to(tl.int64)
-    first, num_rows = query_rows(query_indptr, request, width)
-    if node >= num_rows:
-        return
-    num_keys = tl.load(kv_lens + request)
-    start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
-    _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
-    flat = (first + node) * num_heads + program % num_heads
-    own = flat - query_rows(query_indptr, 0, width)[0] * num_heads
+    partial_out, partial_lse = parts
+    out, lse = into
     peak, total = tl.full((), _LOWEST, tl.float32), tl.full((), 0.0, tl.float32)
     for begin in range(0, num_parts, _READ):
         split = begin + tl.arange(0, _READ)
-        row = own + split.to(tl.int64) * split_stride
-        parts = tl.load(partial_lse + row, mask=split < num_parts, other=float("-inf"))
-        higher = tl.maximum(tl.max(parts, axis=0), peak)
-        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(parts - higher), axis=0)
+        row = own + split.to(tl.int64) * stride
+        found = tl.load(partial_lse + row, mask=split < num_parts, other=float("-inf"))
+        higher = tl.maximum(tl.max(found, axis=0), peak)
+        total = total * tl.exp(peak - higher) + tl.sum(tl.exp(found - higher), axis=0)
         peak = higher
     tl.store(lse + flat, peak + tl.log(total), mask=tl.program_id(1) == 0)
     if sinks is not None:
-        total += sink_weights(sinks, program % num_heads, True, peak)
+        total += sink_weights(sinks, head, True, peak)
 
-    dim = tl.program_id(1) * BLOCK_V_DIM + tl.arange(0, BLOCK_V_DIM)
-    joined = tl.zeros((BLOCK_V_DIM,), dtype=tl.float32)
+    dim = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    joined = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, num_parts, MERGED):
         part = begin + tl.arange(0, MERGED)
-        row, live = own + part.to(tl.int64) * split_stride, part < num_parts
+        row, live = own + part.to(tl.int64) * stride, part < num_parts
         weight = tl.exp(tl.load(partial_lse + row, mask=live, other=float("-inf")) - peak)
         values = tl.load(
             partial_out + row[:, None] * V_DIM + dim[None, :], mask=live[:, None] & (dim < V_DIM)[None, :], other=0.0
@@ -104,50 +92,121 @@ def _merge(
     tl.store(out + flat * V_DIM + dim, result.to(out.dtype.element_ty), mask=dim < V_DIM)
 
 
+_SHARES = ("bs", "num_whole", "num_splits", "split_stride", "num_divided", "num_mergers")
+
+
+@triton.jit(do_not_specialize=[*LISTS, "partial_lse", "lse", "pieces", "width", *_SHARES])
+def _merge(
+    partial_out,
+    partial_lse,
+    query_indptr,
+    kv_lens,
+    out,
+    lse,
+    pieces,
+    width,
+    num_heads,
+    bs,
+    num_whole,
+    num_splits,
+    split_stride,
+    num_divided,
+    num_mergers,
+    window,
+    drafted,
+    sinks,
+    CAUSAL: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK_V_DIM: tl.constexpr,
+    MERGED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Programs of the rows of divided requests come first, so many, and then those that merge pieces."""
+    program = tl.program_id(0)
+    parts, into = (partial_out, partial_lse), (out, lse)
+    if program < num_divided:
+        node, request = program // num_heads % width, (num_whole + program // num_heads // width).to(tl.int64)
+        first, num_rows = query_rows(query_indptr, request, width)
+        is_due = node < num_rows
+        if num_mergers > 0:
+            is_due = is_due & (tl.load(pieces + request) == 0)
+        if is_due:
+            num_keys = tl.load(kv_lens + request)
+            start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
+            _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
+            flat = (first + node) * num_heads + program % num_heads
+            own = flat - query_rows(query_indptr, num_whole, width)[0] * num_heads
+            given = (split_stride, num_parts, flat, program % num_heads)
+            _join(parts, into, sinks, own, *given, V_DIM, BLOCK_V_DIM, MERGED)
+    else:
+        rows = width * num_heads
+        for work in range(program - num_divided, num_long(pieces, bs) * rows, num_mergers):
+            request, num, piece = long_request(pieces, bs, work // rows)
+            first, num_rows = query_rows(query_indptr, request.to(tl.int64), width)
+            place = work % rows
+            if place < num_rows * num_heads:
+                _, _, num_parts = part_of(0, 0, tl.load(kv_lens + request), num, BLOCK_KEYS)
+                own = num_splits * split_stride + piece.to(tl.int64) * rows + place
+                given = (rows, num_parts, first * num_heads + place, place % num_heads)
+                _join(parts, into, sinks, own, *given, V_DIM, BLOCK_V_DIM, MERGED)
+
+
+class Parts(NamedTuple):
+    """What attention wrote in parts, and how. out, lse: float32 scratch. num_whole: requests that are not divided, the
+    first ones. num_splits: parts of the others. split_stride: rows times heads from a split to the next, 0 if there is
+    one. most: pieces that there may be. pieces: [bs] int32, their numbers as `triton_pieces.share_of` wrote them.
+    """
+
+    out: Tensor
+    lse: Tensor
+    num_whole: int
+    num_splits: int
+    split_stride: int
+    most: int
+    pieces: Tensor
+
+
 def merge(
-    parts: tuple[Tensor, Tensor],
+    parts: Parts,
     query_indptr: Tensor | None,
     kv_lens: Tensor,
     merged: tuple[Tensor, Tensor],
     max_query: int,
-    num_splits: int,
-    split_stride: int,
     block_keys: int,
     causal: bool,
     extras: tuple[int | None, Tensor | None, Tensor | None],
 ) -> None:
-    """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them.
-
-    parts: out and lse of each split, one after the other, float32, none with a sink. query_indptr, max_query, causal:
-    as of `triton_decode`. split_stride: rows times heads from a split to the next, as they were written. block_keys:
-    keys of a block, which the parts are made of. extras: window, drafted and dense sinks, as of `triton_decode`.
+    """Write out [num_tokens, num_heads, v_dim] and natural lse [num_tokens, num_heads] of what parts hold of them, none
+    with a sink. query_indptr, max_query, causal: as of `triton_decode`. block_keys: keys of a block, which the parts
+    are made of. extras: window, drafted and dense sinks, as of `triton_decode`.
     """
     out, lse = merged
-    num_rows, num_heads, v_dim = kv_lens.shape[0] * max_query, lse.shape[1], out.shape[2]
+    bs, num_heads, v_dim = kv_lens.shape[0], lse.shape[1], out.shape[2]
     window, drafted, sinks = extras
-    tensors = (*parts, query_indptr, kv_lens, out, lse, drafted, sinks)
-    shape = (max_query, num_heads, num_splits, split_stride)
-    _launch(tensors, num_rows, shape, v_dim, block_keys, causal, window)
+    num_divided = (bs - parts.num_whole) * max_query * num_heads if parts.num_splits > 1 else 0
+    num_mergers = MERGERS * gpu_of(out.device).num_processors if parts.most else 0
+    tensors = (parts.out, parts.lse, query_indptr, kv_lens, out, lse, parts.pieces, drafted, sinks)
+    shares = (bs, parts.num_whole, parts.num_splits, parts.split_stride, num_divided, num_mergers)
+    _launch(tensors, (max_query, num_heads, *shares), v_dim, block_keys, causal, window)
 
 
 def _call(
     tensors: Sequence[Tensor | None],
-    num_rows: int,
-    shape: tuple[int, int, int, int],
+    shape: tuple[int, ...],
     v_dim: int,
     block_keys: int,
     causal: bool,
     window: int | None,
 ) -> Call:
-    """num_rows: of all requests at most. shape: rows of one at most, query heads, splits and their stride."""
-    _, num_heads, num_splits, _ = shape
+    """shape: the numbers that the kernel takes."""
+    num_splits, num_divided, num_mergers = shape[4], *shape[-2:]
     merged_at_once = next(parts for parts in _MERGED if parts >= num_splits or parts == _MERGED[-1])
     block_dim = min(triton.next_power_of_2(v_dim), _BLOCK // merged_at_once)
     constants = {"V_DIM": v_dim, "BLOCK_V_DIM": block_dim, "MERGED": merged_at_once}
     constants |= {"BLOCK_KEYS": block_keys, "CAUSAL": causal}
     *given, drafted, sinks = tensors
     arguments = (*given, *shape, window, drafted, sinks)
-    return Call((num_rows * num_heads, triton.cdiv(v_dim, block_dim)), arguments, constants)
+    return Call((num_divided + num_mergers, triton.cdiv(v_dim, block_dim)), arguments, constants)
 
 
 _launch = DirectLaunch(_merge, _call)
