@@ -228,6 +228,29 @@ def test_pools_of_two_types_are_refused() -> None:
         sparse_operators.sparse_attention(q, rows, entries._replace(pages=entries.pages.half()), 0.1, None)
 
 
+@pytest.mark.parametrize("attend", [sparse_operators.sparse_attention, sparse_operators.sparse_attention_sm90])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e4m3fn], ids=str)
+def test_sinks_of_other_types_are_refused(attend: Any, dtype: torch.dtype) -> None:
+    """As dense attention and layers refuse them."""
+    q, (rows, entries) = attention_scene(3, 40, bytes=False)
+    message = rf"sinks \[3\] {dtype} do not fit together; .* of float32, bfloat16 or float16"
+    with pytest.raises(ValueError, match=message):
+        attend(q, rows, entries, 0.1, torch.zeros(3).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sinks_of_16_bits_are_the_same_numbers(triton, monkeypatch, dtype: torch.dtype) -> None:
+    q, sources = attention_scene(3, 40, bytes=False)
+    sinks = torch.randn(3).to(dtype)
+    expected = sparse_operators.sparse_attention(q, *sources, 0.1, sinks.float())
+    torch.testing.assert_close(sparse_operators.sparse_attention(q, *sources, 0.1, sinks), expected, rtol=0, atol=0)
+    for splits in (1, 3):
+        monkeypatch.setattr(triton.sparse, "num_splits", lambda *_, splits=splits: splits)
+        torch.testing.assert_close(
+            triton.sparse.sparse_attention(q, sources, 0.1, sinks), expected, rtol=1e-5, atol=1e-5
+        )
+
+
 def test_rows_of_more_elements_than_the_kernel_takes_are_refused(triton) -> None:
     q, sources = attention_scene(1, 1032, bytes=False)
     with pytest.raises(ValueError, match="rows of 1032 elements, the kernel takes at most 1024"):

@@ -19,6 +19,7 @@ from attn_backends.kernels import torch_compressed
 from attn_backends.kernels.compressor_operators import check_pool
 from attn_backends.kernels.devices import on_its_device
 from attn_backends.kernels.fp8_pages import ROW_DIM
+from attn_backends.kernels.torch_attention import SINK_TYPES
 from attn_backends.kernels.torch_compressed import Keys
 
 _ALIGNED = 16  # bytes that the Gluon kernel reads at once
@@ -69,9 +70,10 @@ def sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query row over rows, and entries if there are any, each of which is key and value at once.
 
-    q: [num_tokens, num_heads, dim]. sinks: [num_heads], logits of a key without value. Returns out [num_tokens,
-    num_heads, dim] in q's dtype, sinks included, and natural lse [num_tokens, num_heads] without them; a row that sees
-    nothing gets 0 and -inf. Memory that no row sees may hold NaN. Raises ValueError where shapes do not fit together.
+    q: [num_tokens, num_heads, dim]. sinks: [num_heads] of `SINK_TYPES`, logits of a key without value. Returns out
+    [num_tokens, num_heads, dim] in q's dtype, sinks included, and natural lse [num_tokens, num_heads] without them; a
+    row that sees nothing gets 0 and -inf. Memory that no row sees may hold NaN. Raises ValueError where shapes or types
+    do not fit together.
     """
     more = (None, 0, None, None) if entries is None else entries
     return torch.ops.attn_backends.sparse_attention.default(q, *rows, *more, scale, sinks)
@@ -192,15 +194,16 @@ def _sources(
     wrong += [source for source in sources if source.lens.shape != (num_tokens,) or source.slots.ndim != 2]
     wrong += [source for source in sources if source.slots.shape[0] != num_tokens]
     wrong += [source for source in sources if _kind(source.pages) != _kind(rows)]
-    if wrong or (sinks is not None and sinks.shape != (num_heads,)):
+    if wrong or (sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype not in SINK_TYPES)):
         given = ", ".join(
             f"pages {list(source.pages.shape)} with slots {list(source.slots.shape)} and lens {list(source.lens.shape)}"
             for source in sources
         )
+        given += "" if sinks is None else f", sinks {list(sinks.shape)} {sinks.dtype}"
         raise ValueError(
-            f"sparse_attention: q {list(q.shape)}, {given}, sinks {None if sinks is None else list(sinks.shape)} do "
-            "not fit together; needed are q [num_tokens, num_heads, dim], pools of rows of dim, of one type and one "
-            "stride between elements, slots [num_tokens, n], lens [num_tokens] and sinks [num_heads]"
+            f"sparse_attention: q {list(q.shape)}, {given} do not fit together; needed are q [num_tokens, num_heads, "
+            "dim], pools of rows of dim, of one type and one stride between elements, slots [num_tokens, n] and lens "
+            "[num_tokens]. Sinks, if any, are [num_heads] of float32, bfloat16 or float16"
         )
     return sources, scale, sinks
 
