@@ -64,6 +64,8 @@ def modules_worker(place: Place, **options: Any) -> SpeculativeWorker:
 
 
 WORKERS: dict[str, Callable[..., SpeculativeWorker]] = {"eagle": eagle_worker, "mtp": modules_worker}
+MORE_ROWS = {"mtp": 2 * len(LENS)}
+"""Rows of all requests that a draft's prefill may have beside the target's."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def check_paths(
     graphs: PrefillGraphs = "piecewise",
 ) -> list[Ran]:
     """Results and caches are those of eager prefill, whatever the chunks; padded rows are stored nowhere, or in the
-    reserved page; steps above the largest bucket run eagerly and say so.
+    reserved page; steps above the largest bucket run eagerly and say so. Drafts run through graphs where the target
+    did.
     """
     make, graph = WORKERS[worker], graph_of(place)
     eager, captured = make(place), make(place, prefill_buckets=BUCKETS, prefill_graphs=graphs, make_graph=graph)
@@ -152,13 +155,16 @@ def check_paths(
             reserved.zero_()
     for ours, theirs in zip(memory(captured), memory(eager), strict=True):
         check_close("a cache", ours, theirs)
-    for size in {ran.result.bucket.num_tokens for ran in found if ran.result.bucket}:
+    for size in {ran.result.bucket.num_tokens for ran in found if ran.phase == PREFILL and ran.result.bucket}:
         features = captured._prefill._captured[size].outputs.features
         assert features.isfinite().all(), "padded rows hold what is left of other steps"
     for ran in found:
-        smallest = min((size for size in BUCKETS if size >= ran.num_tokens), default=None)
+        sizes = BUCKETS if ran.phase == PREFILL else (*BUCKETS, BUCKETS[-1] + MORE_ROWS.get(worker, 0))
+        smallest = min((size for size in sizes if size >= ran.num_tokens), default=None)
         size = ran.result.bucket and ran.result.bucket.num_tokens
         assert size == smallest, f"{ran.num_tokens} tokens ran in {ran.result.bucket}"
+    for target, draft in zip(found[::2], found[1::2], strict=True):
+        assert draft.result.ran_graph >= target.result.ran_graph, f"{target.num_tokens} and {draft.num_tokens} tokens"
     for counts, took in ((captured.num_eager_steps, False), (captured.num_graph_steps, True)):
         for phase in (PREFILL, DRAFT_PREFILL):
             number = sum(ran.result.ran_graph is took for ran in found if ran.phase == phase)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -16,12 +16,14 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.adaptive import AdaptiveSteps
 from attn_backends_reference.eagle.engine import build_engine
+from attn_backends_reference.eagle.options import PrefillGraphs
 from attn_backends_reference.eagle.parallel import ParallelWorker
+from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, PREFILL
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.serving import serve
 from attn_backends_reference.run_options import ModelOptions
 from spec_metadata import Capacity, Sampling, StepKind
-from tests import serving_laws
+from tests import prefill_laws, serving_laws
 from tests.parallel_scenes import NUM_STEPS, SHAPE, parallel_worker, write_head
 from tests.serving_scenes import (
     NEWLINE,
@@ -70,6 +72,20 @@ def test_requests_join_and_leave_at_random(backend: str, page_size: int, path: d
     assert figures["tokens_per_cycle"] > 1.6, "drafts are accepted"
     assert {"eos", "stop", "length", "cancelled"} <= figures.keys()
     assert bool(worker.num_graph_steps) == bool(path)
+
+
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_drafts_prefill_through_a_graph_wherever_the_target_does(graphs: PrefillGraphs) -> None:
+    """Also prompts that fill the largest bucket, and have mask rows besides."""
+    captured = {"prefill_buckets": (16, 48), "prefill_graphs": graphs, "make_graph": RecordedGraph}
+    worker = parallel_worker(Capacity(2, 96, 16, **SHAPE), chunk=24, **captured)
+    given = [(48 * each)[:48] for each in prompts(2, 48)]
+    with prefill_laws.watched() as seen:
+        found = serve(worker, given, 16)
+    ran = [(each.num_tokens, each.result.bucket and each.result.bucket.num_tokens) for each in seen]
+    assert ran == 2 * [(48, 48), (52, 52)]
+    assert tokens(found) == tokens(plain("gqa", "fa3", Capacity(2, 96, 16), given, 16)[0])
+    assert not {PREFILL, DRAFT_PREFILL} & worker.num_eager_steps.keys()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -62,6 +62,14 @@ def test_results_are_those_of_eager_prefill(
     assert {ran.result.bucket.num_tokens if ran.result.bucket else 0 for ran in found} >= sizes
 
 
+@pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
+def test_a_bucket_that_the_target_fills_has_one_for_modules_that_begin_earlier(graphs: PrefillGraphs) -> None:
+    """Last chunks of one token: modules run the two before it again."""
+    found = laws.check_paths("mtp", chunk=29, lens=(29, 30, 30, 30), graphs=graphs)
+    ran = [(each.num_tokens, each.result.bucket and each.result.bucket.num_tokens) for each in found]
+    assert ran == [(87, None), (87, None), (32, 32), (38, 40)]
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("graphs", get_args(PrefillGraphs))
 @pytest.mark.one_in(2)
@@ -194,7 +202,7 @@ def test_the_host_lists_the_tokens_of_a_step_not_of_its_bucket(monkeypatch: pyte
     made = mtp.to_device
     monkeypatch.setattr(mtp, "to_device", lambda values, *where: listed.append(len(values)) or made(values, *where))
     tokens, _ = worker._prompt_tokens(chunks, torch.tensor([6, 7]))
-    assert tokens.shape == (2, 64 + 2 * 3)
+    assert tokens.shape == (2, 64 + laws.MORE_ROWS["mtp"] + 2 * 3)
     assert max(listed) == 2 * (2 + 2 * 3)
 
 

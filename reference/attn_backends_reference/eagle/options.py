@@ -39,13 +39,14 @@ class WorkerOptions:
     request that one prefill forward takes. eos_tokens: any of them ends a request. seed: of the order in which pages
     are given out. host_lag: 0, or 1 to launch cycles before the previous cycle's tokens are read. cache_dtype: of the
     caches' entries (None: the models'). draft_graphs: of `MtpWorker`, whether one graph holds all modules or each has
-    its own. prefill_buckets: numbers of tokens to capture prefill at. prefill_graphs: in "piecewise" graphs between its
-    attention calls, or in one "full" graph. placeholder_token: what stands in prompts for embeddings that come with
-    them (None: prompts are text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first
-    node. verify_threshold: least probability that the draft gives to the path of a row that is verified; verify_rows:
-    rows of a verify at most, at least one per request. Either makes verifies of chains ragged (None: not).
-    adaptive: sets of steps, one for each cycle (None: it drafts as the capacity says). draft_window: of `EagleWorker`,
-    the last committed tokens that drafts see, in whole pages (None: all); draft_sink_tokens: the first ones, beside it.
+    its own. prefill_buckets: numbers of tokens to capture prefill at; a draft with more rows than prompts have is also
+    captured at the largest with these rows. prefill_graphs: in "piecewise" graphs between its attention calls, or in
+    one "full" graph. placeholder_token: what stands in prompts for embeddings that come with them (None: prompts are
+    text). planning: of captured steps, "before" their graph runs, or "in_graph", as its first node. verify_threshold:
+    least probability that the draft gives to the path of a row that is verified; verify_rows: rows of a verify at most,
+    at least one per request. Either makes verifies of chains ragged (None: not). adaptive: sets of steps, one for each
+    cycle (None: it drafts as the capacity says). draft_window: of `EagleWorker`, the last committed tokens that drafts
+    see, in whole pages (None: all); draft_sink_tokens: the first ones, beside it.
     """
 
     buckets: tuple[int, ...] = ()

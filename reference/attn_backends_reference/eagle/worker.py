@@ -127,18 +127,26 @@ class TargetWorker:
         )
         return self._run(self._prefill, step, self._with_embeddings(inputs, chunks))
 
-    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs]) -> Runner[Inputs, Outputs]:
-        options, backend = self.options, self.backends.prefill
+    def _prefill_sizes(self, more_rows: int) -> tuple[int, ...]:
+        """Numbers of tokens to capture prefill at. more_rows: that a request may have beside those of its chunk. With
+        any, the last size holds them beside the target's largest bucket, so that drafts prefill through a graph
+        wherever the target does.
+        """
+        sizes = self.options.prefill_buckets
+        return (*sizes, max(sizes) + self.capacity.max_bs * more_rows) if sizes and more_rows else sizes
+
+    def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs], more_rows: int = 0) -> Runner[Inputs, Outputs]:
+        options, backend, sizes = self.options, self.backends.prefill, self._prefill_sizes(more_rows)
         if self._multimodal is not None:
             phase = self._multimodal.phase(phase)
         if options.prefill_graphs == "piecewise":
-            return PiecewiseRunner(phase, backend, options.prefill_buckets, options.make_graph)
-        for size in options.prefill_buckets:
+            return PiecewiseRunner(phase, backend, sizes, options.make_graph)
+        for size in sizes:
             reasons = backend.capture_reasons(self.capacity.prefill_bucket(size))
             if reasons:
                 instead = "prefill in pieces ('piecewise'), which any kernel can"
                 raise UnsupportedStepError(f"{backend.name} can't capture prefill in full", reasons, instead)
-        place = (self._paging(), options.prefill_buckets, options.make_graph, options.planning)
+        place = (self._paging(), sizes, options.make_graph, options.planning)
         return PhaseRunner(whole(phase), backend, *place)
 
     def _with_embeddings(self, inputs: Inputs, chunks: Sequence[Chunk]) -> Inputs:
