@@ -24,7 +24,7 @@ from attn_backends.conformance import (
 from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
 from attn_backends.conformance.exercise import run_case_eagerly, setup_of
-from attn_backends.conformance.worlds import head_sizes, layer_of, query_heads, scaled_to_fill
+from attn_backends.conformance.worlds import World, head_sizes, layer_of, query_heads, scaled_to_fill
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.contract.kernel import Kernel
 from attn_backends.layer import AttentionOutput
@@ -189,6 +189,26 @@ def test_a_log_sum_exp_of_rounded_weights_is_declared(declared):
     report = run_conformance(Rounded, select="math.decode", quick=True)
     assert report.exit_code(require_run=True) == (0 if declared else 1)
     assert all(row.reason.startswith("LSE") for row in report.rows if row.status is Outcome.FAIL)
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer_mla"])
+def test_outputs_and_their_comparisons_agree_on_which_log_sum_exps_there_are(name, monkeypatch):
+    """Both ask whether drafted tokens are joined to a prefix: of trees, and of chains where it is planned alone."""
+    asked, worlds, right = {}, [], World.returns_lse
+
+    def noted(world, kind, layer, *, in_parts):
+        worlds.append(world)  # as long as it lives, its id is its own
+        asked.setdefault((id(world), kind, world.setup.topk > 1), []).append(in_parts)
+        return right(world, kind, layer, in_parts=in_parts)
+
+    monkeypatch.setattr(World, "returns_lse", noted)
+    report = run_conformance(name, quick=True, select="math.d*,math.target_verify,math.prefill")
+    assert report.exit_code(require_run=True) == 0
+    found = {(kind, is_tree, answer) for (_, kind, is_tree), answers in asked.items() for answer in answers}
+    joined = {(kind, is_tree) for kind, is_tree, answer in found if answer}
+    trees = {(StepKind.DRAFT_DECODE, True), (StepKind.TARGET_VERIFY, True)}
+    assert joined == trees | ({(StepKind.DRAFT_DECODE, False)} if name == "flashinfer_mla" else set())
+    assert all(len(set(answers)) == 1 < len(answers) for answers in asked.values())
 
 
 def test_windows_and_sinks_are_asked_of_every_kind_of_step():

@@ -28,9 +28,9 @@ def compare_outputs(scene: Scene, inputs: list[ForwardInputs], outputs: Sequence
 
 def returns_lse(scene: Scene) -> bool:
     """Whether the kernel declares a log-sum-exp for the scene's step kind and layer."""
-    kind, layer = scene.batch.kind, scene.world.layer
-    chosen = scene.world.backend.choices.get(kind)
-    return chosen is not None and chosen.kernel.capabilities[kind].lse_of(layer, is_tree=scene.is_tree) is not None
+    kind, world = scene.batch.kind, scene.world
+    in_parts = scene.is_tree or (scene.drafts and world.backend.prefix_only)
+    return kind in world.backend.choices and world.returns_lse(kind, world.layer, in_parts=in_parts)
 
 
 class Expectation:

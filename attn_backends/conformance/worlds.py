@@ -118,9 +118,15 @@ class World:
 
     def told(self, output: AttentionOutput, at: ForwardMetadata, layer: Any) -> AttentionOutput:
         """The output with a log-sum-exp of zeros where its kernel declares none: it may give anything for one."""
-        if at.kind is StepKind.IDLE or self.declared(at.kind).lse_of(layer, is_tree=at.tree is not None) is not None:
+        if at.kind is StepKind.IDLE or self.returns_lse(at.kind, layer, in_parts=at.tree is not None):
             return output
         return AttentionOutput(output.out, torch.zeros_like(output.out[..., 0]))
+
+    def returns_lse(self, kind: StepKind, layer: Any, *, in_parts: bool) -> bool:
+        """Whether a layer's output has a log-sum-exp. in_parts: drafted tokens are joined to a prefix, of a tree or, on
+        a backend of prefixes only, of a drafted chain; the join counts the sinks.
+        """
+        return self.declared(kind).lse_of(layer, is_tree=in_parts) is not None
 
     def declared(self, kind: StepKind) -> Capabilities:
         """What the kernel of a step kind declares."""
