@@ -6,9 +6,11 @@ or copies of its own: each graph plans itself, alone or beside the others.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
-from typing import Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,8 +20,14 @@ from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging, RequestTable
 from spec_metadata.step_checks import INTEGERS, check_tensor
 
+Load = Callable[["CommittedState", Tensor, Tensor | None], None]
+"""What loads a state from lengths and rows that were checked."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+LOADS: dict[str, Callable[[CommittedState], Load]] = {}
+"""What binds the load of a state, by type of device; on others `copy_requests` is it. `attn_backends` brings CUDA's."""
+
+
+@dataclass(frozen=True, eq=False)
 class CommittedState:
     """The requests of a cycle, at most max_bs.
 
@@ -48,27 +56,22 @@ class CommittedState:
         return cls(lens, num_real, paging.on_static(place))
 
     def load(self, seq_lens: Tensor, rows: Tensor | None = None) -> None:
-        """Hold the requests of the next cycle: copies and a fill on the device, which a graph can record. On another
-        stream than the last cycle's graphs, wait for those first (`Metadata.wait_for_reads` of each phase).
+        """Hold the requests of the next cycle: one launch on a GPU where Triton runs, else two copies and a fill, which
+        a graph can record. On another stream than the last cycle's graphs, wait for those first
+        (`Metadata.wait_for_reads` of each phase).
 
         seq_lens: [bs] int32 or int64, committed tokens. rows: [bs] int32 or int64, of a request table; None of a block
         table, whose pages the engine writes. bs may be 0. Raises `InvalidStepError` for others, with nothing written.
         """
-        most = self.seq_lens.shape[0]
-        if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.shape[0] > most:
+        most = self.seq_lens.numel()
+        if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.numel() > most:
             raise InvalidStepError(f"seq_lens must be [bs] of at most {most} requests, got {describe(seq_lens)}")
-        bs, given = seq_lens.shape[0], [("seq_lens", seq_lens, self.seq_lens)]
+        self._check("seq_lens", seq_lens, seq_lens.shape)
         if isinstance(self.paging, RequestTable):
-            given.append(("rows", cast("Tensor", rows), self.paging.rows))
+            self._check("rows", rows, seq_lens.shape)
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
-        for name, tensor, own in given:
-            check_tensor(name, tensor, (bs,), INTEGERS)
-            if tensor.device != own.device:
-                raise InvalidStepError(f"{name} is on {tensor.device} and the state on {own.device}")
-        for _, tensor, own in given:
-            (own if bs == most else own[:bs]).copy_(tensor)
-        self.num_real.fill_(bs)
+        self._load(self, seq_lens, rows)
 
     def bound(
         self,
@@ -85,3 +88,22 @@ class CommittedState:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
         inputs = BoundInputs(self.seq_lens[:bs], out_cache_loc, self.num_real, tree_mask, widths=widths)
         return self.paging.on_static(self.paging.static_input()[:bs]), inputs
+
+    def _check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:
+        check_tensor(name, given, shape, INTEGERS)
+        if given.device != self.seq_lens.device:
+            raise InvalidStepError(f"{name} is on {given.device} and the state on {self.seq_lens.device}")
+
+    @cached_property
+    def _load(self) -> Load:
+        bind = LOADS.get(self.seq_lens.device.type)
+        return copy_requests if bind is None else bind(self)
+
+
+def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:
+    """Load a state by copies and a fill: the definition. What lies behind the requests stays, and is padding."""
+    bs = seq_lens.numel()
+    for given, own in ((seq_lens, state.seq_lens), (rows, state.paging.static_input())):
+        if given is not None:
+            (own if bs == own.shape[0] else own[:bs]).copy_(given)
+    state.num_real.fill_(bs)

@@ -103,7 +103,8 @@ def _query_misfit(static: Step, step: Step) -> list[str]:
     given: Bucket | TokenBucket
     if not isinstance(static.query, PaddedQuery):
         if not isinstance(step.query, UniformQuery):
-            return [f"{_packed(step)} fits no graph of one uniform width"]
+            lens = f" (lengths {step.query.lens_cpu})" if isinstance(step.query, PackedQuery) else ""
+            return [f"a packed query{lens} fits no graph of one uniform width"]
         captured, given = static.bucket(), step.bucket()
         wrong = step.bucket(static.bs) != captured
     else:
@@ -120,11 +121,6 @@ def _query_misfit(static: Step, step: Step) -> list[str]:
     if step.bs > static.max_real:
         reasons.append(f"captured for {static.max_real} requests, the step has {step.bs}")
     return reasons
-
-
-def _packed(step: Step) -> str:
-    lens = f" (lengths {step.query.lens_cpu})" if isinstance(step.query, PackedQuery) else ""
-    return f"a packed query{lens}"
 
 
 def copy_step(static: Step, step: Step) -> None:

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 
 from attn_backends.kernels.work_operators import NUM_WORDS, WorkLists
-from spec_metadata import BlockTable, BoundStep, RequestTable, SamplingParams, pad_step
+from spec_metadata import (
+    BlockTable,
+    BoundStep,
+    CacheGeometry,
+    CommittedState,
+    RequestTable,
+    SamplingParams,
+    pad_step,
+)
 from tests import launch_keys
 from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
@@ -79,6 +87,17 @@ def copy_inputs(form: type, kind: str) -> None:
     triton_bound.bind_ragged_read(BoundStep(static, ragged.inputs(), ragged.paging, CAPACITY))()
 
 
+def load() -> None:
+    """Requests into committed states."""
+    from attn_backends.kernels import triton_state
+
+    geometry = CacheGeometry(4, 16)
+    tables = (RequestTable(ints(3, 16), ints(1), geometry), ints(2).long()), (BlockTable(ints(3, 4), geometry), None)
+    for paging, rows in tables:
+        state = CommittedState.of(paging, 3)
+        triton_state.bind_load(state)(state, ints(2), rows)
+
+
 def sample() -> None:
     """Two rows of a vocabulary."""
     from attn_backends.kernels import triton_sampling
@@ -89,7 +108,7 @@ def sample() -> None:
 
 
 PLANNERS = {
-    **{each.__name__: each for each in (plan, plan_bound, plan_along)},
+    **{each.__name__: each for each in (plan, plan_bound, plan_along, load)},
     "copies of slots": lambda: copy_inputs(RequestTable, "verify tree"),
     "copies of pages": lambda: copy_inputs(BlockTable, "verify chain"),
 }

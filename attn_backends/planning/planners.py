@@ -12,7 +12,8 @@ from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.planning.captured import CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
 from attn_backends.selection import providers
-from spec_metadata import BoundStep, Buffers, Step, copy_step, write_slots
+from spec_metadata import BoundStep, Buffers, CommittedState, Step, copy_step, write_slots
+from spec_metadata.state import LOADS, Load, copy_requests
 
 PLANNERS = ("auto", "torch", "fused")
 
@@ -47,8 +48,7 @@ def choose_planner(owner: str, asked: str, device: torch.device, *, has_fused: b
         return Planner("torch", "asked for")
     reasons = providers.runs_on_triton(device) if has_fused else [f"{owner} declares none"]
     if not reasons:
-        why = {"fused": "asked for", "auto": "one launch a phase"}
-        return Planner("fused", why[asked])
+        return Planner("fused", "asked for" if asked == "fused" else "one launch a phase")
     if asked == "fused":
         raise BackendUnavailableError(f"the fused planner of {owner}", reasons, "Take planner='torch' or 'auto'.")
     return Planner("torch", f"no fused planner: {'; '.join(reasons)}")
@@ -63,6 +63,18 @@ def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
 
         return triton_inputs.bind_inputs(static)
     return lambda like: lambda step: copy_step(static, step)
+
+
+def bind_load(state: CommittedState) -> Load:
+    """What loads a committed state of a GPU: one launch where Triton runs, else its definition."""
+    if providers.runs_on_triton(state.seq_lens.device):
+        return copy_requests
+    from attn_backends.kernels import triton_state  # Triton is imported by those that run it
+
+    return triton_state.bind_load(state)
+
+
+LOADS["cuda"] = bind_load
 
 
 def bind_torch(

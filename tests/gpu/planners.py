@@ -1,4 +1,4 @@
-"""Compare the fused planners and input copies with their definitions on a GPU, on thousands of random batches.
+"""Compare fused planners, copies of inputs and loads of states with their definitions on a GPU, on random batches.
 
 Every batch must be equal in every integer that a planner must write, and hold in all others what it held. A row counts
 the batches of a planner and kind of step, those that differ, and those that the driver launched too (`cuda_launch`).
@@ -18,6 +18,7 @@ from attn_backends.kernels import cuda_launch
 from spec_metadata import BlockTable, RequestTable
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, Case
 from tests.planner_laws import BLOCKS, FORMS, RINGS, Form, check_equal, check_inputs
+from tests.state_laws import check_loads
 
 DEVICE = torch.device("cuda")
 PAGE_SIZES = (1, 16, 64, 256)
@@ -47,6 +48,8 @@ def comparisons(seeds: range) -> Iterator[tuple[tuple[str, str], Callable[[], No
         pad = 0 if kind in PACKED_KINDS else seed % 3
         options = {"form": TABLES[seed // len(KINDS) % 2], "pad": pad, "device": DEVICE, **sizes_of(seed)}
         yield ("inputs", kind), lambda k=kind, s=seed, o=options: _copied(k, s, o)
+        table = TABLES[seed % 2]
+        yield ("loads", table.__name__), lambda t=table, s=seed: check_loads(t, s, DEVICE)
 
 
 def _planned(
