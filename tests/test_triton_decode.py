@@ -94,6 +94,7 @@ def test_keys_may_be_divided_into_any_number_of_parts(decode, monkeypatch, num_p
 def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_parts, num_pieces, sizes, form):
     """They come after the parts of all requests, and no more of them than there is room for; sinks count once."""
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    monkeypatch.setattr(decode, "is_crowded", lambda programs, slots, held: True)
     given = arguments(replace(sizes, lens=(9, 420, 20)), form, form != "csr")
     num_tokens, num_heads, _ = given[0].shape
     width, v_dim, num_splits = given[7], given[2].shape[3], num_parts if num_parts > 1 else 0
@@ -103,6 +104,22 @@ def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_par
     written = ~given[14][rows[0] :].view(5, -1).isnan()
     assert written.all(1).tolist() == [True] * num_pieces + [False] * (5 - num_pieces)
     assert not written[num_pieces:].any()
+
+
+@pytest.mark.parametrize(("bs", "has_pieces"), [(32, False), (65, False), (66, True)])
+def test_a_batch_that_leaves_the_gpu_room_has_no_pieces(decode, monkeypatch, bs, has_pieces):
+    """Of 4 programs that a multiprocessor holds, and 8 KV heads."""
+    shares, asked = decode.Tiles(16, 32, 4, 4), []
+    monkeypatch.setattr(decode, "_shares", lambda *given: (shares, 1, 264, 528))
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: 1)
+    monkeypatch.setattr(decode, "_launch", lambda tensors, programs, *given: asked.append(programs))
+    monkeypatch.setattr(decode, "merge", lambda *given: asked.append("merge"))
+    q, k = torch.zeros(bs, 32, 128), torch.zeros(4, 16, 8, 128)
+    lists = (None, None, torch.zeros(bs, 64, dtype=torch.int32), torch.zeros(bs, dtype=torch.int32))
+    decode.paged_attention(
+        q, k, k.clone(), *lists, 1, 1024, True, 1.0, 1.0, 1.0, torch.empty(2**18), torch.empty(2**11)
+    )
+    assert asked == ([8 * (bs + 33), "merge"] if has_pieces else [8 * bs])
 
 
 @pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])

@@ -297,18 +297,16 @@ def paged_attention(
     bs, group = kv_lens.shape[0], num_heads // num_kv_heads
     heads, dims = (group, num_kv_heads, page_size), (dim, v_dim, is_one_latent(k_pages, v_pages))
     dot = q.dtype if k_pages.dtype is q.dtype or k_pages.dtype.itemsize == 1 else torch.float32
-    tiles, num_tiles, num_slots = _shares(max_query * group, dims, dot, q.device)
+    tiles, num_tiles, num_slots, num_held = _shares(max_query * group, dims, dot, q.device)
     split_rows, most_rows = num_tokens * num_heads, min(partial_lse.numel(), partial_out.numel() // v_dim)
     per_request = num_kv_heads * num_tiles
     most_keys = max_kv_len if window is None else min(max_kv_len, window + max_query + tiles.keys)
     num_blocks = -(-most_keys // tiles.keys)
     num_splits = choose_num_splits(bs * per_request, num_slots, min(most_rows // max(split_rows, 1), num_blocks))
     split_stride, most = split_rows if num_splits > 1 else 0, 0
-    if window is None:
-        rows = max_query * num_heads
-        most = most_pieces(
-            bs, num_blocks, num_slots // max(per_request, 1), rows, most_rows - num_splits * split_stride
-        )
+    if window is None and is_crowded(bs * num_splits * per_request, num_slots, num_held):
+        room, at_once = most_rows - num_splits * split_stride, num_slots // max(per_request, 1)
+        most = most_pieces(bs, num_blocks, at_once, max_query * num_heads, room)
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     pieces = kv_lens.new_empty(bs) if most else kv_lens
     lists, drafted, sinks = (query_indptr, page_indptr, page_ids, kv_lens), dense(drafted), dense(sinks)
@@ -323,12 +321,22 @@ def paged_attention(
 
 
 @lru_cache(1024)
-def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -> tuple[Tiles, int, int]:
-    """Tiles for so many rows of a request, how many there are, and how many the GPU works on at once."""
+def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -> tuple[Tiles, int, int, int]:
+    """Tiles for so many rows of a request, how many there are, how many the GPU works on at once as keys are divided
+    for, and how many its shared memory holds.
+    """
     sizes, gpu = sizes_of(*dims), gpu_of(device)
     tiles = choose_tiles(num_rows, sizes, dot, gpu)
-    at_once = max(1, min(2, gpu.shared // tile_bytes(tiles, sizes, dot, gpu)))
-    return tiles, triton.cdiv(num_rows, tiles.rows), gpu.num_processors * at_once
+    held = max(1, gpu.shared // tile_bytes(tiles, sizes, dot, gpu))
+    return tiles, triton.cdiv(num_rows, tiles.rows), gpu.num_processors * min(2, held), gpu.num_processors * held
+
+
+def is_crowded(num_programs: int, num_slots: int, num_held: int) -> bool:
+    """Whether the programs of a batch would not lie elsewhere if more came after them. Where a GPU holds more programs
+    than there are, it spreads them evenly. With those of pieces behind them they lay closer together, and took up to
+    1.18 times as long (32 requests of 4096 keys, 32 heads over 8, H100).
+    """
+    return num_held <= num_slots or num_programs >= num_held
 
 
 def _call(

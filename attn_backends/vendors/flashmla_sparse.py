@@ -40,6 +40,9 @@ from spec_metadata.plans.compressed import INDEX_GROUP, CompressedPlan
 
 NAME = "flashmla_sparse"
 _HEAD_GROUP = 64  # it is built for one and two groups of heads
+_MOST_OUTPUTS = (
+    2**31
+)  # elements; with as many less 64 rows it was right, with 2**32 its merge of splits broke a context
 _SPARSE = Capabilities(
     page_sizes=None,
     dtypes=frozenset({torch.bfloat16}),
@@ -79,6 +82,13 @@ class RowSchedule(Schedule):
         assert isinstance(shape.variant, tuple)
         compression, topk = shape.variant
         self._window_lens, self._num_heads = plan.window_lens, padded_heads(shape.num_heads)
+        num_tokens = plan.window_lens.shape[0]
+        if num_tokens * self._num_heads * ROW_DIM >= _MOST_OUTPUTS:
+            most = (_MOST_OUTPUTS - 1) // (self._num_heads * ROW_DIM)
+            raise UnsupportedStepError(
+                NAME,
+                [f"{num_tokens} query rows of {shape.num_heads} heads (it takes {most}; prefill in smaller chunks)"],
+            )
         self._num_visible = None if compression is None else plan.entries[compression.ratio].num_visible
         self._most = topk or 2**30
         self.parts = buffers[_PARTS.name][: flashmla.num_parts(self._num_heads, plan.window_lens.device)]
