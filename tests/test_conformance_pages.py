@@ -30,8 +30,10 @@ from attn_backends.conformance import (
 )
 from attn_backends.conformance.failures import explained
 from attn_backends.conformance.matrix import main, page
+from attn_backends.conformance.profiles import PROFILES
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.selection import QUICK_CASES
+from attn_backends.conformance.runner import profile_cases_of
+from attn_backends.conformance.selection import QUICK_CASES, Selection
 from attn_backends.conformance.summary import joined, summary
 from attn_backends.conformance.summary import main as summarize
 from attn_backends.errors import ConfigError
@@ -179,6 +181,42 @@ def test_reports_of_parts_are_joined(tmp_path):
     assert (whole.executed, whole.command) == (2, "part 0; part 1")
     assert whole.counts[Outcome.NOT_RUN] == 1
     assert len(Report.from_json(files[0].read_text()).rows) == 2
+
+
+def test_a_joined_report_names_the_profiles_that_its_parts_have_all_cases_of(tmp_path, capsys):
+    """Not one that lacks a case, nor any where parts, as those of earlier versions, do not say how many there are."""
+    (subject,), _ = resolve_subjects("trtllm_mla")
+    sizes = profile_cases_of(["trtllm_mla"], "auto", "cpu", Selection("math.*"))
+    made = {"backend": "trtllm_mla", "kernel": "torch", "reason": ""}
+    rows = [row(Outcome.PASS, check=case.check, case=case, path=case.path, **made) for case in selected_cases(subject)]
+    of_chain = next(each for each in rows if [k for k, p in PROFILES.items() if p.holds(each.case)] == ["chain"])
+
+    def outcome(*parts: list[Row], sizes: dict[str, dict[str, int]]) -> tuple[dict[str, list[str]], str]:
+        """The profiles of a joined report, and what is said of the others."""
+        files = [tmp_path / f"{number}.json" for number in range(len(parts))]
+        for file, of_part in zip(files, parts, strict=True):
+            file.write_text(replace(REPORT, rows=tuple(of_part), profile_cases=sizes).to_json())
+        assert summarize(["--joined", str(tmp_path / "whole.json"), *map(str, files)]) == 0
+        return dict(Report.of(read(tmp_path / "whole.json")).profiles), capsys.readouterr().err
+
+    profiles, said = outcome(rows[::2], rows[1::2], sizes=sizes)
+    assert {"chain", "chain-graph", "tree", "streams"} < set(profiles["trtllm_mla/torch"])
+    assert said == ""
+    rest = [each for each in rows if each is not of_chain]
+    fewer, said = outcome(rest[::2], rest[1::2], sizes=sizes)
+    assert fewer == {"trtllm_mla/torch": [name for name in profiles["trtllm_mla/torch"] if name != "chain"]}
+    lacks = "the reports lack cases of chain (1)"
+    assert said == f"note: trtllm_mla/torch: {lacks}; the joined one does not name these profiles\n"
+    graphs = [each for each in rows if each.path == "graph"]
+    assert set(outcome(graphs, sizes=sizes)[0]["trtllm_mla/torch"]) == {"chain-graph", "prefill-graph", "streams"}
+    none, said = outcome(rows[::2], rows[1::2], sizes={})
+    assert (none, said.count("do not say how many cases")) == ({}, 1)
+
+
+def test_parts_with_other_numbers_of_cases_are_not_joined():
+    one, two = ({"fa3/torch": {"chain": number}} for number in (3, 4))
+    with pytest.raises(ConfigError, match="fa3/torch has other numbers of cases in them"):
+        joined([replace(REPORT, rows=(), profile_cases=one), replace(REPORT, rows=(), profile_cases=two)])
 
 
 def test_summaries_are_not_joined():

@@ -24,8 +24,8 @@ from attn_backends.conformance import (
     selected_cases,
 )
 from attn_backends.conformance.catalogue import GROUPS, group_of
-from attn_backends.conformance.profiles import passed, told
-from attn_backends.conformance.summary import summary
+from attn_backends.conformance.profiles import lacking, passed, told, totals
+from attn_backends.conformance.summary import joined, summary
 from attn_backends.contract import CONTRACT
 from attn_backends.kernels import torch_attention
 from attn_backends.registry import get_backend, list_backends
@@ -110,17 +110,33 @@ def row(status: Outcome, kind: str, **case) -> Row:
 
 
 def test_a_profile_passes_with_a_pass_of_each_kind_and_no_failure():
+    def of_all(rows: list[Row]) -> dict[str, list[str]]:
+        return passed(rows, {"mine/own": totals(row.case for row in rows)})
+
     passing = [row(Outcome.PASS, kind) for kind in CHAIN_KINDS]
-    assert passed(passing) == {"mine/own": ["chain"]}
-    assert passed(passing[1:]) == {"mine/own": []}
+    assert of_all(passing) == {"mine/own": ["chain"]}
+    assert of_all(passing[1:]) == {"mine/own": []}
     refused = [replace(passing[0], status=Outcome.REFUSED), *passing[1:]]
-    assert passed(refused) == {"mine/own": []}
-    assert passed([*passing, row(Outcome.FAIL, "target_verify", topk=3)]) == {"mine/own": ["chain"]}
+    assert of_all(refused) == {"mine/own": []}
+    assert of_all([*passing, row(Outcome.FAIL, "target_verify", topk=3)]) == {"mine/own": ["chain"]}
     for wrong in (Outcome.FAIL, Outcome.ERROR, Outcome.XFAIL):
-        assert passed([*passing, row(wrong, "decode")]) == {"mine/own": []}
+        assert of_all([*passing, row(wrong, "decode")]) == {"mine/own": []}
     assert told(["chain", "tree", "fp8"]) == f"passes chain, tree and fp8 of contract {CONTRACT}"
     assert told(["tree"]) == f"passes tree of contract {CONTRACT}"
     assert told([]) == f"passes no profile of contract {CONTRACT}"
+
+
+def test_a_profile_of_which_cases_are_missing_is_not_said_to_pass():
+    """Whoever left them out: a pattern, another report that was not joined, or pytest's own -k."""
+    passing = [row(Outcome.PASS, kind) for kind in CHAIN_KINDS]
+    known = {"mine/own": totals([*(each.case for each in passing), replace(passing[0].case, lens=(5,))])}
+    assert (passed(passing, known), lacking(passing, known)) == ({}, {"mine/own": {"chain": 1}})
+    assert (passed(passing, {}), lacking(passing, {})) == ({}, {})
+    drawn = row(Outcome.PASS, "decode", seed=5, drawn=True)
+    assert passed([*passing, drawn], known) == {}, "a random case stands for no other"
+    every = [*passing, replace(passing[0], case=replace(passing[0].case, lens=(5,)))]
+    assert passed([*every, drawn], known) == {"mine/own": ["chain"]}
+    assert passed([*every, replace(drawn, status=Outcome.FAIL)], known) == {"mine/own": []}
 
 
 def test_a_run_of_a_profile_says_whether_it_passes(capsys):
@@ -129,6 +145,8 @@ def test_a_run_of_a_profile_says_whether_it_passes(capsys):
     again = Report.from_json(report.to_json())
     assert (again.contract, again.profiles) == (CONTRACT, report.profiles)
     assert summary(report).profiles == report.profiles
+    halves = [replace(again, rows=again.rows[place::2], profiles={}) for place in range(2)]
+    assert (joined(halves).profiles, joined(halves[:1]).profiles) == (report.profiles, {})
     assert main(["conformance", "flashinfer_mla", "--kernel", "torch", "--profile", "prefill-graph"]) == 0
     assert f"flashinfer_mla/torch passes prefill-graph of contract {CONTRACT}" in capsys.readouterr().out
     lacking = run_conformance(NarrowBackend, profile="prefill-graph")

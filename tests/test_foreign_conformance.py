@@ -15,7 +15,7 @@ from attn_backends.conformance.foreign import FOREIGN, foreign_backend, places
 from attn_backends.conformance.foreign.blame import run_foreign_case
 from attn_backends.conformance.foreign.causes import told_list
 from attn_backends.conformance.foreign.isolation import Isolated, running
-from attn_backends.conformance.profiles import passed
+from attn_backends.conformance.profiles import passed, totals
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.errors import BackendUnavailableError
 from tests import foreign_backends as tiny
@@ -127,7 +127,8 @@ def test_what_a_driver_does_not_run_is_listed_and_it_earns_no_profile():
     listed = [row for row in report.rows if row.status is Outcome.NOT_RUN]
     assert {"plan.*", "graph.guards", "worker.*"} <= {each for row in listed for each in row.check.split(", ")}
     assert all(row.excused and row.reason for row in listed)
-    assert passed(report.rows) == {}
+    assert report.profile_cases == {}
+    assert passed(report.rows, {f"{row.backend}/{row.kernel}": totals([row.case]) for row in report.rows}) == {}
     assert selected_cases(Subject(tiny.Tiny, "its_own"), "plan.*") == []
 
 

@@ -32,7 +32,7 @@ from attn_backends.conformance.floors import of_report
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.profiles import PROFILES, passed, told
 from attn_backends.conformance.report import write_html
-from attn_backends.conformance.runner import conformance_rows, floors_of, judged, report_of
+from attn_backends.conformance.runner import conformance_rows, floors_of, judged, profile_cases_of, report_of
 from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import resolve
 from attn_backends.contract import CONTRACT
@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     for expected in known.values():
         check_expectations(expected)
     sizes = {name: 1 if case else _num_cases(name, args, selection) for name in names}
-    report = report_of(args.device, (), args.words, selection)
+    profile_cases = {} if case else profile_cases_of(names, args.kernel, args.device, selection)
+    report = report_of(args.device, (), args.words, selection, profile_cases)
     rows: list[Row] = []
     with (
         Recording(args.json, report.head, **report.own) as recording,
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
             recording.add(row.to_dict())
             bar.describe(f"{row.backend} ({row.kernel}) {row.check}")
             bar.advance()
-    complete = () if case else selection.complete_profiles
-    report = replace(report, rows=tuple(rows), profiles=passed(rows, complete) if complete else {})
+    profiles = passed(rows, profile_cases, selection.complete_profiles)
+    report = replace(report, rows=tuple(rows), profiles=profiles)
     if selection.is_whole and not case:
         report = replace(report, floors=floors_of(names, args.kernel, args.device))
     try:

@@ -28,7 +28,13 @@ class Outcome(StrEnum):
     ERROR = "error"
 
 
-_OWN = ("suite_version", "contract", "profiles", "floors")  # of a report, beside the head and rows of every result
+_OWN = (
+    "suite_version",
+    "contract",
+    "profiles",
+    "profile_cases",
+    "floors",
+)  # of a report, beside the head and rows of every result
 EXECUTED = frozenset({Outcome.PASS, Outcome.FAIL, Outcome.REFUSED, Outcome.XFAIL})
 
 
@@ -86,8 +92,9 @@ def _three_digits(value: float | None) -> float | None:
 class Report:
     """All rows of a run. device: the name of what it ran on. versions, date, commit, command: as in `results.Head`.
     contract: that was checked, "" in reports from before it had a version. profiles: that each `backend/kernel` passes,
-    of those that the run has all cases of. floors: how fast kernels are beside what their device allows (`Floor`), of
-    a run of all cases on a GPU.
+    of those that the run has all cases of. profile_cases: how many cases of each profile each `backend/kernel` has,
+    whatever was selected, but in a quick run. floors: how fast kernels are beside what their device allows (`Floor`),
+    of a run of all cases on a GPU.
     """
 
     suite_version: str
@@ -99,6 +106,7 @@ class Report:
     command: str = ""
     contract: str = ""
     profiles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    profile_cases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     floors: Sequence[Mapping[str, Any]] = ()
 
     @property

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from attn_backends.conformance.failures import explained
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.outcomes import Outcome, Report, Row
 from attn_backends.conformance.profiles import told
-from attn_backends.conformance.runner import judged, report_of
+from attn_backends.conformance.runner import judged, profile_cases_of, report_of
 from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.subjects import Backend, resolve_subjects
 from attn_backends.errors import AttnBackendsError
@@ -61,7 +61,14 @@ class Suite:
     def report(self) -> Report:
         """Of what has run so far."""
         command = ("pytest", *map(str, self._config.invocation_params.args))
-        return report_of(self._config.getoption("attn_device"), self._rows, command, self.selection)
+        device = self._config.getoption("attn_device")
+        sizes = self._profile_cases if self._rows else {}  # without rows, perhaps because a name is of no backend
+        return report_of(device, self._rows, command, self.selection, sizes)
+
+    @cached_property
+    def _profile_cases(self) -> dict[str, dict[str, int]]:
+        option = self._config.getoption
+        return profile_cases_of(option("attn_backend"), option("attn_kernel"), option("attn_device"), self.selection)
 
     def planned(self) -> list[Planned]:
         """All items; what can't be used stops the collection."""

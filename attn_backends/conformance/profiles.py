@@ -1,12 +1,12 @@
 """Profiles: parts of the suite with names, so that partial conformance is a sentence: "passes chain-graph and tree".
 
-A kernel passes a profile if no case of it failed, and if each step kind that the profile is about passed one: what is
-refused is right, but no capability.
+A kernel passes a profile if all cases of it ran, none failed, and each step kind that the profile is about passed one:
+what is refused is right, but no capability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attn_backends.compressed_cache import CompressedFormat
@@ -122,20 +122,50 @@ def profile_of(name: str) -> Profile:
     return PROFILES[name]
 
 
-def passed(rows: Iterable[Row], names: Iterable[str] = PROFILES) -> dict[str, list[str]]:
-    """The profiles of those named that each `backend/kernel` of which a case ran passes. rows: of a run of all cases of
-    those. Another project's backend (`project:name`) passes none, because some checks are not run on it.
+def totals(cases: Iterable[Case | None]) -> dict[str, int]:
+    """How many of some cases each profile holds, without those drawn at random."""
+    known = {case for case in cases if case is not None and not case.drawn}
+    return {name: sum(map(profile.holds, known)) for name, profile in PROFILES.items()}
+
+
+def lacking(rows: Iterable[Row], profile_cases: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    """How many cases each `backend/kernel` lacks of each profile: those in no row. A profile that lacks none is left
+    out. profile_cases: how many cases there are.
     """
-    by_kernel: dict[str, list[Row]] = {}
+    by_kernel = _by_kernel(rows)
+    ran = {kernel: totals(row.case for row in by_kernel.get(kernel, ())) for kernel in profile_cases}
+    found = {
+        kernel: {name: total - ran[kernel][name] for name, total in known.items() if total != ran[kernel][name]}
+        for kernel, known in profile_cases.items()
+    }
+    return {kernel: names for kernel, names in found.items() if names}
+
+
+def passed(
+    rows: Iterable[Row], profile_cases: Mapping[str, Mapping[str, int]], names: Iterable[str] = PROFILES
+) -> dict[str, list[str]]:
+    """The profiles of those named that each `backend/kernel` passes; without kernels that lack cases of every one.
+
+    profile_cases: how many cases of each profile each kernel has. Another project's backend (`project:name`) passes
+    none, because some checks are not run on it.
+    """
+    rows = list(rows)
+    missing, asked, found = lacking(rows, profile_cases), list(names), dict[str, list[str]]()
+    for kernel, of_kernel in _by_kernel(rows).items():
+        known = profile_cases.get(kernel, {})
+        whole = [name for name in asked if known.get(name) and name not in missing.get(kernel, {})]
+        if whole:
+            found[kernel] = [name for name in whole if _passes(PROFILES[name], of_kernel)]
+    return found
+
+
+def _by_kernel(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of a case of each `backend/kernel` of this project."""
+    found: dict[str, list[Row]] = {}
     for row in rows:
         if row.case is not None and ":" not in row.backend:
-            by_kernel.setdefault(f"{row.backend}/{row.kernel}", []).append(row)
-    asked = [PROFILES[name] for name in names]
-    return {
-        kernel: [profile.name for profile in asked if _passes(profile, of_kernel)]
-        for kernel, of_kernel in by_kernel.items()
-        if asked
-    }
+            found.setdefault(f"{row.backend}/{row.kernel}", []).append(row)
+    return found
 
 
 def _passes(profile: Profile, rows: Sequence[Row]) -> bool:

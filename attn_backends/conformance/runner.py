@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from attn_backends.conformance.floors import floors
 from attn_backends.conformance.foreign.driver import ForeignBackend
 from attn_backends.conformance.foreign.isolation import running
 from attn_backends.conformance.outcomes import SUITE_VERSION, Report, Row
-from attn_backends.conformance.profiles import passed
-from attn_backends.conformance.selection import Selection
+from attn_backends.conformance.profiles import passed, totals
+from attn_backends.conformance.selection import Selection, selected_cases
 from attn_backends.conformance.subjects import Backend, check_constructor, resolve, resolve_subjects
 from attn_backends.contract import CONTRACT
 from attn_backends.results import head
@@ -42,7 +42,8 @@ def run_conformance(
         rows.append(row)
         if on_row:
             on_row(row)
-    report = report_of(device, rows, ["run_conformance", found.name, device], selection)
+    sizes = profile_cases_of([found], kernel, device, selection)
+    report = report_of(device, rows, ["run_conformance", found.name, device], selection, sizes)
     return replace(report, floors=floors_of([found], kernel, device)) if selection.is_whole else report
 
 
@@ -55,12 +56,30 @@ def floors_of(backends: Sequence[Backend], kernel: str, device: str) -> list[dic
     return [floor.to_dict() for subject in subjects for floor in floors(subject)]
 
 
-def report_of(device: str, rows: Sequence[Row], command: Sequence[str], selection: Selection) -> Report:
-    """A report of rows that ran here. command: the words that made them. selection: of which they are all rows."""
-    profiles = passed(rows, selection.complete_profiles)
-    return Report(
-        SUITE_VERSION, rows=tuple(rows), contract=CONTRACT, profiles=profiles, **asdict(head(command, device))
-    )
+def profile_cases_of(
+    backends: Sequence[Backend], kernel: str, device: str, selection: Selection
+) -> dict[str, dict[str, int]]:
+    """How many cases of each profile each `backend/kernel` that runs here has, in whatever is selected of them. None of
+    a quick run, which has all cases of no profile, and of another project's backends.
+    """
+    ours = [] if selection.quick else [each for each in map(resolve, backends) if not issubclass(each, ForeignBackend)]
+    subjects = [subject for each in ours for subject in resolve_subjects(each, kernel, device)[0]]
+    return {f"{each.backend.name}/{each.kernel}": totals(selected_cases(each)) for each in subjects}
+
+
+def report_of(
+    device: str,
+    rows: Sequence[Row],
+    command: Sequence[str],
+    selection: Selection,
+    profile_cases: Mapping[str, Mapping[str, int]],
+) -> Report:
+    """A report of rows that ran here. command: the words that made them. selection: what was asked for. profile_cases:
+    as of `profile_cases_of`.
+    """
+    profiles = passed(rows, profile_cases, selection.complete_profiles)
+    own: dict[str, Any] = {"profiles": profiles, "profile_cases": profile_cases}
+    return Report(SUITE_VERSION, rows=tuple(rows), contract=CONTRACT, **own, **asdict(head(command, device)))
 
 
 def conformance_rows(

@@ -15,12 +15,12 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from attn_backends.conformance.outcomes import Outcome, Report, Row
-from attn_backends.conformance.profiles import passed
+from attn_backends.conformance.profiles import lacking, passed
 from attn_backends.errors import AttnBackendsError, ConfigError
 from attn_backends.results import read, write_text
 
@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.joined:
             whole = joined([Report.of(read(path)) for path in args.reports])
             write_text(args.joined, summary(whole).to_json())
+            sys.stderr.writelines(f"note: {line}\n" for line in _left_out(whole))
             return 0
         for path in args.reports:
             write_text(path, summary(Report.of(read(path))).to_json())
@@ -54,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def joined(reports: Sequence[Report]) -> Report:
     """The report of a whole run whose cases were shared out. Raises `ConfigError` where two are of different runs, or
     hold the same case.
-    Its command is all of theirs, and its profiles are those of all rows. What all of them left out stands there once.
+
+    Its command is all of theirs. It names the profiles that pass, of those of which the reports together have all
+    cases; none where they do not say how many there are, as those of earlier versions. What all of them left out stands
+    there once.
     """
     first = reports[0]
     for report in reports[1:]:
@@ -69,8 +73,23 @@ def joined(reports: Sequence[Report]) -> Report:
     twice = [place for place, number in cases.items() if number > 1]
     if twice:
         raise ConfigError(f"{len(twice)} cases are in two reports, such as {', '.join(twice[0])}")
-    command = "; ".join(report.command for report in reports)
-    return replace(first, rows=tuple(dict.fromkeys(rows)), command=command, profiles=passed(rows), floors=())
+    command, sizes = "; ".join(report.command for report in reports), dict[str, Mapping[str, int]]()
+    for kernel, known in (item for report in reports for item in report.profile_cases.items()):
+        if sizes.setdefault(kernel, known) != known:
+            raise ConfigError(f"reports of different runs: {kernel} has other numbers of cases in them")
+    whole = replace(first, rows=tuple(dict.fromkeys(rows)), command=command, floors=())
+    return replace(whole, profiles=passed(rows, sizes), profile_cases=sizes)
+
+
+def _left_out(report: Report) -> list[str]:
+    """Lines on profiles of this project's backends that a joined report does not name, for lack of cases."""
+    if not report.profile_cases and any(":" not in row.backend for row in report.rows):
+        return ["the reports do not say how many cases a profile has; the joined one names no profile"]
+    return [
+        f"{kernel}: the reports lack cases of {', '.join(f'{name} ({number})' for name, number in names.items())}; the "
+        "joined one does not name these profiles"
+        for kernel, names in lacking(report.rows, report.profile_cases).items()
+    ]
 
 
 def summary(report: Report) -> Report:
