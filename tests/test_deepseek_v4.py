@@ -187,6 +187,14 @@ def test_an_idle_rank_runs_every_phase(target, draft, path):
     assert [x.shape[0] for x in (tree.tokens, accepted.hidden, extended.tokens)] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_sinks_are_of_a_type_that_layers_and_flashmla_take(dtype: torch.dtype) -> None:
+    target = load_target("v4", dtype)
+    assert target.dtype is dtype
+    layers = (*target.layers, *load_draft("v4", target).layers)
+    assert {layer.sinks.dtype for layer in layers} == {torch.float32}
+
+
 def test_both_files_together_are_small():
     files = [CHECKPOINTS / "v4" / part / "model.safetensors" for part in ("target", "draft")]
     assert sum(Path(file).stat().st_size for file in files) <= 6 * MIB

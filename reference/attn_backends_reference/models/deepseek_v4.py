@@ -40,6 +40,7 @@ class CompressedAttention(nn.Module):
             v_head_dim=source.head_dim,
             scale=source.scaling,
             window=source.sliding_window,
+            # A layer refuses those of a float64 model, and FlashMLA takes float32 ones, which each launch would cast.
             sinks=source.sinks.detach().float(),
             compression=self.compressor
             and Compression(self.compressor.compress_rate, overlap=indexed, indexed=indexed),
