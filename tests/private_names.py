@@ -37,6 +37,41 @@ def defined(trees: Iterable[ast.AST]) -> set[str]:
     return set(filter(is_private, found))
 
 
+def read_of(tree: ast.AST, objects: Iterable[str]) -> Iterator[str]:
+    """The attributes that a source file reads of objects by their variables' names, of what these attributes are, and
+    of variables that take one. A `getattr` of a computed name is told as it is written.
+    """
+    pairs = list(_assigned(tree))
+    known = set(objects)
+    while more := {name for name, value in pairs if name not in known and _variable(value) in known}:
+        known |= more
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if _variable(node) in known:
+                yield name
+            case ast.Call(func=ast.Name(id="getattr"), args=[given, name, *_]) if _variable(given) in known:
+                yield str(name.value) if isinstance(name, ast.Constant) else ast.unparse(node)
+
+
+def _assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Variables, and the attributes that they are assigned."""
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assign)):
+        for target in node.targets:
+            both = [target], [node.value]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                both = target.elts, node.value.elts
+            for name, value in zip(*both, strict=True):
+                if isinstance(name, ast.Name) and isinstance(value, ast.Attribute):
+                    yield name.id, value
+
+
+def _variable(node: ast.AST) -> str:
+    """The variable that a path of attributes begins with; "" of another expression."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def foreign(tree: ast.AST, ours: set[str]) -> Iterator[str]:
     """The private names that a source file imports, loads by a path, or reads or sets as attributes, but for ours."""
     for node in ast.walk(tree):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.private_names import OURS, defined, foreign, is_private
+from tests.private_names import OURS, defined, foreign, is_private, read_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "private-apis.md"
@@ -144,6 +144,34 @@ def test_no_private_name_is_missing_from_the_list() -> None:
         if name not in listed
     }
     assert unlisted == set(), "list them in docs/private-apis.md, or do without them"
+
+
+def test_what_the_plug_in_reads_of_vllms_configuration_is_on_the_list() -> None:
+    """Public names, which vLLM changes from release to release."""
+    found = {}
+    for path in sorted((ROOT / "attn_backends" / "engines" / "vllm").glob("*.py")):
+        file = path.relative_to(ROOT).as_posix()
+        rows_of = [use for use in USES if use.module.startswith("vllm") and file in use.where]
+        listed = {part for use in rows_of for name in use.names for part in re.findall(r"\w+", name)}
+        read = set(read_of(ast.parse(path.read_text()), {"config", "vllm_config"}))
+        assert read - listed == set(), f"list them in docs/private-apis.md, with {file}"
+        found[path.name] = len(read)
+    assert {name for name, number in found.items() if number} == {"builder.py", "refusals.py"}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("config.a.b", {"a", "b"}),
+        ("one, two = config.a, other.b\none.c\ntwo.d", {"a", "c"}),
+        ("one = config.a\ntwo = one.b\ntwo.c()", {"a", "b", "c"}),
+        ("getattr(config.a, 'b')", {"a", "b"}),
+        ("getattr(config.a, f'{b}_c')", {"a", "getattr(config.a, f'{b}_c')"}),
+        ("other.a, f(config), f(config).a", set()),
+    ],
+)
+def test_what_is_read_of_an_object_is_seen(source: str, found: set[str]) -> None:
+    assert set(read_of(ast.parse(source), {"config"})) == found
 
 
 @pytest.mark.parametrize(

@@ -43,10 +43,9 @@ def config_reasons(config: Any) -> list[str]:
         reasons.append("a number of drafted tokens that depends on the batch (dynamic speculative decoding)")
     if spec is not None and spec.parallel_drafting:
         reasons.append("parallel drafting")
-    for phase in ("decode", "prefill"):
-        if (ranks := getattr(config.parallel_config, f"{phase}_context_parallel_size")) > 1:
-            reasons.append(f"{phase} context parallelism ({ranks} ranks)")
-    return reasons
+    parallel = config.parallel_config
+    ranks = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
+    return reasons + [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
 
 
 def kernel_reasons(backend: type[AttentionBackend], device: torch.device, workload: Workload) -> list[str]:
