@@ -88,7 +88,7 @@ class MtpWorker(SpeculativeWorker):
         num_first = len(extending) if options.draft_graphs == "one" else 1
         further = [module_phase(extending[k], k, capacity) for k in range(num_first, len(extending))]
         phase = modules_prefill_phase(self._models(backends.prefill), capacity)
-        self._first_chains = self._prefill_runner(phase, capacity.num_steps - 1)
+        self._first_chains = self._prefill_runner(phase, self._rows_again)
         self._kept = None if self.embedding_form is None else KeptEmbeddings(self.embedding_form, capacity)
         self._window = self._window_runner(window_phase(extending[:num_first], capacity))
         self._further = [self._window_runner(phase) for phase in further]
@@ -196,9 +196,14 @@ class MtpWorker(SpeculativeWorker):
         padded = [token for row in known for token in row + [0] * (num_read + num_steps + 1 - len(row))]
         tokens = to_device(padded, torch.int64, self.device).view(len(chunks), -1)
         root = self._index([len(chunk.tokens) - 1 if chunk.ends_prompt else num_read for chunk in chunks])
-        width_of_graphs = max(self._prefill_sizes(num_steps - 1), default=0)
+        width_of_graphs = max(self.options.prefill_sizes(self._rows_again), default=0)
         tokens = torch.nn.functional.pad(tokens, (0, max(width_of_graphs - longest, 0)))
         return tokens.scatter(1, root.unsqueeze(1), first.unsqueeze(1)), root
+
+    @property
+    def _rows_again(self) -> int:
+        """Rows that modules run again, at most: a last chunk of one token begins num_steps - 1 before it."""
+        return self.capacity.max_bs * (self.capacity.num_steps - 1)
 
     def _trees(self, index: Tensor) -> TreeFields:
         """The chains of some rows, as trees."""

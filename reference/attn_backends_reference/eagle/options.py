@@ -72,6 +72,14 @@ class WorkerOptions:
         """Whether verifies are ragged."""
         return self.verify_threshold is not None or self.verify_rows is not None
 
+    def prefill_sizes(self, more_rows: int) -> tuple[int, ...]:
+        """Numbers of tokens to capture prefill at. more_rows: that all requests may have beside those of their chunks.
+        With any, the last size holds them beside the largest bucket, so that drafts prefill through a graph wherever
+        the target does.
+        """
+        sizes = self.prefill_buckets
+        return (*sizes, max(sizes) + more_rows) if sizes and more_rows else sizes
+
     def __post_init__(self) -> None:
         for name, sizes in (("buckets", self.buckets), ("prefill_buckets", self.prefill_buckets)):
             if not isinstance(sizes, Sequence) or not all(isinstance(size, Integral) for size in sizes):

@@ -77,7 +77,8 @@ class ParallelWorker(SpeculativeWorker):
         verifying = Model(target, self.target_caches, backends.verify)
         self._verify = self._runner(verify_phase(verifying, capacity), backends.verify)
         self._extend = self._runner(masked_extend_phase(extending, capacity), backends.draft_extend)
-        self._first_chains = self._prefill_runner(masked_prefill_phase(filling, capacity), capacity.num_steps - 1)
+        masks = capacity.max_bs * (capacity.num_steps - 1)
+        self._first_chains = self._prefill_runner(masked_prefill_phase(filling, capacity), masks)
         self._chains = torch.zeros(
             capacity.max_bs + 1, capacity.num_draft_tokens, dtype=torch.int64, device=self.device
         )

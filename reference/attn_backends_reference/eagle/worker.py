@@ -127,16 +127,9 @@ class TargetWorker:
         )
         return self._run(self._prefill, step, self._with_embeddings(inputs, chunks))
 
-    def _prefill_sizes(self, more_rows: int) -> tuple[int, ...]:
-        """Numbers of tokens to capture prefill at. more_rows: that a request may have beside those of its chunk. With
-        any, the last size holds them beside the target's largest bucket, so that drafts prefill through a graph
-        wherever the target does.
-        """
-        sizes = self.options.prefill_buckets
-        return (*sizes, max(sizes) + self.capacity.max_bs * more_rows) if sizes and more_rows else sizes
-
     def _prefill_runner(self, phase: PackedPhase[Inputs, Outputs], more_rows: int = 0) -> Runner[Inputs, Outputs]:
-        options, backend, sizes = self.options, self.backends.prefill, self._prefill_sizes(more_rows)
+        """more_rows: of all requests, as of `WorkerOptions.prefill_sizes`."""
+        options, backend, sizes = self.options, self.backends.prefill, self.options.prefill_sizes(more_rows)
         if self._multimodal is not None:
             phase = self._multimodal.phase(phase)
         if options.prefill_graphs == "piecewise":
