@@ -2,9 +2,9 @@
 
     python -m tests.profiles --json docs/results/h100/profiles.json
 
-takes 2 minutes. A row has the longest kernel of a call: its time under ncu, the shares of what units can do, in percent,
-and for what its warps waited, in cycles between two instructions of a warp. Clocks are not fixed (`--clock-control
-none`). Where ncu is missing or reads no counters, the rows say not_run and why.
+takes 4 minutes. A row has the longest kernel of a call: its time under ncu, the shares of what units can do, in
+percent, and for what its warps waited, in cycles between two instructions of a warp. Clocks are not fixed
+(`--clock-control none`). Where ncu is missing or reads no counters, the rows say not_run and why.
 """
 
 from __future__ import annotations
