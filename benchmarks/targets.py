@@ -63,7 +63,7 @@ def _of_the_cycle(row: Row, ceilings: Mapping[str, float]) -> float | None:
     return row["us"] / row["cycle_us"] if row["cycle_us"] > 0 else None
 
 
-_GLUON, _SPARSE_ROWS = ("gluon", "gluon_mla"), ("triton", "gluon")
+_GLUON = ("gluon", "gluon_mla")
 _LATENTS: dict[str, Any] = {"bench": "kernels", "backend": ("flashinfer_mla", "trtllm_mla", "fa3")}
 _LATENTS |= {"kernel": ("triton", *_GLUON), "width": 1, "batch_size": 128, "context": 4096}
 _STATIC = {"bench": "memory", "phase": ALL, "batch_size": MAX_BS, "context": MAX_CONTEXT}
@@ -89,10 +89,10 @@ def _hopper(what: str, median: float, each: float, **place: Any) -> Iterator[Tar
     yield Target(f"{what}, of the vendor's speed, each", place, _of_the_vendor, each)
 
 
-_FULL: dict[str, Any] = {"batch_size": (32, 128), "context": (4096, 32768)}
+_FULL: dict[str, Any] = {"backend": _LATENTS["backend"], "batch_size": (32, 128), "context": (4096, 32768)}
 _TREES = {"bench": "trees", "batch_size": (32, 128), "context": 4096}
 _GROUPED = {**_DECODE, "heads": 32, "batch_size": 64, "context": 8192}
-_SPARSE = {**_DECODE, "backend": "dsv4", "batch_size": 128}
+_SPARSE = {**_DECODE, "kernel": "gluon", "backend": "dsv4", "batch_size": 128}
 _STEPS = {"bench": "steps", "bounds": ("none", "max_committed")}
 _PAGES_OF_64 = {**_STATIC, "backend": ("trtllm_mla", "fa3"), "page_size": 64}
 _PAGES_OF_1 = {**_STATIC, "backend": ("flashinfer_mla", "fa3"), "page_size": 1}
@@ -114,7 +114,7 @@ TARGETS = (
     *_hopper("Gluon: sizes that no tile was chosen for", 0.65, 0.65, batch_size=(20, 100), context=5003),
     *_hopper("Gluon: whole prompts", 0.85, 0.85, heads=32, width=(8192, 32768)),
     *_hopper("Gluon: prompts", 0.75, 0.75, width=(1024, 8192, 32768)),
-    *_hopper("64 heads of dsv4", 0.85, 0.75, kernel=_SPARSE_ROWS, backend="dsv4", heads=64, batch_size=(1, 32, 128)),
+    *_hopper("64 heads of dsv4", 0.85, 0.75, kernel="gluon", backend="dsv4", heads=64, batch_size=(1, 32, 128)),
     *(target for kernel, most in _PLANNING.items() for target in _planned(kernel, most)),
     Target("copying a cycle's inputs, us of the host", _CYCLE, field("host_us"), most=20),
     Target("an eager layer over its raw calls, us of the host", {"bench": "eager"}, field("over_us"), most=60),

@@ -3,8 +3,9 @@
     python -m tests.profiles --json docs/results/h100/profiles.json
 
 takes 4 minutes. A row has the longest kernel of a call: its time under ncu, the shares of what units can do, in
-percent, and for what its warps waited, in cycles between two instructions of a warp. Clocks are not fixed
-(`--clock-control none`). Where ncu is missing or reads no counters, the rows say not_run and why.
+percent, and for what its warps waited, in cycles between two instructions of a warp. Of tensor cores it has also the
+multiprocessors that use them least and most. Clocks are not fixed (`--clock-control none`). Where ncu is missing or
+reads no counters, the rows say not_run and why.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis",
 TIME = "gpu__time_duration.sum"
 STALL, PER_ISSUE = "smsp__average_warps_issue_stalled_", "_per_issue_active.ratio"
 SHARES = {
-    "tensor": "sm__inst_executed_pipe_tensor_op_hmma.avg.pct_of_peak_sustained_active",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "tensor, least": "sm__pipe_tensor_cycles_active.min.pct_of_peak_sustained_elapsed",
+    "tensor, most": "sm__pipe_tensor_cycles_active.max.pct_of_peak_sustained_elapsed",
     "dram": "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
     "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "l1": "l1tex__throughput.avg.pct_of_peak_sustained_active",

@@ -11,8 +11,9 @@ past a request's keys is not read and counts as zeros. Weights stand where the r
     shared memory   queries 64 x 576, two blocks of 64 x 576: 221,184 of 232,448 bytes, one program a multiprocessor
     registers       216 a thread for the two groups, 72 for the third
 
-The last requests' keys are divided where whole requests leave multiprocessors idle (`latent_shares`). Their parts are
-merged in their order by `triton_merge`; nothing is read on the host. Gluon's compiler keeps what is invariant in a loop
+The last requests' keys are divided where whole requests leave multiprocessors idle (`latent_shares`), and those of a
+request that is much longer than the others (`triton_pieces`). Their parts are merged in their order by `triton_merge`;
+nothing is read on the host. Gluon's compiler keeps what is invariant in a loop
 outside of it, here the descriptors of 72 products of 16 elements, and spills it; `zero_in_turn` is a zero that it can't
 know. Without, the kernel takes a third longer.
 

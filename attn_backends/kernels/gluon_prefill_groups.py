@@ -160,7 +160,6 @@ def gather(
         for half in range(2):
             _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
         _announce(tiles, full, tile)
-        work = gl.atomic_add(counter, 1) + gl.num_programs(0)
         for block in range(gl.maximum(gl.cdiv(end, 128), 1)):
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
             key = block * 128 + offset
@@ -182,6 +181,7 @@ def gather(
                 async_copy.mbarrier_arrive(full.index(2 + stage), increment_count=False)
             step += 1
         turn += 1
+        work = gl.atomic_add(counter, 1) + gl.num_programs(0)  # not before: a program with a long tile takes fewer
     mbarrier.wait(free.index(4), (turn & 1) ^ 1)
     _announce(tiles, full, (-1, 0, 0, 0, 0, 0))
 

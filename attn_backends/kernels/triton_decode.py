@@ -3,8 +3,9 @@
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
 them) and a part of the request's keys. Where requests are too few to fill the GPU, several programs divide the keys and
 a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. The number of parts follows from
-the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once. In a
-sliding window the parts begin at the block of the request's first window, and a tile of rows at that of its own. Sinks
+the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once. A
+request that is much longer than the others has more parts (`triton_pieces`), where programs fill the GPU. In a sliding
+window the parts begin at the block of the request's first window, and a tile of rows at that of its own. Sinks
 are counted by the merge, or by the one part.
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the

@@ -7,7 +7,7 @@
 
 Where a batch is too small to fill the GPU, the keys of a request are divided, and the parts are merged through scratch
 memory. How many there are follows from sizes that a graph freezes anyway: the bucket, the layer, the capacity's
-context, the GPU.
+context, the GPU. A request that is much longer than the others is divided further, on the device (`triton_pieces`).
 """
 
 from __future__ import annotations
