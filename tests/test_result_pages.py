@@ -20,7 +20,7 @@ MLA = {"bench": "kernels", "backend": "trtllm_mla", "kernel": "triton", "batch_s
 MLA |= {"width": 1, "us": 100.0, "peer": "flashmla", "peer_us": 90.0, "ratio": 1.1111, "tb_per_s": 8.0}
 MLA |= {"tflop_per_s": 9.0}
 GROUPED = MLA | {"backend": "fa3", "batch_size": 64, "context": 8192, "heads": 32, "peer": "vllm_flash_attn"}
-SPARSE = MLA | {"backend": "dsv4", "heads": 64, "peer": "flashmla_sparse"}
+SPARSE = MLA | {"backend": "dsv4", "kernel": "gluon", "heads": 64, "peer": "flashmla_sparse"}
 TREE = GROUPED | {"bench": "trees", "batch_size": 32, "context": 4096, "width": 16, "ratio": 1.25}
 TREE |= {"kernel": "vllm_flash_attn", "peer": "vllm_flash_attn, a chain"}
 PLAN = {"backend": "trtllm_mla", "kernel": "flashmla", "phase": "cycle", "page_size": 64, "batch_size": 32}
@@ -208,10 +208,14 @@ def test_every_result_of_a_gpu_is_a_part_or_has_its_command_on_the_page():
     """The command is the file's own, unless the program that made it is gone."""
     text = (page.OUT / "results.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    files = {file.stem for file in page.FOLDER.glob("*.json")}
-    assert {name for names, _ in lines for name in re.findall(r"`(\w+)`", names)} == files - PARTS.keys()
+    files = {file.stem for file in page.FOLDER.glob("*.json")} - PARTS.keys()
+    files |= {f"h100/{file.stem}" for file in page.FOLDER.with_name("h100").glob("*.json")}
+    assert {name for names, _ in lines for name in re.findall(r"`([\w/]+)`", names)} == files
     for names, command in lines:
         told = command.strip("`").split()
-        for name in re.findall(r"`(\w+)`", names) if "of a program" not in names and "of programs" not in names else ():
+        for name in (
+            re.findall(r"`([\w/]+)`", names) if "of a program" not in names and "of programs" not in names else ()
+        ):
             start = 3 if told[0] == "python" else 2
-            assert results.read(page.FOLDER / f"{name}.json").head.command.split()[:start] == told[:start], name
+            folder = page.FOLDER.parent if "/" in name else page.FOLDER
+            assert results.read(folder / f"{name}.json").head.command.split()[:start] == told[:start], name

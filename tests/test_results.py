@@ -119,7 +119,7 @@ def test_the_commit_is_that_of_the_checkout_and_says_if_code_differs(monkeypatch
     assert results.commit() == head + "+dirty"
 
 
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_committed_results_have_the_shape_and_name_no_machine(path):
     found = results.read(path)
     assert found.rows

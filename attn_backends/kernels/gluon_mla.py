@@ -125,6 +125,29 @@ def _rows_of(query_indptr, request, width):
     return first, num_rows
 
 
+@gluon.jit
+def _pages_of(page_indptr, page_ids, request, table_stride):
+    """Where the page ids of a request begin."""
+    ids = page_ids + request.to(gl.int64) * table_stride
+    if page_indptr is not None:
+        ids = page_ids + gl.load(page_indptr + request)
+    return ids
+
+
+@gluon.jit
+def _rows_before(share, query_indptr, num_whole, first, width, group):
+    """Rows times heads that lie before those of a part, less its request's first. share: split, parts, piece, splits
+    and their stride.
+    """
+    split, num_parts, piece, num_splits, split_stride = share
+    offset = split.to(gl.int64) * split_stride
+    if piece >= 0:
+        offset = piece.to(gl.int64) * (width * group) + num_splits * split_stride - first * group
+    elif num_parts > 1:
+        offset -= _rows_of(query_indptr, num_whole, width)[0] * group
+    return offset
+
+
 _SHARES = ("pieces", "num_tiles", "bs", "num_whole", "num_splits", "most", "split_stride")
 
 
@@ -164,24 +187,18 @@ def _attend(
     first, num_rows = _rows_of(query_indptr, request, width)
     num_keys = gl.load(kv_lens + request)
     start, end = _keys_of(split, gl.maximum(num_parts, 1), num_keys)
-    is_empty = (num_parts == 0) | ((num_parts > 1) & (start >= end))
-    if (tile * 64 >= num_rows * group) | is_empty:
+    if (tile * 64 >= num_rows * group) | (num_parts == 0) | ((num_parts > 1) & (start >= end)):
         return
     last = gl.minimum(tile * 64 + 63, num_rows * group - 1) // group
     end = gl.minimum(end, num_keys - (num_rows - 1 - last) * CAUSAL)
-    ids = page_ids + request.to(gl.int64) * table_stride
-    if page_indptr is not None:
-        ids = page_ids + gl.load(page_indptr + request)
+    ids = _pages_of(page_indptr, page_ids, request, table_stride)
     rows = (tile, group, first, num_rows, num_keys)
     keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
     queries, blocks, peaks, full, free, handed = _memory(q[0].dtype.element_ty)
     gl.thread_barrier()
     _load_queries(q, queries, rows)
-    offset = split.to(gl.int64) * split_stride
-    if piece >= 0:
-        offset = piece.to(gl.int64) * (width * group) + num_splits * split_stride - first * group
-    elif num_parts > 1:
-        offset -= _rows_of(query_indptr, num_whole, width)[0] * group
+    share = (split, num_parts, piece, num_splits, split_stride)
+    offset = _rows_before(share, query_indptr, num_whole, first, width, group)
     outputs = (out, partial_out + offset * 512, num_parts > 1)
     if num_parts > 1:
         lse = partial_lse + offset

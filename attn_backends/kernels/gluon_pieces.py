@@ -1,4 +1,4 @@
-"""`triton_pieces.share_of` in Gluon: who takes what of a batch, where a request is much longer than the others."""
+"""`triton_pieces.share_of` in Gluon: the shares of a batch, where a request is much longer than the others."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
 them) and a part of the request's keys. Where requests are too few to fill the GPU, several programs divide the keys and
-a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. The number of parts follows from
-the sizes of the batch, the keys of a part from the length on the device, and a part without keys exits at once. A
-request that is much longer than the others has more parts (`triton_pieces`), where programs fill the GPU. In a sliding
-window the parts begin at the block of the request's first window, and a tile of rows at that of its own. Sinks
-are counted by the merge, or by the one part.
+a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. How many parts there are follows
+from the sizes of the batch, their keys from the length on the device. Where programs fill the GPU, a request that is
+much longer than the others has more (`triton_pieces`). In a sliding window the parts begin at the block of the
+request's first window, and a tile of rows at that of its own. Sinks are counted by the merge, or by the one part.
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
@@ -24,18 +23,15 @@ vendors' kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json
 A kernel that mostly reads is faster than a copy. So this one keeps up with memory where 16 rows share an MLA head or 64
 a head of 128, and stops at three places. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch
 makes fewer programs than the GPU could hold. Keys are divided for two programs a multiprocessor, and two tiles of 16
-rows may have too few loads on their way. MLA of 16 heads at 256 x 131072 reads 3.3 to 4.0 TB/s instead of 4.3 and takes
-1.1 to 1.3 times as long as the vendors. 32 heads over 8, over caches of 17 GB and more, take up to 1.2 times as long.
-The cause is not known.
+rows may have too few loads on their way. MLA of 16 heads at 256 x 131072 takes 1.1 to 1.3 times as long as the vendors,
+32 heads over 8 over caches of 17 GB and more up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. For a product whose result goes into
 another one it lays all warps along the rows, of which there are only enough for one of the two warp groups. Both
 compute the same 64 x 64 scores, by instructions of 32 keys, whose operands take the shared memory longer than the
 matrix units need to multiply them. And it loads the next block after the products of this one, to wait for it at once.
-Other tiles are slower for 128 heads (timed apart, not committed): 32 keys in three stages take 683 us, 128 keys in one
-984, 32 rows 709, 16 warps 1184. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the
-Triton that is there.
+Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is there.
 """
 
 from __future__ import annotations
@@ -52,24 +48,23 @@ from torch import Tensor
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import Parts, merge, part_of, query_rows
-from attn_backends.kernels.triton_pieces import most_pieces, rows_before, share_of
+from attn_backends.kernels.triton_pieces import most_pieces, share_of
+from attn_backends.kernels.triton_rows import elements, load_queries, write_rows
 from attn_backends.kernels.triton_tiles import (
     Tiles,
     choose_num_splits,
     choose_tiles,
+    is_crowded,
     is_one_latent,
     sizes_of,
     tile_bytes,
 )
-from attn_backends.kernels.triton_windows import dense, first_keys, sink_weights, window_start
+from attn_backends.kernels.triton_windows import dense, first_keys, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
-_LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = 1.4426950408889634
 Dims = tuple[int, int, bool]
 """Elements of a key and of a value, and whether values are the first elements of keys."""
-
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -97,29 +92,6 @@ def _keys(begin, page_size, BLOCK_KEYS: tl.constexpr, WHOLE_PAGES: tl.constexpr)
     offset = tl.arange(0, BLOCK_KEYS)
     place = begin % page_size + offset if WHOLE_PAGES else (begin + offset) % page_size
     return begin + offset, place
-
-
-@triton.jit
-def _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
-    """Outputs and log-sum-exps of rows. place: of a row of a head. sinks: None where they are not due yet."""
-    summed, total, peak = state
-    tl.store(lse + place, (peak + tl.log2(total)) * _LN_2, mask=real)
-    if sinks is not None:
-        total += sink_weights(sinks, head, real, tl.maximum(peak, _LOWEST) * _LN_2)
-    result = summed * (v_scale / tl.maximum(total, _TINIEST))[:, None]
-    dim = tl.arange(0, BLOCK_V_DIM)
-    written = real[:, None] & (dim < V_DIM)[None, :]
-    tl.store(out + place[:, None] * V_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=written)
-
-
-@triton.jit
-def _elements(entry, stride, live, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Elements FIRST to FIRST + DIM of live entries, 0 elsewhere: other memory may hold NaN."""
-    dim = tl.arange(0, BLOCK)
-    mask = live[:, None]
-    if DIM < BLOCK:
-        mask = mask & (dim < DIM)[None, :]
-    return tl.load(entry[:, None] + (FIRST + dim)[None, :] * stride, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -176,19 +148,35 @@ def _over_keys(
         if first_seen is not None:
             live, seen = live & (key >= least), seen & (key[None, :] >= first_seen[:, None])
         entry = k_head + page * k_pages[1][0] + place * k_pages[1][1]
-        keys = _elements(entry, k_pages[1][3], live, 0, DIM, main.shape[1]).to(DOT)
+        keys = elements(entry, k_pages[1][3], live, 0, DIM, main.shape[1]).to(DOT)
         scores = tl.dot(main, tl.trans(keys), input_precision="ieee")
         if REST > 0:
-            rest_keys = _elements(entry, k_pages[1][3], live, DIM, REST, BLOCK_REST).to(DOT)
+            rest_keys = elements(entry, k_pages[1][3], live, DIM, REST, BLOCK_REST).to(DOT)
             scores = tl.dot(rest, tl.trans(rest_keys), scores, input_precision="ieee")
         values = keys
         if not LATENT:
             entry = v_head + page * v_pages[1][0] + place * v_pages[1][1]
-            values = _elements(entry, v_pages[1][3], live, 0, V_DIM, BLOCK_V_DIM).to(DOT)
+            values = elements(entry, v_pages[1][3], live, 0, V_DIM, BLOCK_V_DIM).to(DOT)
         # Here and not at the loop's head, where every load of keys would wait for it.
         page = _pages(ids, begin + BLOCK_KEYS, end, page_size, BLOCK_KEYS, WHOLE_PAGES)
         state = _softmax_step(scores * score_scale, seen, values, state, DOT)
     return state
+
+
+@triton.jit
+def _part(lists, pieces, batch, numbers, window, drafted, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """What a program takes: a request's page ids, first query row, rows, keys, first key of a part and the one past its
+    last, and which of how many parts that is, and which piece. numbers: unit, whether the program is its first, width.
+    """
+    query_indptr, page_indptr, page_ids, kv_lens, table_stride = lists
+    unit, is_first, width = numbers
+    request, split, num_parts, piece = share_of(unit, kv_lens, batch, pieces, is_first, BLOCK_KEYS)
+    request = request.to(tl.int64)
+    first, num_rows = query_rows(query_indptr, request, width)
+    ids, num_keys = _page_list(page_indptr, page_ids, request, table_stride), tl.load(kv_lens + request)
+    least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
+    start, end, _ = part_of(split, least, num_keys, tl.maximum(num_parts, 1), BLOCK_KEYS)
+    return ids, first, num_rows, num_keys, start, tl.where(num_parts == 0, start, end), (split, num_parts, piece)
 
 
 _SHARES = ("bs", "num_splits", "most", "split_stride")
@@ -233,22 +221,15 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: as of `share_of`;
-    no request is whole. split_stride: rows between two splits, and pieces after them.
-    """
+    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: as of `share_of`."""
     group, num_kv_heads, page_size = shape
-    program, per_request = tl.program_id(0), num_tiles * num_kv_heads
+    program, per_request, batch = tl.program_id(0), num_tiles * num_kv_heads, (bs, 0, num_splits, most)
     tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
-    batch, is_first = (bs, 0, num_splits, most), program % per_request == 0
-    shared = (program // per_request, kv_lens, batch, pieces, is_first)
-    request, split, num_parts, piece = share_of(*shared, BLOCK_KEYS)
-    request = request.to(tl.int64)
-    first, num_rows = query_rows(query_indptr, request, width)
-    num_keys = tl.load(kv_lens + request)
-    least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
-    start, end, _ = part_of(split, least, num_keys, tl.maximum(num_parts, 1), BLOCK_KEYS)
-    is_empty = (num_parts == 0) | ((num_parts > 1) & (start >= end))
-    if (tile * BLOCK_ROWS >= num_rows * group) | is_empty:
+    numbers = (program // per_request, program % per_request == 0, width)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride)
+    part = _part(lists, pieces, batch, numbers, window, drafted, CAUSAL, BLOCK_KEYS)
+    ids, first, num_rows, num_keys, start, end, share = part
+    if (tile * BLOCK_ROWS >= num_rows * group) | ((share[1] != 1) & (start >= end)):
         return
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
@@ -257,19 +238,11 @@ def _attend(
         first_seen = first_keys(num_seen, token, real, num_keys, window, drafted)
         start = tl.maximum(start, tl.min(first_seen, axis=0) // BLOCK_KEYS * BLOCK_KEYS)
     visible = (first_seen, tl.minimum(num_seen, end))
-    q_row = q[0] + token * q[1][0] + head * q[1][1]
-    queries = _elements(q_row, q[1][2], real, 0, DIM, BLOCK_DIM).to(DOT)
-    rest = _elements(q_row, q[1][2], real, DIM, REST, BLOCK_REST).to(DOT)
-    ids = _page_list(page_indptr, page_ids, request, table_stride)
-    given = ((queries, rest), ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
+    queries = load_queries(q, token, head, real, DIM, REST, BLOCK_DIM, BLOCK_REST, DOT)
+    given = (queries, ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
-    num_heads = num_kv_heads * group
-    place = token * num_heads + head
-    if num_parts == 1:
-        _store(state, out, lse, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
-    else:
-        before = rows_before(split, piece, num_splits, split_stride, first * num_heads, width * num_heads)
-        _store(state, partial_out, partial_lse, before + place, head, real, None, scales[1], V_DIM, BLOCK_V_DIM)
+    into, share = (out, lse, partial_out, partial_lse), share + (num_splits, split_stride, first, width)  # noqa: RUF005
+    write_rows(state, into, share, token, head, num_kv_heads * group, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
 
 
 def paged_attention(
@@ -330,14 +303,6 @@ def _shares(num_rows: int, dims: Dims, dot: torch.dtype, device: torch.device) -
     tiles = choose_tiles(num_rows, sizes, dot, gpu)
     held = max(1, gpu.shared // tile_bytes(tiles, sizes, dot, gpu))
     return tiles, triton.cdiv(num_rows, tiles.rows), gpu.num_processors * min(2, held), gpu.num_processors * held
-
-
-def is_crowded(num_programs: int, num_slots: int, num_held: int) -> bool:
-    """Whether the programs of a batch would not lie elsewhere if more came after them. Where a GPU holds more programs
-    than there are, it spreads them evenly. With those of pieces behind them they lay closer together, and took up to
-    1.18 times as long (32 requests of 4096 keys, 32 heads over 8, H100).
-    """
-    return num_held <= num_slots or num_programs >= num_held
 
 
 def _call(

@@ -20,8 +20,8 @@ One request of 131,072 tokens among 127 of 1024, in microseconds on an H100 (doc
     32 heads of 128 over 8, width 1  429     3594       361       (triton_decode, FlashAttention-3)
     the same, width 4                433     3573       371
 
-Where no request is long, programs look at the lengths in vain, and the merge is a launch more: the median of 320 sizes
-takes 1.00 times as long as without, MLA of 16 heads at 8 requests of 4096 up to 1.12 (docs/results/h100/pieces.json).
+Where no request is long, programs look at the lengths in vain, and the merge is a launch more. The median of 320 sizes
+takes 1.00 times as long as without, MLA of 16 heads up to 1.12, at 8 requests of 4096 (docs/results/h100/pieces.json).
 """
 
 from __future__ import annotations

@@ -1,0 +1,73 @@
+"""The rows of a tile of `triton_decode`: queries that are loaded, outputs that are written, whole or as parts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attn_backends.kernels.triton_pieces import rows_before
+from attn_backends.kernels.triton_windows import sink_weights
+
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def elements(entry, stride, live, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements FIRST to FIRST + DIM of live entries, 0 elsewhere: other memory may hold NaN."""
+    dim = tl.arange(0, BLOCK)
+    mask = live[:, None]
+    if DIM < BLOCK:
+        mask = mask & (dim < DIM)[None, :]
+    return tl.load(entry[:, None] + (FIRST + dim)[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_queries(
+    q,
+    token,
+    head,
+    real,
+    DIM: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The elements of rows that are multiplied with the main ones of a key, and with its rest."""
+    row = q[0] + token * q[1][0] + head * q[1][1]
+    rest = elements(row, q[1][2], real, DIM, REST, BLOCK_REST).to(DOT)
+    return elements(row, q[1][2], real, 0, DIM, BLOCK_DIM).to(DOT), rest
+
+
+@triton.jit
+def _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
+    """Outputs and log-sum-exps of rows. place: of a row of a head. sinks: None where they are not due yet."""
+    summed, total, peak = state
+    tl.store(lse + place, (peak + tl.log2(total)) * _LN_2, mask=real)
+    if sinks is not None:
+        total += sink_weights(sinks, head, real, tl.maximum(peak, _LOWEST) * _LN_2)
+    result = summed * (v_scale / tl.maximum(total, _TINIEST))[:, None]
+    dim = tl.arange(0, BLOCK_V_DIM)
+    written = real[:, None] & (dim < V_DIM)[None, :]
+    tl.store(out + place[:, None] * V_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def write_rows(
+    state, into, share, token, head, num_heads, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr
+):
+    """Rows of a request that is not divided, or of a part. into: outputs and log-sum-exps, then those of parts. share:
+    which of how many parts, which piece, splits, rows times heads from a split to the next, the request's first row and
+    its rows at most. sinks: of requests that are not divided.
+    """
+    split, num_parts, piece, num_splits, split_stride, first, width = share
+    out, lse, partial_out, partial_lse = into
+    place = token * num_heads + head
+    if num_parts == 1:
+        _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM, BLOCK_V_DIM)
+    else:
+        place += rows_before(split, piece, num_splits, split_stride, first * num_heads, width * num_heads)
+        _store(state, partial_out, partial_lse, place, head, real, None, v_scale, V_DIM, BLOCK_V_DIM)
