@@ -184,7 +184,8 @@ def merge(
     bs, num_heads, v_dim = kv_lens.shape[0], lse.shape[1], out.shape[2]
     window, drafted, sinks = extras
     num_divided = (bs - parts.num_whole) * max_query * num_heads if parts.num_splits > 1 else 0
-    num_mergers = MERGERS * gpu_of(out.device).num_processors if parts.most else 0
+    at_once = MERGERS * gpu_of(out.device).num_processors
+    num_mergers = min(at_once, bs * max_query * num_heads) if parts.most else 0
     tensors = (parts.out, parts.lse, query_indptr, kv_lens, out, lse, parts.pieces, drafted, sinks)
     shares = (bs, parts.num_whole, parts.num_splits, parts.split_stride, num_divided, num_mergers)
     _launch(tensors, (max_query, num_heads, *shares), v_dim, block_keys, causal, window)

@@ -33,7 +33,7 @@ LEAST_BLOCKS = 4
 """Blocks of a piece at least."""
 
 MERGERS = 8
-"""Programs for each multiprocessor that merge pieces."""
+"""Programs for each multiprocessor that merge pieces, at most."""
 
 _REQUESTS = tl.constexpr(256)  # that are looked at together
 _LEAST = tl.constexpr(LEAST_BLOCKS)
@@ -43,7 +43,7 @@ def most_pieces(bs: int, blocks: int, at_once: int, rows: int, room: int) -> int
     """Pieces that a batch may have; 0 if none would gain by them. blocks: of keys of a request, at most. at_once:
     requests' programs that run together. rows: of outputs of a piece. room: for such rows.
     """
-    most = min(at_once, room // max(rows, 1))
+    most = min(at_once, room // max(rows, 1), bs * blocks // LEAST_BLOCKS)
     return most if bs > 1 and most > 1 and blocks >= 4 * LEAST_BLOCKS else 0
 
 
