@@ -141,6 +141,15 @@ def test_rows_that_no_request_has_may_follow_keys_in_parts(decode, monkeypatch, 
     torch.testing.assert_close(found, list(expected), rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize("num_parts", [1, 9])
+def test_a_large_scale_of_values_makes_no_nan_of_rows_that_see_nothing(decode, monkeypatch, num_parts):
+    """Also of rows that see nothing in their last part alone."""
+    monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
+    given = arguments(replace(LATENT, lens=(0, 130, 129)), "csr", True)
+    given[12] = 8.0
+    check(decode, given, tolerance=3e-5)
+
+
 def test_no_part_is_written_past_the_scratch(decode, monkeypatch):
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: most)
     for room_out, room_lse in ((2, 9), (9, 2)):

@@ -8,7 +8,6 @@ group of its own) have no rest: its place holds weights alone.
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -26,7 +25,7 @@ number is 1.
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
-_TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
+_LEAST = gl.constexpr(2.0**-63)  # below the weights of a row that sees a key; the largest scale over it is finite
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 16 bytes a thread, 128 of an entry at once
 _COPIED_8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))  # the same of 8 bits an element
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -225,7 +224,7 @@ def _store(summed, total, outputs, rows, v_scale, FIRST: gl.constexpr):
     """256 elements of the outputs, or of a part of them."""
     out, partial_out, is_part = outputs
     tile, group, first, num_rows, _ = rows
-    result = summed * _of_rows(v_scale / gl.maximum(total, _TINIEST))
+    result = summed * _of_rows(v_scale / gl.maximum(total, _LEAST))
     row = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _OUT))
     place = ((first + row // group).to(gl.int64) * group + row % group) * 512
     element = FIRST + gl.arange(0, 256, layout=gl.SliceLayout(0, _OUT))

@@ -28,11 +28,11 @@ So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 54
 (TMA) bring keys and take outputs, where threads do both here. On an H100 it is 0.84 to 0.86 in whole prompts
 (docs/results/h100/kernels_prefill_fa3.json).
 
-Profiles are of ncu on an H100 (docs/results/h100/profiles.json). In a prompt of 32768 the tensor cores are at work in
-0.64 of all cycles, FlashAttention-3's in 0.76. L1 is at 0.49 and L2 at 0.51 of what they can: no unit is full. In a
-prompt of 1024 they are at 0.05 to 0.39, by multiprocessor. A program took its next tile when it began one, so those of
-long tiles took as many as those of short ones: 12 blocks at most, where 8.7 are the mean. Now it takes it when it has
-begun to load the last block. No GPU has timed that yet.
+Profiles are of ncu on an H100 (docs/results/h100/profiles.json). In a prompt of 32768 a multiprocessor's busiest unit
+is at 0.64 of what it can, FlashAttention-3's at 0.76. L1 is at 0.49 and L2 at 0.51: none is full. In a prompt of 1024
+tensor cores are at 0.05 to 0.39, by multiprocessor. A program took its next tile when it began one, so those of long
+tiles took as many as those of short ones: 12 blocks at most, where 8.7 are the mean. Now it takes it when it has begun
+to load the last block. No GPU has timed that yet.
 
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
 registers, and writes them to shared memory in the queries' type. That, and keys of 192 elements with values of 128,

@@ -6,7 +6,6 @@ Barriers say when a block of keys (0, 1), one of values (2, 3) or a tile's queri
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -21,7 +20,7 @@ from attn_backends.kernels.gluon_groups import COPIED, copy, filled, signal, zer
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
-_TINIEST = gl.constexpr(torch.finfo(torch.float32).tiny)
+_LEAST = gl.constexpr(2.0**-63)  # below the weights of a row that sees a key; the largest scale over it is finite
 _SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 _ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -308,7 +307,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         seen = row + gl.arange(0, 64, layout=_ROWS)
         place = (first + seen // group) * num_heads + kv_head * group + seen % group
         gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
-        share = gl.convert_layout(v_scale / gl.maximum(total, _TINIEST), gl.SliceLayout(1, OUT))
+        share = gl.convert_layout(v_scale / gl.maximum(total, _LEAST), gl.SliceLayout(1, OUT))
         _store(summed, share, out, (kv_head, first, width, row), group, num_heads, V_DIM)
         mbarrier.wait(full.index(4), turn & 1)
         kv_head, first, width, row, num_keys, end = _tile(tiles)

@@ -39,7 +39,7 @@ from attn_backends.kernels.triton_tiles import Tiles, is_one_latent, sizes_of
 from attn_backends.kernels.triton_windows import dense, first_keys, sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LEAST = tl.constexpr(2.0**-63)  # below the weights of a row that sees a key; the largest scale over it is finite
 _LN_2 = tl.constexpr(math.log(2))
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -194,7 +194,7 @@ def _store(out, lse, state, flat, head, real, sinks, v_scale, V_DIM: tl.constexp
     if sinks is not None:
         total += sink_weights(sinks, head, real, peak * _LN_2)
     dim = tl.arange(0, acc.shape[1])
-    acc = acc * (v_scale / tl.maximum(total, _TINIEST))[:, None]
+    acc = acc * (v_scale / tl.maximum(total, _LEAST))[:, None]
     place = out + flat[:, None] * V_DIM + dim[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (dim < V_DIM)[None, :])
 

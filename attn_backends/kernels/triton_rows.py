@@ -10,7 +10,7 @@ from attn_backends.kernels.triton_pieces import rows_before
 from attn_backends.kernels.triton_windows import sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
-_TINIEST = tl.constexpr(torch.finfo(torch.float32).tiny)
+_LEAST = tl.constexpr(2.0**-63)  # below the weights of a row that sees a key; the largest scale over it is finite
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -49,7 +49,7 @@ def _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM: tl.constex
     tl.store(lse + place, (peak + tl.log2(total)) * _LN_2, mask=real)
     if sinks is not None:
         total += sink_weights(sinks, head, real, tl.maximum(peak, _LOWEST) * _LN_2)
-    result = summed * (v_scale / tl.maximum(total, _TINIEST))[:, None]
+    result = summed * (v_scale / tl.maximum(total, _LEAST))[:, None]
     dim = tl.arange(0, BLOCK_V_DIM)
     written = real[:, None] & (dim < V_DIM)[None, :]
     tl.store(out + place[:, None] * V_DIM + dim[None, :], result.to(out.dtype.element_ty), mask=written)
