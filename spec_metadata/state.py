@@ -94,6 +94,9 @@ class CommittedState:
         if given.device != self.seq_lens.device:
             raise InvalidStepError(f"{name} is on {given.device} and the state on {self.seq_lens.device}")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_load"}  # a copy binds its own
+
     @cached_property
     def _load(self) -> Load:
         bind = LOADS.get(self.seq_lens.device.type)

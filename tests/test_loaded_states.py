@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -122,3 +123,12 @@ def test_a_gpu_s_states_are_loaded_by_a_launch_where_triton_runs(monkeypatch: py
     monkeypatch.setattr(providers, "runs_on_triton", lambda device: [])
     monkeypatch.setattr(triton_state, "bind_load", lambda given: (given, GARBAGE))
     assert planners.bind_load(state) == (state, GARBAGE)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_copy_of_a_state_loads_its_own() -> None:
+    state = Engine("fa3", BlockTable).state
+    state.load(torch.tensor([3, 4]))
+    copied = deepcopy(state)
+    copied.load(torch.tensor([7]))
+    assert (state.seq_lens[0].item(), copied.seq_lens[0].item(), copied.num_real.item()) == (3, 7, 1)

@@ -22,7 +22,7 @@ from attn_backends.kernels.paged_operators import paged_attention
 from attn_backends.selection import providers
 from attn_backends.vendors import ours as paged_kernel
 from tests.paged_arguments import FORMS, Sizes, arguments
-from tests.triton_interpreter import interpreted
+from tests.triton_interpreter import interpreted, last_program_first
 
 BACKENDS = (FA3Backend, FlashInferMLABackend, TrtllmMLABackend)
 
@@ -95,6 +95,7 @@ def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_par
     """They come after the parts of all requests, and no more of them than there is room for; sinks count once."""
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
     monkeypatch.setattr(decode, "is_crowded", lambda programs, slots, held: True)
+    last_program_first(monkeypatch)
     given = arguments(replace(sizes, lens=(9, 420, 20)), form, form != "csr")
     num_tokens, num_heads, _ = given[0].shape
     width, v_dim, num_splits = given[7], given[2].shape[3], num_parts if num_parts > 1 else 0

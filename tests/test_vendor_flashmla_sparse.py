@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.compressed_cache import CompressedCache, FloatPages
-from attn_backends.contract.kernel import Kernel, Scheduled
+from attn_backends.contract.kernel import Kernel, LayerShape, Scheduled
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import CudaGraph, RecordedGraph
 from attn_backends.kernels.schedule_operators import share_out
@@ -334,3 +335,14 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "extra_k_cache" in reason
     (reason,) = kernel.unavailable_reasons(torch.device("cpu"))
     assert reason == "runs on CUDA devices, not on cpu"
+
+
+@pytest.mark.parametrize(("num_heads", "most"), [(128, 32767), (64, 65535), (16, 65535)])
+def test_more_rows_than_its_merge_takes_are_refused(num_heads: int, most: int) -> None:
+    shape = LayerShape(num_heads, 1, 512, 512, 1.0, torch.bfloat16, FP8, variant=(None, None))
+    plan: Any = SimpleNamespace(window_lens=torch.empty(most + 1, device="meta"))
+    with pytest.raises(UnsupportedStepError, match=f"{most + 1} query rows of {num_heads} heads .it takes {most};"):
+        flashmla_sparse.RowSchedule(plan, shape, {})
+    plan.window_lens = plan.window_lens[1:]
+    with pytest.raises(KeyError):  # not refused: it asks for its buffers
+        flashmla_sparse.RowSchedule(plan, shape, {})

@@ -241,7 +241,7 @@ def _attend(
     queries = load_queries(q, token, head, real, DIM, REST, BLOCK_DIM, BLOCK_REST, DOT)
     given = (queries, ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
-    into, share = (out, lse, partial_out, partial_lse), share + (num_splits, split_stride, first, width)  # noqa: RUF005
+    into, share = (out, lse, partial_out, partial_lse), share + (num_splits, split_stride, first, width)  # noqa: RUF005, Triton takes no star
     write_rows(state, into, share, token, head, num_kv_heads * group, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
 
 

@@ -40,9 +40,10 @@ from spec_metadata.plans.compressed import INDEX_GROUP, CompressedPlan
 
 NAME = "flashmla_sparse"
 _HEAD_GROUP = 64  # it is built for one and two groups of heads
-_MOST_OUTPUTS = (
-    2**31
-)  # elements; with as many less 64 rows it was right, with 2**32 its merge of splits broke a context
+_MOST_OUTPUTS = 2**31
+"""Elements of outputs. 64 rows fewer were right, at 2**32 its merge of splits broke the CUDA context (H100), between
+them nothing was tried.
+"""
 _SPARSE = Capabilities(
     page_sizes=None,
     dtypes=frozenset({torch.bfloat16}),
