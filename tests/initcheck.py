@@ -92,7 +92,8 @@ def under_initcheck(run: str, limit: float) -> dict:
         folder = Path(name)
         copy_packages(folder, planted=run == "planted")
         log, rows = folder / "log", folder / "rows.json"
-        tool = [SANITIZER, "--tool", "initcheck", "--print-limit", "1000000", "--log-file", str(log)]
+        tool = [SANITIZER, "--tool", "initcheck", "--print-limit", "1000000", "--show-backtrace", "no"]
+        tool += ["--log-file", str(log)]
         inside = [sys.executable, "-m", "tests.initcheck", "--inside", run, "--limit", str(limit), "--json", str(rows)]
         own = {"PYTHONPATH": os.pathsep.join([name, *sys.path[1:]]), "TRITON_CACHE_DIR": str(folder / "triton")}
         said = "initcheck said nothing"

@@ -15,7 +15,7 @@ from attn_backends.kernels import torch_compressed
 from attn_backends.kernels.paged_operators import latent_attention
 from attn_backends.kernels.prefill_operator import prefill_attention
 from tests.compressed_arguments import blocks_scene
-from tests.gluon_model import KERNELS, Deadlock, Model
+from tests.gluon_model import KERNELS, Deadlock, Model, Pointer
 from tests.paged_arguments import FORMS, Sizes, arguments
 
 LATENTS = Sizes((3, 3, 3), (400, 5, 130), num_heads=24, num_kv_heads=1, dim=576, v_dim=512, page_size=16, latent=True)
@@ -327,3 +327,25 @@ def test_each_wait_and_each_signal_matters(module, kinds, least):
     assert len(found) > least
     silent = {line for line, said in found if not said}
     assert silent <= {"mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"}
+
+
+@pytest.mark.parametrize(("form", "bs", "most"), [("block table", 1, 10), ("csr", 1, 10), ("block table", 8, 73)])
+def test_programs_take_the_longest_tiles_of_prompts_first(form, bs, most):
+    """Every tile once, and so that 132 programs have few more blocks than the mean: 8.7 of a prompt of 1024 rows."""
+    model = Model(0, {"gpu_of(q.device).num_processors": "132 + 0 * gpu_of(q.device).num_processors"})
+    launches = list[tuple]()
+    prefill, groups = (model._modules[name] for name in ("gluon_prefill", "gluon_prefill_groups"))
+    prefill.__dict__["_launch"] = lambda tensors, shape, *_: launches.append((tensors, shape))
+    sizes = replace(PROMPTS, widths=(1024,) * bs, lens=(1024,) * bs, num_heads=32, num_kv_heads=8)
+    attend(model, given(sizes, form, True, torch.bfloat16))
+    ((tensors, shape),) = launches
+    num_tiles, num_columns = shape[3:5]
+    lists = None if form == "block table" else Pointer(tensors[5]), Pointer(tensors[8])
+    programs, seen = [0] * 132, []
+    for work in range(num_tiles * num_columns):
+        request, (kv_head, _first, _width, row, _keys, end) = groups._tile_of(work, lists, (*shape[:5], shape[6]), True)
+        if row < 1024 * 4:
+            seen.append((int(request), int(kv_head), int(row)))
+            programs[programs.index(min(programs))] += -(-int(end) // 128)
+    assert sorted(seen) == [(i, head, row) for i in range(bs) for head in range(8) for row in range(0, 4096, 128)]
+    assert max(programs) <= most

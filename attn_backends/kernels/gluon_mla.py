@@ -68,6 +68,7 @@ from attn_backends.kernels.gluon_groups import (
     gather_any,
     halves,
     odd,
+    zero_in_turn,
 )
 from attn_backends.kernels.gluon_pieces import share_of
 from attn_backends.kernels.latent_shares import Batch, share_requests
@@ -179,10 +180,10 @@ def _attend(
     PAGE_SIZE: gl.constexpr,
 ):
     """q and latents are (pointer, strides). width: rows of each request if query_indptr is None. group: heads.
-    table_stride: elements between two rows of a table. num_tiles: of rows. bs to most: as of `share_of`. split_stride:
-    rows between two splits, which begin with the first divided request's; pieces come after them.
+    table_stride: elements between two rows of a table. num_tiles: of rows; the last see most keys and come first. bs to
+    most: as of `share_of`. split_stride: rows between two splits, from the first divided request's on; pieces follow.
     """
-    tile, batch = gl.program_id(0) % num_tiles, (bs, num_whole, num_splits, most)
+    tile, batch = num_tiles - 1 - gl.program_id(0) % num_tiles + zero_in_turn(bs), (bs, num_whole, num_splits, most)
     request, split, num_parts, piece = share_of(gl.program_id(0) // num_tiles, kv_lens, batch, pieces, tile == 0)
     first, num_rows = _rows_of(query_indptr, request, width)
     num_keys = gl.load(kv_lens + request)

@@ -64,6 +64,7 @@ _REGISTERS = {64: 208, 128: 208, 192: 216}  # of a thread that attends, by eleme
 _LOG2_E = 1.4426950408889634
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+_SIZES = ("bs", "width", "group", "num_tiles", "num_columns", "of_head", "together")
 
 
 @gluon.jit
@@ -76,7 +77,7 @@ def _tiles(dtype: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
         return (gl.allocate_shared_memory(dtype, [2, ROWS, DIM], _TILE),)
 
 
-@gluon.jit(do_not_specialize=[*PLAIN, "counter", "bs", "width", "group", "num_tiles", "num_work"])
+@gluon.jit(do_not_specialize=[*PLAIN, "counter", *_SIZES])
 def _paged_attention(
     q,
     k_pages,
@@ -92,7 +93,9 @@ def _paged_attention(
     width,
     group,
     num_tiles,
-    num_work,
+    num_columns,
+    of_head,
+    together,
     table_stride,
     scales,
     CAUSAL: gl.constexpr,
@@ -102,8 +105,9 @@ def _paged_attention(
     REGISTERS: gl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
-    is None. group: query heads of a KV head. num_tiles: of a KV head. num_work: all tiles. table_stride: elements
-    between two rows of a table.
+    is None. group: query heads of a KV head. num_tiles: of a column, which is a KV head, of one request if query_indptr
+    is None. of_head: columns of a KV head. together: columns whose tiles take turns, the longest first. table_stride:
+    elements between two rows of a table.
     """
     dtype: gl.constexpr = q[0].dtype.element_ty
     queries, keys = _tiles(dtype, 64, DIM), _tiles(dtype, 128, DIM)
@@ -119,10 +123,10 @@ def _paged_attention(
         mbarrier.init(full.index(i), count=128 + i // 4)  # every thread that gathers, and who announces a tile
         mbarrier.init(free.index(i), count=2)  # both groups that attend
     gl.thread_barrier()
-    lists, sizes = (query_indptr, kv_lens), (bs, width, group, num_tiles)
+    lists, sizes = (query_indptr, kv_lens), (bs, width, group, num_tiles, num_columns, together)
     pages = (page_indptr, page_ids, table_stride, counter)
-    given = (queries, keys, values, totals, tiles, full, free, lists, sizes, num_work)
-    attended = (queries, keys, values, totals, tiles, full, free, order, sizes, num_work)
+    given = (queries, keys, values, totals, tiles, full, free, lists, sizes)
+    attended = (queries, keys, values, totals, tiles, full, free, order, (group, num_columns, of_head))
     gl.warp_specialize(
         [
             (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM, V_DIM)),
@@ -156,10 +160,12 @@ def paged_attention(
     group, bs = num_heads // num_kv_heads, kv_lens.shape[0]
     out, lse = q.new_empty(num_tokens, num_heads, v_dim), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if query_indptr is None:
-        num_tiles = triton.cdiv(max_query * group, BLOCK_ROWS) * bs
+        num_tiles, num_columns = triton.cdiv(max_query * group, BLOCK_ROWS), num_kv_heads * bs
     else:
-        num_tiles = num_tokens * group // BLOCK_ROWS + bs
-    shape = (bs, max_query, group, num_tiles, num_tiles * num_kv_heads, page_ids.stride(0))
+        num_tiles, num_columns = num_tokens * group // BLOCK_ROWS + bs, num_kv_heads
+    num_turns = num_tiles * num_columns // (2 * gpu_of(q.device).num_processors)
+    together = triton.cdiv(num_columns, max(num_turns, 1))
+    shape = (bs, max_query, group, num_tiles, num_columns, num_columns // num_kv_heads, together, page_ids.stride(0))
     lists, scales = (query_indptr, page_indptr, page_ids, kv_lens), (scale * k_scale * _LOG2_E, v_scale)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, (dim, v_dim))
@@ -174,7 +180,7 @@ def _call(
     page_size: int,
     dims: tuple[int, int],
 ) -> Call:
-    num_programs = min(shape[4], gpu_of(tensors[0].device).num_processors)
+    num_programs = min(shape[3] * shape[4], gpu_of(tensors[0].device).num_processors)
     arguments = (*strided(tensors[:3]), *tensors[3:], *shape, scales)
     sizes = {"DIM": dims[0], "V_DIM": dims[1], "REGISTERS": _REGISTERS[dims[0]]}
     return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, **sizes, "num_warps": 4})

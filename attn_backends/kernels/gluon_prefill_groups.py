@@ -33,14 +33,18 @@ def _tile_of(work, lists, shape, CAUSAL: gl.constexpr):
     """A tile's request, and of the tile: KV head, first query row of the request, rows of the request, first row times
     heads in it, keys of the request, and keys that any row of the tile sees.
 
-    Packed, request i has the tiles from query_indptr[i] * group // 128 + i on: at least as many as its rows fill.
+    Of columns that are taken together the last tiles come first, which see most keys. Packed, request i has the tiles
+    from query_indptr[i] * group // 128 + i on: at least as many as its rows fill.
     """
     query_indptr, kv_lens = lists
-    bs, width, group, num_tiles = shape
-    kv_head, tile = work // num_tiles, num_tiles - 1 - work % num_tiles
+    bs, width, group, num_tiles, num_columns, together = shape
+    before = work // (together * num_tiles) * together
+    work -= before * num_tiles
+    together = gl.minimum(together, num_columns - before)
+    column, tile = before + work % together, num_tiles - 1 - work // together
+    kv_head = column
     if query_indptr is None:
-        each = gl.cdiv(width * group, 128)
-        request, tile = tile // each, tile % each
+        kv_head, request = column // bs, column % bs
         first = request * width
     else:
         request, end = tile * 0, tile * 0 + bs
@@ -144,11 +148,11 @@ def gather(
     """The third group: queries, keys and values of each tile."""
     IS_8_BIT: gl.constexpr = k_pages[0].dtype.element_ty != given[2].dtype
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _BYTES if IS_8_BIT else COPIED)
-    queries, keys, values, _totals, tiles, full, free, lists, shape, num_work = given
+    queries, keys, values, _totals, tiles, full, free, lists, shape = given
     page_indptr, page_ids, table_stride, counter = pages
     step, turn, work = 0, 0, gl.program_id(0)
     offset = gl.arange(0, 128, layout=LAYOUT)
-    while work < num_work:
+    while work < shape[3] * shape[4]:
         request, tile = _tile_of(work, lists, shape, CAUSAL)
         kv_head, _first, _width, _row, _num_keys, end = tile
         if page_indptr is None:
@@ -271,12 +275,12 @@ def _store(summed, share, out, tile, group, num_heads, DIM: gl.constexpr):
 @gluon.jit
 def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
     """The group of one half of each tile's rows."""
-    queries, keys, values, totals, tiles, full, free, order, shape, num_work = given
+    queries, keys, values, totals, tiles, full, free, order, heads = given
     V_DIM: gl.constexpr = values.shape[2]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_scale, v_scale = scales
-    group, num_tiles = shape[2], shape[3]
-    num_heads = num_work // num_tiles * group
+    group, num_columns, of_head = heads
+    num_heads = num_columns // of_head * group  # not given: the compiler would keep it through all blocks, and spill
     tensors, bars = (queries, keys, values, totals.index(HALF)), (full, free, order)
     step, turn, passed = 0, 0, 0
     mbarrier.wait(full.index(4), 0)

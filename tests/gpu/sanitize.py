@@ -36,11 +36,12 @@ SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sa
 PATHS = {"eager": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "graph": {}}
 VENDORS = {
     "FlashInfer": r"flashinfer",
-    "FlashAttention-3": r"\bflash::|flash_fwd",
     "FlashMLA": r"sm90::|smxx::|flash_?mla|mla_metadata",
+    "FlashAttention-3": r"\bflash::|flash_fwd",
     "torch": r"\bat::|at_cuda_detail|\bcub::|cublas|gemm|distribution_",
 }
 _ERROR = re.compile(r"(?m)^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|\s)(?P<what>.+)\n=========\s+at (?P<where>.+)$")
+_HEADING = re.compile(r"(?m)^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|\s)(?P<what>.+)\n(?!=========\s+at )")
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 
@@ -75,6 +76,7 @@ def run_cases(path: str, limit: float) -> Iterator[dict]:
 def memory_errors(log: str) -> list[dict]:
     """The errors that a log of memcheck names, by kernel: whose it is, what it did and how often."""
     found = Counter((match["what"], _kernel(match["where"])) for match in _ERROR.finditer(log))
+    found.update((re.sub(r"0x[0-9a-f]+", "an address", match["what"]), "") for match in _HEADING.finditer(log))
     summary = _SUMMARY.search(log)
     unnamed = (int(summary[1]) if summary else 0) - found.total()
     if unnamed > 0:
