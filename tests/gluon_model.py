@@ -429,7 +429,7 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return (a if condition else b) if isinstance(a, Pointer) else torch.where(condition, a, b)
 
 
-_TYPES = ("uint8", "int32", "int64", "bfloat16", "float32")
+_TYPES = ("uint8", "int32", "int64", "bfloat16", "float16", "float32")
 _LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in (*_TYPES, "exp2", "log2")},
     "float8e4nv": torch.float8_e4m3fn,
@@ -441,7 +441,7 @@ _LANGUAGE: dict[str, Any] = {
     "constexpr": lambda value: value,
     "static_range": range,
     "thread_barrier": lambda: None,
-    "inline_asm_elementwise": lambda *given, **options: 0,
+    "inline_asm_elementwise": lambda asm, constraints, given, dtype, **_: given[0].to(dtype) if "cvt" in asm else 0,
     "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
     "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),

@@ -197,7 +197,7 @@ def complaint(kind: str, old: str, new: str) -> str:
 
 
 PLANTED = {
-    "no signal that a half is free": ("latents", "        signal(free.index(2))\n", "", "groups wait for ever: gather"),
+    "no signal that a half is free": ("latents", "        arrive(free.index(2))\n", "", "groups wait for ever: gather"),
     "no wait for a free half": ("latents", "        mbarrier.wait(free.index(1), phase)\n", "", "wrong outputs"),
     "no wait for a full half": ("latents", "    mbarrier.wait(full.index(2 * ODD), phase)\n", "", "wrong outputs"),
     "another parity": ("latents", "handed.index(1), i & 1", "handed.index(1), (i & 1) ^ 1", "groups wait for ever"),
@@ -256,24 +256,29 @@ PLANTED = {
         "mask=key < num_rows + 1, other",
         "wrong outputs",
     ),
-    "no signal of free keys": ("prompts", "        signal(free.index((step + 1) & 1))\n", "", "groups wait for ever"),
+    "no signal of free keys": (
+        "prompts",
+        "        arrive(free[0].index((step + 1) & 1))\n",
+        "",
+        "groups wait for ever",
+    ),
     "no wait for keys": (
         "prompts",
-        "    mbarrier.wait(full.index(step & 1), (step >> 1) & 1)\n",
+        "        _wait(full[0], step + 1)\n",
         "",
         "wrong outputs|for ever",
     ),
-    "no signal of keys of 8 bits": (EIGHT_BIT_PROMPTS, "filled(full.index(stage))", "pass", "wait for ever"),
+    "no signal of keys of 8 bits": (EIGHT_BIT_PROMPTS, "filled(full[0].index(stage))", "pass", "wait for ever"),
     "no wait for a free stage, 8 bits": (
         EIGHT_BIT_PROMPTS,
-        "            mbarrier.wait(free.index(stage), phase)\n",
+        "            mbarrier.wait(free[0].index(stage), phase)\n",
         "",
         "wrong outputs|ever",
     ),
     "another parity of a tile": (
         "prompts",
-        "full.index(4), turn & 1",
-        "full.index(4), 1 - (turn & 1)",
+        "full[2].index(0), turn & 1",
+        "full[2].index(0), 1 - (turn & 1)",
         "wait for ever",
     ),
     "a product used early": (
@@ -282,7 +287,12 @@ PLANTED = {
         "summed, _ = warpgroup_mma_wait(1",
         "waited",
     ),
-    "an arrival too many": ("prompts", "    signal(full.index(4))\n", "    signal(full.index(4))\n" * 2, "too many"),
+    "an arrival too many": (
+        "prompts",
+        "    signal(full[2].index(0))\n",
+        "    signal(full[2].index(0))\n" * 2,
+        "too many",
+    ),
     "keys past the last": (
         "prompts",
         "    live = key < end\n",

@@ -60,9 +60,28 @@ def signal(bar):
 
 
 @gluon.jit
+def arrive(bar):
+    """Arrive each thread on its own, after its copies: warps that signal meet twice, and wait for one another."""
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
 def zero_in_turn(i):
     """Zero, which the compiler can't move out of turn i."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def narrow(weights, dtype: gl.constexpr):
+    """Weights of 16 bits. Of the pairs that Triton makes of them the compiler swaps each."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16, is_pure=True, pack=2
+        )
 
 
 @gluon.jit
@@ -93,7 +112,7 @@ def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.con
     left, right, rest = blocks
     start, end, pairs = keys_of
     offset = gl.arange(0, 64, layout=gl.SliceLayout(1, COPIED))
-    async_copy.mbarrier_arrive(full.index(4), increment_count=False)  # of the queries, which these threads load
+    arrive(full.index(4))  # of the queries, which these threads load
     entry_0 = _entries(ids, start + offset, end, strides, PAGE_SIZE)
     entry_1 = _entries(ids, start + 64 + offset, end, strides, PAGE_SIZE)
     for i in range(pairs):
@@ -102,21 +121,21 @@ def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.con
         source, live = latents + entry_0, key < end
         mbarrier.wait(free.index(0), phase)
         copy(source, live, left.index(0), 0, 256)
-        async_copy.mbarrier_arrive(full.index(0), increment_count=False)
+        arrive(full.index(0))
         entry_0 = _entries(ids, key + 128, end, strides, PAGE_SIZE)
         mbarrier.wait(free.index(1), phase)
         copy(source, live, right.index(0), 256, 256)
         copy(source, live, rest.index(0), 512, 64)
-        async_copy.mbarrier_arrive(full.index(1), increment_count=False)
+        arrive(full.index(1))
         source, live = latents + entry_1, key + 64 < end
         mbarrier.wait(free.index(2), phase)
         copy(source, live, left.index(1), 0, 256)
         copy(source, live, rest.index(1), 512, 64)
-        async_copy.mbarrier_arrive(full.index(2), increment_count=False)
+        arrive(full.index(2))
         entry_1 = _entries(ids, key + 192, end, strides, PAGE_SIZE)
         mbarrier.wait(free.index(3), phase)
         copy(source, live, right.index(1), 256, 256)
-        async_copy.mbarrier_arrive(full.index(3), increment_count=False)
+        arrive(full.index(3))
 
 
 @gluon.jit
@@ -148,7 +167,7 @@ def gather_8(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.c
     """`gather` of latents of 8 bits an element, through registers, where they become the queries' type."""
     left, right, rest = blocks
     start, end, pairs = keys_of
-    async_copy.mbarrier_arrive(full.index(4), increment_count=False)
+    arrive(full.index(4))
     for block in range(pairs * 2):
         key = start + block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPIED_8))
         odd, phase, live = block & 1, ((block >> 1) & 1) ^ 1, key < end
@@ -265,10 +284,10 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
         fading = gl.exp2(even_peak - peak)
         total = total * fading
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        signal(free.index(0))
+        arrive(free.index(0))
         adding = warpgroup_mma(rest.index(zero + 1), left.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        signal(free.index(2))
+        arrive(free.index(2))
     peaks.index(2).store(total)
     signal(handed.index(0))
     mbarrier.wait(handed.index(1), pairs & 1)
@@ -309,10 +328,10 @@ def odd(given, outputs, CAUSAL: gl.constexpr):
         total = total * (even_fading * fading) + gl.sum(weights, 1)
         operand = gl.convert_layout(rounded, _WEIGHTS)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        signal(free.index(1))
+        arrive(free.index(1))
         adding = warpgroup_mma(operand, right.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        signal(free.index(3))
+        arrive(free.index(3))
     # In this order, as the other group may not have seen the last turn's arrival yet: it would miss one of two.
     mbarrier.wait(handed.index(0), pairs & 1)
     even_total = peaks.index(2).load(_ROWS)

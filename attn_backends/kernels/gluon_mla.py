@@ -106,7 +106,7 @@ def _memory(dtype: gl.constexpr):
     those by which the groups hand on weights.
     """
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
-    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, barriers(5, 128), barriers(4, 1), barriers(2, 1)
+    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, barriers(5, 128), barriers(4, 128), barriers(2, 1)
 
 
 @gluon.jit

@@ -52,10 +52,9 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.gluon_groups import PLAIN
+from attn_backends.kernels.gluon_groups import PLAIN, barriers
 from attn_backends.kernels.gluon_prefill_groups import attend, gather
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
@@ -114,14 +113,9 @@ def _paged_attention(
     values = gl.allocate_shared_memory(dtype, [2, 128, V_DIM], _TILE)
     totals = gl.allocate_shared_memory(gl.float32, [2, 64], _NUMBERS)
     tiles = gl.allocate_shared_memory(gl.int32, [6, 1], _NUMBERS)
-    full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(order.index(0), count=1)
-    mbarrier.init(order.index(1), count=1)
-    for i in gl.static_range(5):
-        mbarrier.init(full.index(i), count=128 + i // 4)  # every thread that gathers, and who announces a tile
-        mbarrier.init(free.index(i), count=2)  # both groups that attend
+    full = (barriers(2, 128), barriers(2, 128), barriers(1, 129))
+    free = (barriers(2, 256), barriers(2, 256), barriers(1, 256))
+    order = (barriers(1, 128), barriers(1, 128))
     gl.thread_barrier()
     lists, sizes = (query_indptr, kv_lens), (bs, width, group, num_tiles, num_columns, together)
     pages = (page_indptr, page_ids, table_stride, counter)

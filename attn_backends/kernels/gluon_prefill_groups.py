@@ -1,14 +1,13 @@
 """The warp groups of a program of `gluon_prefill`: one gathers, two attend with 64 rows of each tile.
 
-Barriers say when a block of keys (0, 1), one of values (2, 3) or a tile's queries (4) are there (`full`) and were read
-(`free`).
+Barriers say when blocks of keys (`full[0]`), of values (`full[1]`) and a tile's queries (`full[2]`) are there, and were
+read (`free`).
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -16,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.kernels.gluon_groups import COPIED, copy, filled, signal, zero_in_turn
+from attn_backends.kernels.gluon_groups import COPIED, arrive, copy, filled, narrow, signal, zero_in_turn
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
@@ -111,8 +110,8 @@ def _announce(tiles, full, tile):
     """Say which tile comes, and arrive when its queries are there."""
     for i in gl.static_range(6):
         tiles.index(i).store(gl.full([1], 0, gl.int32, layout=_ONE) + tile[i])
-    signal(full.index(4))
-    async_copy.mbarrier_arrive(full.index(4), increment_count=False)
+    signal(full[2].index(0))
+    arrive(full[2].index(0))
 
 
 @gluon.jit
@@ -159,7 +158,7 @@ def gather(
             ids = page_ids + request.to(gl.int64) * table_stride
         else:
             ids = page_ids + gl.load(page_indptr + request)
-        mbarrier.wait(free.index(4), (turn & 1) ^ 1)
+        mbarrier.wait(free[2].index(0), (turn & 1) ^ 1)
         for half in range(2):
             _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
         _announce(tiles, full, tile)
@@ -167,33 +166,38 @@ def gather(
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
             key = block * 128 + offset
             source, live = _entries(k_pages, ids, key, end, kv_head, PAGE_SIZE)
-            mbarrier.wait(free.index(stage), phase)
+            mbarrier.wait(free[0].index(stage), phase)
             if IS_8_BIT:
                 _convert(source, live, keys, stage, DIM)
-                filled(full.index(stage))
+                filled(full[0].index(stage))
             else:
                 _copy(source, live, keys, stage, DIM)
-                async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                arrive(full[0].index(stage))
             source, live = _entries(v_pages, ids, key, end, kv_head, PAGE_SIZE)  # again, as it would be spilled
-            mbarrier.wait(free.index(2 + stage), phase)
+            mbarrier.wait(free[1].index(stage), phase)
             if IS_8_BIT:
                 _convert(source, live, (values,), stage, V_DIM)
-                filled(full.index(2 + stage))
+                filled(full[1].index(stage))
             else:
                 _copy(source, live, (values,), stage, V_DIM)
-                async_copy.mbarrier_arrive(full.index(2 + stage), increment_count=False)
+                arrive(full[1].index(stage))
             step += 1
         turn += 1
         work = gl.atomic_add(counter, 1) + gl.num_programs(0)  # not before: a program with a long tile takes fewer
-    mbarrier.wait(free.index(4), (turn & 1) ^ 1)
+    mbarrier.wait(free[2].index(0), (turn & 1) ^ 1)
     _announce(tiles, full, (-1, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
-def _multiply_keys(queries, keys, full, step, zero, HALF: gl.constexpr):
-    """Begin the products of the queries with a block of keys."""
+def _wait(full, step):
+    """Until a block is there, for the tensor cores too."""
     mbarrier.wait(full.index(step & 1), (step >> 1) & 1)
-    fence_async_shared()  # what cp.async wrote, for the tensor cores
+    fence_async_shared()
+
+
+@gluon.jit
+def _multiply_keys(queries, keys, step, zero, HALF: gl.constexpr):
+    """Begin the products of the queries with a block of keys."""
     scores, place = gl.zeros([64, 128], gl.float32, layout=_SCORES), (step & 1) + zero
     block = keys[0].index(place).permute((1, 0))
     scores = warpgroup_mma(queries[0].index(HALF), block, scores, use_acc=False, is_async=True)
@@ -204,10 +208,8 @@ def _multiply_keys(queries, keys, full, step, zero, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_values(weights, values, full, summed, step, zero):
+def _multiply_values(weights, values, summed, step, zero):
     """Begin to add a block of values."""
-    mbarrier.wait(full.index(2 + (step & 1)), (step >> 1) & 1)
-    fence_async_shared()
     return warpgroup_mma(weights, values.index((step & 1) + zero), summed, is_async=True)
 
 
@@ -245,17 +247,19 @@ def _pass_over(
     full, free, order = bars
     for block in range(block_range[0], block_range[1]):
         zero = zero_in_turn(block)
-        mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))
-        scores = _multiply_keys(queries, keys, full, step + 1, zero, HALF)
-        adding = _multiply_values(operand, values, full, summed, step, zero)
-        signal(order.index(1 - HALF))
+        mbarrier.wait(order[HALF].index(0), (passed & 1) ^ (1 - HALF))
+        mbarrier.wait(full[1].index(step & 1), (step >> 1) & 1)
+        _wait(full[0], step + 1)
+        scores = _multiply_keys(queries, keys, step + 1, zero, HALF)
+        adding = _multiply_values(operand, values, summed, step, zero)
+        arrive(order[1 - HALF].index(0))
         scores = warpgroup_mma_wait(1, deps=(scores,))
         weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, MASKED)
         totals.store(softmax[1])  # the wait below is not moved before it
-        signal(free.index((step + 1) & 1))
+        arrive(free[0].index((step + 1) & 1))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
-        signal(free.index(2 + (step & 1)))
-        operand = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, OUT, 2))
+        arrive(free[1].index(step & 1))
+        operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         summed = summed * gl.convert_layout(kept, gl.SliceLayout(1, OUT))[:, None]
         step, passed = step + 1, passed + 1
     return summed, operand, softmax, step, passed
@@ -283,7 +287,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
     num_heads = num_columns // of_head * group  # not given: the compiler would keep it through all blocks, and spill
     tensors, bars = (queries, keys, values, totals.index(HALF)), (full, free, order)
     step, turn, passed = 0, 0, 0
-    mbarrier.wait(full.index(4), 0)
+    mbarrier.wait(full[2].index(0), 0)
     kv_head, first, width, row, num_keys, end = _tile(tiles)
     while kv_head >= 0:
         whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // 128  # blocks that all rows see whole
@@ -291,20 +295,22 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
-        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, full, step, zero_in_turn(turn), HALF),))
-        signal(free.index(step & 1))
+        _wait(full[0], step)
+        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, step, zero_in_turn(turn), HALF),))
+        arrive(free[0].index(step & 1))
         weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
-        operand = gl.convert_layout(weights.to(values.dtype), gl.DotOperandLayout(0, OUT, 2))
+        operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         state = gl.zeros([64, V_DIM], gl.float32, layout=OUT), operand, softmax, step, passed
         masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
         state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
         state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
         kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
-        signal(free.index(4))
+        arrive(free[2].index(0))
         summed, operand, softmax, step, passed = state
-        adding = _multiply_values(operand, values, full, summed, step, zero_in_turn(turn))
+        _wait(full[1], step)
+        adding = _multiply_values(operand, values, summed, step, zero_in_turn(turn))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
-        signal(free.index(2 + (step & 1)))
+        arrive(free[1].index(step & 1))
         step, turn = step + 1, turn + 1
         peak, total = softmax
         row += HALF * 64
@@ -313,5 +319,5 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
         share = gl.convert_layout(v_scale / gl.maximum(total, _LEAST), gl.SliceLayout(1, OUT))
         _store(summed, share, out, (kv_head, first, width, row), group, num_heads, V_DIM)
-        mbarrier.wait(full.index(4), turn & 1)
+        mbarrier.wait(full[2].index(0), turn & 1)
         kv_head, first, width, row, num_keys, end = _tile(tiles)

@@ -270,7 +270,7 @@ def _attend(
     weights = gl.allocate_shared_memory(q[0].dtype.element_ty, [2, 64, 64], TILE)
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
     live = gl.allocate_shared_memory(gl.int32, [2, 64], NUMBERS)
-    full, free, handed = barriers(5, 128), barriers(4, 1), barriers(2, 1)
+    full, free, handed = barriers(5, 128), barriers(4, 128), barriers(2, 1)
     gl.thread_barrier()
 
     is_part, offset = num_splits > 1, (split * num_tokens).to(gl.int64) * num_heads
