@@ -197,34 +197,39 @@ def complaint(kind: str, old: str, new: str) -> str:
 
 
 PLANTED = {
-    "no signal that a half is free": ("latents", "        arrive(free.index(2))\n", "", "groups wait for ever: gather"),
-    "no wait for a free half": ("latents", "        mbarrier.wait(free.index(1), phase)\n", "", "wrong outputs"),
-    "no wait for a full half": ("latents", "    mbarrier.wait(full.index(2 * ODD), phase)\n", "", "wrong outputs"),
+    "no signal that a half is free": (
+        "latents",
+        "        arrive(free[0].index(1))\n",
+        "",
+        "groups wait for ever: gather",
+    ),
+    "no wait for a free half": ("latents", "        mbarrier.wait(free[1].index(0), phase)\n", "", "wrong outputs"),
+    "no wait for a full half": ("latents", "    mbarrier.wait(full[0].index(ODD), phase)\n", "", "wrong outputs"),
     "another parity": ("latents", "handed.index(1), i & 1", "handed.index(1), (i & 1) ^ 1", "groups wait for ever"),
     "no wait for a free half, 8 bits": (EIGHT_BITS, "    mbarrier.wait(free, phase)\n", "", "wrong outputs|ever"),
-    "no wait for queries": (EIGHT_BITS, "    mbarrier.wait(full.index(4), 0)\n", "", "wrong outputs"),
+    "no wait for queries": (EIGHT_BITS, "    mbarrier.wait(full[2].index(0), 0)\n", "", "wrong outputs"),
     "an arrival too few": (EIGHT_BITS, "arrive(full, count=128)", "arrive(full, count=127)", "wait for ever"),
     "no wait for a free half, sparse": (
         "sparse rows",
-        "        groups = _read_half(found, stride, 0)\n        mbarrier.wait(free.index(2 * odd), phase)\n",
+        "        groups = _read_half(found, stride, 0)\n        mbarrier.wait(free[0].index(odd), phase)\n",
         "        groups = _read_half(found, stride, 0)\n",
         "wrong outputs|ever",
     ),
     "no wait for a free half, sparse bytes": (
         "sparse rows of 8 bits",
-        "        mbarrier.wait(free.index(2 * odd + 1), phase)\n        _write_half(others",
+        "        mbarrier.wait(free[1].index(odd), phase)\n        _write_half(others",
         "        _write_half(others",
         "wrong outputs|ever",
     ),
     "another parity, sparse": (
         "sparse rows of 8 bits",
-        "mbarrier.wait(free.index(2 * odd), phase)",
-        "mbarrier.wait(free.index(2 * odd), phase ^ 1)",
+        "mbarrier.wait(free[0].index(odd), phase)",
+        "mbarrier.wait(free[0].index(odd), phase ^ 1)",
         "wait for ever",
     ),
     "no signal that a half is there, sparse": (
         "sparse rows",
-        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full.index(2 * odd + 1))\n",
+        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full[1].index(odd))\n",
         "        _write_half(groups, None, right.index(odd), 1)\n",
         "wait for ever",
     ),
@@ -237,10 +242,10 @@ PLANTED = {
     ),
     "which keys count is said too late": (
         "sparse rows",
-        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full.index(2 * odd + 1))\n",
+        "        _write_half(groups, None, right.index(odd), 1)\n        filled(full[1].index(odd))\n",
         "        _write_half(groups, None, right.index(odd), 1)\n"
         "        live.index(odd).store(0 * live.index(odd).data)\n"
-        "        filled(full.index(2 * odd + 1))\n        live.index(odd).store(found[2].to(gl.int32))\n",
+        "        filled(full[1].index(odd))\n        live.index(odd).store(found[2].to(gl.int32))\n",
         "wrong outputs",
     ),
     "which keys count is said too early": (

@@ -46,6 +46,12 @@ def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def barriers_of_halves():
+    """`full` and `free` of left halves and of right ones, each of both blocks; `full[2]` is of the queries."""
+    return (barriers(2, 128), barriers(2, 128), barriers(1, 128)), (barriers(2, 128), barriers(2, 128))
+
+
+@gluon.jit
 def halves(dtype: gl.constexpr, NUM: gl.constexpr):
     """Shared memory of the left and right halves of 64 rows, so many times."""
     left = gl.allocate_shared_memory(dtype, [NUM, 64, 256], TILE)
@@ -106,36 +112,36 @@ def copy(entry, live, place, FIRST: gl.constexpr, NUM: gl.constexpr):
 
 @gluon.jit
 def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.constexpr):
-    """The third group. blocks: left halves of both blocks, right ones, and rotated rests. full, free: barriers of the
-    left and right half of the even block, then of the odd one; the rest comes with the half that is free last.
+    """The third group. blocks: left halves of both blocks, right ones, and rotated rests, which come with the half that
+    is free last. full, free: as of `barriers_of_halves`.
     """
     left, right, rest = blocks
     start, end, pairs = keys_of
     offset = gl.arange(0, 64, layout=gl.SliceLayout(1, COPIED))
-    arrive(full.index(4))  # of the queries, which these threads load
+    arrive(full[2].index(0))  # of the queries, which these threads load
     entry_0 = _entries(ids, start + offset, end, strides, PAGE_SIZE)
     entry_1 = _entries(ids, start + 64 + offset, end, strides, PAGE_SIZE)
     for i in range(pairs):
         key = start + i * 128 + offset
         phase = (i & 1) ^ 1
         source, live = latents + entry_0, key < end
-        mbarrier.wait(free.index(0), phase)
+        mbarrier.wait(free[0].index(0), phase)
         copy(source, live, left.index(0), 0, 256)
-        arrive(full.index(0))
+        arrive(full[0].index(0))
         entry_0 = _entries(ids, key + 128, end, strides, PAGE_SIZE)
-        mbarrier.wait(free.index(1), phase)
+        mbarrier.wait(free[1].index(0), phase)
         copy(source, live, right.index(0), 256, 256)
         copy(source, live, rest.index(0), 512, 64)
-        arrive(full.index(1))
+        arrive(full[1].index(0))
         source, live = latents + entry_1, key + 64 < end
-        mbarrier.wait(free.index(2), phase)
+        mbarrier.wait(free[0].index(1), phase)
         copy(source, live, left.index(1), 0, 256)
         copy(source, live, rest.index(1), 512, 64)
-        arrive(full.index(2))
+        arrive(full[0].index(1))
         entry_1 = _entries(ids, key + 192, end, strides, PAGE_SIZE)
-        mbarrier.wait(free.index(3), phase)
+        mbarrier.wait(free[1].index(1), phase)
         copy(source, live, right.index(1), 256, 256)
-        arrive(full.index(3))
+        arrive(full[1].index(1))
 
 
 @gluon.jit
@@ -167,17 +173,17 @@ def gather_8(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.c
     """`gather` of latents of 8 bits an element, through registers, where they become the queries' type."""
     left, right, rest = blocks
     start, end, pairs = keys_of
-    arrive(full.index(4))
+    arrive(full[2].index(0))
     for block in range(pairs * 2):
         key = start + block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, _COPIED_8))
         odd, phase, live = block & 1, ((block >> 1) & 1) ^ 1, key < end
         entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)
-        _convert(entry, live, left.index(odd), 0, free.index(2 * odd), phase)
-        filled(full.index(2 * odd))
+        _convert(entry, live, left.index(odd), 0, free[0].index(odd), phase)
+        filled(full[0].index(odd))
         entry = latents + _entries(ids, key, end, strides, PAGE_SIZE)  # again, as they would be spilled in between
-        _convert(entry, live, right.index(odd), 256, free.index(2 * odd + 1), phase)
+        _convert(entry, live, right.index(odd), 256, free[1].index(odd), phase)
         rest.index(odd).store(_read(entry, live, 512, 64).to(rest.dtype))
-        filled(full.index(2 * odd + 1))
+        filled(full[1].index(odd))
 
 
 @gluon.jit
@@ -194,11 +200,11 @@ def _scores(queries, blocks, full, i, zero, ODD: gl.constexpr):
     """Products of the queries with a block of latents, or of rows of as many elements as its values."""
     block, phase = zero + ODD, i & 1
     scores = gl.zeros([64, 64], gl.float32, layout=_SCORES)
-    mbarrier.wait(full.index(2 * ODD), phase)
+    mbarrier.wait(full[0].index(ODD), phase)
     fence_async_shared()  # what cp.async wrote, for the tensor cores
     keys = blocks[0].index(block).permute((1, 0))
     scores = warpgroup_mma(queries[0].index(zero), keys, scores, use_acc=False, is_async=True)
-    mbarrier.wait(full.index(2 * ODD + 1), phase)
+    mbarrier.wait(full[1].index(ODD), phase)
     fence_async_shared()
     keys = blocks[1].index(block).permute((1, 0))
     scores = warpgroup_mma(queries[1].index(zero), keys, scores, is_async=True)
@@ -263,7 +269,7 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
     end_seen = _end_seen(rows, end, CAUSAL)
     summed = gl.zeros([64, 256], gl.float32, layout=_OUT)
     total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
-    mbarrier.wait(full.index(4), 0)
+    mbarrier.wait(full[2].index(0), 0)
     for i in range(pairs):
         zero = zero_in_turn(i)
         scores = _scores(queries, blocks, full, i, zero, 0)
@@ -284,10 +290,10 @@ def even(given, outputs, lse, CAUSAL: gl.constexpr):
         fading = gl.exp2(even_peak - peak)
         total = total * fading
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        arrive(free.index(0))
+        arrive(free[0].index(0))
         adding = warpgroup_mma(rest.index(zero + 1), left.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        arrive(free.index(2))
+        arrive(free[0].index(1))
     peaks.index(2).store(total)
     signal(handed.index(0))
     mbarrier.wait(handed.index(1), pairs & 1)
@@ -308,7 +314,7 @@ def odd(given, outputs, CAUSAL: gl.constexpr):
     end_seen = _end_seen(rows, end, CAUSAL)
     summed = gl.zeros([64, 256], gl.float32, layout=_OUT)
     total, peak = gl.zeros([64], gl.float32, layout=_ROWS), gl.full([64], _LOWEST, gl.float32, layout=_ROWS)
-    mbarrier.wait(full.index(4), 0)
+    mbarrier.wait(full[2].index(0), 0)
     for i in range(pairs):
         zero = zero_in_turn(i)
         scores = _scores(queries, blocks, full, i, zero, 1)
@@ -328,10 +334,10 @@ def odd(given, outputs, CAUSAL: gl.constexpr):
         total = total * (even_fading * fading) + gl.sum(weights, 1)
         operand = gl.convert_layout(rounded, _WEIGHTS)
         summed = warpgroup_mma_wait(0, deps=(adding,))
-        arrive(free.index(1))
+        arrive(free[1].index(0))
         adding = warpgroup_mma(operand, right.index(zero + 1), summed * _of_rows(fading), is_async=True)
         summed, operand = warpgroup_mma_wait(0, deps=(adding, operand))
-        arrive(free.index(3))
+        arrive(free[1].index(1))
     # In this order, as the other group may not have seen the last turn's arrival yet: it would miss one of two.
     mbarrier.wait(handed.index(0), pairs & 1)
     even_total = peaks.index(2).load(_ROWS)

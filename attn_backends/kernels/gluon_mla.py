@@ -63,6 +63,7 @@ from attn_backends.kernels.gluon_groups import (
     PLAIN,
     TILE,
     barriers,
+    barriers_of_halves,
     copy,
     even,
     gather_any,
@@ -102,11 +103,12 @@ def _tiles(dtype: gl.constexpr, NUM: gl.constexpr):
 
 @gluon.jit
 def _memory(dtype: gl.constexpr):
-    """Shared memory: queries, blocks, peaks of both groups (and in the end their totals); barriers as of `gather`, and
+    """Shared memory: queries, blocks, peaks of both groups (and in the end their totals); barriers of halves, and
     those by which the groups hand on weights.
     """
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
-    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, barriers(5, 128), barriers(4, 128), barriers(2, 1)
+    full, free = barriers_of_halves()
+    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, full, free, barriers(2, 1)
 
 
 @gluon.jit

@@ -37,7 +37,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from attn_backends.kernels import fp8_pages, triton_pages
 from attn_backends.kernels.devices import gpu_of
-from attn_backends.kernels.gluon_groups import COPIED, NUMBERS, TILE, barriers, even, filled, halves, odd
+from attn_backends.kernels.gluon_groups import (
+    COPIED,
+    NUMBERS,
+    TILE,
+    barriers,
+    barriers_of_halves,
+    even,
+    filled,
+    halves,
+    odd,
+)
 from attn_backends.kernels.torch_compressed import Keys
 from attn_backends.kernels.triton_launch import Call, DirectLaunch
 from attn_backends.kernels.triton_sparse import Blocks, merge, num_splits
@@ -147,15 +157,15 @@ def _gather_bytes(blocks, full, free, live, pools, lists, first, pairs):
     for i in range(pairs * 2):
         odd, phase = i & 1, ((i >> 1) & 1) ^ 1
         scales, others = _read_scales(found), _read_half(found, 1, 1)
-        mbarrier.wait(free.index(2 * odd), phase)
+        mbarrier.wait(free[0].index(odd), phase)
         live.index(odd).store(found[2].to(gl.int32))
         _write_half(groups, scales, left.index(odd), 0)
-        filled(full.index(2 * odd))
+        filled(full[0].index(odd))
         found = _find(first + i + 1, pools, lists)
         groups = _read_half(found, 1, 0)
-        mbarrier.wait(free.index(2 * odd + 1), phase)
+        mbarrier.wait(free[1].index(odd), phase)
         _write_half(others, scales, right.index(odd), 1)
-        filled(full.index(2 * odd + 1))
+        filled(full[1].index(odd))
 
 
 @gluon.jit
@@ -167,14 +177,14 @@ def _gather_floats(blocks, full, free, live, pools, lists, first, pairs):
         odd, phase = i & 1, ((i >> 1) & 1) ^ 1
         found = _find(first + i, pools, lists)
         groups = _read_half(found, stride, 0)
-        mbarrier.wait(free.index(2 * odd), phase)
+        mbarrier.wait(free[0].index(odd), phase)
         live.index(odd).store(found[2].to(gl.int32))
         _write_half(groups, None, left.index(odd), 0)
-        filled(full.index(2 * odd))
+        filled(full[0].index(odd))
         groups = _read_half(found, stride, 1)
-        mbarrier.wait(free.index(2 * odd + 1), phase)
+        mbarrier.wait(free[1].index(odd), phase)
         _write_half(groups, None, right.index(odd), 1)
-        filled(full.index(2 * odd + 1))
+        filled(full[1].index(odd))
 
 
 @gluon.jit
@@ -197,7 +207,7 @@ def _load_queries(q, given, HALF: gl.constexpr):
     queries[HALF].index(0).store(loaded)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.arrive(full.index(4), count=64)
+    mbarrier.arrive(full[2].index(0), count=64)
 
 
 @gluon.jit
@@ -270,7 +280,8 @@ def _attend(
     weights = gl.allocate_shared_memory(q[0].dtype.element_ty, [2, 64, 64], TILE)
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
     live = gl.allocate_shared_memory(gl.int32, [2, 64], NUMBERS)
-    full, free, handed = barriers(5, 128), barriers(4, 128), barriers(2, 1)
+    full, free = barriers_of_halves()
+    handed = barriers(2, 1)
     gl.thread_barrier()
 
     is_part, offset = num_splits > 1, (split * num_tokens).to(gl.int64) * num_heads
