@@ -263,7 +263,7 @@ PLANTED = {
     ),
     "no signal of free keys": (
         "prompts",
-        "        arrive(free[0].index((step + 1) & 1))\n",
+        "        signal(free[0].index((step + 1) & 1))\n",
         "",
         "groups wait for ever",
     ),

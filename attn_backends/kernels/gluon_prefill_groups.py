@@ -248,17 +248,17 @@ def _pass_over(
     for block in range(block_range[0], block_range[1]):
         zero = zero_in_turn(block)
         mbarrier.wait(order[HALF].index(0), (passed & 1) ^ (1 - HALF))
-        mbarrier.wait(full[1].index(step & 1), (step >> 1) & 1)
         _wait(full[0], step + 1)
         scores = _multiply_keys(queries, keys, step + 1, zero, HALF)
+        _wait(full[1], step)
         adding = _multiply_values(operand, values, summed, step, zero)
-        arrive(order[1 - HALF].index(0))
+        signal(order[1 - HALF].index(0))
         scores = warpgroup_mma_wait(1, deps=(scores,))
         weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, MASKED)
         totals.store(softmax[1])  # the wait below is not moved before it
-        arrive(free[0].index((step + 1) & 1))
+        signal(free[0].index((step + 1) & 1))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
-        arrive(free[1].index(step & 1))
+        signal(free[1].index(step & 1))
         operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         summed = summed * gl.convert_layout(kept, gl.SliceLayout(1, OUT))[:, None]
         step, passed = step + 1, passed + 1
@@ -297,7 +297,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
         _wait(full[0], step)
         scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, step, zero_in_turn(turn), HALF),))
-        arrive(free[0].index(step & 1))
+        signal(free[0].index(step & 1))
         weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
         operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         state = gl.zeros([64, V_DIM], gl.float32, layout=OUT), operand, softmax, step, passed
@@ -305,12 +305,12 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
         state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
         kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
-        arrive(free[2].index(0))
+        signal(free[2].index(0))
         summed, operand, softmax, step, passed = state
         _wait(full[1], step)
         adding = _multiply_values(operand, values, summed, step, zero_in_turn(turn))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
-        arrive(free[1].index(step & 1))
+        signal(free[1].index(step & 1))
         step, turn = step + 1, turn + 1
         peak, total = softmax
         row += HALF * 64
