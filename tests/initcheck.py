@@ -2,12 +2,13 @@
 
     python -m tests.initcheck --json docs/results/h200/initcheck.json
 
-takes under 3 minutes: three processes at once, each ended after `--limit` seconds. Every tensor is an allocation of its
-own, as for memcheck. Scratch memory, which the library fills when it allocates it, is left as it was allocated: a fill
-is a write to initcheck. The fault is planted in a copy of the packages: the merge reads parts that no split wrote. The
-same case without the fault must be silent. Exit code 1: initcheck ended and did not report the planted read, a kernel
-of ours reads what nobody wrote, or a case broke or none ran. Where compute-sanitizer is missing, refuses the device or
-does not come to its end, the row says not_run and why, and does not make the exit code 1.
+takes under 4 minutes: three processes at once, each ended after `--limit` seconds. Every tensor is an allocation of its
+own, as for memcheck. The cases are of our kernels: of FlashMLA's it reports that the merge reads parts which nobody
+wrote, in cases whose outputs are right. Scratch memory, which the library fills when it allocates it, is left as it was
+allocated: a fill is a write to initcheck. The fault is planted in a copy of the packages: the merge reads parts that no
+split wrote. The same case without the fault must be silent. Exit code 1: initcheck ended and did not report the planted
+read, a kernel of ours reads what nobody wrote, or a case broke or none ran. Where compute-sanitizer is missing, refuses
+the device or does not come to its end, the row says not_run and why, and does not make the exit code 1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 from attn_backends import results
 from attn_backends.conformance import Case, Subject, run_case, selected_cases
 from attn_backends.registry import get_backend, list_backends
+from attn_backends.selection.providers import VENDOR_KERNELS
 from spec_metadata.buffers import Layout
 from tests.gpu.sanitize import PATHS, SANITIZER, memory_errors, run_cases
 
@@ -77,7 +79,7 @@ def run_here(run: str, limit: float) -> list[dict]:
     """Rows of a run's cases in this process."""
     leave_scratch_unwritten()
     if run == "cases":
-        return list(run_cases("eager", limit))
+        return list(run_cases("eager", limit, VENDOR_KERNELS))
     subject = Subject(get_backend("fa3"), "triton", "cuda")
     case = split_case(subject)
     row = run_case(subject, case)
@@ -134,7 +136,7 @@ def main() -> int:
     """Run all at once, write the rows and print them; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
-    parser.add_argument("--limit", type=float, default=160, metavar="SECONDS", help="of each process (%(default)s)")
+    parser.add_argument("--limit", type=float, default=200, metavar="SECONDS", help="of each process (%(default)s)")
     parser.add_argument("--inside", choices=RUNS, help="run its cases here, without initcheck; writes bare rows")
     args = parser.parse_args()
     if args.inside:

@@ -33,6 +33,11 @@ def test_a_constructor_that_raises():
         run_conformance(Broken)
 
 
+def test_a_first_case_that_its_constructor_refuses_is_run():
+    report = run_conformance("dsv4", kernel="torch", select="compressed.refuses_cut_blocks")
+    assert [row.status for row in report.rows] == [Outcome.REFUSED]
+
+
 def test_expected_failures_are_strict():
     with pytest.raises(ConfigError, match=r"'math.none'.*math.decode"):
         run_conformance("fa3", expected_failures=[ExpectedFailure("math.none", "*", **KNOWN)])

@@ -242,7 +242,7 @@ PAGES = {
     "cycles.md": Page(
         "What planning a cycle costs",
         _CYCLES,
-        ("plan_graphs.json", "plan_graphs_fa3.json", "bench_memory.json"),
+        ("plan_graphs.json", "bench_memory.json"),
         _of_cycles,
     ),
 }
