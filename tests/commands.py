@@ -1,6 +1,7 @@
 """Commands of Python modules in processes of their own that need not import torch again, which takes longest of them.
 
-Each is forked from a server that has imported torch and nothing of ours, the standard library's `forkserver`.
+Each is forked from a server that has imported torch, what loads models, and nothing of ours: the standard library's
+`forkserver`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 OURS = {str(ROOT), str(ROOT / "reference")}
 DEADLINE = 170
+multiprocessing.get_context("forkserver").set_forkserver_preload(  # dynamo is imported at the first recorded graph
+    ["torch", "torch._dynamo", "transformers.modeling_utils"]
+)
 
 
 def run_module(
@@ -24,7 +28,6 @@ def run_module(
     PYTHONPATH comes first. deadline: in seconds, after which it is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
     output = folder.parent / f"{folder.name}.output"
     process = context.Process(target=_run, args=(list(words), str(folder), dict(environment), str(output)))
     process.start()
