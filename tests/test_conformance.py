@@ -20,10 +20,12 @@ from attn_backends.conformance import (
     resolve_subjects,
     run_conformance,
     selected_cases,
+    selection,
 )
 from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
 from attn_backends.conformance.exercise import run_case_eagerly, setup_of
+from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.worlds import World, head_sizes, layer_of, query_heads, scaled_to_fill
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.contract.kernel import Kernel
@@ -44,11 +46,20 @@ def bad(report):
 
 
 ONE_OF_THEM = {"fa3": pytest.mark.smoke}
+FEWER = ("flashinfer_mla", "trtllm_mla", "reference")  # of dense caches like fa3's
 SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another every day
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=ONE_OF_THEM.get(name, ())) for name in list_backends()])
-def test_backend_conforms(name):
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(pytest.param(name, QUICK_CASES, marks=ONE_OF_THEM.get(name, ())) for name in ("fa3", "dsv4")),
+        *(pytest.param(name, QUICK_CASES, marks=pytest.mark.full) for name in FEWER),
+        *((name, 2) for name in FEWER),
+    ],
+)
+def test_backend_conforms(name, most, monkeypatch):
+    monkeypatch.setattr(selection, "QUICK_CASES", most)
     report = run_conformance(name, quick=True, seed=SEED)
     assert bad(report) == [], f"attn-backends conformance {name} --quick --seed {SEED}"
     assert report.executed > 100
