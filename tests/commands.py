@@ -13,12 +13,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 OURS = {str(ROOT), str(ROOT / "reference")}
 DEADLINE = 170
-multiprocessing.get_context("forkserver").set_forkserver_preload(  # dynamo is imported at the first recorded graph
-    ["torch", "torch._dynamo", "transformers.modeling_utils"]
-)
+# Dynamo is imported at the first recorded graph. What initialized a GPU here would keep every forked process from it.
+_MORE = [] if torch.cuda.is_available() else ["torch._dynamo", "transformers.modeling_utils"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", *_MORE])
 
 
 def run_module(

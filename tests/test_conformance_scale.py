@@ -38,7 +38,7 @@ def of_kinds(cases: list[Case]) -> list[Case]:
     return [case for case in cases if case.check == f"scale.{case.kind}"]
 
 
-# The suite makes the other dense backends' cases of the same numbers. Of compressed keys, what dense ones lack is quick.
+# The suite makes the other dense backends' cases of the same numbers. Of compressed keys, what no dense one has.
 QUICK = [each for each in LIMITS if each[1] == "fa3" or each[0].startswith(("entries", "compressed"))]
 
 

@@ -23,7 +23,6 @@ import torch
 
 from attn_backends import results
 from attn_backends.conformance import Case, Outcome
-from tests import commands  # noqa: F401 - what its server has imported
 from tests.mutants import MUTANTS, Mutant
 from tests.mutants.matrix import CHECKS, read_kills, run_planted, size, subject_of
 
