@@ -1,7 +1,6 @@
 """Commands of Python modules in processes of their own that need not import torch again, which takes longest of them.
 
-Each is forked from a server that has imported torch, what loads models, and nothing of ours: the standard library's
-`forkserver`.
+Each is forked from a server that has imported torch and nothing of ours, the standard library's `forkserver`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 OURS = {str(ROOT), str(ROOT / "reference")}
 DEADLINE = 170
-# Dynamo is imported at the first recorded graph. What initialized a GPU here would keep every forked process from it.
+# What initialized a GPU here would keep every forked process from it.
 _MORE = [] if torch.cuda.is_available() else ["torch._dynamo", "transformers.modeling_utils"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", *_MORE])
 

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 HELPERS = [path.stem for path in HERE.glob("*.py") if not path.stem.startswith(("test_", "conftest", "__init__"))]
 pytest.register_assert_rewrite("tests.fuzz", "tests.gpu", "tests.mutants", *(f"tests.{name}" for name in HELPERS))
 
-gc.disable()  # while tests are collected: they stay, and to look at them again and again takes a fifth of that time
+gc.disable()  # while tests are collected, which stay: a fifth of that time
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before
@@ -45,7 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What there is now stays."""
     gc.freeze()
     gc.enable()
 
@@ -66,7 +65,7 @@ def _deterministic() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _packages_are_listed_once() -> Iterator[None]:
-    """Of a path: that takes 3 ms, and most tests ask for several backends by name."""
+    """Of a path: it takes 3 ms."""
     from attn_backends import registry
 
     with pytest.MonkeyPatch.context() as patch:

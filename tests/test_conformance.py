@@ -25,7 +25,6 @@ from attn_backends.conformance import (
 from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
 from attn_backends.conformance.exercise import run_case_eagerly, setup_of
-from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.worlds import World, head_sizes, layer_of, query_heads, scaled_to_fill
 from attn_backends.contract.capabilities import DTYPES
 from attn_backends.contract.kernel import Kernel
@@ -45,7 +44,6 @@ def bad(report):
     return [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD and not row.excused]
 
 
-ONE_OF_THEM = {"fa3": pytest.mark.smoke}
 FEWER = ("flashinfer_mla", "trtllm_mla", "reference")  # of dense caches like fa3's
 SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another every day
 
@@ -53,9 +51,9 @@ SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another eve
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        *(pytest.param(name, QUICK_CASES, marks=ONE_OF_THEM.get(name, ())) for name in ("fa3", "dsv4")),
-        *(pytest.param(name, QUICK_CASES, marks=pytest.mark.full) for name in FEWER),
-        *((name, 2) for name in FEWER),
+        pytest.param("fa3", 3, marks=pytest.mark.smoke),
+        ("dsv4", 3),
+        *(pytest.param(name, most, marks=[pytest.mark.full] * (most > 2)) for name in FEWER for most in (2, 3)),
     ],
 )
 def test_backend_conforms(name, most, monkeypatch):

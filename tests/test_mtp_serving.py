@@ -52,13 +52,13 @@ PER_PHASE = dict.fromkeys(PHASES, "flashinfer_mla") | {"prefill": "fa3", "draft_
 @pytest.mark.parametrize("model", ["mla", "gqa"])
 @pytest.mark.one_in(2)
 def test_a_cycle_accepts_as_much_on_every_path(model):
-    capacity, given = capacity_of(NUM_STEPS, 5, 96, 32), prompts(6, 40)
-    expected, _ = plain(model, "reference", capacity, given, 16)
+    capacity, given = capacity_of(NUM_STEPS, 5, 96, 32), prompts(6, 60)
+    expected, _ = plain(model, "reference", capacity, given, 24)
     others = ["flashinfer_mla", PER_PHASE] if model == "mla" else ["fa3", "reference"]
     found = []
     for backend, path, lag in (("fa3", {}, 0), (others[0], GRAPH, 1), (others[1], PER_MODULE, 0), ("fa3", GRAPH, 1)):
         worker = shipped_worker(model, backend, capacity, chunk=20 + 9 * lag, host_lag=lag, **path)
-        found.append(serve(worker, given, 16))
+        found.append(serve(worker, given, 24))
         check_nothing_kept(worker)
     assert tokens(found[0]) == tokens(expected)
     assert all(completions == found[0] for completions in found[1:]), "tokens or cycles differ"

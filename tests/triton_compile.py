@@ -1,6 +1,6 @@
 """Compiles our Triton kernels for Hopper without a GPU: `python -m tests.triton_compile` prints a line of JSON each.
 It runs in a process of its own, because in that of the tests Triton interprets, which takes what a compiler refuses.
-With the word `ptx` it compiles to PTX, as tests of parameters do, and finds in Triton's cache what these compiled.
+With the word `ptx` it stops there, and finds in Triton's cache what tests of parameters compiled.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def jitted() -> set[str]:
 
 
 def for_hopper(*, assemble: bool) -> Any:
-    """From now on Triton compiles for Hopper. assemble: whether ptxas makes a binary. Returns Triton's target."""
+    """Triton's target from now on. assemble: whether ptxas runs."""
     import triton
     from triton.backends.compiler import GPUTarget
 
