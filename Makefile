@@ -5,7 +5,8 @@ CANDIDATES = python3 python3.14 python3.13 python3.12 python3.11 python
 PROBE = import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for python in $(CANDIDATES); do $$python -c '$(PROBE)' 2>/dev/null && echo $$python && break; done)
 INSTALLED = .venv/installed
-RUN = OMP_NUM_THREADS=1 .venv/bin/python -m
+# Bytecode is written: forty processes of tests would compile our modules anew.
+RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m
 BIN = .venv/bin
 RUN_VLLM = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
 

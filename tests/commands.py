@@ -12,9 +12,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 OURS = {str(ROOT), str(ROOT / "reference")}
 DEADLINE = 170
+# What initialized a GPU here would keep every forked process from it.
+_MORE = [] if torch.cuda.is_available() else ["torch._dynamo", "transformers.modeling_utils"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", *_MORE])
 
 
 def run_module(
@@ -24,7 +29,6 @@ def run_module(
     PYTHONPATH comes first. deadline: in seconds, after which it is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
     output = folder.parent / f"{folder.name}.output"
     process = context.Process(target=_run, args=(list(words), str(folder), dict(environment), str(output)))
     process.start()

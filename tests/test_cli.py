@@ -275,9 +275,9 @@ def test_demo_runs_the_backends_that_are_named_on_the_cache_that_is_asked_for(mo
 def test_demo_fails_if_a_row_does(dtype, consistent, code, verdict, monkeypatch, capsys):
     fields = {"dtype": dtype, "identical": False, "consistent": consistent, "divergences": 2, "max_gap": 0.25}
     row = Row(**{name: getattr(ROW, name) for name in FIELDS.split()} | fields)
-    rows = iter([*[ROW] * 21, row])
+    rows = iter([ROW, row])
     monkeypatch.setattr(demo, "run_row", lambda *args: next(rows))
-    assert main(["demo"]) == code
+    assert main(["demo", "--backend", "dsv4"]) == code
     output = capsys.readouterr().out
     assert verdict in output
     assert "2 of 6" in output

@@ -174,7 +174,7 @@ def test_a_reader_that_goes_away_is_no_failed_check():
 
 def test_a_reader_that_goes_away_costs_no_result(tmp_path):
     path = tmp_path / "rows.json"
-    process = start(*LONG, "--select", "plan.write_slots", "--quick", "--json", str(path))
+    process = start(*LONG, "--select", "api.idle", "--quick", "--json", str(path))
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(timeout=DEADLINE) == 141
@@ -183,7 +183,7 @@ def test_a_reader_that_goes_away_costs_no_result(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_is_one_line():
-    process = start(*LONG, "--select", "plan.write_slots", "--quick", "--json", "/dev/full")
+    process = start(*LONG, "--select", "api.idle", "--quick", "--json", "/dev/full")
     output, error = process.communicate(timeout=DEADLINE)
     assert error == "error: /dev/full can't be written: No space left on device\n"
     assert "exit code 0" in output, "what was found is printed all the same"

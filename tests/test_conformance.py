@@ -20,6 +20,7 @@ from attn_backends.conformance import (
     resolve_subjects,
     run_conformance,
     selected_cases,
+    selection,
 )
 from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
@@ -43,12 +44,20 @@ def bad(report):
     return [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD and not row.excused]
 
 
-ONE_OF_THEM = {"fa3": pytest.mark.smoke}
+FEWER = ("flashinfer_mla", "trtllm_mla", "reference")  # of dense caches like fa3's
 SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another every day
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=ONE_OF_THEM.get(name, ())) for name in list_backends()])
-def test_backend_conforms(name):
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        pytest.param("fa3", 3, marks=pytest.mark.smoke),
+        ("dsv4", 3),
+        *(pytest.param(name, most, marks=[pytest.mark.full] * (most > 2)) for name in FEWER for most in (2, 3)),
+    ],
+)
+def test_backend_conforms(name, most, monkeypatch):
+    monkeypatch.setattr(selection, "QUICK_CASES", most)
     report = run_conformance(name, quick=True, seed=SEED)
     assert bad(report) == [], f"attn-backends conformance {name} --quick --seed {SEED}"
     assert report.executed > 100

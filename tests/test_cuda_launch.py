@@ -212,16 +212,11 @@ def test_a_launch_makes_its_device_the_current_one(machine: SimpleNamespace, mon
 
 COMPILED = """
 import re, struct
-from types import SimpleNamespace
-import triton
-from triton.backends.compiler import GPUTarget
 from attn_backends.kernels import cuda_launch
 from attn_backends.kernels.triton_launch import Launch
-from tests.triton_compile import PLANNERS
+from tests.triton_compile import PLANNERS, for_hopper
 
-target = GPUTarget("cuda", 90, 32)
-here = dict(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
-triton.runtime.driver.set_active(SimpleNamespace(**here))
+for_hopper(assemble=False)
 bits = dict(u64=8, b64=8, u32=4, b32=4)
 
 def compare(launch, variant, *arguments):
@@ -240,9 +235,10 @@ for launch in PLANNERS.values():
 """
 
 
-def test_a_compiled_kernel_has_the_parameters_that_its_signature_says() -> None:
+def test_a_compiled_kernel_has_the_parameters_that_its_signature_says(pytestconfig: pytest.Config) -> None:
     """As PTX declares them, of the kernels that are launched so; scratch pointers behind."""
-    environment = {"PATH": "", "TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
+    cache = str(pytestconfig.cache.mkdir("triton"))
+    environment = {"PATH": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -65,12 +65,13 @@ def desk(tmp_path_factory) -> Path:
 LONG = {  # commands that take longest, and what of them `make test` runs beside
     "attn-backends demo --backend fa3": "the demo of one prompt and one draft, `test_cli`",
     "attn-backends demo --backend my_package.my_mla:MyMLABackend": "the demo of another package's backend, `test_cli`",
-    "attn-backends conformance seqmajor --quick": "the same cases by `pytest` alone",
+    "attn-backends conformance seqmajor --quick": "most of the same cases, `test_pip_install`",
     'attn-backends generate --config eagle3-tree --prompt "import os"': "EAGLE-3 in `test_examples`",
     'attn-backends generate --config mtp --prompt "def main():"': "MTP in `test_examples`",
     'attn-backends generate --model gqa --draft gqa --prompt "import os"': "a chain in `test_examples`",
     'attn-backends generate --model gqa --draft gqa-eagle3 --prompt "import os"': "EAGLE-3 in `test_examples`",
-    "pytest --pyargs attn_backends.conformance --attn-backend seqmajor --attn-quick": "the same cases by `pytest`",
+    "pytest": "the workflow of the example, `test_third_party`, and what other cases pip installs, `test_pip_install`",
+    "pytest --pyargs attn_backends.conformance --attn-backend seqmajor --attn-quick": "other cases, `test_out_of_tree`",
     'attn-backends generate --config tree --backend fa3 --prompt "import os"': "a tree in `test_examples`",
 }
 COMMANDS = sorted({snippet.text for snippet in those("sh")})

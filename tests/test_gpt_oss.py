@@ -163,6 +163,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("graphs", [RecordedGraph, None], ids=["recorded", "eager"])
+@pytest.mark.one_in(3)
 def test_texts_are_transformers_own(published: Path, tmp_path: Path, shape: str, graphs: type | None) -> None:
     """Plainly and with an EAGLE-3 head of SpecForge's gpt-oss format, over texts longer than the windows."""
     target, model = load_target(published, torch.float32), plain_model(published)
@@ -184,6 +185,7 @@ GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("path", [GRAPH, {}], ids=["recorded", "eager"])
+@pytest.mark.one_in(3)
 def test_requests_that_come_and_go_get_what_plain_decoding_gives(path: dict[str, Any], shape: dict[str, int]) -> None:
     """Greedy and sampled, a round late, whatever lengths cycles accept of a random head's drafts."""
     scene = arrivals(20, 25, 80, 20, seed=3)

@@ -14,7 +14,7 @@ from tests.gpu.workers import judged
 from tests.mutants import MUTANTS
 from tests.serving_scenes import TREE
 
-GQA, FEW = ("gqa", "fa3", 4), {"num_requests": 6}
+GQA, FEW = ("gqa", "fa3", 4), {"num_requests": 4}
 LAWS = {
     "ragged verify": partial(device_laws.check_drafts, "ragged verify", GQA, 1, **FEW),
     "adaptive steps": partial(device_laws.check_drafts, "adaptive steps", GQA, 1, **FEW),

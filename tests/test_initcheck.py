@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import initcheck
+from tests.commands import run_module
 from tests.initcheck import FAULT, KERNEL, ROOT, copy_packages, judged
 
 READ = """========= COMPUTE-SANITIZER
@@ -65,10 +65,10 @@ def test_the_planted_fault_is_one_line_of_a_copy(tmp_path: Path) -> None:
 def test_only_the_planted_fault_reads_scratch_that_nobody_wrote(planted, scratch, wanted, tmp_path: Path) -> None:
     """On Triton's interpreter, where what is allocated and not written holds NaN. Filled scratch has been written."""
     copy_packages(tmp_path, planted=planted)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-c", ON_CPU, scratch]
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    assert wanted in ran.stdout
+    (tmp_path / "on_cpu.py").write_text(ON_CPU)
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)}
+    code, output = run_module(["on_cpu", scratch], tmp_path, environment)
+    assert (code, wanted in output) == (0, True), output
 
 
 def test_a_planted_read_must_be_reported_in_the_kernel_that_reads() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 from _pytest.assertion.rewrite import AssertionRewritingHook
+
+from tests.commands import run_module
 
 TESTS = Path(__file__).parent
 PLANTED = """
@@ -43,11 +44,12 @@ def asserting_helpers() -> list[str]:
 
 def test_a_failing_law_shows_its_values(tmp_path: Path) -> None:
     (tmp_path / "test_planted.py").write_text(PLANTED)
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", tmp_path]
-    done = subprocess.run([*command, tmp_path], cwd=TESTS.parent, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "{0: [0, 41]" in done.stdout
-    assert "{0: [0, 37]" in done.stdout
+    words = ["pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    paths = os.pathsep.join((str(TESTS.parent), str(TESTS.parent / "reference")))
+    code, output = run_module(words, tmp_path, {**os.environ, "PYTHONPATH": paths})
+    assert code == 1, output
+    assert "{0: [0, 41]" in output
+    assert "{0: [0, 37]" in output
 
 
 @pytest.mark.parametrize("name", asserting_helpers())

@@ -13,6 +13,7 @@ import pytest
 
 from attn_backends.conformance import Outcome
 from attn_backends.conformance.catalogue import group_of
+from tests import commands  # noqa: F401 - what processes are forked from
 from tests.mutants import MUTANTS, Mutant, gpu
 from tests.mutants.matrix import CHECKS, COMMAND, PAGE, page, passes, read_kills, run_planted
 

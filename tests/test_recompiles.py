@@ -43,14 +43,21 @@ def test_kernels_are_compiled_for_no_size_of_a_batch() -> None:
         assert {kernel: len(keys) for kernel, keys in kernels.items()} == expected, f"{name}: {kernels}"
 
 
-@pytest.mark.parametrize("version", ["installed", GLUON_TRITON])
-def test_every_kernel_compiles_for_hopper(version: str, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        pytest.param("installed", ["ptx"], id="installed, to PTX"),
+        pytest.param(GLUON_TRITON, [], id=GLUON_TRITON),
+        pytest.param("installed", [], marks=pytest.mark.full, id="installed"),
+    ],
+)
+def test_every_kernel_compiles_for_hopper(version: str, words: list[str], pytestconfig: pytest.Config) -> None:
     """With the triton that is here, and with the one that Gluon is for, which GPUs have: no function is left out."""
     place = [] if version == "installed" else [str(fetch(pytestconfig.cache.mkdir("gluon")))]
     path = os.pathsep.join([*place, str(_ROOT), *sys.path])
     cache = str(pytestconfig.cache.mkdir("triton"))
     environment = {"PATH": "", "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "tests.triton_compile"]
+    command = [sys.executable, "-m", "tests.triton_compile", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=_ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     *kernels, (used, left) = map(json.loads, done.stdout.splitlines())

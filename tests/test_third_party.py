@@ -21,6 +21,7 @@ from attn_backends.conformance import Case, ExpectedFailure, Outcome, Report, Ro
 from attn_backends.conformance.badge import badge, main
 from attn_backends_pytest import parametrize_with_checks
 from spec_metadata import CacheGeometry, Capacity
+from tests.commands import run_module
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
@@ -167,10 +168,7 @@ def test_my_backend(check):
 
 def test_the_decorator_runs_from_wheels_in_an_empty_folder(tmp_path, site):
     (tmp_path / "test_mine.py").write_text(OWN_TESTS)
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b15 passed", done.stdout), done.stdout
+    words = ["pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    code, output = run_module(words, tmp_path, {**os.environ, "PYTHONPATH": str(site)})
+    assert code == 0, output
+    assert re.search(r"\b15 passed", output), output
