@@ -21,6 +21,7 @@ READ = """========= COMPUTE-SANITIZER
 ========= ERROR SUMMARY: 1 error
 """
 SILENT = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+FULL = "========= COMPUTE-SANITIZER\n========= 24160 errors were skipped (error buffer overflow).\n" + SILENT
 RAN = [{"backend": "fa3", "kernel": "triton", "case": "one", "status": "pass", "reason": ""}]
 ON_CPU = """
 import sys
@@ -85,6 +86,9 @@ def test_a_read_in_a_kernel_of_ours_or_a_broken_case_fails(run: str) -> None:
         judged(run, READ, "", RAN)["reason"] == f"1 x Uninitialized __global__ memory read of size 4 bytes in {KERNEL}"
     )
     assert judged(run, READ.replace(KERNEL, "void at::native::copy"), "", RAN)["status"] == "pass"
+    full = judged(run, FULL, "", RAN)
+    assert (full["status"], full["errors"][0]["what"]) == ("pass", "24160 errors were skipped (error buffer overflow).")
+    assert judged(run, FULL.replace("skipped (error buffer overflow)", "found"), "", RAN)["status"] == "fail"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "error"}])["status"] == "fail"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "fail"}])["status"] == "fail"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "not_run"}])["status"] == "fail"

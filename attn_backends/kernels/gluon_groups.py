@@ -46,9 +46,12 @@ def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def barriers_of_halves():
-    """`full` and `free` of left halves and of right ones, each of both blocks; `full[2]` is of the queries."""
-    return (barriers(2, 128), barriers(2, 128), barriers(1, 128)), (barriers(2, 128), barriers(2, 128))
+def barriers_of_groups():
+    """`full` and `free` of left halves and of right ones, each of both blocks, where `full[2]` is of the queries; and
+    those by which the groups hand on weights.
+    """
+    full = (barriers(2, 128), barriers(2, 128), barriers(1, 128))
+    return full, (barriers(2, 128), barriers(2, 128)), barriers(2, 1)
 
 
 @gluon.jit
@@ -67,7 +70,7 @@ def signal(bar):
 
 @gluon.jit
 def arrive(bar):
-    """Arrive each thread on its own, after its copies: warps that signal meet twice, and wait for one another."""
+    """Arrive each thread on its own, after its copies. Warps that signal wait for one another."""
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -113,7 +116,7 @@ def copy(entry, live, place, FIRST: gl.constexpr, NUM: gl.constexpr):
 @gluon.jit
 def gather(blocks, full, free, latents, strides, ids, keys_of, PAGE_SIZE: gl.constexpr):
     """The third group. blocks: left halves of both blocks, right ones, and rotated rests, which come with the half that
-    is free last. full, free: as of `barriers_of_halves`.
+    is free last. full, free: as of `barriers_of_groups`.
     """
     left, right, rest = blocks
     start, end, pairs = keys_of

@@ -62,8 +62,7 @@ from attn_backends.kernels.gluon_groups import (
     NUMBERS,
     PLAIN,
     TILE,
-    barriers,
-    barriers_of_halves,
+    barriers_of_groups,
     copy,
     even,
     gather_any,
@@ -103,12 +102,10 @@ def _tiles(dtype: gl.constexpr, NUM: gl.constexpr):
 
 @gluon.jit
 def _memory(dtype: gl.constexpr):
-    """Shared memory: queries, blocks, peaks of both groups (and in the end their totals); barriers of halves, and
-    those by which the groups hand on weights.
-    """
+    """Shared memory: queries, blocks, peaks of both groups (and in the end their totals), barriers."""
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
-    full, free = barriers_of_halves()
-    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, full, free, barriers(2, 1)
+    full, free, handed = barriers_of_groups()
+    return _tiles(dtype, 1), _tiles(dtype, 2), peaks, full, free, handed
 
 
 @gluon.jit

@@ -13,26 +13,29 @@ and the groups begin their products in turns.
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request.
 
-On an H200 in bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds
-(docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md):
+In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H100
+(docs/results/h100/kernels_prefill_fa3.json):
 
                                       this     FlashAttention-3   triton_prefill
-    a prompt of 8192                  1018     857                1557
-    a prompt of 32768                 16504    13218              24385
-    the last 1024 of 32768            999      821                1511
-    8 prompts of 1024                 233      175                268
-    a prompt of 1024                  43       31                 44
+    a prompt of 8192                  963      861                1518
+    a prompt of 32768                 15943    13392              23816
+    the last 1024 of 32768            981      826                1530
+    8 prompts of 1024                 227      176                267
+    a prompt of 1024                  37       33                 45
 
-So it reaches 0.80 to 0.84 of FlashAttention-3's speed in long prompts, up to 543 TFLOP/s, and 0.71 to 0.75 in those of
-1024 rows, whose tiles have 4.5 blocks each. A block of 128 keys takes 1.9 us. FlashAttention-3 has the copy engine
-(TMA) bring keys and take outputs, where threads do both here. On an H100 it is 0.84 to 0.86 in whole prompts
-(docs/results/h100/kernels_prefill_fa3.json).
+So it reaches 0.84 to 0.89 of FlashAttention-3's speed in whole prompts, and 0.77 to 0.88 in those of 1024 rows, whose
+tiles have 4.5 blocks each. On an H200, 0.82 to 0.86 and 0.77, before programs took long tiles of several heads first
+and barriers of keys and values were apart (docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md).
+FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
 
 Profiles are of ncu on an H100 (docs/results/h100/profiles.json). In a prompt of 32768 a multiprocessor's busiest unit
-is at 0.64 of what it can, FlashAttention-3's at 0.76. L1 is at 0.49 and L2 at 0.51: none is full. In a prompt of 1024
-tensor cores are at 0.05 to 0.39, by multiprocessor. A program took its next tile when it began one, so those of long
-tiles took as many as those of short ones: 12 blocks at most, where 8.7 are the mean. Now it takes it when it has begun
-to load the last block. No GPU has timed that yet.
+is at 0.63 of what it can, FlashAttention-3's at 0.76. L1 is at 0.48 and L2 at 0.44: none is full. In a prompt of 1024
+tensor cores are at 0.21 to 0.27, by multiprocessor; they were at 0.11 to 0.38 while a program took the tiles of one
+head before those of the next.
+
+Compiled, the warps of a group meet five times in a block, twice because Triton adds it, and there are two fences. With
+arrivals thread by thread (cp.async.mbarrier.arrive) they meet once, but prompts of 8192 and more took 3 to 4 % longer,
+in a comparison that is not kept.
 
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
 registers, and writes them to shared memory in the queries' type. That, and keys of 192 elements with values of 128,

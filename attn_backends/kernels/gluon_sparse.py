@@ -41,8 +41,7 @@ from attn_backends.kernels.gluon_groups import (
     COPIED,
     NUMBERS,
     TILE,
-    barriers,
-    barriers_of_halves,
+    barriers_of_groups,
     even,
     filled,
     halves,
@@ -280,8 +279,7 @@ def _attend(
     weights = gl.allocate_shared_memory(q[0].dtype.element_ty, [2, 64, 64], TILE)
     peaks = gl.allocate_shared_memory(gl.float32, [4, 64], NUMBERS)
     live = gl.allocate_shared_memory(gl.int32, [2, 64], NUMBERS)
-    full, free = barriers_of_halves()
-    handed = barriers(2, 1)
+    full, free, handed = barriers_of_groups()
     gl.thread_barrier()
 
     is_part, offset = num_splits > 1, (split * num_tokens).to(gl.int64) * num_heads

@@ -15,10 +15,10 @@ vendors' schedules: the same batch gives the same bits.
 One request of 131,072 tokens among 127 of 1024, in microseconds on an H100 (docs/results/h100/skewed.json):
 
                                      this    without    vendor
-    MLA, 128 heads, width 1          200     3567       167       (gluon_mla, FlashMLA)
-    the same, width 4                553     3487       460
+    MLA, 128 heads, width 1          197     3567       166       (gluon_mla, FlashMLA)
+    the same, width 4                545     3487       463
     32 heads of 128 over 8, width 1  429     3594       361       (triton_decode, FlashAttention-3)
-    the same, width 4                433     3573       371
+    the same, width 4                434     3573       370
 
 Where no request is long, programs look at the lengths in vain, and the merge is a launch more. The median of 320 sizes
 takes 1.00 times as long as without, MLA of 16 heads up to 1.12, at 8 requests of 4096 (docs/results/h100/pieces.json).

@@ -50,9 +50,7 @@ _MISSED = """## What misses its bound
 Profiles are of ncu on an H100 ([all of them](results/h100/profiles.json)). They are also in the docstrings of [prompts
 on Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_backends/kernels/gluon_sparse.py)."""
 _NOT_PROFILED = "not profiled yet"
-_PROMPTS = "as profiled at 1 x 32768: a multiprocessor's busiest unit is at 0.64, FlashAttention-3's at 0.76"
-_SHORT_PROMPTS = """as profiled with 32 heads: tensor cores work in 0.05 to 0.39 of all cycles, by multiprocessor; \
-tiles are shared out otherwise since, which no GPU has timed"""
+_PROMPTS = "as profiled at 1 x 32768: a multiprocessor's busiest unit is at 0.63, FlashAttention-3's at 0.76"
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
 replay less that of an empty graph; kernels is the sum of what its kernels take. Where the layer's heads are named, a
@@ -145,9 +143,15 @@ def _missed(results: Mapping[str, Results]) -> Iterator[tuple[Any, ...]]:
     for result in results.values():
         for each in check_targets(result.rows, result.own.get("ceilings", {})):
             if each.met is False and not each.target.endswith("median"):
-                why = _SHORT_PROMPTS if "context 1024," in each.case else _PROMPTS
                 is_prompt = (each.backend, each.kernel) == ("fa3", "gluon")
-                yield each.target, each.backend, each.kernel, each.case, each.value, why if is_prompt else _NOT_PROFILED
+                yield (
+                    each.target,
+                    each.backend,
+                    each.kernel,
+                    each.case,
+                    each.value,
+                    _PROMPTS if is_prompt else _NOT_PROFILED,
+                )
 
 
 def _of_kernels(results: Mapping[str, Results], links: Mapping[str, Path]) -> Iterator[str]:
