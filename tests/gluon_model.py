@@ -429,6 +429,9 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return (a if condition else b) if isinstance(a, Pointer) else torch.where(condition, a, b)
 
 
+_PAIR = "cvt.rn.{}.f32 $0, $2, $1;"  # the first element in the lower half
+_ASM = {"mov.u32 $0, 0;": lambda given, dtype: 0}
+_ASM |= {_PAIR.format(pair): lambda given, dtype: given.to(dtype) for pair in ("bf16x2", "f16x2")}
 _TYPES = ("uint8", "int32", "int64", "bfloat16", "float16", "float32")
 _LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in (*_TYPES, "exp2", "log2")},
@@ -441,7 +444,7 @@ _LANGUAGE: dict[str, Any] = {
     "constexpr": lambda value: value,
     "static_range": range,
     "thread_barrier": lambda: None,
-    "inline_asm_elementwise": lambda asm, constraints, given, dtype, **_: given[0].to(dtype) if "cvt" in asm else 0,
+    "inline_asm_elementwise": lambda asm, constraints, given, dtype, **_: _ASM[asm](given[0], dtype),
     "arange": lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
     "zeros": lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
     "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),

@@ -88,6 +88,7 @@ def test_latents_of_8_bits(form, dtype):
         assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shares", [(0, 2), (1, 3), (2, 9), (3, 1)], ids=str)
 def test_the_last_requests_latents_may_be_divided(form, shares):
@@ -106,8 +107,8 @@ def test_the_last_requests_latents_may_be_divided(form, shares):
 def test_a_long_request_has_pieces_instead_of_parts(form, shares):
     """Of 21 blocks at least 5 each, where 5 run at once; not where the parts of all are hardly longer."""
     num_whole, num_splits = shares
-    arguments = given(replace(LATENTS, lens=(2600, 5, 130)), form, form != "csr", torch.bfloat16)
-    num_heads, width = LATENTS.num_heads, LATENTS.widths[0]
+    num_heads, width = 24 if form == "csr" else 8, LATENTS.widths[0]  # two tiles or one
+    arguments = given(replace(LATENTS, lens=(2600, 5, 130), num_heads=num_heads), form, form != "csr", torch.bfloat16)
     divided = (3 - num_whole) * num_splits if num_splits > 1 else 0
     num_rows = (divided + 5) * width * num_heads
     arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
@@ -319,7 +320,7 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
     text = (KERNELS / f"{module}.py").read_text()
     lines = text.splitlines(keepends=True)
     for i, line in enumerate(lines):
-        without = re.sub(r"(signal|filled|mbarrier\.(wait|arrive)|async_copy\.mbarrier_arrive)\(.*", "pass", line)
+        without = re.sub(r"(?<!def )\b(signal|filled|_?wait|_?arrive|mbarrier\.(wait|arrive))\(.*", "pass", line)
         other = re.sub(r"(mbarrier\.wait\(.*), (.*)\)", r"\1, (\2) ^ 1)", line)
         before, after = "".join(lines[i - 3 : i]), "".join(lines[i + 1 : i + 4])
         for changed in {without, other} - {line}:
@@ -331,17 +332,19 @@ def changes(module: str) -> Iterator[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("module", "kinds", "least"),
     [
-        ("gluon_groups", ("latents", EIGHT_BITS), 25),
+        ("gluon_groups", ("latents", EIGHT_BITS), 40),
         ("gluon_sparse", tuple(SPARSE), 12),
         ("gluon_prefill_groups", ("prompts", EIGHT_BIT_PROMPTS), 25),
     ],
 )
 def test_each_wait_and_each_signal_matters(module, kinds, least):
-    """But for the turns in which the groups of a prompt begin products, which are for speed."""
+    """But for the turns in which the groups of a prompt begin products, which are for speed, and for values, which have
+    come where the next keys have.
+    """
     found = [(line, any(complaint(kind, old, new) for kind in kinds)) for line, old, new in changes(module)]
     assert len(found) > least
     silent = {line for line, said in found if not said}
-    assert silent <= {"mbarrier.wait(order.index(HALF), (passed & 1) ^ (1 - HALF))"}
+    assert silent <= {"mbarrier.wait(order[HALF].index(0), (passed & 1) ^ (1 - HALF))", "_wait(full[1], step)"}
 
 
 @pytest.mark.parametrize(("form", "bs", "most"), [("block table", 1, 10), ("csr", 1, 10), ("block table", 8, 73)])

@@ -87,7 +87,7 @@ def test_a_read_in_a_kernel_of_ours_or_a_broken_case_fails(run: str) -> None:
     )
     assert judged(run, READ.replace(KERNEL, "void at::native::copy"), "", RAN)["status"] == "pass"
     full = judged(run, FULL, "", RAN)
-    assert (full["status"], full["errors"][0]["what"]) == ("pass", "24160 errors were skipped (error buffer overflow).")
+    assert (full["status"], full["reason"]) == ("not_run", "24160 errors were skipped (error buffer overflow).")
     assert judged(run, FULL.replace("skipped (error buffer overflow)", "found"), "", RAN)["status"] == "fail"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "error"}])["status"] == "fail"
     assert judged(run, SILENT, "", [RAN[0] | {"status": "fail"}])["status"] == "fail"

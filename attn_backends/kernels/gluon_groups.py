@@ -70,7 +70,7 @@ def signal(bar):
 
 @gluon.jit
 def arrive(bar):
-    """Arrive each thread on its own, after its copies. Warps that signal wait for one another."""
+    """Arrive each thread on its own, after its copies. Compiled, it follows the wait for products that read a half."""
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -82,7 +82,7 @@ def zero_in_turn(i):
 
 @gluon.jit
 def narrow(weights, dtype: gl.constexpr):
-    """Weights of 16 bits. Of the pairs that Triton makes of them the compiler swaps each."""
+    """Weights of 16 bits. Triton's own conversion makes the compiler swap the halves of each pair."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16, is_pure=True, pack=2

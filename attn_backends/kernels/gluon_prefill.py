@@ -1,10 +1,10 @@
 """Attention of many query rows over paged keys and values for Hopper, in Gluon: prefill, in whole or in chunks.
 
-A program takes tiles of 128 query rows (tokens times the query heads of a KV head) from a counter, those with most keys
-first. One warp group gathers keys and values (`cp.async`), entry by entry, so that pages may be of any size: two blocks
-of 128 ahead, and the next tile's while this one is written out. Two groups attend with 64 rows each, as
-FlashAttention-3's do (Shah et al. 2024): a group's products with the next keys are under way while it computes weights,
-and the groups begin their products in turns.
+A program takes tiles of 128 query rows (tokens times the query heads of a KV head) from a counter. Those of some KV
+heads are side by side, and of a request those come first that see most keys. One warp group gathers keys and values
+(`cp.async`), entry by entry, so that pages may be of any size: two blocks of 128 ahead, and the next tile's while this
+one is written out. Two groups attend with 64 rows each, as FlashAttention-3's do (Shah et al. 2024): a group's products
+with the next keys are under way while it computes weights, and the groups begin their products in turns.
 
     shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
                     232,448 bytes; keys of 192 elements take 230,148
@@ -24,17 +24,17 @@ In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseco
     a prompt of 1024                  37       33                 45
 
 So it reaches 0.84 to 0.89 of FlashAttention-3's speed in whole prompts, and 0.77 to 0.88 in those of 1024 rows, whose
-tiles have 4.5 blocks each. On an H200, 0.82 to 0.86 and 0.77, before programs took long tiles of several heads first
-and barriers of keys and values were apart (docs/results/h200/kernels_prefill_fa3.json, summed up in docs/kernels.md).
-FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
+tiles have 4.5 blocks each. On an H200, 0.82 to 0.86 and 0.77 to 0.78, before programs took long tiles of several heads
+first and barriers of keys and values were apart (docs/results/h200/kernels_prefill_fa3.json, summed up in
+docs/kernels.md). FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
 
 Profiles are of ncu on an H100 (docs/results/h100/profiles.json). In a prompt of 32768 a multiprocessor's busiest unit
 is at 0.63 of what it can, FlashAttention-3's at 0.76. L1 is at 0.48 and L2 at 0.44: none is full. In a prompt of 1024
-tensor cores are at 0.21 to 0.27, by multiprocessor; they were at 0.11 to 0.38 while a program took the tiles of one
-head before those of the next.
+tensor cores are at 0.21 to 0.27, by multiprocessor. They were at 0.11 to 0.38, in a profile that is not kept, where a
+program took the tiles of one head before those of the next.
 
 Compiled, the warps of a group meet five times in a block, twice because Triton adds it, and there are two fences. With
-arrivals thread by thread (cp.async.mbarrier.arrive) they meet once, but prompts of 8192 and more took 3 to 4 % longer,
+arrivals thread by thread (cp.async.mbarrier.arrive) they meet once. Then prompts of 8192 and more took 3 to 4 % longer,
 in a comparison that is not kept.
 
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
