@@ -4,12 +4,12 @@
 
 takes under 4 minutes: three processes at once, each ended after `--limit` seconds. Every tensor is an allocation of its
 own, as for memcheck. The cases are of our kernels: of FlashMLA's it reports that the merge reads parts which nobody
-wrote, in cases whose outputs are right. Where there was no room for reports, a row that is silent but for them says
-not_run. Scratch memory, which the library fills when it allocates it, is left as it was
+wrote, in cases whose outputs are right. Scratch memory, which the library fills when it allocates it, is left as it was
 allocated: a fill is a write to initcheck. The fault is planted in a copy of the packages: the merge reads parts that no
 split wrote. The same case without the fault must be silent. Exit code 1: initcheck ended and did not report the planted
 read, a kernel of ours reads what nobody wrote, or a case broke or none ran. Where compute-sanitizer is missing, refuses
-the device or does not come to its end, the row says not_run and why, and does not make the exit code 1.
+the device, does not come to its end or had no room for reports, and reported nothing else, the row says not_run and
+why, and does not make the exit code 1.
 """
 
 from __future__ import annotations

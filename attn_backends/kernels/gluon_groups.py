@@ -70,7 +70,10 @@ def signal(bar):
 
 @gluon.jit
 def arrive(bar):
-    """Arrive each thread on its own, after its copies. Compiled, it follows the wait for products that read a half."""
+    """Arrive thread by thread, each after its own copies; at `free`, after the group waited for its products.
+
+    PTX promises the order for copies alone. That of products is seen in the compiled code, where this follows the wait.
+    """
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
@@ -78,19 +81,6 @@ def arrive(bar):
 def zero_in_turn(i):
     """Zero, which the compiler can't move out of turn i."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def narrow(weights, dtype: gl.constexpr):
-    """Weights of 16 bits. Triton's own conversion makes the compiler swap the halves of each pair."""
-    if dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16, is_pure=True, pack=2
-        )
 
 
 @gluon.jit

@@ -116,8 +116,8 @@ def _paged_attention(
     values = gl.allocate_shared_memory(dtype, [2, 128, V_DIM], _TILE)
     totals = gl.allocate_shared_memory(gl.float32, [2, 64], _NUMBERS)
     tiles = gl.allocate_shared_memory(gl.int32, [6, 1], _NUMBERS)
-    full = (barriers(2, 128), barriers(2, 128), barriers(1, 129))
-    free = (barriers(2, 2), barriers(2, 2), barriers(1, 2))
+    full = (barriers(2, 128), barriers(2, 128), barriers(1, 129))  # threads that gather, and who announces a tile
+    free = (barriers(2, 2), barriers(2, 2), barriers(1, 2))  # both groups that attend
     order = (barriers(1, 1), barriers(1, 1))
     gl.thread_barrier()
     lists, sizes = (query_indptr, kv_lens), (bs, width, group, num_tiles, num_columns, together)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attn_backends.kernels.gluon_groups import COPIED, arrive, copy, filled, narrow, signal, zero_in_turn
+from attn_backends.kernels.gluon_groups import COPIED, arrive, copy, filled, signal, zero_in_turn
 
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
@@ -214,6 +214,19 @@ def _multiply_values(weights, values, summed, step, zero):
 
 
 @gluon.jit
+def _narrow(weights, dtype: gl.constexpr):
+    """Weights of 16 bits. Triton's own conversion makes the compiler swap the halves of each pair."""
+    if dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [weights], dtype=gl.float16, is_pure=True, pack=2
+        )
+
+
+@gluon.jit
 def _weights(scores, state, block, end_seen, score_scale, MASKED: gl.constexpr):
     """Weights of a block in base 2, the running peak and total, and what is kept of the sums before."""
     peak, total = state
@@ -259,7 +272,7 @@ def _pass_over(
         signal(free[0].index((step + 1) & 1))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
         signal(free[1].index(step & 1))
-        operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
+        operand = gl.convert_layout(_narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         summed = summed * gl.convert_layout(kept, gl.SliceLayout(1, OUT))[:, None]
         step, passed = step + 1, passed + 1
     return summed, operand, softmax, step, passed
@@ -299,7 +312,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, step, zero_in_turn(turn), HALF),))
         signal(free[0].index(step & 1))
         weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
-        operand = gl.convert_layout(narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
+        operand = gl.convert_layout(_narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         state = gl.zeros([64, V_DIM], gl.float32, layout=OUT), operand, softmax, step, passed
         masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
         state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
