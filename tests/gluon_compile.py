@@ -51,9 +51,11 @@ CASES = {
     "uniform prompts": Case(torch.bfloat16, 16, "block table", False, 128),
     "prompts of small heads": Case(torch.float16, 1, "csr", True, 64),
     "prompts of two sizes": Case(torch.bfloat16, 64, "page table", True, 192),
+    "prompts of large heads": Case(torch.bfloat16, 64, "page table", True, 256),
     "8-bit prompts": Case(torch.bfloat16, 64, "page table", True, 128, torch.float8_e4m3fn),
     "8-bit prompts of small heads": Case(torch.float16, 1, "csr", False, 64, torch.float8_e4m3fn),
     "8-bit prompts of two sizes": Case(torch.bfloat16, 64, "page table", True, 192, torch.float8_e4m3fn),
+    "8-bit prompts of large heads": Case(torch.float16, 1, "csr", False, 256, torch.float8_e4m3fn),
 }
 QUICK = ("latents", "sparse rows of 8 bits", "prompts")
 SIZES = tuple(product((2, 1, 16), (300, 1, 16, 304)))  # requests, query rows of each
@@ -108,7 +110,7 @@ def _calls(case: Case) -> Iterator[tuple[Any, ...]]:
         if case.dim == 576:
             yield q, pages, *lists, lens, width, 4096, case.causal, 0.1, 1.0, 1.0, torch.empty(room), torch.empty(2**18)
         else:
-            k, v = pages[0], pages[1][..., :128].contiguous()  # of a key of 192 elements the value has 128
+            k, v = pages[0], pages[1][..., : 128 if case.dim == 192 else None].contiguous()
             yield q, k, v, *lists, lens, width, case.causal, 0.1, 1.0, 1.0
 
 

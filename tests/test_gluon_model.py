@@ -160,10 +160,10 @@ def test_heads_of_128_elements():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("dim", "cache"), [(192, None), (192, torch.float8_e4m3fn), (64, torch.float8_e4m3fn)], ids=str
+    ("dim", "cache"), [(192, None), (192, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (256, None)], ids=str
 )
-def test_prompts_of_two_sizes_and_of_8_bits(dim, cache, form):
-    sizes = replace(PROMPTS, dim=dim, v_dim=min(dim, 128), num_heads=2, num_kv_heads=1)
+def test_prompts_of_other_sizes_and_of_8_bits(dim, cache, form):
+    sizes = replace(PROMPTS, dim=dim, v_dim=128 if dim == 192 else dim, num_heads=2, num_kv_heads=1)
     arguments = given(sizes, form, form != "csr", torch.bfloat16, cache)
     arguments[11:13] = (0.5, 0.25) if cache else (1.0, 1.0)  # scales of keys and values
     right, first = expected(arguments), attend(Model(0), arguments)

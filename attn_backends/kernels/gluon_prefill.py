@@ -62,7 +62,8 @@ from attn_backends.kernels.gluon_prefill_groups import attend, gather
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
 BLOCK_ROWS = 128
-_REGISTERS = {64: 208, 128: 208, 192: 216}  # of a thread that attends, by elements of a key
+_REGISTERS = {64: 208, 128: 208, 192: 216, 256: 224}  # of a thread that attends, by elements of a key
+_BLOCK_KEYS = {64: 128, 128: 128, 192: 128, 256: 64}  # that fit in shared memory twice, values too
 _LOG2_E = 1.4426950408889634
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -104,6 +105,7 @@ def _paged_attention(
     PAGE_SIZE: gl.constexpr,
     DIM: gl.constexpr,
     V_DIM: gl.constexpr,
+    KEYS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
@@ -112,8 +114,8 @@ def _paged_attention(
     elements between two rows of a table.
     """
     dtype: gl.constexpr = q[0].dtype.element_ty
-    queries, keys = _tiles(dtype, 64, DIM), _tiles(dtype, 128, DIM)
-    values = gl.allocate_shared_memory(dtype, [2, 128, V_DIM], _TILE)
+    queries, keys = _tiles(dtype, 64, DIM), _tiles(dtype, KEYS, DIM)
+    values = gl.allocate_shared_memory(dtype, [2, KEYS, V_DIM], _TILE)
     totals = gl.allocate_shared_memory(gl.float32, [2, 64], _NUMBERS)
     tiles = gl.allocate_shared_memory(gl.int32, [6, 1], _NUMBERS)
     full = (barriers(2, 128), barriers(2, 128), barriers(1, 129))  # threads that gather, and who announces a tile
@@ -179,7 +181,7 @@ def _call(
 ) -> Call:
     num_programs = min(shape[3] * shape[4], gpu_of(tensors[0].device).num_processors)
     arguments = (*strided(tensors[:3]), *tensors[3:], *shape, scales)
-    sizes = {"DIM": dims[0], "V_DIM": dims[1], "REGISTERS": _REGISTERS[dims[0]]}
+    sizes = {"DIM": dims[0], "V_DIM": dims[1], "KEYS": _BLOCK_KEYS[dims[0]], "REGISTERS": _REGISTERS[dims[0]]}
     return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, **sizes, "num_warps": 4})
 
 

@@ -20,8 +20,6 @@ from attn_backends.kernels.gluon_groups import COPIED, arrive, copy, filled, sig
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LOWEST = gl.constexpr(-1.0e30)  # below every score, and no infinity: differences of peaks are never NaN
 _LEAST = gl.constexpr(2.0**-63)  # below the weights of a row that sees a key; the largest scale over it is finite
-_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-_ROWS = gl.constexpr(gl.SliceLayout(1, _SCORES.value))
 _ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))  # 16 bytes a thread, 64 of an entry at once
 _COPIED_ROWS = gl.constexpr(gl.SliceLayout(1, COPIED.value))
@@ -149,8 +147,9 @@ def gather(
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _BYTES if IS_8_BIT else COPIED)
     queries, keys, values, _totals, tiles, full, free, lists, shape = given
     page_indptr, page_ids, table_stride, counter = pages
+    KEYS: gl.constexpr = values.shape[1]
     step, turn, work = 0, 0, gl.program_id(0)
-    offset = gl.arange(0, 128, layout=LAYOUT)
+    offset = gl.arange(0, KEYS, layout=LAYOUT)
     while work < shape[3] * shape[4]:
         request, tile = _tile_of(work, lists, shape, CAUSAL)
         kv_head, _first, _width, _row, _num_keys, end = tile
@@ -162,9 +161,9 @@ def gather(
         for half in range(2):
             _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
         _announce(tiles, full, tile)
-        for block in range(gl.maximum(gl.cdiv(end, 128), 1)):
+        for block in range(gl.maximum(gl.cdiv(end, KEYS), 1)):
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
-            key = block * 128 + offset
+            key = block * KEYS + offset
             source, live = _entries(k_pages, ids, key, end, kv_head, PAGE_SIZE)
             mbarrier.wait(free[0].index(stage), phase)
             if IS_8_BIT:
@@ -196,9 +195,10 @@ def _wait(full, step):
 
 
 @gluon.jit
-def _multiply_keys(queries, keys, step, zero, HALF: gl.constexpr):
+def _multiply_keys(queries, keys, step, zero, SCORES: gl.constexpr, HALF: gl.constexpr):
     """Begin the products of the queries with a block of keys."""
-    scores, place = gl.zeros([64, 128], gl.float32, layout=_SCORES), (step & 1) + zero
+    KEYS: gl.constexpr = keys[0].shape[1]
+    scores, place = gl.zeros([64, KEYS], gl.float32, layout=SCORES), (step & 1) + zero
     block = keys[0].index(place).permute((1, 0))
     scores = warpgroup_mma(queries[0].index(HALF), block, scores, use_acc=False, is_async=True)
     if len(keys) == 2:
@@ -227,11 +227,12 @@ def _narrow(weights, dtype: gl.constexpr):
 
 
 @gluon.jit
-def _weights(scores, state, block, end_seen, score_scale, MASKED: gl.constexpr):
+def _weights(scores, state, block, end_seen, score_scale, SCORES: gl.constexpr, MASKED: gl.constexpr):
     """Weights of a block in base 2, the running peak and total, and what is kept of the sums before."""
+    KEYS: gl.constexpr = scores.shape[1]
     peak, total = state
     if MASKED:
-        key = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, _SCORES))
+        key = block * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
         scores = gl.where(key[None, :] < end_seen[:, None], scores, float("-inf"))
     higher = gl.maximum(peak, gl.max(scores, 1) * score_scale)
     weights = gl.exp2(scores * score_scale - higher[:, None])
@@ -247,6 +248,7 @@ def _pass_over(
     bars,
     end_seen,
     score_scale,
+    SCORES: gl.constexpr,
     OUT: gl.constexpr,
     MASKED: gl.constexpr,
     HALF: gl.constexpr,
@@ -262,12 +264,12 @@ def _pass_over(
         zero = zero_in_turn(block)
         mbarrier.wait(order[HALF].index(0), (passed & 1) ^ (1 - HALF))
         _wait(full[0], step + 1)
-        scores = _multiply_keys(queries, keys, step + 1, zero, HALF)
+        scores = _multiply_keys(queries, keys, step + 1, zero, SCORES, HALF)
         _wait(full[1], step)
         adding = _multiply_values(operand, values, summed, step, zero)
         signal(order[1 - HALF].index(0))
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, MASKED)
+        weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, SCORES, MASKED)
         totals.store(softmax[1])  # the wait below is not moved before it
         signal(free[0].index((step + 1) & 1))
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
@@ -293,7 +295,10 @@ def _store(summed, share, out, tile, group, num_heads, DIM: gl.constexpr):
 def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
     """The group of one half of each tile's rows."""
     queries, keys, values, totals, tiles, full, free, order, heads = given
+    KEYS: gl.constexpr = values.shape[1]
     V_DIM: gl.constexpr = values.shape[2]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V_DIM, 16])
     score_scale, v_scale = scales
     group, num_columns, of_head = heads
@@ -303,20 +308,20 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
     mbarrier.wait(full[2].index(0), 0)
     kv_head, first, width, row, num_keys, end = _tile(tiles)
     while kv_head >= 0:
-        whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // 128  # blocks that all rows see whole
-        num_blocks = gl.maximum(gl.cdiv(end, 128), 1)
-        seen = row + HALF * 64 + gl.arange(0, 64, layout=_ROWS)
+        whole = gl.maximum(num_keys - (width - 1 - row // group) * CAUSAL, 0) // KEYS  # blocks that all rows see whole
+        num_blocks = gl.maximum(gl.cdiv(end, KEYS), 1)
+        seen = row + HALF * 64 + gl.arange(0, 64, layout=ROWS)
         end_seen = gl.minimum(num_keys - (width - 1 - seen // group) * CAUSAL, end)
-        softmax = gl.full([64], _LOWEST, gl.float32, layout=_ROWS), gl.zeros([64], gl.float32, layout=_ROWS)
+        softmax = gl.full([64], _LOWEST, gl.float32, layout=ROWS), gl.zeros([64], gl.float32, layout=ROWS)
         _wait(full[0], step)
-        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, step, zero_in_turn(turn), HALF),))
+        scores = warpgroup_mma_wait(0, deps=(_multiply_keys(queries, keys, step, zero_in_turn(turn), SCORES, HALF),))
         signal(free[0].index(step & 1))
-        weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, True)
+        weights, _kept, softmax = _weights(scores, softmax, 0, end_seen, score_scale, SCORES, True)
         operand = gl.convert_layout(_narrow(weights, values.dtype), gl.DotOperandLayout(0, OUT, 2))
         state = gl.zeros([64, V_DIM], gl.float32, layout=OUT), operand, softmax, step, passed
         masked = gl.minimum(gl.maximum(whole, 1), num_blocks)
-        state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, OUT, False, HALF)
-        state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, OUT, True, HALF)
+        state = _pass_over(state, (1, masked), tensors, bars, end_seen, score_scale, SCORES, OUT, False, HALF)
+        state = _pass_over(state, (masked, num_blocks), tensors, bars, end_seen, score_scale, SCORES, OUT, True, HALF)
         kv_head, first, width, row, num_keys, end = _tile(tiles)  # again, as it would be spilled in between
         signal(free[2].index(0))
         summed, operand, softmax, step, passed = state
@@ -327,7 +332,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         step, turn = step + 1, turn + 1
         peak, total = softmax
         row += HALF * 64
-        seen = row + gl.arange(0, 64, layout=_ROWS)
+        seen = row + gl.arange(0, 64, layout=ROWS)
         place = (first + seen // group) * num_heads + kv_head * group + seen % group
         gl.store(lse + place, (peak + gl.log2(total)) * _LN_2, mask=seen < width * group)
         share = gl.convert_layout(v_scale / gl.maximum(total, _LEAST), gl.SliceLayout(1, OUT))

@@ -14,7 +14,7 @@ from torch import Tensor
 from attn_backends.kernels.devices import on_its_device, undispatched
 from attn_backends.kernels.paged_operators import MAX_DIVIDED_WIDTH, check_pages, paged_attention
 
-HEAD_SIZES = frozenset({(64, 64), (128, 128), (192, 128)})
+HEAD_SIZES = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 """Elements of a query and a key, and of a value of a head."""
 
 _ALIGNED = 16  # elements that strides of the copies are multiples of

@@ -26,7 +26,7 @@ from attn_backends.kernels.triton_step import (
     number,
     visible_keys,
 )
-from attn_backends.kernels.triton_work import constants_of, sizes_of, write_lists
+from attn_backends.kernels.triton_work import WARPS, constants_of, sizes_of, write_lists
 from attn_backends.kernels.work_operators import WorkLists
 
 
@@ -75,6 +75,7 @@ def _plan_and_list(
     COST: tl.constexpr,
     TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
+    IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     """A request, or the ends; in the last program, the lists."""
@@ -87,8 +88,8 @@ def _plan_and_list(
         tl.debug_barrier()  # they are there for all threads
         n, slots, steps = number(lists.n), number(lists.slots), number(lists.steps)
         batch, into = (starts, page_starts, lens, n, slots, steps, number(lists.heads)), (items, merges, work_indptr)
-        strides = (number(lists.item_stride), number(lists.merge_stride))
-        write_lists(batch, *into, *strides, number(lists.num_clusters), SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, BLOCKS)
+        strides = (number(lists.item_stride), number(lists.merge_stride), number(lists.num_clusters))
+        write_lists(batch, *into, *strides, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, IS_BLOCK, BLOCKS)
 
 
 def plan_and_list(
@@ -109,4 +110,4 @@ def plan_and_list(
 
 @cache
 def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
-    return Launch(_plan_and_list, device, grid)
+    return Launch(_plan_and_list, device, grid, WARPS)

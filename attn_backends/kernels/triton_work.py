@@ -2,7 +2,7 @@
 captured step writes them too (`triton_plan_work`).
 
 Four passes over tiles, a block of them at a time: their keys, the length of a chunk, what is left beside chunks, and
-the lists. Every word is written once, so that no thread waits for another's.
+the lists. Tiles that fit one block are found once. Every word is written once, so that no thread waits for another's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from attn_backends.kernels.triton_launch import Launch, unspecialized
 from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, TRIES, WorkLists, num_slots
 
-_MOST_SLOTS = 512  # of a block
-_WARPS = 4
+_MOST_SLOTS = 1024  # of a block
+WARPS = 8
 
 
 @triton.jit
@@ -44,15 +44,25 @@ def _tiles(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _blocks(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr):
+def _block_of_tiles(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, SLOTS: tl.constexpr):
+    """Those of the slots from `begin` on. held: of all slots, None if they are more than a block."""
+    if held is not None:
+        return held
+    else:
+        return _tiles(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL)
+
+
+@triton.jit
+def _blocks(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr):
     """Blocks of keys of the tiles in slots, and whether there are tiles."""
-    _, _, _, _, is_real, end = _tiles(batch, slot, SIZE, CAUSAL)
+    _, _, _, _, is_real, end = _block_of_tiles(batch, held, begin, SIZE, CAUSAL, SLOTS)
     return tl.cdiv(end, KEYS), is_real
 
 
 @triton.jit
 def _chunk(
     batch,
+    held,
     slots,
     num_clusters,
     SIZE: tl.constexpr,
@@ -65,7 +75,7 @@ def _chunk(
     """Blocks of a chunk."""
     total, num_tiles = 0, 0
     for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
         total += tl.sum(blocks, axis=0)
         num_tiles += tl.sum(is_real.to(tl.int32), axis=0)
     few = tl.where(total <= num_clusters, 1, 0)  # blocks than clusters: many pieces cost more to merge than they save
@@ -74,7 +84,7 @@ def _chunk(
     tried = tl.maximum(tl.cdiv(total, num_clusters), floor) + tl.arange(0, TRIED)
     num_left = tl.zeros((TRIED,), dtype=tl.int32)
     for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
         is_left = (blocks[None, :] % tried[:, None] != 0) | (blocks == 0)[None, :]
         num_left += tl.sum((is_real[None, :] & is_left).to(tl.int32), axis=1)
     fits = total + COST * num_left <= num_clusters * tried
@@ -84,6 +94,7 @@ def _chunk(
 @triton.jit
 def _cut(
     batch,
+    held,
     slots,
     chunk,
     num_clusters,
@@ -96,7 +107,7 @@ def _cut(
     """How tiles are cut, as `work_operators._Cut` after the chunk."""
     num_chunks, num_left, longest, split = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL, KEYS)
+        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
         whole, left = blocks // chunk, blocks % chunk
         num_chunks += tl.sum(whole, axis=0)
         num_left += tl.sum((is_real & ((left > 0) | (blocks == 0))).to(tl.int32), axis=0)
@@ -161,11 +172,10 @@ def _list_tiles(
     item_stride,
     work_indptr,
     num_clusters,
-    slot,
+    tiles,
     cut,
     before,
     SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
     COST: tl.constexpr,
 ):
@@ -173,7 +183,7 @@ def _list_tiles(
     qo_indptr, kv_indptr, kv_len, _, _, _, heads = batch
     chunk, distance, pitch, num_chunks = cut
     chunks_before, line_before, items_before, partials_before = before
-    request, q_len, first_row, num_rows, is_real, end = _tiles(batch, slot, SIZE, CAUSAL)
+    request, q_len, first_row, num_rows, is_real, end = tiles
     q_indptr = tl.load(qo_indptr + request)
     tile = (q_indptr, tl.load(kv_indptr + request), q_len, tl.load(kv_len + request), first_row)
     blocks = tl.cdiv(end, KEYS)
@@ -222,20 +232,26 @@ def write_lists(
     COST: tl.constexpr,
     TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
+    IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to heads."""
+    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to heads. IS_BLOCK: slots are no more than
+    `SLOTS`.
+    """
     _, _, _, _, slots, _, _ = batch
-    chunk = _chunk(batch, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS)
-    distance, pitch, num_chunks, pieces = _cut(batch, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
+    held = None
+    if IS_BLOCK:
+        held = _tiles(batch, tl.arange(0, SLOTS), SIZE, CAUSAL)
+    chunk = _chunk(batch, held, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS)
+    distance, pitch, num_chunks, pieces = _cut(batch, held, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
     cut = (chunk, distance, pitch, num_chunks)
     num_blocks = num_clusters * (SIZE // 64)
     num_whole, length, num_items, num_partials = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
-        slot = begin + tl.arange(0, SLOTS)
+        tiles = _block_of_tiles(batch, held, begin, SIZE, CAUSAL, SLOTS)
         before = (num_whole, length, num_items, num_partials)
         partial, partials, row, num_rows, whole, taken, left_items = _list_tiles(
-            batch, items, item_stride, work_indptr, num_clusters, slot, cut, before, SIZE, CAUSAL, KEYS, COST
+            batch, items, item_stride, work_indptr, num_clusters, tiles, cut, before, SIZE, KEYS, COST
         )
         _list_merges(merges, merge_stride, num_blocks, pieces, partial, partials, row, num_rows, SIZE)
         num_whole += tl.sum(whole, axis=0)
@@ -272,11 +288,12 @@ def _list_work(
     COST: tl.constexpr,
     TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
+    IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads), (items, merges, work_indptr)
     sizes = (item_stride, merge_stride, num_clusters)
-    write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, BLOCKS)
+    write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, IS_BLOCK, BLOCKS)
 
 
 class ListSizes(NamedTuple):
@@ -301,7 +318,7 @@ def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int 
     """What kernels are compiled for, from `SIZE` on."""
     block = min(triton.next_power_of_2(sizes.slots), _MOST_SLOTS)
     num_blocks = triton.next_power_of_2(lists.merges.shape[1] + 1)
-    return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, num_blocks
+    return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, sizes.slots <= block, num_blocks
 
 
 def list_work(
@@ -321,4 +338,4 @@ def list_work(
 
 @cache
 def _launch(device: torch.device) -> Launch:
-    return Launch(_list_work, device, (1, 1, 1), _WARPS)
+    return Launch(_list_work, device, (1, 1, 1), WARPS)
