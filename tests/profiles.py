@@ -17,6 +17,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,11 @@ import torch
 
 from attn_backends import results
 from attn_backends.cache import CacheFormat
+from attn_backends.layer import AttentionLayer
 from attn_backends.registry import get_backend
 from benchmarks.compressed import compressed_problems
-from benchmarks.shapes import LAYERS, fill_pool, problem
+from benchmarks.shapes import LAYERS, PAGE_SIZE, fill_pool, problem
+from tests.prompt_forms import Lengths, pool_of
 
 NCU = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "WarpStateStats", "LaunchStats")
@@ -46,7 +49,9 @@ LIMIT = 100  # seconds of a call
 
 
 class Shape(NamedTuple):
-    """One attention call of a backend. width: query rows of a request. kernels: ours, then the vendor's."""
+    """One attention call of a backend. width: query rows of a request. kernels: ours, then the vendor's. dim: elements
+    of a key and a value, if they are not the benchmarks'.
+    """
 
     backend: str
     kernels: tuple[str, ...]
@@ -54,6 +59,8 @@ class Shape(NamedTuple):
     context: int
     heads: int
     width: int
+    page_size: int = PAGE_SIZE
+    dim: int = 0
 
 
 PROMPTS, SPARSE = ("gluon", "vllm_flash_attn"), ("gluon", "flashmla_sparse")
@@ -61,6 +68,8 @@ SHAPES = (
     Shape("fa3", PROMPTS, 1, 1024, 32, 1024),
     Shape("fa3", PROMPTS, 1, 32768, 32, 32768),
     Shape("fa3", PROMPTS, 1, 32768, 64, 32768),
+    Shape("fa3", PROMPTS, 1, 32768, 32, 1024, 1, 128),
+    Shape("fa3", PROMPTS, 1, 32768, 32, 32768, PAGE_SIZE, 256),
     Shape("dsv4", SPARSE, 128, 4096, 128, 1),
     Shape("dsv4", SPARSE, 1, 8192, 128, 8192),
     Shape("trtllm_mla", ("gluon", "flashmla"), 128, 32768, 128, 16),
@@ -71,7 +80,11 @@ def run_here(shape: Shape, kernel: str) -> None:
     """The call, twice; ncu looks at the second."""
     device = torch.device("cuda")
     if shape.backend == "dsv4":
-        found = compressed_problems([shape.width], shape.batch_size, shape.context, device)
+        found: Iterator[Any] = compressed_problems([shape.width], shape.batch_size, shape.context, device)
+    elif shape.dim:
+        layer = AttentionLayer(0, shape.heads, 8, shape.dim, shape.dim, shape.dim**-0.5)
+        lengths = Lengths("", [shape.width] * shape.batch_size, shape.context - shape.width)
+        found = iter([problem(pool_of(layer, shape.page_size, lengths, device), layer, shape.width)])
     else:
         format = CacheFormat.KV if shape.backend == "fa3" else CacheFormat.LATENT
         layers = LAYERS[format]
@@ -141,14 +154,15 @@ def main() -> int:
     """Profile all shapes, write the rows and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
+    parser.add_argument("--only", nargs="+", type=int, metavar="N", help="profile these shapes (default: all)")
     parser.add_argument("--inside", nargs=2, metavar=("SHAPE", "KERNEL"), help="run this call here, without ncu")
     args = parser.parse_args()
     if args.inside:
         run_here(SHAPES[int(args.inside[0])], args.inside[1])
         return 0
     rows = []
-    for number, shape in enumerate(SHAPES):
-        for kernel in shape.kernels:
+    for number in args.only or range(len(SHAPES)):
+        for kernel in SHAPES[number].kernels:
             rows.append(profiled(number, kernel))
             print(*rows[-1].items(), flush=True)
     results.write(args.json, results.head(("python", "-m", "tests.profiles", *sys.argv[1:]), "cuda"), rows, tool="ncu")

@@ -85,6 +85,15 @@ def _entries(pages, ids, key, end, kv_head, PAGE_SIZE: gl.constexpr):
 
 
 @gluon.jit
+def _ask_for_pages(ids, key, end, PAGE_SIZE: gl.constexpr):
+    """Have the page ids of keys brought to L1, where nobody waits for them: pages of one token have many."""
+    place = ids + gl.minimum(key, gl.maximum(end - 1, 0)) // PAGE_SIZE
+    gl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def _read(entry, live, FIRST: gl.constexpr):
     """64 elements of 8 bits of live entries, 0 for the others."""
     element = FIRST + gl.arange(0, 64, layout=gl.SliceLayout(0, _BYTES))
@@ -173,6 +182,8 @@ def gather(
                 _copy(source, live, keys, stage, DIM)
                 arrive(full[0].index(stage))
             source, live = _entries(v_pages, ids, key, end, kv_head, PAGE_SIZE)  # again, as it would be spilled
+            if PAGE_SIZE < 16:
+                _ask_for_pages(ids, (block + 1) * KEYS + gl.arange(0, KEYS, layout=_ONE), end, PAGE_SIZE)
             mbarrier.wait(free[1].index(stage), phase)
             if IS_8_BIT:
                 _convert(source, live, (values,), stage, V_DIM)

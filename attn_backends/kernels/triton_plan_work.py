@@ -26,7 +26,7 @@ from attn_backends.kernels.triton_step import (
     number,
     visible_keys,
 )
-from attn_backends.kernels.triton_work import WARPS, constants_of, sizes_of, write_lists
+from attn_backends.kernels.triton_work import constants_of, num_warps, sizes_of, write_lists
 from attn_backends.kernels.work_operators import WorkLists
 
 
@@ -73,7 +73,6 @@ def _plan_and_list(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
     COST: tl.constexpr,
-    TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -89,7 +88,7 @@ def _plan_and_list(
         n, slots, steps = number(lists.n), number(lists.slots), number(lists.steps)
         batch, into = (starts, page_starts, lens, n, slots, steps, number(lists.heads)), (items, merges, work_indptr)
         strides = (number(lists.item_stride), number(lists.merge_stride), number(lists.num_clusters))
-        write_lists(batch, *into, *strides, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, IS_BLOCK, BLOCKS)
+        write_lists(batch, *into, *strides, SIZE, CAUSAL, KEYS, COST, SLOTS, IS_BLOCK, BLOCKS)
 
 
 def plan_and_list(
@@ -104,10 +103,11 @@ def plan_and_list(
     constants = (triton_plan.BLOCK_PAGES, *constants_of(lists, list_sizes, bool(causal)))
     sizes = triton_plan.sizes_of(inputs, lens, pages, write_slots, (), *counts)
     written = (*outputs, *lists, *sizes, opaque(list_sizes))
-    launch = _launch(lens.device, (n + 2, triton_plan.num_parts(n + 1, counts[-1]), 1))
+    grid = (n + 2, triton_plan.num_parts(n + 1, counts[-1]), 1)
+    launch = _launch(lens.device, grid, num_warps(list_sizes))
     return Prepared(launch, (*variant, *constants), (*given, *written, *constants))
 
 
 @cache
-def _launch(device: torch.device, grid: tuple[int, int, int]) -> Launch:
-    return Launch(_plan_and_list, device, grid, WARPS)
+def _launch(device: torch.device, grid: tuple[int, int, int], num_warps: int) -> Launch:
+    return Launch(_plan_and_list, device, grid, num_warps)

@@ -15,116 +15,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attn_backends.kernels.triton_cuts import block_of_tiles, chunk_of, cut_of, pack, tiles_of, unpack
 from attn_backends.kernels.triton_launch import Launch, unspecialized
-from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, TRIES, WorkLists, num_slots
+from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, WorkLists, num_slots
 
 _MOST_SLOTS = 1024  # of a block
-WARPS = 8
 
 
 @triton.jit
-def _tiles(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of slots: request, its rows, first and number of rows of the tile, whether there is one, and the end of keys."""
-    qo_indptr, _, kv_len, n, slots, steps, heads = batch
-    request, behind = tl.zeros_like(slot), tl.zeros_like(slot) + n
-    for _ in range(steps):
-        middle = (request + behind) // 2
-        starts = tl.load(qo_indptr + middle) * heads // SIZE + middle
-        request = tl.where(starts <= slot, middle, request)
-        behind = tl.where(starts <= slot, behind, middle)
-    row = tl.load(qo_indptr + request)
-    q_len = tl.load(qo_indptr + request + 1) - row
-    first = (slot - row * heads // SIZE - request) * SIZE
-    is_real = (slot < slots) & (first < q_len * heads)
-    end = tl.load(kv_len + request)
-    if CAUSAL:
-        end = tl.maximum(tl.minimum(end - q_len + tl.cdiv(first + SIZE, heads), end), 0)
-    num_rows = tl.minimum(tl.maximum(q_len * heads - first, 0), SIZE)
-    return request, q_len, first, num_rows, is_real, tl.where(is_real, end, 0)
-
-
-@triton.jit
-def _block_of_tiles(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, SLOTS: tl.constexpr):
-    """Those of the slots from `begin` on. held: of all slots, None if they are more than a block."""
-    if held is not None:
-        return held
-    else:
-        return _tiles(batch, begin + tl.arange(0, SLOTS), SIZE, CAUSAL)
-
-
-@triton.jit
-def _blocks(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr):
-    """Blocks of keys of the tiles in slots, and whether there are tiles."""
-    _, _, _, _, is_real, end = _block_of_tiles(batch, held, begin, SIZE, CAUSAL, SLOTS)
-    return tl.cdiv(end, KEYS), is_real
-
-
-@triton.jit
-def _chunk(
-    batch,
-    held,
-    slots,
-    num_clusters,
-    SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEYS: tl.constexpr,
-    COST: tl.constexpr,
-    TRIED: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """Blocks of a chunk."""
-    total, num_tiles = 0, 0
-    for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
-        total += tl.sum(blocks, axis=0)
-        num_tiles += tl.sum(is_real.to(tl.int32), axis=0)
-    few = tl.where(total <= num_clusters, 1, 0)  # blocks than clusters: many pieces cost more to merge than they save
-    floor = 1 + few * ((4 * total > num_clusters).to(tl.int32) + (2 * total > num_clusters).to(tl.int32))
-    most = tl.maximum(tl.cdiv(total + COST * num_tiles, num_clusters), floor)
-    tried = tl.maximum(tl.cdiv(total, num_clusters), floor) + tl.arange(0, TRIED)
-    num_left = tl.zeros((TRIED,), dtype=tl.int32)
-    for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
-        is_left = (blocks[None, :] % tried[:, None] != 0) | (blocks == 0)[None, :]
-        num_left += tl.sum((is_real[None, :] & is_left).to(tl.int32), axis=1)
-    fits = total + COST * num_left <= num_clusters * tried
-    return tl.maximum(tl.minimum(tl.min(tl.where(fits, tried, most), axis=0), most), 1)
-
-
-@triton.jit
-def _cut(
-    batch,
-    held,
-    slots,
-    chunk,
-    num_clusters,
-    SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEYS: tl.constexpr,
-    COST: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """How tiles are cut, as `work_operators._Cut` after the chunk."""
-    num_chunks, num_left, longest, split = 0, 0, 0, 0
-    for begin in range(0, slots, SLOTS):
-        blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)
-        whole, left = blocks // chunk, blocks % chunk
-        num_chunks += tl.sum(whole, axis=0)
-        num_left += tl.sum((is_real & ((left > 0) | (blocks == 0))).to(tl.int32), axis=0)
-        longest = tl.maximum(longest, tl.max(left, axis=0))
-        split += tl.sum(tl.where(blocks > chunk, whole + (left > 0).to(tl.int32), 0), axis=0)
-    spare, pitch = num_clusters - num_chunks, longest + COST
-    level = tl.cdiv(num_left, tl.maximum(spare, 1)) * pitch
-    is_level = level <= chunk + COST
-    distance = tl.where(is_level, tl.maximum(level, 1), chunk)
-    pieces = tl.maximum(split + tl.where(is_level, 0, 2 * tl.maximum(spare - 1, 0)), 1)
-    return distance, tl.where(is_level, pitch, 0), num_chunks, pieces
-
-
-@triton.jit
-def _before(counts, sum_before):
-    """The sum of all earlier elements, and of those before them."""
-    return sum_before + tl.cumsum(counts, axis=0) - counts
+def _before(high, low, high_before, low_before):
+    """Sums of all earlier elements of two counts, and of those before them."""
+    packed = pack(high, 0 * low, low)
+    more_high, _, more_low = unpack(tl.cumsum(packed, axis=0) - packed)
+    return high_before + more_high, low_before + more_low
 
 
 @triton.jit
@@ -181,7 +84,7 @@ def _list_tiles(
 ):
     """Write the items of a block of tiles, and where clusters begin that begin with these or after them."""
     qo_indptr, kv_indptr, kv_len, _, _, _, heads = batch
-    chunk, distance, pitch, num_chunks = cut
+    chunk, longest, distance, pitch, num_chunks = cut
     chunks_before, line_before, items_before, partials_before = before
     request, q_len, first_row, num_rows, is_real, end = tiles
     q_indptr = tl.load(qo_indptr + request)
@@ -190,19 +93,18 @@ def _list_tiles(
     whole, left = blocks // chunk, blocks % chunk
     is_left = is_real & ((left > 0) | (blocks == 0))
     taken = tl.where(is_left, tl.where(pitch > 0, pitch, left + COST), 0)
-    line = _before(taken, line_before)
+    line, at = _before(taken, whole, line_before, chunks_before)
     last = (line + tl.maximum(left - 1, 0)) // distance
     is_cut = is_left & (last > line // distance)
     left_items = is_left.to(tl.int32) + is_cut.to(tl.int32)
     partials = tl.where(whole + left_items > 1, whole + left_items, 0)
-    partial = _before(partials, partials_before)
+    partial, left_at = _before(partials, left_items, partials_before, items_before)
     row, step = tl.where(partials > 0, partial * SIZE, -1), tl.where(partials > 0, SIZE, 0)
 
-    at = _before(whole, chunks_before)
-    for k in range(tl.max(whole, axis=0)):
+    for k in range(longest // chunk):
         until = tl.minimum((k + 1) * chunk * KEYS, end)
         _store_items(items, item_stride, at + k, k < whole, tile, row + k * step, k * chunk * KEYS, until)
-    at = num_chunks + _before(left_items, items_before)
+    at = num_chunks + left_at
     row, begin = row + whole * step, whole * chunk * KEYS
     until = tl.where(is_cut, begin + (last * distance - line) * KEYS, end)
     _store_items(items, item_stride, at, is_left, tile, row, begin, until)
@@ -230,7 +132,6 @@ def write_lists(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
     COST: tl.constexpr,
-    TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -241,23 +142,25 @@ def write_lists(
     _, _, _, _, slots, _, _ = batch
     held = None
     if IS_BLOCK:
-        held = _tiles(batch, tl.arange(0, SLOTS), SIZE, CAUSAL)
-    chunk = _chunk(batch, held, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS)
-    distance, pitch, num_chunks, pieces = _cut(batch, held, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
-    cut = (chunk, distance, pitch, num_chunks)
+        held = tiles_of(batch, tl.arange(0, SLOTS), SIZE, CAUSAL)
+    chunk, longest = chunk_of(batch, held, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
+    distance, pitch, num_chunks, pieces = cut_of(
+        batch, held, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS
+    )
+    cut = (chunk, longest, distance, pitch, num_chunks)
     num_blocks = num_clusters * (SIZE // 64)
     num_whole, length, num_items, num_partials = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
-        tiles = _block_of_tiles(batch, held, begin, SIZE, CAUSAL, SLOTS)
+        tiles = block_of_tiles(batch, held, begin, SIZE, CAUSAL, SLOTS)
         before = (num_whole, length, num_items, num_partials)
         partial, partials, row, num_rows, whole, taken, left_items = _list_tiles(
             batch, items, item_stride, work_indptr, num_clusters, tiles, cut, before, SIZE, KEYS, COST
         )
         _list_merges(merges, merge_stride, num_blocks, pieces, partial, partials, row, num_rows, SIZE)
-        num_whole += tl.sum(whole, axis=0)
-        length += tl.sum(taken, axis=0)
-        num_items += tl.sum(left_items, axis=0)
-        num_partials += tl.sum(partials, axis=0)
+        more, more_items, more_partials = unpack(tl.sum(pack(taken, left_items, partials), axis=0))
+        length, num_items, num_partials = length + more, num_items + more_items, num_partials + more_partials
+        if not IS_BLOCK:
+            num_whole += tl.sum(whole, axis=0)
 
     block = tl.arange(0, BLOCKS)
     tl.store(work_indptr + block, block, mask=block <= num_chunks)
@@ -286,14 +189,13 @@ def _list_work(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
     COST: tl.constexpr,
-    TRIED: tl.constexpr,
     SLOTS: tl.constexpr,
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
     batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads), (items, merges, work_indptr)
     sizes = (item_stride, merge_stride, num_clusters)
-    write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, TRIED, SLOTS, IS_BLOCK, BLOCKS)
+    write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, SLOTS, IS_BLOCK, BLOCKS)
 
 
 class ListSizes(NamedTuple):
@@ -318,7 +220,12 @@ def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int 
     """What kernels are compiled for, from `SIZE` on."""
     block = min(triton.next_power_of_2(sizes.slots), _MOST_SLOTS)
     num_blocks = triton.next_power_of_2(lists.merges.shape[1] + 1)
-    return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, TRIES, block, sizes.slots <= block, num_blocks
+    return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, block, sizes.slots <= block, num_blocks
+
+
+def num_warps(sizes: ListSizes) -> int:
+    """Of the program that writes lists: sums of few tiles are slower among more warps."""
+    return 4 if sizes.slots <= 256 else 8
 
 
 def list_work(
@@ -333,9 +240,9 @@ def list_work(
     """`work_operators.list_work`."""
     sizes = sizes_of(lists, kv_len.shape[0], num_tokens, num_heads)
     constants = constants_of(lists, sizes, causal)
-    _launch(kv_len.device)(constants, qo_indptr, kv_indptr, kv_len, *lists, *sizes, *constants)
+    _launch(kv_len.device, num_warps(sizes))(constants, qo_indptr, kv_indptr, kv_len, *lists, *sizes, *constants)
 
 
 @cache
-def _launch(device: torch.device) -> Launch:
-    return Launch(_list_work, device, (1, 1, 1), WARPS)
+def _launch(device: torch.device, num_warps: int) -> Launch:
+    return Launch(_list_work, device, (1, 1, 1), num_warps)
