@@ -432,7 +432,6 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 _PAIR = "cvt.rn.{}.f32 $0, $2, $1;"  # the first element in the lower half
 _ASM = {"mov.u32 $0, 0;": lambda given, dtype: 0}
 _ASM |= {_PAIR.format(pair): lambda given, dtype: given.to(dtype) for pair in ("bf16x2", "f16x2")}
-_ASM["prefetch.global.L1 [$1]; mov.u32 $0, 0;"] = _ASM["mov.u32 $0, 0;"]
 _TYPES = ("uint8", "int32", "int64", "bfloat16", "float16", "float32")
 _LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in (*_TYPES, "exp2", "log2")},

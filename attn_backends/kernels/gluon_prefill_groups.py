@@ -77,20 +77,16 @@ def _gather_queries(q, queries, tile, group, half, DIM: gl.constexpr):
 
 
 @gluon.jit
-def _entries(pages, ids, key, end, kv_head, PAGE_SIZE: gl.constexpr):
-    """Where the elements of keys begin, and which of them count. pages: pointer and strides."""
-    live = key < end
-    page = gl.load(ids + key // PAGE_SIZE, mask=live, other=0).to(gl.int64)
-    return pages[0] + page * pages[1][0] + (key % PAGE_SIZE) * pages[1][1] + kv_head * pages[1][2], live
+def _page_of(ids, key, end, PAGE_SIZE: gl.constexpr):
+    """The pages of keys."""
+    return gl.load(ids + key // PAGE_SIZE, mask=key < end, other=0)
 
 
 @gluon.jit
-def _ask_for_pages(ids, key, end, PAGE_SIZE: gl.constexpr):
-    """Have the page ids of keys brought to L1, where nobody waits for them: pages of one token have many."""
-    place = ids + gl.minimum(key, gl.maximum(end - 1, 0)) // PAGE_SIZE
-    gl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.u32 $0, 0;", "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1
-    )
+def _entries(pages, page, key, kv_head, PAGE_SIZE: gl.constexpr):
+    """Where the elements of keys begin. pages: pointer and strides."""
+    of_head = pages[0] + kv_head * pages[1][2]
+    return of_head + (page.to(gl.int64) * pages[1][0] + (key % PAGE_SIZE) * pages[1][1])
 
 
 @gluon.jit
@@ -157,6 +153,7 @@ def gather(
     queries, keys, values, _totals, tiles, full, free, lists, shape = given
     page_indptr, page_ids, table_stride, counter = pages
     KEYS: gl.constexpr = values.shape[1]
+    AHEAD: gl.constexpr = DIM <= 128  # registers hold a block's pages while the one before is copied; else they spill
     step, turn, work = 0, 0, gl.program_id(0)
     offset = gl.arange(0, KEYS, layout=LAYOUT)
     while work < shape[3] * shape[4]:
@@ -170,10 +167,13 @@ def gather(
         for half in range(2):
             _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
         _announce(tiles, full, tile)
+        page = _page_of(ids, offset, end, PAGE_SIZE)
         for block in range(gl.maximum(gl.cdiv(end, KEYS), 1)):
             stage, phase = step & 1, ((step >> 1) & 1) ^ 1
             key = block * KEYS + offset
-            source, live = _entries(k_pages, ids, key, end, kv_head, PAGE_SIZE)
+            if not AHEAD:
+                page = _page_of(ids, key, end, PAGE_SIZE)
+            live, source = key < end, _entries(k_pages, page, key, kv_head, PAGE_SIZE)
             mbarrier.wait(free[0].index(stage), phase)
             if IS_8_BIT:
                 _convert(source, live, keys, stage, DIM)
@@ -181,9 +181,11 @@ def gather(
             else:
                 _copy(source, live, keys, stage, DIM)
                 arrive(full[0].index(stage))
-            source, live = _entries(v_pages, ids, key, end, kv_head, PAGE_SIZE)  # again, as it would be spilled
-            if PAGE_SIZE < 16:
-                _ask_for_pages(ids, (block + 1) * KEYS + gl.arange(0, KEYS, layout=_ONE), end, PAGE_SIZE)
+            if not AHEAD:
+                page = _page_of(ids, key, end, PAGE_SIZE)
+            source = _entries(v_pages, page, key, kv_head, PAGE_SIZE)
+            if AHEAD:
+                page = _page_of(ids, key + KEYS, end, PAGE_SIZE)
             mbarrier.wait(free[1].index(stage), phase)
             if IS_8_BIT:
                 _convert(source, live, (values,), stage, V_DIM)

@@ -15,16 +15,16 @@ _MOST = tl.constexpr(2**15 - 1)
 @triton.jit
 def tiles_of(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
     """Of slots: request, its rows, first and number of rows of the tile, whether there is one, and the end of keys."""
-    qo_indptr, _, kv_len, n, slots, steps, heads = batch
+    qo_indptr, _, kv_len, n, slots, steps, heads, spare = batch
     request, behind = tl.zeros_like(slot), tl.zeros_like(slot) + n
     for _ in range(steps):
         middle = (request + behind) // 2
-        starts = tl.load(qo_indptr + middle) * heads // SIZE + middle
+        starts = (tl.load(qo_indptr + middle) * heads + middle * spare) // SIZE
         request = tl.where(starts <= slot, middle, request)
         behind = tl.where(starts <= slot, behind, middle)
     row = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - row
-    first = (slot - row * heads // SIZE - request) * SIZE
+    first = (slot - (row * heads + request * spare) // SIZE) * SIZE
     is_real = (slot < slots) & (first < q_len * heads)
     end = tl.load(kv_len + request)
     if CAUSAL:

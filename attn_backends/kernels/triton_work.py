@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attn_backends.kernels.triton_cuts import block_of_tiles, chunk_of, cut_of, pack, tiles_of, unpack
 from attn_backends.kernels.triton_launch import Launch, unspecialized
-from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, WorkLists, num_slots
+from attn_backends.kernels.work_operators import BLOCK_KEYS, OVERHEAD, WorkLists, num_slots, spare_rows
 
 _MOST_SLOTS = 1024  # of a block
 
@@ -83,7 +83,7 @@ def _list_tiles(
     COST: tl.constexpr,
 ):
     """Write the items of a block of tiles, and where clusters begin that begin with these or after them."""
-    qo_indptr, kv_indptr, kv_len, _, _, _, heads = batch
+    qo_indptr, kv_indptr, kv_len, _, _, _, heads, _ = batch
     chunk, longest, distance, pitch, num_chunks = cut
     chunks_before, line_before, items_before, partials_before = before
     request, q_len, first_row, num_rows, is_real, end = tiles
@@ -136,10 +136,10 @@ def write_lists(
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to heads. IS_BLOCK: slots are no more than
+    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to spare. IS_BLOCK: slots are no more than
     `SLOTS`.
     """
-    _, _, _, _, slots, _, _ = batch
+    _, _, _, _, slots, _, _, _ = batch
     held = None
     if IS_BLOCK:
         held = tiles_of(batch, tl.arange(0, SLOTS), SIZE, CAUSAL)
@@ -184,6 +184,7 @@ def _list_work(
     slots,
     steps,
     heads,
+    spare,
     num_clusters,
     SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -193,13 +194,15 @@ def _list_work(
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads), (items, merges, work_indptr)
+    batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads, spare), (items, merges, work_indptr)
     sizes = (item_stride, merge_stride, num_clusters)
     write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, SLOTS, IS_BLOCK, BLOCKS)
 
 
 class ListSizes(NamedTuple):
-    """Strides and sizes of lists. n: requests. slots: places for tiles. steps: of a search among requests."""
+    """Strides and sizes of lists. n: requests. slots: places for tiles. steps: of a search among requests. spare: as of
+    `spare_rows`.
+    """
 
     item_stride: int
     merge_stride: int
@@ -207,13 +210,16 @@ class ListSizes(NamedTuple):
     slots: int
     steps: int
     heads: int
+    spare: int
     num_clusters: int
 
 
 def sizes_of(lists: WorkLists, n: int, num_tokens: int, num_heads: int) -> ListSizes:
     """The sizes of n requests' lists."""
-    slots, num_clusters = num_slots(num_tokens, num_heads, n, lists.tile_rows), lists.work_indptr.shape[0] - 1
-    return ListSizes(lists.items.stride(0), lists.merges.stride(0), n, slots, n.bit_length(), num_heads, num_clusters)
+    rows = lists.tile_rows
+    slots, spare = num_slots(num_tokens, num_heads, n, rows), spare_rows(num_heads, rows)
+    of_tiles = (n, slots, n.bit_length(), num_heads, spare)
+    return ListSizes(lists.items.stride(0), lists.merges.stride(0), *of_tiles, lists.work_indptr.shape[0] - 1)
 
 
 def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int | bool, ...]:
@@ -225,7 +231,7 @@ def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int 
 
 def num_warps(sizes: ListSizes) -> int:
     """Of the program that writes lists: sums of few tiles are slower among more warps."""
-    return 4 if sizes.slots <= 256 else 8
+    return 2 if sizes.slots <= 64 else 4 if sizes.slots <= 256 else 8
 
 
 def list_work(

@@ -7,6 +7,7 @@ The CPU implementation in torch is the definition; on a GPU one Triton launch wr
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -88,8 +89,15 @@ def list_work(
 
 
 def num_slots(num_tokens: int, num_heads: int, num_requests: int, tile_rows: int) -> int:
-    """Places for tiles: those of request i begin at `qo_indptr[i] * num_heads // tile_rows + i`; some stay empty."""
-    return num_tokens * num_heads // tile_rows + num_requests
+    """Places for tiles: those of request i begin at `(qo_indptr[i] * num_heads + i * spare_rows) // tile_rows`, so that
+    the last one's rows fit, and some stay empty.
+    """
+    return max((num_tokens * num_heads + num_requests * spare_rows(num_heads, tile_rows)) // tile_rows, 1)
+
+
+def spare_rows(num_heads: int, tile_rows: int) -> int:
+    """The most rows that a request's last tile lacks: rows come in multiples of the heads."""
+    return tile_rows - math.gcd(num_heads, tile_rows)
 
 
 def max_tiles() -> int:
@@ -126,7 +134,7 @@ class _Cut(NamedTuple):
 def _tiles(qo_indptr: Tensor, kv_len: Tensor, size: int, slots: int, num_heads: int, causal: bool) -> _Tiles:
     starts, n = qo_indptr.long(), kv_len.shape[0]
     slot = torch.arange(slots, device=kv_len.device)
-    slot_starts = starts[:-1] * num_heads // size + slot[:n]
+    slot_starts = (starts[:-1] * num_heads + torch.arange(n, device=slot.device) * spare_rows(num_heads, size)) // size
     request = torch.searchsorted(slot_starts, slot, right=True) - 1
     q_len, lens = starts.diff()[request], kv_len.long()[request]
     first_row, num_rows = (slot - slot_starts[request]) * size, q_len * num_heads
