@@ -217,6 +217,15 @@ def planning_nodes() -> tuple[str, ...]:
     return str(block), str(ragged), str(most), str(more)
 
 
+def prompt_forms() -> tuple[str, ...]:
+    return spread((row["speed"] for row in rows("h200/prompt_forms", kernel="gluon") if "speed" in row), 2)
+
+
+def lists_of_128_heads() -> tuple[str, ...]:
+    place = {"kernel": "flashinfer_fa3", "phase": "cycle", "heads": 128}
+    return tuple(f"{row['us']:.0f}" for row in rows("h200/plan_graphs_flashinfer", **place))
+
+
 def adapted() -> tuple[str, ...]:
     *alone, _ = rows("adaptive")
     return spread((row["ratio"] for row in alone), 2)
@@ -280,7 +289,9 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed", "triton"),
     ),
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
-    (MEASURED, r"heads reach \[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
+    (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
+    (MEASURED, r"they reach \[(\S+) to (\S+)\]\(results/h200/prompt_forms", prompt_forms),
+    (MEASURED, r"(?s)With 128 heads \[FlashInfer's\].*?takes (\S+) and (\S+) us", lists_of_128_heads),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),
     (MEASURED, r"take (\S+) MB in pages of 64", lambda: megabytes(64)),
     (MEASURED, r"64, (\S+) MB in pages of one", lambda: megabytes(1)),
@@ -288,7 +299,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
-    (MEASURED, r"work lists take the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
+    (MEASURED, r"work lists took the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
     (MEASURED, r"attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
     (
         MEASURED,

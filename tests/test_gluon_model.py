@@ -301,8 +301,8 @@ PLANTED = {
     ),
     "keys past the last": (
         "prompts",
-        "    live = key < end\n",
-        "    live = key > -1\n",
+        "mask=key < end, other=0)",
+        "mask=key > -1, other=0)",
         "access outside of a tensor",
     ),
 }

@@ -7,40 +7,43 @@ one is written out. Two groups attend with 64 rows each, as FlashAttention-3's d
 with the next keys are under way while it computes weights, and the groups begin their products in turns.
 
     shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
-                    232,448 bytes; keys of 192 elements take 230,148
-    registers       208 a thread for the two groups, 88 for the third; for keys of 192 elements 216 and 72
+                    232,448 bytes; keys of 192 elements take 230,148; of 256, in blocks of 64 keys, 213,764
+    registers       208 a thread for the two groups, 88 for the third; for keys of 192 elements 216 and 72, of 256
+                    elements 224 and 56
 
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
-of all sums is fixed by the query's own request.
+of all sums is fixed by the query's own request. The third group reads a block's page ids while the block before it is
+copied, where registers allow it: keys of at most 128 elements. On an H100 that took 3 to 7 % off a prompt's time, in
+pages of one token 9 to 19 %, in a comparison that is not kept.
 
-In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H100
-(docs/results/h100/kernels_prefill_fa3.json):
+In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H200
+(docs/results/h200/kernels_prefill_fa3.json):
 
                                       this     FlashAttention-3   triton_prefill
-    a prompt of 8192                  963      861                1518
-    a prompt of 32768                 15943    13392              23816
-    the last 1024 of 32768            981      826                1530
-    8 prompts of 1024                 227      176                267
-    a prompt of 1024                  37       33                 45
+    a prompt of 8192                  925      854                1552
+    a prompt of 32768                 15150    13461              24374
+    the last 1024 of 32768            932      826                1559
+    8 prompts of 1024                 228      175                268
+    a prompt of 1024                  34       31                 44
 
-So it reaches 0.84 to 0.89 of FlashAttention-3's speed in whole prompts, and 0.77 to 0.88 in those of 1024 rows, whose
-tiles have 4.5 blocks each. On an H200, 0.82 to 0.86 and 0.77 to 0.78, before programs took long tiles of several heads
-first and barriers of keys and values were apart (docs/results/h200/kernels_prefill_fa3.json, summed up in
-docs/kernels.md). FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
+So it reaches 0.82 to 0.92 of FlashAttention-3's speed from 8192 tokens on, with 32 and 64 heads, and 0.77 to 0.92 in
+prompts of 1024, whose tiles have 4.5 blocks each. Other sizes of heads and pages, and prompts of unequal lengths, are
+in docs/results/h200/prompt_forms.json: 0.75 and more, but for 32768 tokens with heads of 256 elements, at 0.73.
+FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where threads do both here.
 
-Profiles are of ncu on an H100 (docs/results/h100/profiles.json). In a prompt of 32768 a multiprocessor's busiest unit
-is at 0.63 of what it can, FlashAttention-3's at 0.76. L1 is at 0.48 and L2 at 0.44: none is full. In a prompt of 1024
-tensor cores are at 0.21 to 0.27, by multiprocessor. They were at 0.11 to 0.38, in a profile that is not kept, where a
-program took the tiles of one head before those of the next.
+Profiles are of ncu on an H100, before page ids were read ahead (docs/results/h100/profiles.json). In a prompt of 32768
+a multiprocessor's busiest unit was at 0.63 of what it can, FlashAttention-3's at 0.76. L1 was at 0.48 and L2 at 0.44:
+none was full. In a prompt of 1024 tensor cores were at 0.21 to 0.27, by multiprocessor. With heads of 256 elements they
+are at 0.73, FlashAttention-3's at 0.93 (docs/results/h100/profiles_large_heads.json). Warps wait longest for global
+memory there, FlashAttention-3's for nothing of the kind; page ids are not read ahead.
 
 Compiled, the warps of a group meet five times in a block, twice because Triton adds it, and there are two fences. With
 arrivals thread by thread (cp.async.mbarrier.arrive) they meet once. Then prompts of 8192 and more took 3 to 4 % longer,
 in a comparison that is not kept.
 
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
-registers, and writes them to shared memory in the queries' type. That, and keys of 192 elements with values of 128,
-compile for Hopper without spills. On an H200 they gave what `triton_prefill` gives, to its rounding, in a check that is
-not kept; the conformance suite has not run on them there, and no committed benchmark times them.
+registers, and writes them to shared memory in the queries' type. The conformance suite passed on an H200 for every
+size of heads (docs/results/h200/conformance_fa3_gluon.json). Keys of 8 bits are timed by no committed benchmark.
 
 `gluon_mla` says which versions of Triton it was tried with.
 """

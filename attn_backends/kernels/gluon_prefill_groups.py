@@ -77,6 +77,16 @@ def _gather_queries(q, queries, tile, group, half, DIM: gl.constexpr):
 
 
 @gluon.jit
+def _ids_of(pages, request):
+    """Where a request's page ids begin."""
+    page_indptr, page_ids, table_stride, _counter = pages
+    if page_indptr is None:
+        return page_ids + request.to(gl.int64) * table_stride
+    else:
+        return page_ids + gl.load(page_indptr + request)
+
+
+@gluon.jit
 def _page_of(ids, key, end, PAGE_SIZE: gl.constexpr):
     """The pages of keys."""
     return gl.load(ids + key // PAGE_SIZE, mask=key < end, other=0)
@@ -125,14 +135,8 @@ def _number(tiles, i: gl.constexpr):
 @gluon.jit
 def _tile(tiles):
     """The tile that was announced last: as of `_tile_of`, KV head -1 after the last."""
-    return (
-        _number(tiles, 0),
-        _number(tiles, 1),
-        _number(tiles, 2),
-        _number(tiles, 3),
-        _number(tiles, 4),
-        _number(tiles, 5),
-    )
+    kv_head, first, width = _number(tiles, 0), _number(tiles, 1), _number(tiles, 2)
+    return kv_head, first, width, _number(tiles, 3), _number(tiles, 4), _number(tiles, 5)
 
 
 @gluon.jit
@@ -151,7 +155,6 @@ def gather(
     IS_8_BIT: gl.constexpr = k_pages[0].dtype.element_ty != given[2].dtype
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _BYTES if IS_8_BIT else COPIED)
     queries, keys, values, _totals, tiles, full, free, lists, shape = given
-    page_indptr, page_ids, table_stride, counter = pages
     KEYS: gl.constexpr = values.shape[1]
     AHEAD: gl.constexpr = DIM <= 128  # registers hold a block's pages while the one before is copied; else they spill
     step, turn, work = 0, 0, gl.program_id(0)
@@ -159,10 +162,7 @@ def gather(
     while work < shape[3] * shape[4]:
         request, tile = _tile_of(work, lists, shape, CAUSAL)
         kv_head, _first, _width, _row, _num_keys, end = tile
-        if page_indptr is None:
-            ids = page_ids + request.to(gl.int64) * table_stride
-        else:
-            ids = page_ids + gl.load(page_indptr + request)
+        ids = _ids_of(pages, request)
         mbarrier.wait(free[2].index(0), (turn & 1) ^ 1)
         for half in range(2):
             _gather_queries(q, queries, tile, shape[2], half + zero_in_turn(half), DIM)
@@ -195,7 +195,7 @@ def gather(
                 arrive(full[1].index(stage))
             step += 1
         turn += 1
-        work = gl.atomic_add(counter, 1) + gl.num_programs(0)  # not before: a program with a long tile takes fewer
+        work = gl.atomic_add(pages[3], 1) + gl.num_programs(0)  # not before: a program with a long tile takes fewer
     mbarrier.wait(free[2].index(0), (turn & 1) ^ 1)
     _announce(tiles, full, (-1, 0, 0, 0, 0, 0))
 
@@ -218,12 +218,6 @@ def _multiply_keys(queries, keys, step, zero, SCORES: gl.constexpr, HALF: gl.con
         block = keys[1].index(place).permute((1, 0))
         scores = warpgroup_mma(queries[1].index(HALF), block, scores, is_async=True)
     return scores
-
-
-@gluon.jit
-def _multiply_values(weights, values, summed, step, zero):
-    """Begin to add a block of values."""
-    return warpgroup_mma(weights, values.index((step & 1) + zero), summed, is_async=True)
 
 
 @gluon.jit
@@ -279,7 +273,7 @@ def _pass_over(
         _wait(full[0], step + 1)
         scores = _multiply_keys(queries, keys, step + 1, zero, SCORES, HALF)
         _wait(full[1], step)
-        adding = _multiply_values(operand, values, summed, step, zero)
+        adding = warpgroup_mma(operand, values.index((step & 1) + zero), summed, is_async=True)
         signal(order[1 - HALF].index(0))
         scores = warpgroup_mma_wait(1, deps=(scores,))
         weights, kept, softmax = _weights(scores, softmax, block, end_seen, score_scale, SCORES, MASKED)
@@ -339,7 +333,7 @@ def attend(given, out, lse, scales, CAUSAL: gl.constexpr, HALF: gl.constexpr):
         signal(free[2].index(0))
         summed, operand, softmax, step, passed = state
         _wait(full[1], step)
-        adding = _multiply_values(operand, values, summed, step, zero_in_turn(turn))
+        adding = warpgroup_mma(operand, values.index((step & 1) + zero_in_turn(turn)), summed, is_async=True)
         summed, _ = warpgroup_mma_wait(0, deps=(adding, operand))
         signal(free[1].index(step & 1))
         step, turn = step + 1, turn + 1
