@@ -263,7 +263,7 @@ def classify(kind: type) -> Mapping[str, FieldClass]:
 
 @cache
 def _classes(kind: type) -> Mapping[str, FieldClass]:
-    """Kept, because reading annotations takes as long as many launches."""
+    """Cached, because `get_type_hints` is slow."""
     if not is_dataclass(kind):
         raise CaptureError(f"{kind.__name__} must be a dataclass of classified tensors")
     hints = get_type_hints(kind, include_extras=True)

@@ -63,10 +63,10 @@ class BufferSpec:
 
     shape: sizes, outermost first. doc: what an element is. pad: value of elements that no request owns; also the
     contents after allocation. low, high: the valid range of a device value, `high` exclusive and an expression (None:
-    unchecked). over_read: number of elements past the live end of a row that a kernel may read; the planner pads them.
-    Elements after those are unspecified in a format's own buffers, but for those that its `specified` names. shared:
+    unchecked). over_read: number of elements past a row's live end that a kernel may load; the planner writes `pad`
+    there. Later elements of a format's own buffers are undefined, except those that its `specified` names. shared:
     whether all phases of the same requests hold the same values, whatever their lengths. Planners then write nothing
-    after what rows see, where another phase may see more.
+    after what rows see, because another phase may see more.
     """
 
     name: str

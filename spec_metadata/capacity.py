@@ -238,7 +238,7 @@ class TokenBucket:
         return min(self.num_tokens, capacity.max_kv_len if is_prefill else capacity.bucket(self.kind, 1).width)
 
     def padded_bs(self, capacity: Capacity) -> int:
-        """Requests of a graph of the whole step: the real ones, and after them those that own padded rows. One is
+        """Batch size of a graph of the whole step: real requests, and after them those that own padded rows. One is
         enough, unless padded rows can exceed what one request holds.
         """
         return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))

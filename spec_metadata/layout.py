@@ -149,8 +149,9 @@ class Step:
 
     @property
     def layout(self) -> Hashable:
-        """What decides how the tensors of a step without host lengths are read, but for a request table, which is read
-        in place; steps of one layout differ in values alone. Without what follows from the rest, as replays compare it.
+        """The key (kind, dtypes, shapes, strides) of a step without host lengths, and without a request table, which is
+        read in place. Steps of equal layouts differ in values alone. What follows from other parts is left out, because
+        replays compare layouts.
         """
         lens, slots, paging, mask, query = self.seq_lens, self.out_cache_loc, self.paging, self.tree_mask, self.query
         pages = paging.rows if isinstance(paging, RequestTable) else paging.table

@@ -75,7 +75,7 @@ class PaddedQuery:
     """Packed rows whose lengths the device alone knows: those of a graph, or of a step padded like one.
 
     cu_seqlens: [bs + 1] int32, as in `PackedQuery`; a request may have no row. num_tokens: query rows of all requests.
-    width: bound on those of one. The last requests are there for rows that no real request has, `num_padding` of them.
+    width: bound on those of one. The last `num_padding` requests own the padded rows.
     """
 
     cu_seqlens: Tensor
@@ -84,7 +84,7 @@ class PaddedQuery:
 
     @property
     def num_padding(self) -> int:
-        """Requests at the end that padded rows belong to: as many as it takes to own all rows."""
+        """Requests that own padded rows: enough to own all of them."""
         return ceil_div(self.num_tokens, self.width)
 
 

@@ -83,8 +83,8 @@ def dense_part(step: Step, forward: int | None) -> DensePart:
     A chain sees the committed tokens and itself, causally; draft forward i sees committed + i + 1 keys. In a draft
     block every row sees the committed tokens and the whole block, in a tree all committed tokens and no more. A padded
     row reads as many keys of the reserved page as it has query rows, whatever the forward: it is never advanced.
-    Forward None is what all forwards see alike, of a draft chain the committed tokens, of which `chain_parts` are the
-    rest.
+    forward=None: the prefix that all forwards share. Of a draft chain it is the committed tokens; the drafted ones come
+    from `chain_parts`.
     """
     committed, causal = step.seq_lens.int(), is_causal(step)
     if not isinstance(step.query, UniformQuery):

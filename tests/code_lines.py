@@ -2,7 +2,7 @@
 
     python -m tests.code_lines
 
-prints each room of `BUDGETS` with its ceiling.
+prints each room of `BUDGETS` with its ceiling, then what has none.
 """
 
 from __future__ import annotations
@@ -47,6 +47,20 @@ BUDGETS: dict[str, tuple[int, tuple[str, ...]]] = {
     "tests/gpu": (800, ("tests/gpu/",)),
 }
 """A room's ceiling, and where it lies. A file is of the first room that it lies in."""
+UNBOUNDED = {
+    "results": ("attn_backends/results/",),
+    "explain": ("attn_backends/explain/",),
+    "kernels": ("attn_backends/kernels/",),
+    "conformance": ("attn_backends/conformance/", "attn_backends_pytest/"),
+    "engines": ("attn_backends/engines/",),
+    "the reference's command line": ("reference/attn_backends_reference/cli/",),
+    "the reference": ("reference/",),
+    "scripts of pages": ("docs/",),
+    "tests of engines": ("tests/engines/",),
+    "tests": ("tests/",),
+    "examples, training": ("examples/", "training/"),
+}
+"""Rooms without a ceiling, after those of `BUDGETS`."""
 _SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -78,14 +92,12 @@ def sources() -> list[str]:
 
 
 def by_room() -> dict[str, int]:
-    """Code lines of each room."""
-    counts = dict.fromkeys(BUDGETS, 0)
+    """Code lines of each room, of which every source file has one."""
+    places = {room: where for room, (_, where) in BUDGETS.items()} | UNBOUNDED
+    counts = dict.fromkeys(places, 0)
     for path in sources():
-        room = next(
-            (room for room, (_, places) in BUDGETS.items() if any(_lies_in(path, place) for place in places)), ""
-        )
-        if room:
-            counts[room] += code_lines((ROOT / path).read_text(encoding="utf-8"))
+        room = next(room for room, where in places.items() if any(_lies_in(path, place) for place in where))
+        counts[room] += code_lines((ROOT / path).read_text(encoding="utf-8"))
     return counts
 
 
@@ -98,7 +110,8 @@ def _lies_in(path: str, place: str) -> bool:
 def main() -> None:
     """Print the table."""
     for room, count in by_room().items():
-        print(f"{count:6} of {BUDGETS[room][0]:5}  {room}")
+        ceiling = f"of {BUDGETS[room][0]:5}" if room in BUDGETS else ""
+        print(f"{count:6} {ceiling:8}  {room}")
 
 
 if __name__ == "__main__":

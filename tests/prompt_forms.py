@@ -2,8 +2,8 @@
 
     python -m tests.prompt_forms --json docs/results/h200/prompt_forms.json
 
-takes a minute. Kernels of ours are those that `auto` takes where no vendor is installed, under CUDA graphs, in turns. A
-speed that is missed is told, and fails nothing.
+takes a minute. Ours are `gluon` and `triton`. Kernels take turns, under CUDA graphs. A speed that is missed is told,
+and fails nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 
 from attn_backends import results
 from attn_backends.cache import PagedKV
+from attn_backends.errors import AttnBackendsError
 from attn_backends.graphs import CudaGraph
 from attn_backends.layer import AttentionLayer
 from attn_backends.registry import get_backend
-from benchmarks.layers import capture, check_same
+from benchmarks.layers import Captured, capture, check_same
 from benchmarks.rows import Stage
 from benchmarks.shapes import DTYPE, PAGE_SIZE, Pool, planned
 from benchmarks.timing import CudaClock, take_turns
@@ -86,25 +87,28 @@ def rows(stage: Stage) -> Iterator[dict[str, Any]]:
         step = Step.prefill(PackedQuery.of(list(lengths.widths), stage.device), lens, pool.table, **host)
         q = torch.randn(sum(lengths.widths), 32, dim, dtype=DTYPE, device=stage.device)
         about = {"head_dim": dim, "v_head_dim": v_dim, "page_size": page_size, "prompts": lengths.name}
-        found = {}
+        found: dict[str, Captured] = {}
         for kernel in KERNELS:
             try:
                 found[kernel] = capture(attention(pool, step, layer, q, kernel), pool.caches, stage)
-            except Exception as error:  # of a vendor, which may raise anything
-                yield {**about, "kernel": kernel, "status": "not_run", "reason": str(error)[:300]}
+            except AttnBackendsError as error:
+                yield {**about, "kernel": kernel, "status": "not_run", "reason": str(error)}
         yield from _compared(about, found, stage)
 
 
-def _compared(about: dict[str, Any], found: dict[str, Any], stage: Stage) -> Iterator[dict[str, Any]]:
-    replays = [each.graph.replay for each in found.values()]
-    times = dict(zip(found, take_turns(replays, stage.rounds, stage.clock), strict=True))
-    peer = next(iter(found))
-    for kernel in [kernel for kernel in found if kernel != peer]:
+def _compared(about: dict[str, Any], found: dict[str, Captured], stage: Stage) -> Iterator[dict[str, Any]]:
+    """Beside the vendor's kernel, or where it does not run, Triton beside Gluon, of which no speed is asked."""
+    us = take_turns([each.graph.replay for each in found.values()], stage.rounds, stage.clock)
+    times = dict(zip(found, us, strict=True))
+    peer, *others = found
+    for kernel in others:
         check_same(found[kernel].output, found[peer].output)
         row = {**about, "kernel": kernel, "us": round(times[kernel], 1), "peer": peer, "peer_us": round(times[peer], 1)}
         speed = times[peer] / times[kernel]
-        met = "met" if speed >= LEAST else "missed"
-        yield {**row, "speed": round(speed, 3), "least": LEAST, "status": met if kernel == "gluon" else ""}
+        row["speed"] = round(speed, 3)
+        if (peer, kernel) == KERNELS[:2]:
+            row |= {"least": LEAST, "status": "met" if speed >= LEAST else "missed"}
+        yield row
 
 
 def main() -> int:

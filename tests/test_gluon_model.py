@@ -160,7 +160,9 @@ def test_heads_of_128_elements():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-    ("dim", "cache"), [(192, None), (192, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (256, None)], ids=str
+    ("dim", "cache"),
+    [(192, None), (192, torch.float8_e4m3fn), (64, torch.float8_e4m3fn), (256, None), (256, torch.float8_e4m3fn)],
+    ids=str,
 )
 def test_prompts_of_other_sizes_and_of_8_bits(dim, cache, form):
     sizes = replace(PROMPTS, dim=dim, v_dim=128 if dim == 192 else dim, num_heads=2, num_kv_heads=1)

@@ -204,6 +204,14 @@ def test_a_folder_without_results_is_refused(tmp_path, capsys):
     assert not (tmp_path / "kernels.md").exists()
 
 
+def test_results_that_code_names_are_there():
+    folders = ("attn_backends", "spec_metadata", "benchmarks", "reference")
+    texts = [path.read_text(encoding="utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"docs/results/[\w/]+\.json", text)}
+    assert len(named) > 5
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_every_result_of_a_gpu_is_a_part_or_has_its_command_on_the_page():
     """The command is the file's own, unless the program that made it is gone."""
     text = (page.OUT / "results.md").read_text(encoding="utf-8")

@@ -14,6 +14,8 @@ from hatchling.builders.wheel import WheelBuilder
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "reference"
 MOST_BYTES = 1_500_000
+PACKAGES = ("spec_metadata", "attn_backends", "attn_backends_command", "attn_backends_pytest")
+COMMANDS = ("demo", "export", "generate", "inspect")
 
 USE = """
 import attn_backends
@@ -22,6 +24,11 @@ from attn_backends.config.backend_files import backend_options
 assert attn_backends.__file__.startswith({folder!r}), attn_backends.__file__
 assert backend_options("fa3").name == "fa3"
 raise SystemExit(main(["list"]))
+"""
+USE_COMMAND = """
+from attn_backends import cli
+cli.entry_points = lambda group: ()  # this environment's own has the reference
+raise SystemExit(cli.main(["COMMAND"]))
 """
 USE_REFERENCE = """
 import attn_backends_reference
@@ -69,7 +76,7 @@ def run(code: str, site: Path, folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def test_the_wheels_hold_all_files_of_their_packages_and_configurations(both):
-    packages = [path.relative_to(ROOT) for name in ("spec_metadata", "attn_backends") for path in files(ROOT / name)]
+    packages = [path.relative_to(ROOT) for name in PACKAGES for path in files(ROOT / name)]
     packages += [path.relative_to(REFERENCE) for path in files(REFERENCE / "attn_backends_reference")]
     configs = ["attn_backends" / path.relative_to(ROOT) for path in files(ROOT / "configs")]
     presets = ["attn_backends_reference" / path.relative_to(REFERENCE) for path in files(REFERENCE / "configs")]
@@ -98,6 +105,23 @@ def test_the_library_works_alone_in_an_empty_folder(core, tmp_path):
     done = run(USE, core, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "flashinfer_mla" in done.stdout
+
+
+def test_the_reference_adds_its_commands_and_requires_the_library_of_its_version(core, both):
+    (entries,) = both.glob("attn_backends_reference-*/entry_points.txt")
+    group = entries.read_text().partition("[attn_backends.commands]")[2].split("[")[0]
+    assert [line.split()[0] for line in sorted(group.split("\n")) if line] == list(COMMANDS)
+    (library,), (metadata,) = core.glob("attn_backends-*"), both.glob("attn_backends_reference-*/METADATA")
+    version = library.name.removeprefix("attn_backends-").removesuffix(".dist-info")
+    assert metadata.parent.name == f"attn_backends_reference-{version}.dist-info"
+    assert f"Requires-Dist: attn-backends=={version}\n" in metadata.read_text()
+
+
+def test_without_the_reference_its_commands_say_how_to_install_it(core, tmp_path):
+    for command in COMMANDS:
+        done = run(USE_COMMAND.replace("COMMAND", command), core, tmp_path)
+        assert done.returncode == 2, done.stderr
+        assert f"{command} is a command of attn-backends-reference. Install it: pip install ./reference" in done.stderr
 
 
 def test_both_work_in_an_empty_folder(both, tmp_path):

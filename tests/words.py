@@ -53,6 +53,15 @@ IDIOMS = (
     r"\bhow much of it\b",
     r"\bthe one by the other\b",
     r"\bat all times\b",
+    r"\bsits? out\b",
+    r"\bran which way\b",
+    r"\bare there for\b",
+    r"\bwhich is to\b",
+    r"\b(?:is|are) what all\b",
+    r"\bof which [`\w]+ are the rest\b",
+    r"\bwhat lies behind\b",
+    r"\bbut for (?:a|those)\b",
+    r"^Kept, because\b",
 )
 PACKAGES = (
     "spec_metadata",
@@ -62,7 +71,6 @@ PACKAGES = (
     "benchmarks",
     "reference/attn_backends_reference",
 )
-CHANGES = Path("CHANGELOG.md")  # of versions as they were
 
 CODE, LINK = re.compile(r"``[^`]+``|`[^`]*`"), re.compile(r"\[([^\]]*)\]\([^)]*\)")
 SHAPE = re.compile(r"\[[^\]]*\]")  # [bs, width] is one word
@@ -102,10 +110,9 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def of_documents() -> Iterator[Sentence]:
-    """What the documents say, but for the log of changes."""
+    """What the documents say."""
     for document in DOCUMENTS:
-        if document != CHANGES:
-            yield from (Sentence(str(document), text) for text in sentences((ROOT / document).read_text()))
+        yield from (Sentence(str(document), text) for text in sentences((ROOT / document).read_text()))
 
 
 def of_docstrings() -> Iterator[Sentence]:

@@ -55,7 +55,7 @@ def random_requests(rng: random.Random) -> Requests:
     causal = rng.random() < 0.7
     if causal:
         kv_lens = [max(pair) for pair in zip(q_lens, kv_lens, strict=True)]
-    return Requests(q_lens, kv_lens, rng.choice((1, 2, 4, 8, 16, 32, 64, 128)), causal)
+    return Requests(q_lens, kv_lens, rng.choice((1, 2, 4, 8, 16, 20, 32, 64, 96, 128, 192)), causal)
 
 
 def new_lists(num_processors: int, cluster_size: int) -> WorkLists:

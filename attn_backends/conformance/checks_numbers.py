@@ -49,7 +49,7 @@ from spec_metadata import BlockTable, BufferSpec, Paging, StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
 
 LARGEST_SCORE = 1200.0
-"""Of `math.large_scores`, but for a factor of at most the root of 2: its exponential, and that of its negative, is no
+"""Of `math.large_scores`, within a factor of the root of 2: its exponential, and that of its negative, is no
 number of float64. The layer's scale is multiplied by a power of 2, so that whoever plans with the scale of a model can
 multiply queries instead, and rounds nothing.
 """

@@ -13,8 +13,8 @@ with the next keys are under way while it computes weights, and the groups begin
 
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request. The third group reads a block's page ids while the block before it is
-copied, where registers allow it: keys of at most 128 elements. On an H100 that took 3 to 7 % off a prompt's time, in
-pages of one token 9 to 19 %, in a comparison that is not kept.
+copied, for keys of at most 128 elements: longer ones leave too few registers, which would spill. On an H100 that took 3
+to 7 % off a prompt's time, in pages of one token 9 to 19 %, in a comparison that is not kept.
 
 In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H200
 (docs/results/h200/kernels_prefill_fa3.json):
@@ -34,16 +34,18 @@ FlashAttention-3 has the copy engine (TMA) bring keys and take outputs, where th
 Profiles are of ncu on an H100, before page ids were read ahead (docs/results/h100/profiles.json). In a prompt of 32768
 a multiprocessor's busiest unit was at 0.63 of what it can, FlashAttention-3's at 0.76. L1 was at 0.48 and L2 at 0.44:
 none was full. In a prompt of 1024 tensor cores were at 0.21 to 0.27, by multiprocessor. With heads of 256 elements they
-are at 0.73, FlashAttention-3's at 0.93 (docs/results/h100/profiles_large_heads.json). Warps wait longest for global
-memory there, FlashAttention-3's for nothing of the kind; page ids are not read ahead.
+are at 0.73, FlashAttention-3's at 0.93 (docs/results/h100/profiles_forms.json). Warps wait longest for global memory
+there, which is not among FlashAttention-3's four longest waits; page ids are not read ahead.
 
 Compiled, the warps of a group meet five times in a block, twice because Triton adds it, and there are two fences. With
 arrivals thread by thread (cp.async.mbarrier.arrive) they meet once. Then prompts of 8192 and more took 3 to 4 % longer,
 in a comparison that is not kept.
 
 Types are bfloat16 and float16, sums float32. Keys and values may be float8_e4m3fn: the third group reads them into
-registers, and writes them to shared memory in the queries' type. The conformance suite passed on an H200 for every
-size of heads (docs/results/h200/conformance_fa3_gluon.json). Keys of 8 bits are timed by no committed benchmark.
+registers, and writes them to shared memory in the queries' type. On an H200 the conformance suite passed with heads of
+64, 128 and 256, and with latents of 192 whose first 128 elements are values
+(docs/results/h200/conformance_fa3_gluon.json). It ran 8-bit keys of 64 and 192 elements. Those of 256 were compiled,
+and run by the model of `tests/gluon_model.py` alone. No committed benchmark times keys of 8 bits.
 
 `gluon_mla` says which versions of Triton it was tried with.
 """

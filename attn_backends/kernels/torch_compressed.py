@@ -24,7 +24,7 @@ _ATTENDED = 256  # query rows whose keys are gathered at a time
 
 class Keys(NamedTuple):
     """Rows of one pool that query rows attend to. slots: [num_tokens, n] int32, of which a query row sees the first
-    lens [num_tokens] but for those of -1.
+    lens [num_tokens] except those of -1.
     """
 
     pages: Tensor

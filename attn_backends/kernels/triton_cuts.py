@@ -1,12 +1,16 @@
 """How the tiles of FlashInfer's work lists are cut: passes over tiles, a block of them at a time (`triton_work`).
 
-One sum of counts that are packed in one number is faster than a sum of each.
+Counts are packed into one int64, so that one reduction sums three or four of them.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from attn_backends.kernels.work_operators import TRIES
+
+assert TRIES == 8, "`chunk_of` tries twice four"
 
 _BITS = tl.constexpr(15)  # of a count of tiles, of items or of partial results: there are fewer than 2 ** 15
 _MOST = tl.constexpr(2**15 - 1)
@@ -15,16 +19,16 @@ _MOST = tl.constexpr(2**15 - 1)
 @triton.jit
 def tiles_of(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
     """Of slots: request, its rows, first and number of rows of the tile, whether there is one, and the end of keys."""
-    qo_indptr, _, kv_len, n, slots, steps, heads, spare = batch
+    qo_indptr, _, kv_len, n, slots, steps, heads, spare_rows = batch
     request, behind = tl.zeros_like(slot), tl.zeros_like(slot) + n
     for _ in range(steps):
         middle = (request + behind) // 2
-        starts = (tl.load(qo_indptr + middle) * heads + middle * spare) // SIZE
+        starts = (tl.load(qo_indptr + middle) * heads + middle * spare_rows) // SIZE
         request = tl.where(starts <= slot, middle, request)
         behind = tl.where(starts <= slot, behind, middle)
     row = tl.load(qo_indptr + request)
     q_len = tl.load(qo_indptr + request + 1) - row
-    first = (slot - (row * heads + request * spare) // SIZE) * SIZE
+    first = (slot - (row * heads + request * spare_rows) // SIZE) * SIZE
     is_real = (slot < slots) & (first < q_len * heads)
     end = tl.load(kv_len + request)
     if CAUSAL:
@@ -98,7 +102,7 @@ def chunk_of(
     COST: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """Blocks of a chunk, and of the longest tile. It tries eight (`work_operators.TRIES`)."""
+    """Blocks of a chunk, and of the longest tile. `TRIES` chunks are tried, four at a time."""
     total, num_tiles, longest = 0, 0, 0
     for begin in range(0, slots, SLOTS):
         blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)

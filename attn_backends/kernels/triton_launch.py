@@ -3,7 +3,7 @@
 Before each launch Triton looks at every argument for what its compiler could use, such as a pointer's alignment, which
 takes several times as long as the launch. An `unspecialized` kernel uses none of it and is the same for all arguments
 of the same types, so that what was compiled first is launched directly ever after. What is launched with the same
-arguments again and again, but for a few, is bound to them once (`cuda_launch`). A `DirectLaunch` does so
+arguments again and again, except a few, is bound to them once (`cuda_launch`). A `DirectLaunch` does so
 with a kernel that uses all that it can, and that every layer of a step launches, on tensors of its own.
 
 Triton specialises on every element of a tuple, even if it is declared otherwise. So numbers are `opaque` there, and the

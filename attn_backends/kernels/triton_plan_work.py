@@ -86,7 +86,7 @@ def _plan_and_list(
         _write_rows(*of_step, starts, page_starts, lens, step, sizes, SLOTS)
         tl.debug_barrier()  # they are there for all threads
         n, slots, steps = number(lists.n), number(lists.slots), number(lists.steps)
-        batch = (starts, page_starts, lens, n, slots, steps, number(lists.heads), number(lists.spare))
+        batch = (starts, page_starts, lens, n, slots, steps, number(lists.heads), number(lists.spare_rows))
         into = (items, merges, work_indptr)
         strides = (number(lists.item_stride), number(lists.merge_stride), number(lists.num_clusters))
         write_lists(batch, *into, *strides, SIZE, CAUSAL, KEYS, COST, SLOTS, IS_BLOCK, BLOCKS)

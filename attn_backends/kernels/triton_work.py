@@ -136,8 +136,8 @@ def write_lists(
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to spare. IS_BLOCK: slots are no more than
-    `SLOTS`.
+    """All lists. batch: qo_indptr, kv_indptr, kv_len, and of `ListSizes` n to spare_rows. IS_BLOCK: slots are no more
+    than `SLOTS`.
     """
     _, _, _, _, slots, _, _, _ = batch
     held = None
@@ -184,7 +184,7 @@ def _list_work(
     slots,
     steps,
     heads,
-    spare,
+    spare_rows,
     num_clusters,
     SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -194,14 +194,14 @@ def _list_work(
     IS_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads, spare), (items, merges, work_indptr)
+    batch, into = (qo_indptr, kv_indptr, kv_len, n, slots, steps, heads, spare_rows), (items, merges, work_indptr)
     sizes = (item_stride, merge_stride, num_clusters)
     write_lists(batch, *into, *sizes, SIZE, CAUSAL, KEYS, COST, SLOTS, IS_BLOCK, BLOCKS)
 
 
 class ListSizes(NamedTuple):
-    """Strides and sizes of lists. n: requests. slots: places for tiles. steps: of a search among requests. spare: as of
-    `spare_rows`.
+    """Strides and sizes of lists. n: requests. slots: places for tiles. steps: of a search among requests. spare_rows:
+    of a request's last tile (`work_operators.spare_rows`).
     """
 
     item_stride: int
@@ -210,7 +210,7 @@ class ListSizes(NamedTuple):
     slots: int
     steps: int
     heads: int
-    spare: int
+    spare_rows: int
     num_clusters: int
 
 

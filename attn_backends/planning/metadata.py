@@ -47,10 +47,10 @@ class ForwardMetadata(Generic[Plan]):
 class Metadata(Generic[Plan]):
     """The metadata of a step: one plan per forward over named buffers, and what the kernel's vendor makes of each.
 
-    owner: the backend that planned it, and that alone takes it. step: an eager one of a tree has drafted tokens of its
-    own. plans: views, whatever the step holds. write: plans the step, which is to write its buffers; device only.
-    chains: the drafted tokens of each forward of a chain, where plans are of the committed ones alone. captured: the
-    bucket and memory of captured metadata; None if eager. checking: whether `at` reads ancestors.
+    owner: the backend that planned it, and the only one that takes it. step: an eager tree step has its own drafted
+    tokens. plans: views of the buffers, one a forward. write: launches the planning kernels; no host sync, so a graph
+    may capture it. chains: the drafted tokens of each forward of a chain whose plans have the prefix alone. captured:
+    the bucket and memory of captured metadata; None if eager. checking: whether `at` reads ancestors.
     """
 
     owner: BackendDefinition
@@ -69,11 +69,11 @@ class Metadata(Generic[Plan]):
         return None if self.captured is None else self.captured.bucket
 
     def reads_end(self) -> None:
-        """Nothing that is launched later on the current stream reads captured metadata or inputs that it is bound to:
-        records an event of the phase there. Whatever plans the phase again from the host waits for the last one of each
-        stream; graphs that plan it do not. It is no event of a table that other phases share: other requests are
-        planned on that after the graphs of all. Of eager metadata, which is never planned again, nothing. Raises
-        `CaptureError` in a capture.
+        """Record the phase's "reads done" event: nothing launched later on the current stream reads captured metadata
+        or its bound inputs. A host call that plans the phase again waits for the last event of each stream; a graph
+        that plans it does not. The event does not cover a table that phases share: plan other requests on it after the
+        graphs of all these phases. Does nothing for eager metadata, which is never planned again. Raises `CaptureError`
+        in a capture.
         """
         if self.captured is not None:
             self.captured.phase.reads.end()

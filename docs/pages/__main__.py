@@ -47,8 +47,8 @@ Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-
 vLLM's FlashAttention-3 takes both, sinks in bfloat16, as the only dense kernel of a vendor."""
 _MISSED = """## What misses its bound
 
-Profiles are of ncu on an H100: [of these shapes](results/h100/profiles.json), and of
-[heads of 256 elements](results/h100/profiles_large_heads.json). Their sum is in the docstrings of [prompts on
+Profiles are of ncu on an H100: of [six shapes](results/h100/profiles.json) and of [two forms of
+prompts](results/h100/profiles_forms.json). A summary is in the docstrings of [prompts on
 Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_backends/kernels/gluon_sparse.py). Of
 [other prompts](results/h200/prompt_forms.json) one misses 0.75 of FlashAttention-3's speed: 32,768 tokens whose heads
 have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93."""

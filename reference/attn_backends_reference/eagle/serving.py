@@ -251,7 +251,7 @@ class Server:
         return any(slots.num_common_tokens(request.prefix_keys, other.prefix_keys) > now for other in in_prefill)
 
     def _launch_cycle(self) -> Iterator[_Unread]:
-        """A request whose unread cycles may have filled its context sits out until the host has read them."""
+        """Launch a cycle, without requests that might exceed max_context, given cycles that the host has not read."""
         requests = [
             request
             for request in self._running

@@ -75,7 +75,7 @@ Outputs = TypeVar("Outputs")
 class TargetWorker:
     """What plain and speculative decoding share: the target, its cache, prompts, and the tables of requests.
 
-    num_graph_steps, num_eager_steps: how often each phase ran which way.
+    num_graph_steps, num_eager_steps: graph and eager steps of each phase, by its name.
     """
 
     def __init__(
