@@ -82,6 +82,7 @@ def test_fused_compressed_in_small_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     check_equal(rings.form, Case("prefill", page_size, 3, sizes=(9,), context=90))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("table", "pad"), TABLES)
 @pytest.mark.parametrize(
     ("name", "kind"), [(name, kind) for name in FORMS for kind in (UNIFORM_KINDS if name == "block_table" else KINDS)]

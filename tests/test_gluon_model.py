@@ -62,6 +62,7 @@ def is_near(found: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> bool:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 16), (torch.float16, 1)], ids=str)
@@ -77,6 +78,7 @@ def test_it_attends_whoever_goes_first(kind, form, dtype, page_size):
         assert all(map(torch.equal, attend(Model(seed), arguments), first)), seed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_latents_of_8_bits(form, dtype):
@@ -127,6 +129,7 @@ def in_parts(num: int) -> dict[str, str]:
     return {"splits = num_splits(": f"splits = {num} + 0 * num_splits("}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bytes", SPARSE.values(), ids=SPARSE)
 @pytest.mark.parametrize(("num_heads", "parts"), [(3, 1), (3, 3), (64, 1), (128, 1)])
 def test_sparse_rows(bytes, num_heads, parts):
@@ -158,6 +161,7 @@ def test_heads_of_128_elements():
     assert is_near(attend(Model(0), arguments), expected(arguments))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("dim", "cache"),

@@ -59,6 +59,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Parts]:
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("table", [RequestTable, BlockTable])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_step_of_a_known_layout_is_launched_as_one_bound_anew(

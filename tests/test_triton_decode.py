@@ -88,6 +88,7 @@ def test_keys_may_be_divided_into_any_number_of_parts(decode, monkeypatch, num_p
     check(decode, arguments(replace(sizes, lens=lens), "csr", True))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
 @pytest.mark.parametrize(("num_parts", "num_pieces"), [(1, 4), (2, 4), (9, 0)])

@@ -66,12 +66,12 @@ def test_even_requests_are_merged_only_where_clusters_share_them():
         assert len({tuple(column) for column in lists.merges.T[:, 3:].tolist() if column[1]}) == num_merges
 
 
-@pytest.mark.parametrize("most_slots", [16, 1024], ids=["some_blocks", "a_block"])
-def test_triton_writes_the_same(most_slots: int, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("most_slots", "times"), [(16, 6), (1024, 12)], ids=["some_blocks", "a_block"])
+def test_triton_writes_the_same(most_slots: int, times: int, monkeypatch: pytest.MonkeyPatch):
     triton_work = interpreted("triton_work", "_list_work")
     monkeypatch.setattr(triton_work, "_MOST_SLOTS", most_slots)
     rng = random.Random(7)
-    for _ in range(16):
+    for _ in range(times):
         requests, processors, size = random_requests(rng), rng.choice(NUM_PROCESSORS), rng.choice((1, 2))
         spare, found = rng.choice((0, 300)), new_lists(processors, size)
         expected = listed(requests, processors, size, spare)
