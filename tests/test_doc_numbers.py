@@ -304,7 +304,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
-    (KERNELS, r"256 elements, at (\S+)\. Tensor cores are busy (\S+) of .*?'s (\S+)\.\n", large_heads),
+    (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
     (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", prompt_forms),
     (MEASURED, r"(?s)With 128 heads \[FlashInfer's\].*?takes (\S+) and (\S+) us", lists_of_128_heads),
     (MEASURED, r"costs (\S+) to (\S+) times the chain", lambda: target("trees", "a tree's verify, times the chain's")),

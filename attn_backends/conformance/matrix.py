@@ -1,4 +1,4 @@
-"""`docs/matrix.md`: what the kernels declare, what the suite found, what the demo and the benchmarks gave.
+"""`docs/matrix.md`: what the kernels declare, what the suite found, what the demo gave.
 
 python -m attn_backends.conformance.matrix [RESULT.json ...] [--output docs/matrix.md]
 """
@@ -27,37 +27,15 @@ from spec_metadata import StepKind
 
 COMMAND = "python -m attn_backends.conformance.matrix"
 PAGE, RESULTS = Path("docs/matrix.md"), Path("docs/results")
-SHOWN = ("conformance", "demo", "bench")  # how the names of files begin
+SHOWN = ("conformance", "demo")  # how the names of files begin
 _COLUMNS = (
     "kernel", "steps", "pages", "head sizes", "query heads", "rows per request", "packed", "trees", "LSE", "graphs",
     "packed graphs", "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
 )  # fmt: skip
-# A column that only these rows have; title; what it means; columns.
-_NUMBERS = (
-    (
-        "tokens_per_cycle",
-        "Speculative decoding",
-        "Compared with plain decoding: the same tokens, or consistent with them where rows of low precision round.",
-        (
-            "backend",
-            "kernel",
-            "model",
-            "draft",
-            "path",
-            "dtype",
-            "cache_dtype",
-            "tokens_per_cycle",
-            "identical",
-            "consistent",
-        ),
-    ),
-    (
-        "peer_us",
-        "A layer beside the vendor's raw call",
-        "Device time in microseconds of `backend.forward` and of the raw call, each under a graph, in turn.",
-        ("backend", "kernel", "peer", "batch_size", "context", "heads", "width", "us", "peer_us", "ratio"),
-    ),
-)
+_DECODED = (
+    "backend", "kernel", "model", "draft", "path", "dtype", "cache_dtype", "tokens_per_cycle", "identical",
+    "consistent",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,10 +81,10 @@ def page(*results: Results) -> str:
     ]
     for heads, report in _merged(filter(is_of_this_contract, results)):
         lines += ["", *_outcomes(heads, report)]
-    for form, title, about, columns in _NUMBERS:
-        for found in (found for found in results if found.rows and form in found.rows[0]):
-            lines += ["", f"## {title} on {found.head.device}", "", *_source(found.head), "", about, ""]
-            lines += _table(columns, ([_shown(row.get(name)) for name in columns] for row in found.rows))
+    for found in (found for found in results if found.rows and "tokens_per_cycle" in found.rows[0]):
+        lines += ["", f"## Speculative decoding on {found.head.device}", "", *_source(found.head), ""]
+        lines += ["Tokens are those of plain decoding, or consistent with them where rows of low precision round.", ""]
+        lines += _table(_DECODED, ([_shown(row.get(name)) for name in _DECODED] for row in found.rows))
     checks = ([f"`{check.id}`", check.about] for check in CATALOGUE.values())
     lines += ["", "## What the checks hold", "", *_table(("check", "about"), checks)]
     return "\n".join(lines) + "\n"

@@ -30,8 +30,8 @@ _PREFILLS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (1, 32768), (8, 32768))
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
 _SIZES = ("backend", "kernel", "heads", "width")
 _KERNELS = """Times are medians of replays of CUDA graphs; kernels take turns. Columns are requests x context; width is
-the query rows of a request. Cells are times the peer's time: below 1 our kernel is the faster. Least and most are over
-all sizes that were measured, not only those shown.
+the query rows of a request. A cell is our kernel's time divided by the peer's: below 1 ours is faster. Targets are of
+speed: higher is better. Least and most are over all sizes that were measured, not only those shown.
 
 Roof is the largest share, at any size, of what the device's copy bandwidth and matrix products allow, measured in the
 same run. A kernel that mostly reads can beat a copy, which writes as much as it reads. A line without cells had no
@@ -55,9 +55,8 @@ have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashA
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
-replay less that of an empty graph; kernels is the sum of what its kernels take. Where the layer's heads are named, a
-graph holds ten plans, and elapsed is a tenth of its time. Elsewhere a graph that runs for less than its launch takes
-the host has an elapsed time near 0: there the sum tells more. A second table has a draft block of four tokens and a
+replay less that of an empty graph; kernels is the sum of what its kernels take. A graph holds ten plans, and elapsed is
+a tenth of its time. A second table has a draft block of four tokens and a
 ragged verify of four rows at most. Its `instances` are the three phases, each planned alone by a backend of its own;
 these share one memory for their tables."""
 
