@@ -105,7 +105,7 @@ def test_the_last_requests_latents_may_be_divided(form, shares):
     assert arguments[-1].isnan().all() == (num_splits == 1)
 
 
-@pytest.mark.parametrize(("form", "shares"), zip(FORMS, [(3, 1), (1, 3), (0, 3)], strict=True), ids=str)
+@pytest.mark.parametrize(("form", "shares"), list(zip(FORMS, [(3, 1), (1, 3), (0, 3)], strict=True)), ids=str)
 def test_a_long_request_has_pieces_instead_of_parts(form, shares):
     """Of 21 blocks at least 5 each, where 5 run at once; not where the parts of all are hardly longer."""
     num_whole, num_splits = shares
