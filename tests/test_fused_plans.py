@@ -64,7 +64,7 @@ def test_fused_compressed(kind: str, rings: str, table: type, pad: int) -> None:
     check_equal(form.form, Case(kind, page_size, list(RINGS).index(rings), form=table, pad=pad))
 
 
-@pytest.mark.parametrize(("name", "table", "pad"), product(BLOCKS, (RequestTable, BlockTable), (0, 2)))
+@pytest.mark.parametrize(("name", "table", "pad"), [*product(BLOCKS, (RequestTable, BlockTable), (0, 2))])
 def test_fused_windows_of_draft_blocks(name: str, table: type, pad: int) -> None:
     page_size, rings = BLOCKS[name]
     check_equal(rings.form, Case("block", page_size, pad, form=table, pad=pad))
