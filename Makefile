@@ -28,12 +28,12 @@ smoke: $(INSTALLED)  ## the quick tests' quickest part, in a minute
 	$(RUN) pytest -m smoke
 	@$(RUN) tests.doc_blocks
 
-test: $(INSTALLED)  ## formatting, lint, types, tests, and a minute of random batches
+test: $(INSTALLED)  ## formatting, lint, types, tests, and half a minute of random batches
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(RUN) pytest -n 2
-	$(RUN) tests.fuzz --seconds 60 --processes 2
+	$(RUN) tests.fuzz --seconds 30 --processes 2
 	@$(RUN) tests.doc_blocks
 
 test-full: $(INSTALLED)  ## the whole crosses, and what takes long
@@ -45,7 +45,8 @@ fuzz: $(INSTALLED)  ## N random batches against a model of what each row sees an
 test-versions: $(INSTALLED)  ## smoke and models' tests with the oldest and newest versions of what we use; or those of ROWS
 	$(RUN) tests.versions $(ROWS)
 
-test-wheel:  ## the built wheels, in an environment of their own in an empty folder: the library alone, then both
+test-wheel: $(INSTALLED)  ## the built wheels, in an environment of their own in an empty folder: the library alone, then both
+	$(RUN) pytest -m install
 	wheel=$$(mktemp -d) && $(PYTHON) -m venv $$wheel/venv \
 	&& $$wheel/venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir $$wheel . && cd $$wheel \
 	&& venv/bin/python -m pip install --quiet --constraint $(CURDIR)/requirements-cpu.txt *.whl \

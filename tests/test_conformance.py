@@ -53,7 +53,8 @@ SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another eve
     ("name", "most"),
     [
         pytest.param("fa3", 3, marks=pytest.mark.smoke),
-        ("dsv4", 3),
+        ("dsv4", 2),
+        pytest.param("dsv4", 3, marks=pytest.mark.full),
         *(pytest.param(name, most, marks=[pytest.mark.full] * (most > 2)) for name in FEWER for most in (2, 3)),
     ],
 )

@@ -86,6 +86,7 @@ def test_decode_alone() -> None:
     check(SMALL, requests)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_table", [False, True], ids=["request_table", "block_table"])
 @pytest.mark.parametrize("width", [2, 4, 6, 11])
 @pytest.mark.parametrize("sizes", [SMALL, ONE_BLOCK_PAGES], ids=["small", "pages_of_one_block"])

@@ -314,6 +314,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "old", "new", "said"), PLANTED.values(), ids=PLANTED)
 def test_what_is_planted_is_reported(kind, old, new, said):
     assert re.search(said, complaint(kind, old, new))

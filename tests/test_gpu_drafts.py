@@ -42,6 +42,7 @@ def judge(law: Callable[[], object]) -> dict[str, str]:
     return row
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LAWS)
 def test_a_law_holds_and_fails_with_a_known_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert judge(LAWS[name]) == {"status": "pass"}

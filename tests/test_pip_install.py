@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.commands import run_module
 
 ROOT = Path(__file__).parent.parent
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
 
 
+@pytest.mark.install
 def test_pip_installs_the_example(tmp_path):
     package = str(ROOT / "examples" / "out_of_tree_backend")
     subprocess.run([sys.executable, "-m", "pip", "install", *OFFLINE, "--target", tmp_path, package], check=True)

@@ -136,6 +136,7 @@ def test_a_badge_of_no_report_is_refused(tmp_path, capsys):
     assert "not a result" in capsys.readouterr().err
 
 
+@pytest.mark.install
 def test_the_workflow_s_steps_run_in_a_clean_folder(tmp_path, site):
     """Every `run` of it, with pip's own settings for a machine without a network: wheels, and no dependencies."""
     project, target = tmp_path / "project", tmp_path / "installed"
