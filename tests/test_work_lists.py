@@ -71,8 +71,9 @@ def test_triton_writes_the_same(most_slots: int, times: int, monkeypatch: pytest
     triton_work = interpreted("triton_work", "_list_work")
     monkeypatch.setattr(triton_work, "_MOST_SLOTS", most_slots)
     rng = random.Random(7)
-    for _ in range(times):
-        requests, processors, size = random_requests(rng), rng.choice(NUM_PROCESSORS), rng.choice((1, 2))
+    without_keys = Requests([2] * 40, [0] * 39 + [4096], 16, causal=False)
+    for requests in (without_keys, *(random_requests(rng) for _ in range(times))):
+        processors, size = rng.choice(NUM_PROCESSORS), rng.choice((1, 2))
         spare, found = rng.choice((0, 300)), new_lists(processors, size)
         expected = listed(requests, processors, size, spare)
         num_tokens = sum(requests.q_lens) + spare
