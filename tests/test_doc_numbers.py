@@ -332,7 +332,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager_triton")), 0),
     ),
     (MEASURED, r"With 64 heads it reaches (\S+) to (\S+) of", lambda: speeds("kernels_dsv4", "gluon", (64,))),
-    (MEASURED, r"chosen for it reaches (\S+) to (\S+) of", lambda: speeds("kernels_untuned*", "gluon", (16, 128))),
+    (MEASURED, r"chosen for, MLA reaches (\S+) to (\S+) of", lambda: speeds("kernels_untuned*", "gluon", (16, 128))),
     (MEASURED, r"are made in (\S+) to (\S+) us", made_in),
     (
         MEASURED,

@@ -182,7 +182,7 @@ def gather(
                 _copy(source, live, keys, stage, DIM)
                 arrive(full[0].index(stage))
             if not AHEAD:
-                page = _page_of(ids, key, end, PAGE_SIZE)
+                page = _page_of(ids, key, end, PAGE_SIZE)  # again, as it would be spilled
             source = _entries(v_pages, page, key, kv_head, PAGE_SIZE)
             if AHEAD:
                 page = _page_of(ids, key + KEYS, end, PAGE_SIZE)
