@@ -2,11 +2,12 @@
 
     python -m tests.gpu.sanitize --json docs/results/h200/sanitizer.json
 
-Eager cases run without torch's caching allocator, so that every tensor is an allocation of its own and a read past its
-end is seen; a graph needs the allocator's pools. An error in a kernel of a vendor is listed under the vendor's name and
-is no error of ours as long as conformance finds the vendor's metadata right. Numbers are conformance's affair, too: a
-case may fail here, but not break. Exit code 1: an error of ours, a case that broke or a kernel that was not reached.
-Where compute-sanitizer is missing or refuses the device, the result says not_run and why.
+Sixteen processes share the cases. Eager ones run without torch's caching allocator, so that every tensor is an
+allocation of its own and a read past its end is seen; a graph needs the allocator's pools. An error in a kernel of a
+vendor is listed under the vendor's name and is no error of ours as long as conformance finds the vendor's metadata
+right. Numbers are conformance's affair, too: a case may fail here, but not break. Exit code 1: an error of ours, a case
+that broke or a kernel that was not reached. Where compute-sanitizer is missing or refuses the device, the result says
+not_run and why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 
 import torch
@@ -33,7 +34,8 @@ from attn_backends.conformance import Case, Subject, resolve_subjects, run_case,
 from attn_backends.registry import list_backends
 
 SANITIZER = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-PATHS = {"eager": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "graph": {}}
+PATHS, EACH = {"eager": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "graph": {}}, 8
+PARTS = [f"{path}/{turn}" for path in PATHS for turn in range(EACH)]
 VENDORS = {
     "FlashInfer": r"flashinfer",
     "FlashMLA": r"sm90::|smxx::|flash_?mla|mla_metadata",
@@ -54,18 +56,19 @@ def cases(subject: Subject, path: str) -> list[Case]:
     return list(first.values())
 
 
-def run_cases(path: str, limit: float, left_out: Container[str] = ()) -> Iterator[dict]:
+def run_cases(part: str, limit: float, left_out: Container[str] = ()) -> Iterator[dict]:
     """Rows of the cases of one path, kernel by kernel in turn; what `limit` seconds do not suffice for is not run.
-    left_out: kernels by name.
+    part: a path, or one of PARTS. left_out: kernels by name.
     """
-    start = time.monotonic()
+    (path, _, turn), start = part.partition("/"), time.monotonic()
     found = [resolve_subjects(name, device="cuda") for name in list_backends()]
     subjects = [subject for here, _ in found for subject in here if subject.kernel not in left_out]
-    for row in (row for _, absent in found for row in absent):
+    for row in (row for _, absent in found for row in absent if turn in ("", "0")):
         about = {"backend": row.backend, "kernel": row.kernel, "check": row.check, "case": "", "path": path}
         yield about | {"status": "not_run", "reason": row.reason, "excused": row.excused}
     rounds = zip_longest(*([(subject, case) for case in cases(subject, path)] for subject in subjects))
-    for subject, case in (each for turn in rounds for each in turn if each is not None):
+    every = filter(None, chain.from_iterable(rounds))
+    for subject, case in islice(every, int(turn), None, EACH) if turn else every:
         about = {"backend": subject.backend.name, "kernel": subject.kernel, "check": case.check, "case": case.name}
         if time.monotonic() - start > limit:
             yield about | {"path": path, "status": "not_run", "reason": f"{limit:.0f} s were over"}
@@ -95,14 +98,15 @@ def _whose(kernel: str) -> str:
     return next((vendor for vendor, name in VENDORS.items() if re.search(name, kernel)), "ours")
 
 
-def under_memcheck(path: str, limit: float) -> tuple[list[dict], str]:
-    """Run this file's cases of one path in a process of its own under memcheck; its rows, and memcheck's log."""
+def under_memcheck(part: str, limit: float) -> tuple[list[dict], str]:
+    """Run a part of this file's cases in a process of its own under memcheck; its rows, and memcheck's log."""
     with tempfile.TemporaryDirectory() as folder:
         log, rows = Path(folder, "log"), Path(folder, "rows.json")
         tool = [SANITIZER, "--tool", "memcheck", "--report-api-errors", "no", "--log-file", str(log)]
-        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--path", path, "--limit", str(limit), "--json", rows]
+        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--part", part, "--limit", str(limit), "--json", rows]
+        env = os.environ | PATHS[part.partition("/")[0]]
         try:
-            done = subprocess.run([*tool, *inside], env=os.environ | PATHS[path], timeout=2 * limit + 60, check=False)
+            done = subprocess.run([*tool, *inside], env=env, timeout=2 * limit + 60, check=False)
             said = f"exit code {done.returncode}"
         except OSError as error:
             said = f"{Path(SANITIZER).name}: {error.strerror}"
@@ -120,18 +124,17 @@ def counted(rows: list[dict]) -> list[dict]:
 
 
 def verdict(rows: list[dict], errors: list[dict], logs: Mapping[str, str]) -> tuple[str, str]:
-    """pass, fail or not_run, and why. logs: memcheck's, by path."""
+    """pass, fail or not_run, and why. logs: memcheck's, by part."""
     if not any(row["status"] != "not_run" for row in rows):
         lines = [line for log in logs.values() for line in log.splitlines() if "COMPUTE-SANITIZER" not in line]
         return "not_run", results.without_folders("; ".join(lines[:3]) or "memcheck said nothing")
     ours = [error for error in errors if error["whose"] == "ours"]
-    broken = [row for row in rows if row["status"] == "error"]
-    silent = [path for path, log in logs.items() if not _SUMMARY.search(log)]
+    silent = [part for part, log in logs.items() if not _SUMMARY.search(log)]
     wanted = {(row["backend"], row["kernel"], row["path"]) for row in rows if not row.get("excused")}
     reached = {(row["backend"], row["kernel"], row["path"]) for row in rows if row["status"] != "not_run"}
     reasons = [f"{error['count']} x {error['what']} in {error['kernel'] or 'no kernel'}" for error in ours]
-    reasons += [f"{row['kernel']} {row['case']}: {row['reason']}" for row in broken]
-    reasons += [f"memcheck wrote no summary of the {path} cases" for path in silent]
+    reasons += [f"{row['kernel']} {row['case']}: {row['reason']}" for row in rows if row["status"] == "error"]
+    reasons += [f"memcheck wrote no summary of the {part} cases" for part in silent]
     reasons += [f"{backend}/{kernel} was not reached, {path}" for backend, kernel, path in sorted(wanted - reached)]
     return ("fail" if reasons else "pass"), "; ".join(reasons)
 
@@ -140,23 +143,22 @@ def main() -> int:
     """Write the result; 1 if the verdict is fail."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
-    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of each path, both at once (300)")
-    parser.add_argument("--path", choices=tuple(PATHS), help="run its cases here, without memcheck; writes bare rows")
+    parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of each process (300)")
+    parser.add_argument("--part", choices=PARTS, help="run its cases here, without memcheck; writes bare rows")
     args = parser.parse_args()
-    if args.path:
-        args.json.write_text(json.dumps(list(run_cases(args.path, args.limit))))
+    if args.part:
+        args.json.write_text(json.dumps(list(run_cases(args.part, args.limit))))
         return 0
-    with ThreadPoolExecutor() as side_by_side:
-        found = list(side_by_side.map(lambda path: under_memcheck(path, args.limit), PATHS))
+    with ThreadPoolExecutor(len(PARTS)) as side_by_side:
+        found = list(side_by_side.map(lambda part: under_memcheck(part, args.limit), PARTS))
     rows = [row for own, _ in found for row in own]
-    logs = {path: log for path, (_, log) in zip(PATHS, found, strict=True)}
+    logs = {part: log for part, (_, log) in zip(PARTS, found, strict=True)}
     errors = [error for log in logs.values() for error in memory_errors(log)]
     status, reason = verdict(rows, errors, logs)
     head = results.head(("python", "-m", "tests.gpu.sanitize", *sys.argv[1:]), "cuda")
     said = {"tool": "compute-sanitizer memcheck", "status": status, "reason": reason, "errors": errors}
     results.write(args.json, head, counted(rows), **said)
-    ran = Counter(row["status"] for row in rows)
-    print(f"memcheck: {status}", *[reason] * bool(reason), dict(ran), *errors, sep="\n")
+    print(f"memcheck: {status}", reason, dict(Counter(row["status"] for row in rows)), *errors, sep="\n")
     return int(status == "fail")
 
 
