@@ -81,15 +81,28 @@ def spread(values: Iterable[float], digits: int) -> tuple[str, str]:
 
 def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str]:
     """What a benchmark found for one of its targets, of one kernel or all: least and most."""
-    files = sorted((ROOT / "docs" / "results" / "h200").glob(f"{pattern}.json"))
+    files = sorted((ROOT / "docs" / "results").glob(f"h?00/{pattern}.json"))
     found = [each for file in files for each in results.read(file).own.get("targets", ()) if each["target"] == name]
     return spread((each["value"] for each in found if kernel in (None, each["kernel"])), 2)
 
 
 def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
     """The share of its peer's speed that a kernel reaches with so many heads: least and most."""
-    found = [row for row in rows(f"h200/{name}", kernel=kernel) if row["heads"] in heads]
+    found = [row for row in rows(f"h?00/{name}", kernel=kernel) if row["heads"] in heads]
     return spread((1 / row["ratio"] for row in found), 2)
+
+
+def mixed_texts_in_sglang() -> tuple[str, str]:
+    found = [row for row in rows("h100/engine_sglang_mixed", ok=True) if "requests" in row]
+    asked = sum(row["requests"] for row in found)
+    return str(asked - sum(len(row["differ"]) for row in found)), str(asked)
+
+
+def without_errors() -> str:
+    """Cases under memcheck that passed; none did not."""
+    found = rows("h200/sanitizer")
+    assert {row["status"] for row in found if not row.get("excused")} == {"pass"}
+    return f"{sum(cases(row) for row in found if row['status'] == 'pass'):,}"
 
 
 def megabytes(page_size: int) -> str:
@@ -285,6 +298,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (DESIGN, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
     (SGLANG, r"(?s)In all\s+(\S+) engines on our.* 0 in (\S+) replays", in_sglang),
     (SGLANG, r"Of the (\S+) texts, (\S+) are", texts_in_sglang),
+    (SGLANG, r"(\S+) of (\S+) texts are those of plain decoding without mixed", mixed_texts_in_sglang),
     (SGLANG, r"(?s)forward 1, .*? eager \| (\S+) \| (\S+) \|.*? eager \| (\S+) \| (\S+) \|", drafts_in_sglang),
     (FLASH_ATTENTION, r"all (\S+) packed draft extends", packed_graphs),
     (
@@ -303,6 +317,16 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: target("kernels_*", "MLA of 128 heads, of the vendor's speed", "triton"),
     ),
     (MEASURED, r"heads reaches \[(\S+) to (\S+)\]", lambda: speeds("kernels_gluon", "gluon", (128,))),
+    (
+        MEASURED,
+        r"\[(\S+) to (\S+)\]\(results/h100/kernels_flashinfer_mla",
+        lambda: speeds("kernels_flashinfer_mla", "gluon", (128,)),
+    ),
+    (
+        MEASURED,
+        r"\[(\S+) to (\S+)\]\(results/h100/kernels_fa3_mla",
+        lambda: speeds("kernels_fa3_mla", "gluon_mla", (128,)),
+    ),
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
     (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
     (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", prompt_forms),
@@ -328,9 +352,10 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (
         MEASURED,
-        r"It took (\S+) and (\S+) us on Triton",
-        lambda: spread((row["metadata_us"] for row in rows("h200/bench_eager_triton")), 0),
+        r"The calibration loop took (\S+) to (\S+) us",
+        lambda: spread((row["loop_us"] for row in rows("h200/bench_eager")), 0),
     ),
+    (MEASURED, r"\[(\S+) cases\]\(results/h200/sanitizer", without_errors),
     (MEASURED, r"With 64 heads it reaches (\S+) to (\S+) of", lambda: speeds("kernels_dsv4", "gluon", (64,))),
     (MEASURED, r"chosen for, MLA reaches (\S+) to (\S+) of", lambda: speeds("kernels_untuned*", "gluon", (16, 128))),
     (MEASURED, r"are made in (\S+) to (\S+) us", made_in),

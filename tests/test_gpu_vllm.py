@@ -201,6 +201,38 @@ TABLE = {
 }
 
 
+LATER = {
+    "FlashAttention-3, Llama": TABLE["FlashAttention-3"],
+    "Triton, Llama": TABLE["Triton, grouped-query"],
+    "FlashMLA": TABLE["FlashMLA"],
+    "FlashAttention-3, DeepSeek": TABLE["FlashAttention-3 of MLA"],
+    "Triton, DeepSeek": TABLE["Triton, MLA"],
+}
+RUNS = {
+    "kernel of ours": ("h100/engine_vllm_throughput", lambda ours, theirs: theirs["step_us"] / ours["step_us"]),
+    "kernel": (
+        "h200/engine_vllm_throughput_again",
+        lambda ours, theirs: ours["launches_us"][0][1] / theirs["launches_us"][0][1],
+    ),
+}
+
+
+@pytest.mark.parametrize("first", RUNS)
+def test_the_later_tables_are_the_committed_rows(first: str) -> None:
+    (name, ratio), best = RUNS[first], "deepseek-flash_attn_mla"
+    rows = {(row["side"], row["batch"]): row for row in results.read(ROOT / f"docs/results/{name}.json").rows}
+    heading = f"| {first} | vLLM's on the same kernel | vLLM's FLASH_ATTN_MLA |\n"
+    _, _, after = (ROOT / "docs/vllm.md").read_text().partition(heading)
+    lines = [line.strip("|").split("|") for line in after.partition("\n\n")[0].splitlines()[1:]]
+    assert len(lines) > 1
+    for kernel, *cells in lines:
+        ours, same = LATER[kernel.strip()]
+        for cell, theirs in zip(cells, (same, best if "deepseek" in ours else None), strict=True):
+            pairs = [(rows[ours, batch], rows.get((theirs, batch), {})) for batch in (1, 32, 128)]
+            told = [f"{ratio(*pair):.2f}" if pair[1].get("ok") else "out of memory" for pair in pairs]
+            assert cell.strip() == (", ".join(told) if theirs else "")
+
+
 def test_the_table_of_the_page_is_the_committed_rows() -> None:
     files = ("engine_vllm_throughput", "engine_vllm_fa3_mla")  # the later one for what it has
     kept = [row for name in files for row in results.read(ROOT / f"docs/results/h200/{name}.json").rows]

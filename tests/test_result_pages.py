@@ -132,7 +132,7 @@ def test_the_pages_say_what_was_measured(folder):
     sizes = "| backend | kernel | heads | width | peer | 8 x 4096 | 128 x 4096 | least | most | roof | peer's roof |"
     copy, case = "MLA of 16 heads, of a copy's bandwidth", "batch size 128, context 4096, heads 16, width 1"
     for line in (
-        f"| {copy} | trtllm_mla | triton | 1 of 1 | 0.8 | {case} | met |",
+        f"| {copy} | NVIDIA H200 | trtllm_mla | triton | 1 of 1 | 0.8 | {case} | met |",
         sizes,
         "| trtllm_mla | triton | 16 | 1 | flashmla | 1.50 | 1.11 | 1.11 | 1.50 at 8 x 4096 | 0.80 | 0.90 |",
         "| trtllm_mla | flashinfer_fa2 | 16 | 1 | copy |  |  |  |  | 0.50 |  |",
@@ -176,7 +176,7 @@ def test_a_kernel_has_a_median_to_reach_and_a_worst_and_the_page_lists_what_miss
     written = list(page._missed({"kernels_new": results.read(tmp_path / "kernels_new.json")}))
     case = "batch size 32, context 4096, heads 128, width 8"
     target = "Gluon: MLA of 128 heads, of the vendor's speed, each"
-    assert written == [(target, "trtllm_mla", "gluon", case, 0.69)]
+    assert written == [(target, "NVIDIA H200", "trtllm_mla", "gluon", case, 0.69)]
 
 
 def test_a_picture_says_which_kernels_are_faster_and_by_how_much():
@@ -216,8 +216,8 @@ def test_every_result_of_a_gpu_is_a_part_or_has_its_command_on_the_page():
     """The command is the file's own, unless the program that made it is gone."""
     text = (page.OUT / "results.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    files = {file.stem for file in page.FOLDER.glob("*.json")} - PARTS.keys()
-    files |= {f"h100/{file.stem}" for file in page.FOLDER.with_name("h100").glob("*.json")}
+    files = {file.stem for file in (page.FOLDER / "h200").glob("*.json")} - PARTS.keys()
+    files |= {f"h100/{file.stem}" for file in (page.FOLDER / "h100").glob("*.json")}
     assert {name for names, _ in lines for name in re.findall(r"`([\w/]+)`", names)} == files
     for names, command in lines:
         told = command.strip("`").split()
@@ -225,5 +225,5 @@ def test_every_result_of_a_gpu_is_a_part_or_has_its_command_on_the_page():
             re.findall(r"`([\w/]+)`", names) if "of a program" not in names and "of programs" not in names else ()
         ):
             start = 3 if told[0] == "python" else 2
-            folder = page.FOLDER.parent if "/" in name else page.FOLDER
+            folder = page.FOLDER if "/" in name else page.FOLDER / "h200"
             assert results.read(folder / f"{name}.json").head.command.split()[:start] == told[:start], name
