@@ -19,7 +19,7 @@ SGLANG = tests/engines/sglang
 SGLANG_INSTALLED = .venv-sglang/installed
 SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smoke test test-full test-versions test-wheel test-vllm test-vllm-full test-sglang test-sglang-full fuzz docs gpu-results
+.PHONY: demo smoke test test-full test-gluon test-versions test-wheel test-vllm test-vllm-full test-sglang test-sglang-full fuzz docs gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -41,6 +41,9 @@ test-full: $(INSTALLED)  ## the whole crosses, and what takes long
 
 fuzz: $(INSTALLED)  ## N random batches against a model of what each row sees and writes
 	$(RUN) tests.fuzz $(if $(N),--batches $(N),--seconds 60) --processes 2
+
+test-gluon: $(INSTALLED)  ## every Gluon kernel compiled for Hopper without a GPU, and its waits left out one by one
+	$(RUN) pytest -n 2 -m "full or not full" tests/test_gluon.py tests/test_gluon_model.py
 
 test-versions: $(INSTALLED)  ## smoke and models' tests with the oldest and newest versions of what we use; or those of ROWS
 	$(RUN) tests.versions $(ROWS)

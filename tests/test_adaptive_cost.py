@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,6 +39,15 @@ def test_tokens_per_second_of_a_trace_that_is_known() -> None:
     costs = {1: (10.0, 20.0, 30.0, 40.0)}
     assert play(costs, {"all": [7]}, [(1, "all", 80)], 3) == pytest.approx(8 / 0.04)
     assert play(costs, {"none": [0]}, [(1, "none", 80)], 0) == pytest.approx(1 / 0.01)
+
+
+def test_what_a_cycle_accepted_is_observed_once_the_next_is_chosen() -> None:
+    calls: list[str] = []
+    policy: Any = SimpleNamespace(
+        choose=lambda bs: calls.append("choose") or 0, observe=lambda *_: calls.append("observe")
+    )
+    play({1: (10.0,)}, {"none": [0]}, [(1, "none", 3)], policy)
+    assert calls == ["choose", "choose", "observe", "choose", "observe"]
 
 
 def test_adaptive_steps_are_near_the_best_at_each_batch_and_beat_any_over_a_change() -> None:

@@ -123,6 +123,12 @@ def test_another_shape_of_drafting_is_refused(shape: dict[str, int], reason: str
         block_worker("fa3", Capacity(**sizes))
 
 
+@pytest.mark.parametrize("cut", [{"verify_threshold": 0.5}, {"verify_rows": 4}])
+def test_a_verify_that_is_cut_by_confidence_is_refused(cut: dict[str, float]) -> None:
+    with pytest.raises(UnsupportedStepError, match="a block has no probability of a path"):
+        block_worker("fa3", Capacity(2, 96, 16, **SHAPE), **cut)
+
+
 def test_a_backend_without_draft_blocks_is_refused() -> None:
     with pytest.raises(UnsupportedStepError, match=r"no kernel of it takes a draft_block step.*Instead: EagleWorker"):
         block_worker("tests.test_block_worker:TokenByToken", Capacity(2, 96, 16, **SHAPE))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS, TREES, WIDTHS
+from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS, TOGETHER, TREES, WIDTHS
 from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.situations import TREE_KINDS
 from attn_backends.conformance.sizes import size_of
@@ -98,6 +100,43 @@ def test_every_edge_is_met_in_every_kind(name: str) -> None:
         assert set(BATCHES) <= {len(case.lens) for case in of_kind}
         assert set(HEADS) <= {size_of(case.size).heads[0] for case in of_kind}
         assert {case.path for case in of_kind} == {"eager", "graph"}
+
+
+@pytest.mark.parametrize("name", ["fa3", "flashinfer_mla", "dsv4"])
+def test_bound_ragged_lengths_and_slots_come_in_every_form_in_every_transition(name: str) -> None:
+    cases = selected_cases(Subject(get_backend(name), "torch"), "graph.bound_ragged")
+    forms = {(case.bs, len(case.captured_lens), case.seed % 4) for case in cases}
+    assert len(forms) == 12, "three transitions, slots given or found, lengths with rows or without"
+
+
+@pytest.mark.parametrize("name", [*DENSE, "dsv4"])
+def test_batches_heads_and_rows_meet_in_pairs(name: str) -> None:
+    """Any two values, in each kind with more rows than one, behind a prefix of more than 512 tokens."""
+    subject = Subject(get_backend(name), "torch")
+    cases = [case for case in selected_cases(subject, "scale.edges") if len(case.lens) in TOGETHER]
+    assert all(max(case.lens) > 512 - size_of(case.size).num_steps for case in cases)
+    for kind in subject.capabilities.keys() - {StepKind.DECODE}:
+        found = [case for case in cases if case.kind == kind]
+        sized = {(len(case.lens), size_of(case.size).heads[0], _rows(case)) for case in found}
+        rows = (2, 5, 16 if kind is StepKind.DRAFT_DECODE else 17)
+        if kind is StepKind.DRAFT_DECODE and not subject.capabilities[kind].tree:
+            rows = ()
+        for pairs, wanted in (
+            ({(bs, heads) for bs, heads, _ in sized}, product(TOGETHER, HEADS)),
+            ({(bs, each) for bs, _, each in sized}, product(TOGETHER, rows)),
+            ({(heads, each) for _, heads, each in sized}, product(HEADS, rows)),
+        ):
+            assert set(wanted) <= pairs, kind
+        if kind is StepKind.TARGET_VERIFY and subject.capabilities[kind].tree:
+            assert {8, 64, 128} <= {size_of(case.size).heads[0] for case in found if case.topk > 1}
+
+
+def _rows(case: Case) -> int:
+    """Query rows of a request, of packed ones the most; of a draft its branches."""
+    if case.kind == StepKind.DRAFT_DECODE:
+        return case.topk
+    size = size_of(case.size)
+    return max(case.widths) if case.widths else size.nodes or size.num_steps + 1
 
 
 @pytest.mark.parametrize("name", [*DENSE, "reference", "dsv4"])

@@ -155,7 +155,7 @@ def test_the_page_says_that_a_run_was_cut_short(folder):
     assert not any(line.endswith(said) for line in written(folder))
     path.write_text(results.read(path).as_incomplete().to_json())
     assert [line for line in written(folder) if line.endswith(said)] == [
-        "NVIDIA H200, 2026-01-02, `python -m benchmarks kernels`: [all rows](trees.json)." + said
+        "NVIDIA H200, 2026-01-02, commit abc, `python -m benchmarks kernels`: [all rows](trees.json)." + said
     ]
 
 

@@ -171,8 +171,11 @@ def play(
     stretches: Sequence[tuple[int, str, int]],
     choose: StepPolicy | int,
 ) -> float:
-    """Tokens per second over stretches of (batch size, trace, tokens of each request)."""
+    """Tokens per second over stretches of (batch size, trace, tokens of each request). What a cycle accepted is
+    observed once the next one is chosen, as in the worker, which reads it a cycle late.
+    """
     seconds, tokens, rng = 0.0, 0, random.Random(1)
+    late: list[tuple[int, list[int]]] = []
     for bs, name, length in stretches:
         trace = traces[name]
         places, emitted = [rng.randrange(len(trace)) for _ in range(bs)], 0
@@ -183,7 +186,9 @@ def play(
             emitted += sum(counts)
             seconds += costs[bs][number] / 1e3
             if not isinstance(choose, int):
-                choose.observe(number, counts)
+                for before in late:
+                    choose.observe(*before)
+                late = [(number, counts)]
         tokens += emitted
     return tokens / seconds
 

@@ -123,7 +123,7 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
 
 class BoundRaggedGraph(Captured):
     """A graph of ragged steps whose metadata reads an engine's buffers: widths, lengths, slots and rows or pages,
-    with anything after the real requests.
+    with anything after the real requests. By the case's seed slots are given or found, and lengths include the rows.
     """
 
     def capture(self, bucket: Bucket | TokenBucket) -> Metadata:
@@ -140,6 +140,7 @@ class BoundRaggedGraph(Captured):
             out_cache_loc=torch.full((bucket.bs * self.width,), -1, device=device) if has_slots else None,
             num_real=torch.zeros(1, dtype=torch.int32, device=device),
             widths=torch.zeros(bucket.bs, dtype=index, device=device),
+            lens_include_rows=self.case.seed % 4 > 1,
         )
         return world.backend.capture(bucket, self.paging, self.inputs)
 
@@ -153,7 +154,8 @@ class BoundRaggedGraph(Captured):
         inputs, bs, assigned = self.inputs, step.bs, step.paging.static_input()
         assert inputs.num_real is not None, "the engine counts its requests"
         inputs.num_real.fill_(bs)
-        for buffer, given in ((inputs.seq_lens, step.seq_lens), (inputs.widths, _widths(step))):
+        lens = step.seq_lens + _widths(step) if inputs.lens_include_rows else step.seq_lens
+        for buffer, given in ((inputs.seq_lens, lens), (inputs.widths, _widths(step))):
             assert buffer is not None, "both are bound"
             buffer.fill_(ANYTHING)
             buffer[:bs].copy_(given)
@@ -170,7 +172,8 @@ def _widths(step: Step) -> Tensor:
 
 
 def _bindable_ragged(subject: Subject) -> list[Case]:
-    return [case for case in ragged_steps(*RAGGED_KINDS)(subject) if case.path == "graph"]
+    found = [case for case in ragged_steps(*RAGGED_KINDS)(subject) if case.path == "graph"]
+    return [replace(case, seed=number) for number, case in enumerate(found)]  # of three transitions, each with each
 
 
 @check("graph.bound_ragged", _bindable_ragged)

@@ -37,7 +37,9 @@ WIDTHS = (2, 3, 5, 8, 16, 21, 33, 64)
 TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 """topk, steps and nodes (0: as many as topk times steps)."""
 HEADS = (8, 64, 128)
-MOST_PACKED = 33  # requests of a graph of packed rows, whose torch kernels pad each to all rows
+TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
+"""Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
+MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
 LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
 
 
@@ -69,7 +71,7 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
         case = replace(case, lens=tuple(prefixes), widths=widths)
     if (
         turn % 2
-        and not (packed and len(lens) > MOST_PACKED)
+        and not (packed and len(lens) * size_of(case.size).heads[0] > MOST_PACKED)
         and (declared.captures_packed if packed else declared.graph)
     ):
         bs = max(size_of(case.size).max_bs, len(lens))
@@ -91,8 +93,27 @@ def _other_sizes(subject: Subject) -> list[tuple[AnyFormat, int]]:
     return [(each, dim) for each, sizes in declared.items() for dim, _ in sorted(sizes or ())[1:-1]]
 
 
+def _one_long(bs: int) -> tuple[int, ...]:
+    """Lengths of one long request among short ones."""
+    return *(1 + request % 7 for request in range(bs - 2)), 520, 3
+
+
+def _together(subject: Subject, kind: StepKind, turn: int, bs: int, heads: int, rows: int) -> Case | None:
+    """Requests, heads and rows at once: of a draft its branches, of every other verify a tree."""
+    size = f"long.bs{bs + turn % 2}.{{}}.tokens520.full2.spare1.heads{heads}"
+    if kind is StepKind.DRAFT_DECODE:
+        of_draft = size.format(f"steps{3 if bs <= 33 else 2}")
+        return _with(subject, kind, turn, of_draft, min(rows, 16)) or _with(subject, kind, turn, of_draft)
+    tree = None
+    if kind is StepKind.TARGET_VERIFY and turn % 2 and rows > 2:
+        tree = _with(subject, kind, turn, size.format(f"steps5.nodes{rows}"), 2)
+    return tree or _with(subject, kind, turn, size.format(f"steps{rows - 1}"))
+
+
 def _edges(subject: Subject) -> Iterator[Case]:
-    """Contexts, batches of one long request among short ones, heads and their elements, of each kind."""
+    """Contexts, batches of one long request among short ones, heads and their elements, of each kind; batches, heads
+    and rows together.
+    """
     for kind in subject.capabilities:
         turns = count(list(subject.capabilities).index(kind))
         for lens in CONTEXTS:
@@ -105,14 +126,16 @@ def _edges(subject: Subject) -> Iterator[Case]:
             yield from _filled(subject, _with(subject, kind, turn, size), lens, turn)
         for bs in BATCHES:
             turn = next(turns)
-            steps, tokens = (3, 520) if bs <= 33 else (2, 260)
-            size = f"long.bs{bs + turn % 2}.steps{steps}.tokens{tokens}.full2.spare1"
-            lens = tuple(1 + request % 7 for request in range(bs - 2))
-            yield from _filled(subject, _with(subject, kind, turn, size), (*lens, tokens, 3), turn)
+            size = f"long.bs{bs + turn % 2}.steps{3 if bs <= 33 else 2}.tokens520.full2.spare1"
+            yield from _filled(subject, _with(subject, kind, turn, size), _one_long(bs), turn)
         for heads in HEADS:
             turn = next(turns)
             size = f"long.bs3.steps3.tokens700.heads{heads}"
             yield from _filled(subject, _with(subject, kind, turn, size), (130, 600, 1), turn)
+        for bs, rows_of_heads in TOGETHER.items():
+            for heads, rows in zip(HEADS, rows_of_heads, strict=True):
+                turn = next(turns)
+                yield from _filled(subject, _together(subject, kind, turn, bs, heads, rows), _one_long(bs), turn)
         for format, dim in _other_sizes(subject):
             turn, size = next(turns), f"long.bs3.steps3.tokens700.dims{dim}"
             yield from _filled(subject, _with(subject, kind, turn, size, format=format), (130, 600, 1), turn)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.checks_bound import BoundGraph, bindable
+from attn_backends.conformance.checks_math import packed_extend, prompts
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import (
@@ -23,7 +24,7 @@ from attn_backends.conformance.exercise import (
 )
 from attn_backends.conformance.inputs import ForwardInputs
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import Cases, any_graph, eager, one_page_size
+from attn_backends.conformance.situations import Cases, any_graph, eager, joined, one_page_size
 from attn_backends.conformance.worlds import World, with_extra
 from attn_backends.layer import AttentionOutput
 from attn_backends.planning.metadata import Metadata
@@ -38,8 +39,9 @@ def _dense(cases: Cases) -> Cases:
 
 
 def _worlds(subject: Subject, case: Case) -> list[World]:
-    """Worlds of one layer each over one backend: with a window where that is declared, plain, of half the scale, and
-    of more heads where any number is declared. Each has a cache of its own.
+    """Worlds of one layer each over one backend: with a window where that is declared, plain, of half the scale and
+    with scaled keys and values where these are declared, and of more heads where any number is declared. Each has a
+    cache of its own.
     """
     worlds = [world_of(setup_of(subject, case)) for _ in range(4)]
     windowed, plain, flat, headed = worlds
@@ -47,6 +49,8 @@ def _worlds(subject: Subject, case: Case) -> list[World]:
     if declared.window and (case.topk == 1 or declared.tree_window):
         windowed.layer = with_extra(windowed.layer, f"window={WINDOW}", windowed.setup)
     flat.layer = replace(flat.layer, scale=flat.layer.scale / 2)
+    if declared.kv_scales:
+        flat.layer = with_extra(flat.layer, "kv_scales", flat.setup)
     if declared.query_heads is None:
         headed.layer = replace(headed.layer, num_heads=2 * headed.layer.num_heads)
     for number, world in enumerate(worlds):
@@ -79,9 +83,15 @@ def _compared(ran: list[Ran], *, padded: bool = False) -> Measured:
     return nearest([compare_outputs(each.scene, each.inputs, each.outputs) for each in ran])
 
 
-@check("api.layers_of_one_step", _dense(one_page_size(eager())))
+def _every_kind(subject: Subject) -> list[Case]:
+    """Every kind at one page size, eagerly."""
+    found = one_page_size(joined(eager(), prompts, packed_extend))(subject)
+    return [case for case in found if case.path == "eager"]
+
+
+@check("api.layers_of_one_step", _dense(_every_kind))
 def layers_of_one_step(subject: Subject, case: Case) -> Measured:
-    """Layers of another window, scale and number of heads share a step's metadata and don't disturb each other."""
+    """Layers of other windows, scales and numbers of heads share a step's metadata and don't disturb each other."""
     worlds = _worlds(subject, case)
     scenes = _scenes(worlds, case, case.seed)
     before = [scene.world.memory.clone() for scene in scenes]
@@ -93,7 +103,7 @@ def layers_of_one_step(subject: Subject, case: Case) -> Measured:
 
 @check("graph.layers_of_one_step", _dense(one_page_size(any_graph())))
 def captured_layers_of_one_step(subject: Subject, case: Case) -> Measured:
-    """A replay plans for all layers of a graph, also where they differ in window, scale and number of heads."""
+    """A replay plans for all layers of a graph, also where they differ in window, scales and number of heads."""
     worlds = _worlds(subject, case)
     captured = Captured(worlds[0], case)
     batch = replace(case, lens=case.captured_lens, widths=case.captured_widths)
@@ -131,7 +141,7 @@ def _scenes_of_groups(worlds: list[World], case: Case, seed: int) -> list[Scene]
     return [scene_of(world, batch_of(case), seed, seed + group) for group, world in enumerate(worlds)]
 
 
-@check("api.cache_groups", one_page_size(eager()))
+@check("api.cache_groups", _every_kind)
 def cache_groups(subject: Subject, case: Case) -> Measured:
     """Two groups of layers, the second windowed where that is declared, have caches with pages of their own. The step
     is planned once for each, both before any forward, and their layers run in turn.

@@ -13,6 +13,7 @@ from attn_backends.conformance.exercise import Captured, batch_of, run_case, run
 from attn_backends.conformance.situations import (
     Cases,
     around_pages,
+    dtypes,
     eager,
     graph,
     in_every_dtype,
@@ -42,6 +43,7 @@ def prompts(subject: Subject) -> list[Case]:
         cases.append(replace(case, lens=(0, 0), widths=(edge, 1)))
         cases.append(replace(case, lens=(less, 0, more, context), widths=(3, context, 1, 2)))
         cases.append(replace(case, lens=(less, 0, more), widths=(2, edge, 1), bounded=True))
+        cases.append(replace(case, lens=(0, 1, 0), widths=(context, 1, 1), bounded=True))
     return cases + in_every_dtype(lambda _: cases[:1])(subject) + _captured_rows(StepKind.PREFILL)(subject)
 
 
@@ -112,14 +114,18 @@ def _scaled(subject: Subject) -> list[Case]:
 
 
 def _cache_types(subject: Subject) -> list[Case]:
-    """Chains, trees and prompts at one page size, eagerly in the finest type of queries, in graphs in bfloat16."""
+    """Chains, trees, prompts and packed extends at one page size, eagerly in the finest type of queries, in graphs in
+    bfloat16.
+    """
     cases = []
-    for kind, declared in subject.capabilities.items():
-        given = {"dtype": "bfloat16"} if torch.bfloat16 in declared.dtypes else {}
-        uniform = one_page_size(joined(eager((kind,)), graph(kinds=(kind,), **given)))  # type: ignore[arg-type]
-        found = one_page_size(prompts)(subject)[:2] if kind is StepKind.PREFILL else uniform(subject)
+    for case in one_page_size(joined(eager(), graph(), prompts, packed_extend))(subject):
+        kind = StepKind(case.kind)
+        declared, finest = subject.capabilities[kind], dtypes(subject, kind)[0]
+        graphs = "bfloat16" if torch.bfloat16 in declared.dtypes else finest
         names = [name for name, dtype in CACHE_DTYPES.items() if dtype in declared.cache_dtypes]
-        cases += [replace(case, cache_dtype=name) for case in found for name in names]
+        if case.dtype == finest:
+            of_path = replace(case, dtype=graphs if case.path == "graph" else finest)
+            cases += [replace(of_path, cache_dtype=name) for name in names]
     return cases
 
 

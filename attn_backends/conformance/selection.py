@@ -72,7 +72,8 @@ def selected_cases(
     seed: int = 0,
 ) -> list[Case]:
     """The cases of all checks whose id a pattern selects, in the order of `GROUPS`. select: patterns, with commas
-    between. most: of each check, spread evenly; those between the first and the last move on by a case for each `seed`.
+    between. most: of each check, spread evenly; those between the first and the last move on by a case for each `seed`,
+    and of two the second does.
     holds: whether a case is wanted. Of another project's backend, those that its driver runs.
     """
     patterns = [pattern.strip() for pattern in select.split(",")]
@@ -95,5 +96,7 @@ def _any(case: Case) -> bool:
 def _thinned(cases: list[Case], most: int | None, seed: int) -> list[Case]:
     if most is None or len(cases) <= most:
         return cases
+    if most == 2:
+        return [cases[0], cases[-1 - seed % (len(cases) - 1)]]
     between, inner = cases[1:-1], [index * (len(cases) - 1) // (most - 1) - 1 for index in range(1, most - 1)]
     return [cases[0], *(between[index] for index in sorted((each + seed) % len(between) for each in inner)), cases[-1]]

@@ -20,7 +20,7 @@ from spec_metadata.capacity import UNIFORM_KINDS
 Cases = Callable[[Subject], list[Case]]
 
 PAGE_SIZES = (1, 4, 16, 64)  # of a kernel that takes any
-TREE_TOPK = 3
+TREE_TOPK = 4  # neither the steps of a draft, three, nor its forwards, two
 SPARE = 2  # rows of a graph that no ragged batch fills
 PACKED_KINDS = (StepKind.PREFILL, StepKind.DRAFT_EXTEND)
 RAGGED_KINDS = (StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)

@@ -102,7 +102,7 @@ class Kernel(Generic[Plan]):
     needs_layers: bool = False
 
     def by_name(self) -> Kernel[Plan]:
-        """What it is when it is asked for by name: it takes unproven types and unnamed layers, too."""
+        """What it is when it is asked for by name: it takes untried types and unnamed layers, too."""
         if not self.needs_layers and not any(able.untried for able in self.capabilities.values()):
             return self
         able = {kind: replace(able, untried=frozenset()) for kind, able in self.capabilities.items()}

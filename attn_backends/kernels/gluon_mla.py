@@ -38,8 +38,8 @@ take both operands from there and latents come in beside them. FlashMLA has a ni
 and the copy engine (TMA) bring latents.
 
 Types are bfloat16 and float16, sums float32. Latents may be float8_e4m3fn: the third group reads them into registers,
-and writes them to shared memory in the queries' type. That compiles for Hopper without spills, and is right on the
-model of `tests/gluon_model.py`. Its speed was not measured, so `auto` takes Triton for such latents.
+and writes them to shared memory in the queries' type. That is right on Hopper, and on the model of
+`tests/gluon_model.py`. Its speed was not measured, so `auto` takes Triton for such latents.
 
 Gluon is experimental and changes from one version of Triton to the next; `providers.GLUON_TRITON` is the one that this
 was tried with.

@@ -110,9 +110,10 @@ def latent_attention(q: Tensor, latents: Tensor, *given: Any) -> tuple[Tensor, T
     """Attention of each request's query rows over the latents in its pages.
 
     q: [num_tokens, num_heads, 576], bfloat16 or float16. latents: [num_pages, page_size, 576] of q's type or
-    float8_e4m3fn; their first 512 elements are the values. Elements of both are dense, other strides multiples of 16.
-    given: what follows the values in `paged_attention`, up to partial_lse; this is the same for one KV head without
-    windows and sinks.
+    float8_e4m3fn; their first 512 elements are the values. Elements of both are dense, other strides multiples of 16,
+    and both begin at a multiple of 16 bytes. given: what follows the values in `paged_attention`, up to partial_lse;
+    this is the same for one KV head without windows and sinks. At most 16 rows times heads of a request are
+    left to `paged_attention`: they would leave most of a tile of 64 empty.
 
     Returns out [num_tokens, num_heads, 512] and lse as of it. Raises ValueError where shapes or types do not fit.
     """

@@ -33,8 +33,9 @@ def prefill_attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, *given: Any) 
 
     q: [num_tokens, num_heads, dim] bfloat16 or float16. k_pages, v_pages: [num_pages, page_size, num_kv_heads, dim or
     v_dim] of q's type or float8_e4m3fn; (dim, v_dim) as of `HEAD_SIZES`. Elements of all three are dense, other strides
-    multiples of 16. given: what follows in `paged_attention`, up to partial_lse; this is the same without windows and
-    sinks.
+    multiples of 16, and all begin at a multiple of 16 bytes. given: what follows in `paged_attention`, up to
+    partial_lse; this is the same without windows and sinks. Up to 64 rows of a request are left to
+    `paged_attention`, which divides keys; scratch is for that alone.
 
     Returns out [num_tokens, num_heads, v_dim] and lse as of it. Raises ValueError where shapes or types do not fit.
     """

@@ -44,7 +44,8 @@ Hopper](../attn_backends/kernels/gluon_prefill.py), [sparse](../attn_backends/ke
 [sparse on Hopper](../attn_backends/kernels/gluon_sparse.py),
 [trees](../attn_backends/kernels/triton_tree.py).
 Layers with a [sliding window or attention sinks](design.md#sliding-windows-and-sinks) have not been measured.
-vLLM's FlashAttention-3 takes both, sinks in bfloat16, as the only dense kernel of a vendor."""
+vLLM's FlashAttention-3 takes both, sinks in bfloat16. SGLang's build takes sinks, too, and declares none here: it never
+ran."""
 _MISSED = """## What misses its bound
 
 Profiles are of ncu on an H100: of [six shapes](results/h100/profiles.json) and of [two forms of
@@ -54,7 +55,12 @@ Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_
 have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93.
 
 MLA under `fa3` reaches 0.897 of a copy's bandwidth on an H100, where 0.9 is asked of an H200. FlashAttention-3 reaches
-0.904 in the same run."""
+0.904 in the same run. That shape runs on `triton_decode` under every name of ours, and took 2 % longer as `triton` in
+the same run.
+
+MLA of 16 heads and one row became slower where a long request is divided further, by up to 12 % at
+[8 requests of 4,096](results/h100/pieces.json), on an H100. No profile says why. One long request among short ones is 6
+to 19 times as fast since."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
@@ -105,8 +111,8 @@ def written(folder: Path, output: Path) -> dict[Path, str]:
         devices = sorted({result.head.device for result in found.values() if result.rows[0].get("bench") != "memory"})
         blocks = [
             f"# {page.title}",
-            f"Written by `{COMMAND}` from what `make gpu-results` measured on {', '.join(devices)}; the method is in "
-            "[benchmarks.md](benchmarks.md).",
+            f"Written by `{COMMAND}` from what `python -m benchmarks` measured on {', '.join(devices)}; the method is "
+            "in [benchmarks.md](benchmarks.md).",
             page.about,
             "## Targets",
             _table(("target", "device", "backend", "kernel", "met", "at worst", "case", ""), _targets(found.values())),
@@ -140,8 +146,8 @@ def _question(name: str, result: Results) -> str:
 def _head(name: str, result: Results, link: Path) -> str:
     head = result.head
     cut = "" if result.is_complete else " The run was cut short; these rows were done."
-    said = f"{head.device}, {head.date}, `{head.command}`: [all rows]({link.as_posix()}).{cut}"
-    return f"## {name}\n\n{said}"
+    of_run = f"{head.device}, {head.date}, commit {head.commit[:7]}, `{head.command}`"
+    return f"## {name}\n\n{of_run}: [all rows]({link.as_posix()}).{cut}"
 
 
 def _missed(results: Mapping[str, Results]) -> Iterator[tuple[Any, ...]]:

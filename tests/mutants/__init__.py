@@ -1,6 +1,7 @@
 """Known bugs of engines, put into correct code one at a time: the proof that the conformance suite can fail."""
 
 from tests.mutants import (
+    blind,
     blocks,
     bound,
     compressed,
@@ -44,6 +45,7 @@ from tests.mutants.mutant import MUTANTS, Mutant
 __all__ = [
     "MUTANTS",
     "Mutant",
+    "blind",
     "blocks",
     "bound",
     "compressed",

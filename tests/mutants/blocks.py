@@ -13,11 +13,13 @@ from attn_backends import backend as base
 from attn_backends.backend import AttentionBackend
 from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
+from attn_backends.cache import PagedLatent
 from attn_backends.conformance.compressed_worlds import WINDOW
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning import metadata
 from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
+from spec_metadata.capacity import TokenBucket
 from spec_metadata.layout import repeat_requests
 from spec_metadata.plans import compressed, ragged
 from spec_metadata.visibility import BlockRows, KeptRows
@@ -25,6 +27,17 @@ from tests.mutants.mutant import mutant
 from tests.mutants.visibility import change_lengths
 
 BLOCK = StepKind.DRAFT_BLOCK
+
+
+def read_stored_bytes(patch: pytest.MonkeyPatch, where: Callable[[Any, Any], bool]) -> None:
+    """Attend without the scales of keys and values. where: whether to, of a cache and a forward's metadata."""
+    forward = AttentionBackend.forward
+
+    def unscaled(self: Any, q: Any, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        given = replace(layer, k_scale=1.0, v_scale=1.0) if where(cache, meta) else layer
+        return forward(self, q, cache, meta, given)
+
+    patch.setattr(AttentionBackend, "forward", unscaled)
 
 
 def in_windows_of_blocks(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -57,13 +70,30 @@ def block_is_as_long_as_its_tile(patch: pytest.MonkeyPatch) -> None:
 @mutant("vLLM #48787, #41559", "math.cache_types")
 def block_reads_stored_bytes(patch: pytest.MonkeyPatch) -> None:
     """Draft blocks read an 8-bit cache without its scales."""
-    forward = AttentionBackend.forward
+    read_stored_bytes(patch, lambda cache, meta: meta.kind is BLOCK)
 
-    def unscaled(self: Any, q: Any, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
-        given = replace(layer, k_scale=1.0, v_scale=1.0) if meta.kind is BLOCK else layer
-        return forward(self, q, cache, meta, given)
 
-    patch.setattr(AttentionBackend, "forward", unscaled)
+@mutant("our own: no prompt over 8-bit latents was in a case of fa3", "math.cache_types")
+def prompts_read_stored_latents(patch: pytest.MonkeyPatch) -> None:
+    """Prompts read 8-bit latents, and no other 8-bit cache, without their scales."""
+    read_stored_bytes(patch, lambda cache, meta: meta.kind is StepKind.PREFILL and isinstance(cache, PagedLatent))
+
+
+@mutant("our own: no captured prompt had an 8-bit cache", "math.cache_types", backend="flashinfer_mla", graph=True)
+def captured_prompts_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Prompts through graphs read an 8-bit cache without its scales."""
+    read_stored_bytes(patch, lambda cache, meta: meta.kind is StepKind.PREFILL and meta.captured is not None)
+
+
+@mutant("our own: no packed draft extend had an 8-bit cache", "math.cache_types", graph=True)
+def packed_extends_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Captured draft extends of packed rows read an 8-bit cache without its scales."""
+
+    def is_packed(_: Any, meta: Any) -> bool:
+        extends = meta.kind is StepKind.DRAFT_EXTEND and meta.captured is not None
+        return extends and isinstance(meta.captured.bucket, TokenBucket)
+
+    read_stored_bytes(patch, is_packed)
 
 
 @mutant("our own: the mode without a mask that trees have", "math.draft_block", backend="flashinfer_mla")

@@ -26,7 +26,7 @@ from tests.mutants.hosts import HOSTED
 from tests.mutants.mutant import mutant
 from tests.mutants.visibility import change_lengths
 
-VERIFY = StepKind.TARGET_VERIFY
+PREFILL, VERIFY = StepKind.PREFILL, StepKind.TARGET_VERIFY
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -179,6 +179,22 @@ def one_table_for_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FA3Backend, "write", shared)
 
 
+@mutant("our own: no prompt had two cache groups", "api.cache_groups")
+def one_table_for_the_prompts_of_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
+    """A prompt whose lengths are those of the prompt before gets its page table."""
+    write = ragged.write_ragged
+
+    def shared(self: FA3Backend, step: Step, buffers: Buffers) -> None:
+        write(step, buffers)
+        last, table = getattr(self, "last", (None, None)), buffers["page_table"]
+        same = step.kind is PREFILL and last[0] is not None and torch.equal(last[0], step.seq_lens)
+        if same and last[1].shape == table.shape:
+            table.copy_(last[1])
+        self.last = step.seq_lens.clone(), table.clone()
+
+    patch.setattr(FA3Backend, "write", shared)
+
+
 @mutant("vLLM #44879, #24505", "refusals.cache_dtype", backend="tests.mutants.narrow:NarrowBackend")
 def draft_forced_to_the_target_s_cache_type(patch: pytest.MonkeyPatch) -> None:
     """Whether a kernel takes a cache's type is not asked: the target's is given to the draft."""
@@ -205,5 +221,17 @@ def window_and_scale_of_the_first_layer(patch: pytest.MonkeyPatch) -> None:
     def first(self: Any, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
         _, its = kept.setdefault(id(meta.schedules), (meta.schedules, layer))
         return forward(self, q, cache, meta, replace(layer, window=its.window, scale=its.scale))
+
+    patch.setattr(AttentionBackend, "forward", first)
+
+
+@mutant("our own: no prompt had layers of two scales", "api.layers_of_one_step", "graph.layers_of_one_step", graph=True)
+def scale_of_the_first_layer_in_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Layers of a prompt take the scale of the first that attends."""
+    forward, kept = AttentionBackend.forward, dict[int, Any]()
+
+    def first(self: Any, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        _, its = kept.setdefault(id(meta.schedules), (meta.schedules, layer))
+        return forward(self, q, cache, meta, replace(layer, scale=its.scale) if meta.kind is PREFILL else layer)
 
     patch.setattr(AttentionBackend, "forward", first)

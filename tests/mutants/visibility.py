@@ -260,7 +260,7 @@ def graph_table_without_draft_room(patch: pytest.MonkeyPatch) -> None:
     of_bucket = Extent.of_bucket
 
     def short(bucket: base.Bucket, capacity: Capacity, *rest: int) -> Extent:
-        return replace(of_bucket(bucket, capacity, *rest), max_pages=context_pages(capacity))
+        return of_bucket(bucket, capacity, *rest)._replace(max_pages=context_pages(capacity))
 
     patch.setattr(Extent, "of_bucket", short)
 

@@ -1,0 +1,45 @@
+"""A run of the suite over several processes is one run, and a second one resumes where the first was ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attn_backends import results
+from attn_backends.conformance import run_conformance
+from attn_backends.conformance.outcomes import Report
+from attn_backends.conformance.spread import _is_done, main, shares
+
+SELECTED = "plan.padding,api.idle,refusals.width"
+
+
+def run(folder: Path, *more: str) -> int:
+    given = ["fa3", "--kernel", "torch", "--select", SELECTED, "--folder", str(folder / "parts")]
+    return main([*given, "--json", str(folder / "whole.json"), *more])
+
+
+def test_checks_are_shared_out_by_their_cases() -> None:
+    assert shares(Counter(a=9, b=5, c=4, d=1), 2) == [["a", "d"], ["b", "c"]]
+    assert shares(Counter(a=9), 3) == [["a"]]
+
+
+def test_processes_together_report_what_one_does_and_are_not_run_twice(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv(results.COMMIT_VARIABLE, "a" * 40)
+    assert run(tmp_path) == 0
+    found = Report.of(results.read(tmp_path / "whole.json"))
+    assert found.counts == run_conformance("fa3", kernel="torch", select=SELECTED).counts
+    parts = sorted((tmp_path / "parts").glob("*.json"))
+    times = [part.stat().st_mtime_ns for part in parts]
+    assert len(parts) == 2
+    parts[0].write_text("{")
+    assert run(tmp_path) == 0
+    assert [part.stat().st_mtime_ns > before for part, before in zip(parts, times, strict=True)] == [True, False]
+    monkeypatch.setenv(results.COMMIT_VARIABLE, "b" * 40)
+    assert not _is_done(parts[1], ["fa3"]), "another commit's"
+
+
+def test_a_process_without_a_report_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fa3", "--kernel", "triton", "--device", "nothing", "--folder", str(tmp_path), "--json", "x"]) == 2
+    assert "error: " in capsys.readouterr().err
