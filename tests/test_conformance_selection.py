@@ -102,6 +102,9 @@ def test_quick_cases_of_seeds_in_turn_are_all_cases():
         assert (sample[0], sample[-1]) == (every[0], every[-1])
     assert samples[0][1] == every[(len(every) - 1) // 2]
     assert Selection("math.decode", quick=True, seed=len(every) - 2).cases(FA3) == samples[0]
+    pairs = [selected_cases(FA3, "math.decode", 2, seed=seed) for seed in range(len(every) - 1)]
+    assert {first for first, _ in pairs} == {every[0]}
+    assert sorted(second.name for _, second in pairs) == sorted(case.name for case in every[1:])
 
 
 def row(status: Outcome, kind: str, **case) -> Row:

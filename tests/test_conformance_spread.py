@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -36,8 +38,15 @@ def test_processes_together_report_what_one_does_and_are_not_run_twice(tmp_path,
     parts[0].write_text("{")
     assert run(tmp_path) == 0
     assert [part.stat().st_mtime_ns > before for part, before in zip(parts, times, strict=True)] == [True, False]
+    named = ["fa3", "--kernel", "torch", "--device", "cpu", "--select"]
+    (selected,) = re.findall(r"--select (\S+)", results.read(parts[1]).head.command)
+    assert _is_done(parts[1], [*named, selected])
+    assert not _is_done(parts[1], [*named, selected[:-1]]), "of other checks"
     monkeypatch.setenv(results.COMMIT_VARIABLE, "b" * 40)
-    assert not _is_done(parts[1], ["fa3"]), "another commit's"
+    assert not _is_done(parts[1], [*named, selected]), "another commit's"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    assert run(tmp_path) == 2, "a report of another commit is not taken for that of a process that wrote none"
+    assert "wrote no whole report" in capsys.readouterr().err
 
 
 def test_a_process_without_a_report_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
