@@ -164,35 +164,31 @@ def page_ids_shifted_by_racing_lanes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ragged, "write_ragged", raced)
 
 
-@mutant("vLLM #50707", "api.cache_groups")
-def one_table_for_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
-    """A step whose lengths are those of the step before gets its page table: one builder serves two cache groups."""
+def share_page_tables(patch: pytest.MonkeyPatch, where: Callable[[Step], bool]) -> None:
+    """Let a step whose lengths are those of the step before get its page table. where: whether to, of a step."""
     write = ragged.write_ragged
 
     def shared(self: FA3Backend, step: Step, buffers: Buffers) -> None:
         write(step, buffers)
         last, table = getattr(self, "last", (None, None)), buffers["page_table"]
-        if last[0] is not None and torch.equal(last[0], step.seq_lens) and last[1].shape == table.shape:
-            table.copy_(last[1])
-        self.last = step.seq_lens.clone(), table.clone()
-
-    patch.setattr(FA3Backend, "write", shared)
-
-
-@mutant("our own: no prompt had two cache groups", "api.cache_groups")
-def one_table_for_the_prompts_of_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
-    """A prompt whose lengths are those of the prompt before gets its page table."""
-    write = ragged.write_ragged
-
-    def shared(self: FA3Backend, step: Step, buffers: Buffers) -> None:
-        write(step, buffers)
-        last, table = getattr(self, "last", (None, None)), buffers["page_table"]
-        same = step.kind is PREFILL and last[0] is not None and torch.equal(last[0], step.seq_lens)
+        same = where(step) and last[0] is not None and torch.equal(last[0], step.seq_lens)
         if same and last[1].shape == table.shape:
             table.copy_(last[1])
         self.last = step.seq_lens.clone(), table.clone()
 
     patch.setattr(FA3Backend, "write", shared)
+
+
+@mutant("vLLM #50707", "api.cache_groups")
+def one_table_for_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
+    """A step whose lengths are those of the step before gets its page table: one builder serves two cache groups."""
+    share_page_tables(patch, lambda step: True)
+
+
+@mutant("our own: no prompt had two cache groups", "api.cache_groups")
+def one_table_for_the_prompts_of_two_cache_groups(patch: pytest.MonkeyPatch) -> None:
+    """A prompt whose lengths are those of the prompt before gets its page table."""
+    share_page_tables(patch, lambda step: step.kind is PREFILL)
 
 
 @mutant("vLLM #44879, #24505", "refusals.cache_dtype", backend="tests.mutants.narrow:NarrowBackend")
