@@ -1,13 +1,14 @@
 """Replays of our Gluon kernels give the bits of the first launch, a hundred times, whatever runs beside them.
 
 Their warp groups hand memory to one another by mbarriers. Work of other lengths on a second stream delays some of their
-programs in each replay. `tests/gluon_model.py` draws other orders on a CPU.
+programs in each replay, as many as a seed draws. `tests/gluon_model.py` draws other orders on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -32,23 +33,23 @@ def rows(device: str) -> Iterator[dict[str, Any]]:
     for name, kernel, format, width in CASES:
         about = {"backend": name, "kernel": kernel, "width": width}
         try:
-            asked = _problem(format, width, torch.device(device))
+            asked = problem_of(format, width, torch.device(device))
             call, cache = asked.call(get_backend(name), kernel), asked.pool.caches[0]
         except BackendUnavailableError as error:
             yield {**about, "status": "not_run", "reason": str(error)}
             continue
         first, square = call(cache).clone(), torch.ones(1024, 1024, device=device)
         graph, beside = (CudaGraph(), torch.cuda.Stream()) if device == "cuda" else (RecordedGraph(), None)
-        out, other = graph.capture(partial(call, cache)), 0
-        for i in range(NUM_REPLAYS):
+        out, other, delays = graph.capture(partial(call, cache)), 0, Random(width)
+        for _ in range(NUM_REPLAYS):
             with torch.cuda.stream(beside):
-                _ = [square @ square for _ in range(i % 7)]
+                [square @ square for _ in range(delays.randrange(8))]
             graph.replay()
             other += not torch.equal(out, first)
         yield {**about, "replays": NUM_REPLAYS, "other": other, "status": "fail" if other else "pass"}
 
 
-def _problem(format: CacheFormat | CompressedFormat, width: int, device: torch.device) -> Any:
+def problem_of(format: CacheFormat | CompressedFormat, width: int, device: torch.device) -> Any:
     """Queries on a pool; those of compressed layers have 64 heads."""
     if isinstance(format, CompressedFormat):
         return next(compressed_problems([width], *SIZES, device))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import pytest
 
 from attn_backends.conformance import Outcome, Subject, run_case, selected_cases
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS, TOGETHER, TREES, WIDTHS
+from attn_backends.conformance.checks_edges import BATCHES, CONTEXTS, HEADS, MOST_CROSSED, TOGETHER, TREES, WIDTHS
 from attn_backends.conformance.selection import QUICK_CASES
 from attn_backends.conformance.situations import TREE_KINDS
 from attn_backends.conformance.sizes import size_of
@@ -113,7 +114,7 @@ def test_bound_ragged_lengths_and_slots_come_in_every_form_in_every_transition(n
 def test_batches_heads_and_rows_meet_in_pairs(name: str) -> None:
     """Any two values, in each kind with more rows than one, behind a prefix of more than 512 tokens."""
     subject = Subject(get_backend(name), "torch")
-    cases = [case for case in selected_cases(subject, "scale.edges") if len(case.lens) in TOGETHER]
+    cases = selected_cases(subject, "scale.crossed")
     assert all(max(case.lens) > 512 - size_of(case.size).num_steps for case in cases)
     for kind in subject.capabilities.keys() - {StepKind.DECODE}:
         found = [case for case in cases if case.kind == kind]
@@ -129,6 +130,16 @@ def test_batches_heads_and_rows_meet_in_pairs(name: str) -> None:
             assert set(wanted) <= pairs, kind
         if kind is StepKind.TARGET_VERIFY and subject.capabilities[kind].tree:
             assert {8, 64, 128} <= {size_of(case.size).heads[0] for case in found if case.topk > 1}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_batches_heads_and_rows_meet_in_all_ways_on_a_gpu(name: str) -> None:
+    """But for the largest, whose queries and outputs alone would take over 4 GB."""
+    subject = Subject(get_backend(name), "torch", "cuda")
+    found = [case for case in selected_cases(subject, "scale.crossed") if case.kind == StepKind.TARGET_VERIFY]
+    sized = {(len(case.lens), size_of(case.size).heads[0], _rows(case)) for case in found}
+    assert sized == {each for each in product(BATCHES, HEADS, WIDTHS) if prod(each) <= MOST_CROSSED}
+    assert {case.path for case in found} == {"eager", "graph"}
 
 
 def _rows(case: Case) -> int:

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from attn_backends import results
-from attn_backends.conformance import run_conformance
+from attn_backends.conformance import Subject, run_conformance
 from attn_backends.conformance.outcomes import Report
+from attn_backends.conformance.selection import Selection
 from attn_backends.conformance.spread import _is_done, main, shares
+from attn_backends.errors import ConfigError
+from attn_backends.registry import get_backend
 
 SELECTED = "plan.padding,api.idle,refusals.width"
 
@@ -23,8 +26,27 @@ def run(folder: Path, *more: str) -> int:
 
 
 def test_checks_are_shared_out_by_their_cases() -> None:
-    assert shares(Counter(a=9, b=5, c=4, d=1), 2) == [["a", "d"], ["b", "c"]]
+    assert shares(Counter(a=9, b=5, c=4, d=1), 2) == [["a,d"], ["b,c"]]
     assert shares(Counter(a=9), 3) == [["a"]]
+
+
+def test_a_check_of_many_cases_is_shared_out_itself() -> None:
+    parts = shares(Counter(a=90, b=5, c=4, d=1), 5)
+    assert parts == [["a"], ["b"], ["c"], ["d"]], "its five parts would leave the others no process"
+    parts = shares(Counter(a=50, b=20, c=20, d=10), 4)
+    assert parts == [["a", "--share", "1/2"], ["a", "--share", "2/2"], ["b,d"], ["c"]]
+
+
+def test_shares_are_the_whole_and_no_case_is_in_two() -> None:
+    subject = Subject(get_backend("fa3"), "torch")
+    whole = Selection("math.*").cases(subject)
+    parts = [Selection("math.*", share=f"{number}/3").cases(subject) for number in (1, 2, 3)]
+    assert sorted(case.to_json() for part in parts for case in part) == sorted(case.to_json() for case in whole)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert not Selection(share="1/3").is_whole
+    for wrong in ("0/3", "4/3", "1", "x/3", "1/-3"):
+        with pytest.raises(ConfigError, match="the second of five"):
+            Selection(share=wrong)
 
 
 def test_processes_together_report_what_one_does_and_are_not_run_twice(tmp_path, monkeypatch, capsys) -> None:

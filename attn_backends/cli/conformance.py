@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     check_output("--json", args.json)
     check_output("--report", args.report)
     case = read_case(args.case) if args.case else None
-    selection = Selection(",".join(args.select or "*"), args.quick, args.profile, args.effort, args.seed, args.contract)
+    asked = args.quick, args.profile, args.effort, args.seed, args.contract, args.share
+    selection = Selection(",".join(args.select or "*"), *asked)
     names = args.backends or list(list_backends())
     known = {name: known_failures(name, args.config) for name in names}
     for expected in known.values():
@@ -229,6 +230,7 @@ def _add_arguments(suite: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, help="of the quick and of the random cases (default: %(default)s)"
     )
     suite.add_argument("--contract", default=CONTRACT, metavar="VERSION", help="to check (default: %(default)s)")
+    suite.add_argument("--share", default="", metavar="I/N", help="every Nth of the cases, from the Ith (default: all)")
     suite.add_argument("--require-run", action="store_true", help="fail if something could not be run here")
     suite.add_argument("--json", type=Path, metavar="FILE", help="write the report")
     suite.add_argument("--report", type=Path, metavar="FILE", help="write the report as an HTML page")

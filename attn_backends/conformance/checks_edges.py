@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import count, product
+from math import prod
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
@@ -39,6 +40,7 @@ TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 HEADS = (8, 64, 128)
 TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
+MOST_CROSSED = 2**19  # requests times heads times rows of a case on a GPU: 4 GB of latent queries and outputs
 MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
 LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
 
@@ -106,14 +108,12 @@ def _together(subject: Subject, kind: StepKind, turn: int, bs: int, heads: int, 
         return _with(subject, kind, turn, of_draft, min(rows, 16)) or _with(subject, kind, turn, of_draft)
     tree = None
     if kind is StepKind.TARGET_VERIFY and turn % 2 and rows > 2:
-        tree = _with(subject, kind, turn, size.format(f"steps5.nodes{rows}"), 2)
+        tree = _with(subject, kind, turn, size.format(f"steps5.nodes{rows}"), 2 if rows <= 17 else 4)
     return tree or _with(subject, kind, turn, size.format(f"steps{rows - 1}"))
 
 
 def _edges(subject: Subject) -> Iterator[Case]:
-    """Contexts, batches of one long request among short ones, heads and their elements, of each kind; batches, heads
-    and rows together.
-    """
+    """Contexts, batches of one long request among short ones, heads and their elements, of each kind."""
     for kind in subject.capabilities:
         turns = count(list(subject.capabilities).index(kind))
         for lens in CONTEXTS:
@@ -132,13 +132,26 @@ def _edges(subject: Subject) -> Iterator[Case]:
             turn = next(turns)
             size = f"long.bs3.steps3.tokens700.heads{heads}"
             yield from _filled(subject, _with(subject, kind, turn, size), (130, 600, 1), turn)
-        for bs, rows_of_heads in TOGETHER.items():
-            for heads, rows in zip(HEADS, rows_of_heads, strict=True):
-                turn = next(turns)
-                yield from _filled(subject, _together(subject, kind, turn, bs, heads, rows), _one_long(bs), turn)
         for format, dim in _other_sizes(subject):
             turn, size = next(turns), f"long.bs3.steps3.tokens700.dims{dim}"
             yield from _filled(subject, _with(subject, kind, turn, size, format=format), (130, 600, 1), turn)
+
+
+def _triples(subject: Subject, kind: StepKind) -> list[tuple[int, int, int]]:
+    """Requests, heads and rows of a kind that meet in one case: in pairs on a CPU, in all ways on a GPU."""
+    if subject.device == "cpu":
+        return [(bs, *each) for bs, rows in TOGETHER.items() for each in zip(HEADS, rows, strict=True)]
+    most = {StepKind.DECODE: 2, StepKind.DRAFT_DECODE: 16}.get(kind, max(WIDTHS))
+    rows = [width for width in WIDTHS if width <= most]
+    return [each for each in product(BATCHES, HEADS, rows) if prod(each) <= MOST_CROSSED]
+
+
+def _crossed(subject: Subject) -> Iterator[Case]:
+    """Batches of one long request among short ones, heads and rows together, of each kind."""
+    for first, kind in enumerate(subject.capabilities):
+        for turn, (bs, heads, rows) in enumerate(_triples(subject, kind), first):
+            case = _together(subject, kind, turn, bs, heads, rows)
+            yield from _filled(subject, case, _one_long(bs), turn)
 
 
 def _widths(subject: Subject) -> Iterator[Case]:
@@ -171,6 +184,12 @@ def edges(subject: Subject, case: Case) -> Measured:
     """Contexts around tile and split edges up to 131,072 tokens, one long request among up to 256 short ones, up to 128
     heads, every declared head size.
     """
+    return _measure(subject, case)
+
+
+@check("scale.crossed", lambda subject: list(_crossed(subject)))
+def crossed(subject: Subject, case: Case) -> Measured:
+    """Batches, heads and rows of a request at once: any two values of the three on a CPU, all three on a GPU."""
     return _measure(subject, case)
 
 

@@ -33,7 +33,7 @@ def run_conformance(
     """Run every check on every case that the backend's capabilities call for.
 
     backend: a registered name, module:Class, a class, an instance or a factory. on_row: called with each row. asked:
-    which cases, as of `Selection`: select, quick, profile, effort, seed, contract.
+    which cases, as of `Selection`: select, quick, profile, effort, seed, contract, share.
     """
     check_expectations(expected_failures)
     found, selection = resolve(backend), Selection(**asked)

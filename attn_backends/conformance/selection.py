@@ -21,7 +21,8 @@ QUICK_CASES = 3  # of each check
 class Selection:
     """What a run is asked for. select: pattern of check ids. quick: three cases of each check, one of which `seed`
     picks. profile: the name of one ("" for all cases). effort: random cases more of each group of checks, drawn from
-    `seed`. contract: the version that is asked for. Raises `ConfigError` for what is not there.
+    `seed`. contract: the version that is asked for. share: of "2/5", the second of every five cases ("": all). Raises
+    `ConfigError` for what is not there.
     """
 
     select: str = "*"
@@ -30,6 +31,7 @@ class Selection:
     effort: int = 0
     seed: int = 0
     contract: str = CONTRACT
+    share: str = ""
 
     def __post_init__(self) -> None:
         if self.profile:
@@ -41,9 +43,24 @@ class Selection:
                 f"this suite checks contract {CONTRACT}, not {self.contract!r}; docs/contract.md lists what changed "
                 "between them, and an earlier attn-backends checks an earlier one"
             )
+        number, of = self._share
+        if not 1 <= number <= of:
+            raise ConfigError(f"a share is such as 2/5, the second of five, got {self.share!r}")
 
     def cases(self, subject: Subject) -> list[Case]:
-        """The cases of a subject, those of the suite and the random ones after them."""
+        """The cases of a subject in this share, those of the suite and the random ones after them."""
+        number, of = self._share
+        return self._cases(subject)[number - 1 :: of]
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        """Which of how many runs it is, from 1; (0, 0) of what is no share."""
+        if not self.share:
+            return 1, 1
+        number, _, of = self.share.partition("/")
+        return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else (0, 0)
+
+    def _cases(self, subject: Subject) -> list[Case]:
         holds = PROFILES[self.profile].holds if self.profile else _any
         known = selected_cases(subject, self.select, QUICK_CASES if self.quick else None, holds, self.seed)
         if not self.effort:
@@ -54,12 +71,12 @@ class Selection:
     @property
     def is_whole(self) -> bool:
         """Whether no check and no case is left out."""
-        return self.select == "*" and not self.profile and not self.quick
+        return self.select == "*" and not self.profile and not self.quick and not self.share
 
     @property
     def complete_profiles(self) -> tuple[str, ...]:
         """The profiles of which a run has all cases."""
-        if self.quick or self.select != "*":
+        if self.quick or self.share or self.select != "*":
             return ()
         return (self.profile,) if self.profile else tuple(PROFILES)
 

@@ -2,10 +2,10 @@
 
     python -m attn_backends.conformance.spread NAME --kernel gluon --device cuda --processes 14 --folder DIR --json FILE
 
-Each process runs whole checks and writes its report to the folder. A report of this commit that is complete is not made
-again. FILE gets the joined summary (`attn_backends.conformance.summary`). That of a whole run on a GPU has the floors,
-which are measured when all processes are done. Exit code 1: a case is wrong. 2: a case broke, none ran, or a process
-ended without a report.
+Each process runs whole checks, or a share of one that has more cases than a process should run, and writes its report
+to the folder. A report of this commit that is complete is not made again. FILE gets the joined summary
+(`attn_backends.conformance.summary`). That of a whole run on a GPU has the floors, which are measured when all
+processes are done. Exit code 1: a case is wrong. 2: a case broke, none ran, or a process ended without a report.
 """
 
 from __future__ import annotations
@@ -71,18 +71,29 @@ def spread(args: argparse.Namespace) -> Report:
 
 
 def shares(num_cases: Counter[str], processes: int) -> list[list[str]]:
-    """Ids of checks for each process, so that all have about as many cases."""
-    found: list[tuple[int, list[str]]] = [(0, []) for _ in range(max(1, min(processes, len(num_cases))))]
+    """What each process selects, so that all have about as many cases: ids of checks, or one id and a share of it."""
+    most, left, found = max(2, num_cases.total() // processes), Counter(num_cases), list[list[str]]()
+    for check, number in num_cases.most_common():
+        parts = -(-number // most)
+        if parts > 1 and len(found) + parts < processes:
+            found += [[check, "--share", f"{part}/{parts}"] for part in range(1, parts + 1)]
+            del left[check]
+    return found + [[",".join(checks)] for checks in _evenly(left, processes - len(found))]
+
+
+def _evenly(num_cases: Counter[str], processes: int) -> list[list[str]]:
+    """Ids of checks for each process."""
+    found: list[tuple[int, list[str]]] = [(0, []) for _ in range(min(processes, len(num_cases)))]
     for check, number in num_cases.most_common():
         least = min(range(len(found)), key=lambda index: found[index][0])
         found[least] = (found[least][0] + number, [*found[least][1], check])
     return [checks for _, checks in found]
 
 
-def _report(args: argparse.Namespace, number: int, checks: Sequence[str]) -> results.Results:
+def _report(args: argparse.Namespace, number: int, selected: Sequence[str]) -> results.Results:
     """What one process reported, now or before."""
-    path, selected = args.folder / f"part{number}.json", ",".join(checks)
-    named = [args.backend, "--kernel", args.kernel, "--device", args.device, "--select", selected]
+    path = args.folder / f"part{number}.json"
+    named = [args.backend, "--kernel", args.kernel, "--device", args.device, "--select", *selected]
     if not _is_done(path, named):
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", "attn_backends.cli", "conformance", *named, "--json", str(path)]

@@ -108,6 +108,17 @@ def heads_past_the_64th_zeroed(patch: pytest.MonkeyPatch) -> None:
     after_attention(patch, few)
 
 
+@mutant("a grid's index in 16 bits", "scale.crossed")
+def query_rows_past_32767_zeroed(patch: pytest.MonkeyPatch) -> None:
+    """A launch that numbers its requests, rows and heads in one dimension gives zeros past the 32,767th."""
+
+    def numbered(out: Tensor, lse: Tensor, kv_lens: Tensor, causal: bool) -> Attended:
+        numbers = torch.arange(out.shape[:3].numel(), device=out.device).view(*out.shape[:3], 1)
+        return out.masked_fill(numbers >= 2**15, 0), lse
+
+    after_attention(patch, numbered)
+
+
 def clamp_lengths(patch: pytest.MonkeyPatch, clamp: Callable[[Tensor], Tensor]) -> None:
     """Let FA3's plan hold changed lengths."""
     write = ragged.write_ragged
