@@ -134,7 +134,7 @@ def test_batches_heads_and_rows_meet_in_pairs(name: str) -> None:
 
 @pytest.mark.parametrize("name", DENSE)
 def test_batches_heads_and_rows_meet_in_all_ways_on_a_gpu(name: str) -> None:
-    """But for the largest, whose queries and outputs alone would take over 4 GB."""
+    """But for the largest, whose queries alone would take seconds to draw."""
     subject = Subject(get_backend(name), "torch", "cuda")
     found = [case for case in selected_cases(subject, "scale.crossed") if case.kind == StepKind.TARGET_VERIFY]
     sized = {(len(case.lens), size_of(case.size).heads[0], _rows(case)) for case in found}

@@ -40,7 +40,7 @@ TREES = ((2, 5, 0), (4, 3, 21), (8, 2, 33), (4, 8, 64))
 HEADS = (8, 64, 128)
 TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
-MOST_CROSSED = 2**19  # requests times heads times rows of a case on a GPU: 4 GB of latent queries and outputs
+MOST_CROSSED = 2**18  # requests times heads times rows of a case on a GPU, whose queries are drawn on the CPU
 MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
 LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
 
