@@ -41,8 +41,7 @@ class Sizes:
     def backend(self) -> type[DSV4Backend]:
         """The backend for its ratios."""
         sparse = Compression(self.ratio, overlap=True, indexed=True)
-        values = {"window": self.window, "compressions": (sparse, Compression(self.long_ratio))}
-        return type("SmallDSV4Backend", (DSV4Backend,), values)
+        return DSV4Backend.of((sparse, Compression(self.long_ratio)), self.window)
 
 
 SMALL = Sizes()

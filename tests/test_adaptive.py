@@ -4,23 +4,29 @@ the memory of the largest, and no cycle captures or allocates.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from attn_backends import get_backend
 from attn_backends.errors import CaptureError, ConfigError
 from attn_backends.graphs import RecordedGraph
-from attn_backends.memory.phase_sets import PhaseSets
-from attn_backends.runner import PhaseRunner
+from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
+from attn_backends.runner import PhaseRunner, classify
 from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle import adaptive, engine
 from attn_backends_reference.eagle.adaptive import AdaptiveSteps, StepPolicy
 from attn_backends_reference.eagle.requests import DraftShape
+from attn_backends_reference.eagle.serving import serve
+from attn_backends_reference.eagle.worker import EagleWorker
 from spec_metadata import BlockTable, BoundInputs, CacheGeometry, Capacity, InvalidStepError, StepKind
 from tests import serving_laws as laws
-from tests.serving_scenes import NEWLINE, TREE, arrivals, eagle_worker, endless
+from tests.serving_scenes import NEWLINE, TREE, arrivals, eagle_worker, endless, prompts
 
 GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 SETS = (DraftShape(1, 1, 2), DraftShape(4, 3, 16), DraftShape(1, 3, 4), DraftShape(2, 2, 5))
@@ -78,6 +84,90 @@ def test_sets_take_a_tenth_more_than_the_largest_at_most(model, backend, shapes)
     smallest = DraftShape(1, 1, 2)
     alone = max(held((shape, smallest)) for shape in shapes if shape != smallest)
     assert held(tuple(shapes)) <= 1.1 * alone
+
+
+def pieces_of(worker: EagleWorker, number: int) -> list[Tensor]:
+    """The static memory that the phases of a set have for themselves: inputs, arenas of plans, workspaces."""
+    sets = worker.step_sets[number]
+    used = worker.backends.draft, worker.backends.verify, worker.backends.draft_extend
+    runners = sets.draft, sets.verify, sets.extend
+    inputs = [max(runner._captured.items())[1].inputs for runner in runners]
+    within = runners[0]._within
+    phases = {phase for each in used for phase in each.phases._phases.values() if phase.within is within}
+    return [
+        *(getattr(given, name) for given in inputs for name in classify(type(given))),
+        *(arena._memory for phase in phases for arena in phase.own),
+    ]
+
+
+def held_by(worker: EagleWorker) -> dict[int, int]:
+    """Bytes of each allocation that captured phases of any set hold, by address: tables that phases share, too."""
+    used = {worker.backends.draft, worker.backends.verify, worker.backends.draft_extend}
+    tables = [table.arena._memory for each in used for table in each.memory._tables.values()]
+    own = [piece for number in range(len(worker.policy.adaptive.sets)) for piece in pieces_of(worker, number)]
+    storages = [piece.untyped_storage() for piece in (*tables, *own)]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def spans(pieces: list[Tensor]) -> list[tuple[int, int]]:
+    """First and last address of each piece, in order."""
+    return sorted((each.data_ptr(), each.data_ptr() + each.nbytes) for each in pieces if each.nbytes)
+
+
+MEASURED = [("gqa", "fa3", 8), ("mla", "flashinfer_mla", 8), ("mla", "trtllm_mla", 32)]
+
+
+@pytest.mark.parametrize(("model", "backend", "page_size"), MEASURED)
+def test_the_buffers_of_all_sets_are_hardly_more_than_those_of_the_largest_alone(model, backend, page_size) -> None:
+    """What is measured are allocations, not what the library says of them: phases of a set alone have their own."""
+    capacity, options = Capacity(4, 112, page_size, **TREE), GRAPH | {"checking": False}
+
+    def worker_of(sets: tuple[DraftShape, ...]) -> EagleWorker:
+        steps = AdaptiveSteps(sets, {1: (1.0,) * len(sets)})
+        return eagle_worker(model, backend, capacity, adaptive=steps, **options)
+
+    alone = [sum(held_by(worker_of((shape,))).values()) for shape in SETS]
+    worker = worker_of(SETS)
+    together = sum(held_by(worker).values())
+    assert max(alone) <= together * 1.01
+    assert together <= 1.1 * max(alone)
+    assert sum(alone) > 1.5 * max(alone), "sets of which one is nearly all show nothing"
+    of_sets = [spans(pieces_of(worker, number)) for number in range(len(SETS))]
+    for own in of_sets:
+        assert all(end <= start for (_, end), (start, _) in pairwise(own)), "phases of a set lie beside one another"
+    assert len({own[0][0] for own in of_sets}) == 1, "sets lie over one another"
+
+
+@pytest.mark.parametrize(("model", "backend", "page_size"), MEASURED)
+def test_a_switch_to_another_set_captures_and_allocates_nothing(monkeypatch, model, backend, page_size) -> None:
+    monkeypatch.setattr("attn_backends_reference.eagle.worker.StepPolicy", InTurns)
+    graphs: list[RecordedGraph] = []
+
+    def make_graph() -> RecordedGraph:
+        graphs.append(RecordedGraph())
+        return graphs[-1]
+
+    captured, took = Mock(wraps=RecordedGraph.capture), Mock(wraps=PhaseSets.block)
+    monkeypatch.setattr(RecordedGraph, "capture", lambda self, *given: captured(self, *given))
+    monkeypatch.setattr(PhaseSets, "block", lambda self, *given: took(self, *given))
+    capacity, revived = Capacity(2, 112, page_size, **TREE), Counter[int]()
+    options = {"checking": False, "adaptive": AdaptiveSteps(SETS, SAME), "buckets": (1, 2), "make_graph": make_graph}
+    worker = eagle_worker(model, backend, capacity, **options)
+    before = held_by(worker), len(graphs), captured.call_count, took.call_count
+    assert len(graphs) == captured.call_count == len(SETS) * 3 * 2, "a graph of each set, phase and bucket"
+    revive = PhaseSets.revive
+
+    def counted(self: PhaseSets, one: PhaseSet) -> None:
+        revived[id(one)] += self.alive is not one
+        revive(self, one)
+
+    monkeypatch.setattr(PhaseSets, "revive", counted)
+    completions = serve(worker, prompts(2, 20), 24)
+    assert len(revived) == len(SETS)
+    assert min(revived.values()) > 1, "every set became alive more than once"
+    assert not worker.num_eager_steps.keys() & {"draft", "verify", "draft_extend"}
+    assert [len(each.tokens) for each in completions] == [24, 24]
+    assert (held_by(worker), len(graphs), captured.call_count, took.call_count) == before
 
 
 def test_a_set_whose_memory_another_one_took_is_refused() -> None:

@@ -19,27 +19,32 @@ from attn_backends_reference.eagle.slots import SlotAllocator
 from spec_metadata import CacheGeometry, Capacity, InvalidStepError
 from tests import eagle3_laws
 from tests import serving_laws as laws
-from tests.serving_scenes import CHAIN, NEWLINE, Arrival, arrivals, eagle_worker, endless
+from tests.serving_scenes import CHAIN, NEWLINE, TREE, Arrival, arrivals, eagle_worker, endless
 
 GRAPH = {"buckets": (1, 2, 4), "make_graph": RecordedGraph}
 LAYER = AttentionLayer(0, 2, 1, 16, 16, 0.25)
+Shape = dict[str, int]
 
 
-def window_of(page_size: int, num_tokens: int, **options: int) -> DraftWindow:
-    """A window over two requests that have pages for so many tokens each."""
-    capacity = Capacity(2, 60, page_size, **CHAIN)
-    slots = SlotAllocator(CacheGeometry(1 + 2 * capacity.max_pages, page_size), capacity, torch.device("cpu"))
+def window_of(capacity: Capacity, **options: int) -> DraftWindow:
+    """A window over two requests that have pages for all tokens of a capacity."""
+    geometry = CacheGeometry(1 + 2 * capacity.max_pages, capacity.page_size)
+    slots = SlotAllocator(geometry, capacity, torch.device("cpu"))
     for _ in range(2):
-        slots.reserve(slots.admit(), num_tokens)
+        slots.reserve(slots.admit(), capacity.max_context + capacity.draft_room)
     draft = SimpleNamespace(layers=(LAYER,), cache_format=CacheFormat.KV)
     return DraftWindow.of(WorkerOptions(**options), draft, capacity, slots)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize(("size", "sinks"), [(8, 0), (8, 3), (1, 1), (60, 4)])
-def test_a_draft_reads_the_first_tokens_and_the_last(page_size: int, size: int, sinks: int) -> None:
-    """Pages of one token leave out what SGLang leaves out: min(L, sinks + window) tokens stay."""
-    window, rows = window_of(page_size, 64, draft_window=size, draft_sink_tokens=sinks), torch.tensor([2, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_a_draft_reads_the_first_tokens_and_the_last(page_size: int, size: int, sinks: int, shape: Shape) -> None:
+    """Pages of one token leave out what SGLang leaves out: min(L, sinks + window) tokens stay. What is drafted, of
+    every branch of a tree, lies behind them where it would without a window.
+    """
+    capacity, rows = Capacity(2, 60, page_size, **shape), torch.tensor([2, 1])
+    window, room = window_of(capacity, draft_window=size, draft_sink_tokens=sinks), capacity.draft_room
     for length in range(1, 60):
         lens = torch.tensor([length, 60 - length], dtype=torch.int32)
         left, paging = window.read(rows, lens)
@@ -48,8 +53,8 @@ def test_a_draft_reads_the_first_tokens_and_the_last(page_size: int, size: int, 
             pages = {p // page_size for p in range(committed) if p < sinks or p >= committed - size}
             seen = [own[p] for p in range(committed) if p // page_size in pages]
             assert left[i] == len(seen)
-            drafted = own[committed : committed + 3]
-            assert paging.slots(torch.arange(len(seen) + 3).expand(2, -1))[i].tolist() == seen + drafted
+            drafted = own[committed : committed + room]
+            assert paging.slots(torch.arange(len(seen) + room).expand(2, -1))[i].tolist() == seen + drafted
             if page_size == 1:
                 assert len(seen) == min(committed, size + sinks)
         exact = window.bounds(60, lens.tolist())
@@ -68,21 +73,27 @@ def scene_of(model: str) -> tuple[list[Arrival], list[list[int]]]:
     return scene, endless(model, scene, 12)
 
 
-SETS = AdaptiveSteps((DraftShape(1, 1, 2), DraftShape(1, 3, 4)), {1: (1.0, 2.0), 4: (1.0, 1.1)})
+COSTS = {1: (1.0, 2.0), 4: (1.0, 1.1)}
+SETS = AdaptiveSteps((DraftShape(1, 1, 2), DraftShape(1, 3, 4)), COSTS)
+TREE_SETS = AdaptiveSteps((DraftShape(1, 1, 2), DraftShape(4, 3, 16)), COSTS)
 
 
 @pytest.mark.parametrize(
-    ("model", "backend", "page_size", "options"),
+    ("model", "backend", "page_size", "shape", "options"),
     [
-        ("gqa", "fa3", 8, GRAPH | {"host_lag": 1}),
-        ("gqa", "fa3", 1, {"verify_rows": 7}),
-        ("gqa", "fa3", 8, GRAPH | {"adaptive": SETS}),
-        ("mla", "flashinfer_mla", 8, {}),
-        ("mla", "trtllm_mla", 32, GRAPH),
+        ("gqa", "fa3", 8, CHAIN, GRAPH | {"host_lag": 1}),
+        ("gqa", "fa3", 1, CHAIN, {"verify_rows": 7}),
+        ("gqa", "fa3", 8, CHAIN, GRAPH | {"adaptive": SETS}),
+        ("mla", "flashinfer_mla", 8, CHAIN, {}),
+        ("mla", "trtllm_mla", 32, CHAIN, GRAPH),
+        ("gqa", "fa3", 1, TREE, {}),
+        ("gqa", "fa3", 8, TREE, GRAPH | {"adaptive": TREE_SETS}),
+        ("mla", "flashinfer_mla", 8, TREE, GRAPH | {"host_lag": 1}),
+        ("mla", "trtllm_mla", 32, TREE, {}),
     ],
 )
-def test_requests_that_come_and_go_get_what_plain_decoding_gives(model, backend, page_size, options) -> None:
-    capacity = Capacity(6, 112, page_size, **CHAIN)
+def test_requests_that_come_and_go_get_what_plain_decoding_gives(model, backend, page_size, shape, options) -> None:
+    capacity = Capacity(6, 112, page_size, **shape)
     settings = {"chunk": 24, "eos_tokens": (NEWLINE,), "seed": 2, "draft_window": 9, "draft_sink_tokens": 2}
     laws.check_scene(eagle_worker(model, backend, capacity, **settings, **options), *scene_of(model))
 

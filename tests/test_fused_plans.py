@@ -13,9 +13,21 @@ from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels.plan_operators import bind_block_table
 from spec_metadata import BlockTable, InvalidStepError, RequestTable, Step, pad_step
 from spec_metadata.plans import block_table
+from spec_metadata.plans.compressed import Compression
 from tests.bound_batches import engine, statics
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, RESERVED, Case, elsewhere
-from tests.planner_laws import BLOCKS, FORMS, GARBAGE, RINGS, Form, check_equal, check_inputs, garbage, written_along
+from tests.planner_laws import (
+    BLOCKS,
+    FORMS,
+    GARBAGE,
+    RINGS,
+    Form,
+    Rings,
+    check_equal,
+    check_inputs,
+    garbage,
+    written_along,
+)
 from tests.triton_interpreter import interpreted, last_program_first
 
 PAGE_SIZES = (1, 16, 64, 256)
@@ -62,6 +74,14 @@ COMPRESSED = [
 def test_fused_compressed(kind: str, rings: str, table: type, pad: int) -> None:
     page_size, form = RINGS[rings]
     check_equal(form.form, Case(kind, page_size, list(RINGS).index(rings), form=table, pad=pad))
+
+
+@pytest.mark.parametrize("kind", ["draft chain", "verify chain"])
+def test_fused_entries_of_every_ratio(kind: str) -> None:
+    """DeepSeek-V4.1's blocks of one and two tokens beside overlapping and longer ones, of one plan."""
+    short = {Compression(1, indexed=True): 3, Compression(2, indexed=True): 4}
+    rings = Rings(5, short | {Compression(4, overlap=True, indexed=True): 10, Compression(16): 16})
+    check_equal(rings.form, Case(kind, 16, 1))
 
 
 @pytest.mark.parametrize(("name", "table", "pad"), [*product(BLOCKS, (RequestTable, BlockTable), (0, 2))])

@@ -13,11 +13,11 @@ of states is left out: a sum can't be rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -107,9 +107,9 @@ def _launch_torch(q: Tensor, cache: Any, selected: Selected, layer: AttentionLay
 class DSV4Backend(AttentionBackend[CompressedPlan]):
     """DeepSeek-V4's compressed attention.
 
-    window, compressions: of its layers, which the class names because buffers are declared from them; a subclass names
-    others. Layers without a compression are served too. A page must be a whole number of each compression's blocks.
-    The LSE that it returns is over window and entries, without the sink.
+    window, compressions: of its layers, which the class names because buffers are declared from them; `of` makes the
+    class of others. Layers without a compression are served too. A page must be a whole number of each compression's
+    blocks. The LSE that it returns is over window and entries, without the sink.
     """
 
     name = "dsv4"
@@ -150,6 +150,15 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
                 f"page size {nearest}",
             )
         self.rings = {compression: self._smallest_ring(compression) for compression in self.compressions}
+
+    @classmethod
+    def of(cls, compressions: Iterable[Compression | None], window: int | None = None) -> type[Self]:
+        """The backend for layers of these compressions, None of one without, and a window (None: this class's)."""
+        own: dict[int, Compression] = {}
+        for each in filter(None, compressions):
+            if own.setdefault(each.ratio, each) != each:
+                raise UnsupportedStepError(cls.name, [f"{each} beside {own[each.ratio]}: a ratio has one form"])
+        return type(cls.__name__, (cls,), {"window": window or cls.window, "compressions": tuple(own.values())})
 
     @classmethod
     def page_multiple(cls) -> int:
@@ -194,12 +203,9 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
             return
         planned = meta.schedules.planned(meta.forward, shape)
         made = Selected(planned, None).plan.entries[layer.compression.ratio]
-        parts = [
-            (inputs.compressor, layer.compressor, cache.compressor),
-            (inputs.indexer, layer.indexer, cache.indexer),
-        ]
+        both = [(inputs.compressor, layer.compressor, cache.compressor), (inputs.indexer, layer.indexer, cache.indexer)]
         states = []
-        for given, compressor, pools in parts:
+        for given, compressor, pools in both:
             if given is not None and compressor is not None and pools is not None:
                 _store_entries(pools, given, compressor, made, layer.compression, reserved)
                 states.append((pools.states.data, given))
@@ -237,9 +243,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         reasons = super().unsupported_reasons(step)
         if step.is_tree:
             reasons.append("topk > 1: a compressor's states are those of one chain; draft with topk = 1")
-        for compression, ring in self.rings.items():
-            reasons += _ring_reasons(step, compression, ring)
-        return reasons
+        return reasons + [reason for ring in self.rings.items() for reason in _ring_reasons(step, *ring)]
 
     def ring(self, layer: CompressedLayer) -> int:
         """State rows of a page in the cache of a layer; 0 if it has no compression."""
@@ -268,10 +272,8 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         return {} if kind is StepKind.DRAFT_BLOCK else self.rings
 
     def _smallest_ring(self, compression: Compression) -> int:
-        needed = compressed.min_ring(
-            compression.read_window, self.capacity.num_draft_tokens, self.capacity.num_steps - 1
-        )
-        return min(needed, self.geometry.page_size)
+        drafted, forwards = self.capacity.num_draft_tokens, self.capacity.num_steps - 1
+        return min(compressed.min_ring(compression.read_window, drafted, forwards), self.geometry.page_size)
 
     def _checked(
         self,

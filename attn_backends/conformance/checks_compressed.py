@@ -269,7 +269,12 @@ def _mixed(subject: Subject) -> list[Case]:
 @check("compressed.layers_of_one_model", _compressed(_mixed))
 def layers_of_one_model(subject: Subject, case: Case) -> Measured:
     """Layers of all kinds share a step's metadata and don't disturb each other."""
-    worlds = [world_of(replace(setup_of(subject, case), layer=layer)) for layer in (*LAYERS, "selected")]
+    setup = setup_of(subject, case)
+    return measure_together([world_of(replace(setup, layer=layer)) for layer in (*LAYERS, "selected")], case)
+
+
+def measure_together(worlds: list[World], case: Case) -> Measured:
+    """Hold layers of one model, a world of one backend class each, to the oracle on one step's metadata."""
     kind, backend = StepKind(case.kind), worlds[0].backend
     for world in worlds:
         world.backend = backend

@@ -185,8 +185,9 @@ def compressed_layer(setup: Setup, kernel: Kernel) -> CompressedLayer:
     heads, most = query_heads(kernel), size.heads[1]
     dim = ROW_DIM if is_fp8 else sizes[0] if sizes else size.dim
     num_heads = most if heads is None or most in heads else min(heads)
-    names = SHORT_LAYERS if backend.compressions == SHORT else ["selected" if c.indexed else "entries" for c in own]
-    compression = dict(zip(("window", *names), (None, *own), strict=True))[setup.layer or "entries"]
+    kinds = dict(zip(SHORT, SHORT_LAYERS, strict=True))
+    named = {kinds.get(each, "selected" if each.indexed else "entries"): each for each in own}
+    compression = None if setup.layer == "window" else named[setup.layer or "entries"]
     rng = torch.Generator().manual_seed(6)
 
     def draw(*shape: int) -> Tensor:

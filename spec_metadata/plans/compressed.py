@@ -20,7 +20,7 @@ layers page ids of their own can free the pages after the window, and their ring
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_PAGES, NOTHING, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
+from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
 from spec_metadata.visibility import dense_part, query_starts, visible_pages, write_pages, write_slots
 
@@ -38,13 +39,17 @@ GROUP = Dim(str(INDEX_GROUP), lambda e: INDEX_GROUP)
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How a layer compresses. ratio: tokens of a block, which becomes one entry. overlap: an entry is also made of the
-    block before its own. indexed: a row attends to those entries only that an indexer selects, not to all.
+    """How a layer compresses. ratio: tokens of a block, which becomes one entry, 1 or more. overlap: an entry is also
+    made of the block before its own. indexed: a row attends to those entries only that an indexer selects, not to all.
     """
 
     ratio: int
     overlap: bool = False
     indexed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise InvalidStepError(f"a ratio counts tokens of a block, 1 or more, got {self.ratio}; for none say None")
 
     @property
     def read_window(self) -> int:
@@ -202,9 +207,8 @@ class _Rows:
         return self.pages[request, position.clamp_min(0) // self.page_size]
 
 
-def view_compressed(step: Step, buffers: Buffers, compressions: Iterable[Compression]) -> tuple[CompressedPlan, ...]:
+def view_compressed(step: Step, buffers: Buffers, compressions: Collection[Compression]) -> tuple[CompressedPlan, ...]:
     """The plan of each forward of a step, as views of the buffers."""
-    compressions = tuple(compressions)
     return tuple(
         CompressedPlan(
             qo_indptr=buffers["qo_indptr"],
