@@ -187,7 +187,9 @@ class AttentionBackend(BackendDefinition[Plan]):
         captured.take_phase()
         captured.copy_inputs(step)
         if lens is not None:
+            captured.phase.planned = None  # until the host has planned, which may fail
             meta.schedules.plan_host(lens)
+            captured.take_phase()
 
     def refresh(self, meta: Metadata[Plan]) -> None:
         """Plan captured metadata again from its static inputs, or the engine's buffers if it is bound to those. In

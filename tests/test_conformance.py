@@ -32,7 +32,7 @@ from attn_backends.layer import AttentionOutput
 from attn_backends.registry import BUILT_IN
 from spec_metadata import StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
-from tests.mutants.hosted import HostedBackend, ScheduledBackend
+from tests.mutants.hosted import HostedBackend, ScheduledBackend, UnitsBackend
 from tests.mutants.narrow import NarrowBackend
 from tests.mutants.wide import WideBackend
 from tests.torch_kernels import torch_kernel
@@ -109,7 +109,7 @@ def test_cases_keep_to_what_a_kernel_declares(subject):
 
 
 @pytest.mark.parametrize("select", ["graph.*", pytest.param("*", marks=pytest.mark.full)])
-@pytest.mark.parametrize("backend", [HostedBackend, ScheduledBackend])
+@pytest.mark.parametrize("backend", [HostedBackend, UnitsBackend, ScheduledBackend])
 def test_backends_with_schedules_conform(backend, select):
     """Schedules are made before a graph; what is eager is among the unusual backends too."""
     report = run_conformance(backend, quick=True, select=select)

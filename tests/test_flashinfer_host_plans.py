@@ -86,6 +86,23 @@ def test_a_replay_on_the_lengths_of_the_capture_is_seen(module: Module):
         )
 
 
+def test_a_replay_whose_plan_failed_is_refused_until_the_next(module: Module):
+    world = World(setup_of(4, backend=OnCpuByVendor))
+    scene = Scene(world, Batch(StepKind.DECODE, (9, 4)))
+    meta = world.backend.capture(scene.step().bucket(), world.paging())
+    world.backend.forward(scene.inputs()[0].q, world.cache, meta.at(), world.layer)
+    module.fails = True
+    with pytest.raises(RuntimeError, match="Failed to plan MLA"):
+        world.backend.replay(meta, scene.step())
+    with pytest.raises(
+        CaptureError, match=r"\(decode bs=2 .*\) was overwritten by a replay whose plan on the host failed"
+    ):
+        meta.at()
+    module.fails = False
+    world.backend.replay(meta, scene.step())
+    meta.at()
+
+
 def test_a_step_without_host_lengths_is_refused(module: Module):
     world = World(setup_of(4, backend=OnCpuByVendor))
     step = replace(Scene(world, Batch(StepKind.DECODE, (9, 4))).step(), seq_lens_cpu=None)

@@ -21,7 +21,7 @@ from spec_metadata import Buffers, BufferSpec, Step, StepKind
 from spec_metadata.buffers import MAX_PAGES
 from spec_metadata.capacity import UNIFORM_KINDS
 from spec_metadata.plans import ragged
-from tests.mutants.hosted import HostedBackend, ScheduledBackend
+from tests.mutants.hosted import HostedBackend, ScheduledBackend, UnitsBackend
 from tests.mutants.over_reading import OverReadingBackend
 from tests.torch_kernels import torch_kernel
 
@@ -134,6 +134,7 @@ UNUSUAL: dict[str, type[AttentionBackend]] = {
     "no trees": of(FlashInferMLABackend, non_causal=False),
     "pages of 32 alone": of(FA3Backend, page_sizes=frozenset({32})),
     "planned on the host": HostedBackend,
+    "planned on the host by rows and heads": UnitsBackend,
     "planned on the device": ScheduledBackend,
     "reads whole pages": OverReadingBackend,
 }

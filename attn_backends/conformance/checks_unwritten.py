@@ -23,7 +23,7 @@ from spec_metadata import StepKind
 
 
 @contextmanager
-def _allocations_hold_nan() -> Iterator[None]:
+def allocations_hold_nan() -> Iterator[None]:
     """What is allocated without being written holds NaN, or the largest integer: torch does so in its deterministic
     mode, in which alone it is asked for here.
     """
@@ -50,7 +50,7 @@ def unwritten(subject: Subject, case: Case) -> Measured:
     """NaN and the largest integers in whatever is allocated reach no output: eager buffers, results, what kernels use
     meanwhile, and what a capture allocates.
     """
-    with _allocations_hold_nan():
+    with allocations_hold_nan():
         ran = run_case(subject, case)
     compare_memory(ran.scene, ran.before, padded=case.path == "graph")
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)

@@ -55,6 +55,7 @@ class Schedule:
     def plan_host(self, lens: HostLens) -> None:
         """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture. What
         it writes it writes in the order of the current stream, on which another step may still read the workspaces.
+        Where it raises, captured metadata is refused until its next replay, which plans again.
         """
 
     def refresh(self) -> None:

@@ -113,6 +113,8 @@ class Captured:
             by = "by another set of phases, which takes turns with its own"
             if isinstance(other, Captured):
                 by = f"by a replay or capture of ({other.bucket}), which is of the same phase"
+            elif self.phase.within is None or self.phase.within.is_alive:
+                by = "by a replay whose plan on the host failed"
             raise CaptureError(f"metadata of ({self.bucket}) was overwritten {by}: replay it again")
 
     def _check_replay(self) -> None:

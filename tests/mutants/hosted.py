@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,6 +38,23 @@ class OnHost(Planned):
         self.lens.copy_(torch.tensor(lens.kv_lens))
 
 
+STARTS = BufferSpec("planned_starts", torch.int32, (NUM_FORWARDS, BS + 1), "first unit of work of each request")
+
+
+class UnitsOnHost(OnHost):
+    """Takes query rows from the host, too. A unit of work is one head of one row, as FlashInfer packs them."""
+
+    def __init__(self, plan: RaggedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
+        super().__init__(plan, shape, buffers)
+        self.starts, self.num_heads = buffers[STARTS.name], shape.num_heads
+
+    def plan_host(self, lens: HostLens) -> None:
+        """Copy the exact lengths, and count the units."""
+        super().plan_host(lens)
+        starts = list(accumulate(lens.query_lens, initial=0))
+        self.starts.copy_(torch.tensor(starts) * self.num_heads)
+
+
 class OnDevice(Planned):
     """Takes lengths from the plan, as FlashMLA does."""
 
@@ -49,6 +67,18 @@ def launch(q: Tensor, cache: PagedCache, planned: Scheduled[RaggedPlan], layer: 
     """Attention over as many keys as were planned."""
     assert isinstance(planned.schedule, Planned)
     return TORCH.launch(q, cache, replace(planned.plan, seqused_k=planned.schedule.lens), layer)
+
+
+def launch_units(
+    q: Tensor, cache: PagedCache, planned: Scheduled[RaggedPlan], layer: AttentionLayer
+) -> AttentionOutput:
+    """Attention over as many keys as were planned; rows of a request whose units lie elsewhere give zeros."""
+    assert isinstance(planned.schedule, UnitsOnHost)
+    output, starts = launch(q, cache, planned, layer), planned.plan.cu_seqlens_q
+    is_planned = planned.schedule.starts == starts * layer.num_heads
+    request = torch.searchsorted(starts[1:], torch.arange(len(q), device=q.device), right=True)
+    rows = (is_planned[:-1] & is_planned[1:])[request]
+    return AttentionOutput(torch.where(rows[:, None, None], output.out, 0), output.lse)
 
 
 class HostedBackend(FA3Backend):
@@ -65,6 +95,16 @@ class HostedBackend(FA3Backend):
             schedule=OnHost,
             workspaces=(PLANNED,),
         ),
+    )
+
+
+class UnitsBackend(HostedBackend):
+    """The same under a kernel whose plans on the host are of query rows and heads, too."""
+
+    name = "units"
+    kernels = tuple(
+        replace(kernel, launch=launch_units, schedule=UnitsOnHost, workspaces=(PLANNED, STARTS))
+        for kernel in HostedBackend.kernels
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +16,20 @@ from attn_backends import cache
 from attn_backends.backend import AttentionBackend
 from attn_backends.contract import kernel
 from attn_backends.contract.capabilities import Capabilities
-from attn_backends.contract.kernel import Schedules
+from attn_backends.contract.kernel import Kernel, LayerShape, Schedule, Scheduled, Schedules
 from attn_backends.kernels import torch_attention
-from spec_metadata import Step
+from attn_backends.memory.phases import BackendMemory, PhaseMemory
+from attn_backends.planning.captured import Captured
+from attn_backends.planning.metadata import Metadata
+from spec_metadata import Buffers, Extent, Step
 from spec_metadata.visibility import HostLens
 from tests.mutants import hosted
 from tests.mutants.mutant import mutant
 
 HOSTED, SCHEDULED = "tests.mutants.hosted:HostedBackend", "tests.mutants.hosted:ScheduledBackend"
+UNITS = "tests.mutants.hosted:UnitsBackend"
+FAILED, PACKED = "graph.host_plan_failed", ("math.prefill", "math.packed_draft_extend")
+LAYERS = "api.layers_of_one_step", "graph.layers_of_one_step"
 
 
 @mutant(
@@ -82,6 +90,162 @@ def missing_host_lengths_guessed(patch: pytest.MonkeyPatch) -> None:
 def host_plan_recorded(patch: pytest.MonkeyPatch) -> None:
     """A schedule is made from the host inside a graph, which keeps its lengths."""
     patch.setattr(kernel, "is_capturing", lambda: False)
+
+
+@mutant("an exception of a vendor's `plan`, caught and forgotten", FAILED, backend=HOSTED, graph=True)
+def failed_host_plan_swallowed(patch: pytest.MonkeyPatch) -> None:
+    """Where a plan fails, the graph runs on the plan of the batch before."""
+    plan_host = Schedules.plan_host
+
+    def swallowed(self: Schedules, lens: Sequence[HostLens]) -> None:
+        with suppress(Exception):
+            plan_host(self, lens)
+
+    patch.setattr(Schedules, "plan_host", swallowed)
+
+
+@mutant("our own: found when plans were made to fail", FAILED, backend=HOSTED, graph=True)
+def metadata_of_a_failed_host_plan_taken(patch: pytest.MonkeyPatch) -> None:
+    """A replay marks its metadata as planned, and it stays so when the host's plan fails."""
+    copy_anew = AttentionBackend._copy_anew
+
+    def marked(self: AttentionBackend, meta: Metadata, captured: Captured, step: Step) -> None:
+        try:
+            copy_anew(self, meta, captured, step)
+        finally:
+            captured.take_phase()
+
+    patch.setattr(AttentionBackend, "_copy_anew", marked)
+
+
+def plan_once(patch: pytest.MonkeyPatch, *, noted_first: bool) -> None:
+    """Let a schedule plan lengths only if they are not those that it noted last, before it planned them or after."""
+    plan = hosted.OnHost.plan_host
+
+    def once(self: hosted.OnHost, lens: HostLens) -> None:
+        if lens == getattr(self, "last", None):
+            return
+        if noted_first:
+            self.last = lens
+        plan(self, lens)
+        self.last = lens
+
+    patch.setattr(hosted.OnHost, "plan_host", once)
+
+
+@mutant("a plan that is kept by what was asked for", FAILED, backend=HOSTED, graph=True)
+def failed_host_plan_taken_for_made(patch: pytest.MonkeyPatch) -> None:
+    """Lengths are noted as planned before they are: a replay that is tried again finds the plan of the batch before."""
+    plan_once(patch, noted_first=True)
+
+
+@mutant("a plan that is kept by what was planned last", FAILED, backend=HOSTED, graph=True)
+def failed_host_plan_left_in_the_workspace(patch: pytest.MonkeyPatch) -> None:
+    """Lengths that were planned last are not planned again, though a plan that failed has written over them."""
+    plan_once(patch, noted_first=False)
+
+
+@mutant("our own: found when plans were made to fail", "api.host_plan_failed", backend=HOSTED)
+def failed_schedule_kept(patch: pytest.MonkeyPatch) -> None:
+    """A schedule is kept before the host has planned it: a forward that is tried again attends by what lay there."""
+
+    def kept(self: Schedules, plan: Any, place: int, shape: LayerShape) -> Schedule:
+        workspaces = {name: tensor[place] for name, tensor in self._allocate(shape).items()}
+        schedule = self.kernel.schedule(plan, shape, workspaces)
+        self._made[place, shape] = Scheduled(plan, schedule)
+        schedule.plan_host(self._lens[place])
+        return schedule
+
+    patch.setattr(Schedules, "_make", kept)
+
+
+def change_rows(patch: pytest.MonkeyPatch, change: Callable[[tuple[int, ...]], Sequence[int]]) -> None:
+    """Let the host plan other numbers of query rows. change: those of a step -> those that are planned."""
+    plan = hosted.UnitsOnHost.plan_host
+
+    def changed(self: hosted.UnitsOnHost, lens: HostLens) -> None:
+        plan(self, replace(lens, query_lens=tuple(change(lens.query_lens))))
+
+    patch.setattr(hosted.UnitsOnHost, "plan_host", changed)
+
+
+@mutant(
+    "a plan of decodes, taken for verifies and extends",
+    "math.target_verify",
+    "math.draft_extend",
+    "math.prefill",
+    backend=UNITS,
+    graph=True,
+)
+def host_plans_one_row_a_request(patch: pytest.MonkeyPatch) -> None:
+    """Every request is planned on the host with one query row."""
+    change_rows(patch, lambda lens: (1,) * len(lens))
+
+
+@mutant("the padded width for the active one, on the host", *PACKED, backend=UNITS)
+def host_plans_the_most_rows(patch: pytest.MonkeyPatch) -> None:
+    """Every request is planned on the host with as many query rows as the longest has."""
+    change_rows(patch, lambda lens: (max(lens),) * len(lens))
+
+
+@mutant("a uniform stride over packed rows, on the host", *PACKED, backend=UNITS)
+def host_plans_the_mean_of_rows(patch: pytest.MonkeyPatch) -> None:
+    """The step's rows are planned on the host as if all requests had equally many."""
+    change_rows(patch, lambda lens: (sum(lens) // len(lens),) * len(lens))
+
+
+@mutant("a plan that is kept by lengths of keys", "api.kinds_in_turn", backend=UNITS)
+def host_plan_kept_by_keys(patch: pytest.MonkeyPatch) -> None:
+    """A step whose requests see as many keys as those of the step before gets its query rows, too."""
+    plan, last = hosted.UnitsOnHost.plan_host, [HostLens((), (), True)]
+
+    def kept(self: hosted.UnitsOnHost, lens: HostLens) -> None:
+        if last[0].kv_lens != lens.kv_lens:
+            last[0] = lens
+        plan(self, replace(lens, query_lens=last[0].query_lens))
+
+    patch.setattr(hosted.UnitsOnHost, "plan_host", kept)
+
+
+@mutant("one workspace for wrappers of two sizes", *LAYERS, backend=UNITS, graph=True)
+def layers_share_a_workspace(patch: pytest.MonkeyPatch) -> None:
+    """Layers of other numbers of heads plan into one workspace, and all attend by the last one's plan."""
+    make = Schedules._make
+
+    def shared(self: Schedules, plan: Any, place: int, shape: LayerShape) -> Schedule:
+        for known in list(self._workspaces.values()):
+            self._workspaces.setdefault(shape, known)
+        return make(self, plan, place, shape)
+
+    patch.setattr(Schedules, "_make", shared)
+
+
+def share_workspaces(patch: pytest.MonkeyPatch, which: Callable[[PhaseMemory | None], bool]) -> None:
+    """Let the workspaces of one shape of layers lie in the same memory, whatever their sizes. which: of a phase (None:
+    of an eager step), whether its own do.
+    """
+    of_kernel, kept = BackendMemory.of_kernel, dict[Hashable, Tensor]()
+
+    def shared(self: BackendMemory, kernel: Kernel, extent: Extent, phase: Any, shape: LayerShape) -> Buffers:
+        own = of_kernel(self, kernel, extent, phase, shape)
+        if not which(phase):
+            return own
+        whole = {name: kept.setdefault((id(self), shape, name), t.new_zeros(4096)) for name, t in own.items()}
+        return Buffers({name: whole[name][: t.numel()].view(t.shape) for name, t in own.items()}, extent)
+
+    patch.setattr(BackendMemory, "of_kernel", shared)
+
+
+@mutant("one workspace for phases of two sizes", "graph.planned_ahead", backend=UNITS, graph=True)
+def phases_share_a_workspace(patch: pytest.MonkeyPatch) -> None:
+    """Phases that are planned ahead plan into one workspace: the later plan lies over the earlier one."""
+    share_workspaces(patch, lambda phase: phase is not None)
+
+
+@mutant("one workspace for steps of two sizes", "api.kinds_in_turn", "api.keeps_no_state", backend=UNITS)
+def steps_share_a_workspace(patch: pytest.MonkeyPatch) -> None:
+    """Eager steps plan into one workspace: that of a step which is planned later lies over the earlier one."""
+    share_workspaces(patch, lambda phase: phase is None)
 
 
 @mutant(
