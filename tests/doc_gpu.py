@@ -38,6 +38,7 @@ OUTSIDE = {
     r"^pip ": "installs into the reader's environment; tests/engines/{0}/gpu/bundle.sh has the same packages",
 }  # why a block can't run anywhere as it stands
 ENGINES = ("sglang", "vllm")
+LINES = 3  # of the end of an output, for the reason
 PATIENCE = 30  # seconds, for a command to end its own processes
 
 
@@ -74,17 +75,18 @@ def _came_to(snippet: Snippet, shelf: Path, limit: float) -> tuple[str, str]:
         desk = Path(shutil.copytree(shelf, Path(folder, "desk")))
         with (output := Path(folder, "output")).open("wb") as stream:
             code = _exit_code([sys.executable, "-P", *arguments(snippet)], desk, stream, limit)
-        last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-    last = results.without_folders(last)
+        lines = output.read_text(errors="replace").strip().splitlines() or ["no output"]
+    said = results.without_folders("; ".join(line.strip() for line in lines[-LINES:]))
     if code is None:
-        return "started", f"ended after {limit:.0f} s; it had said: {last}"
-    return ("fail", f"exit code {code}: {last}") if code else ("pass", "")
+        return "started", f"ended after {limit:.0f} s; it had said: {said}"
+    return ("fail", f"exit code {code}: {said}") if code else ("pass", "")
 
 
 def _exit_code(command: list[str], desk: Path, output: BinaryIO, limit: float) -> int | None:
     """None of a command that still ran after `limit` seconds. Nothing that it began is left running."""
+    given = environment(desk) | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        command, cwd=desk, env=environment(desk), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command, cwd=desk, env=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
         return process.wait(limit)
