@@ -85,18 +85,29 @@ def _came_to(snippet: Snippet, shelf: Path, limit: float) -> tuple[str, str]:
 def _exit_code(command: list[str], desk: Path, output: BinaryIO, limit: float) -> int | None:
     """None of a command that still ran after `limit` seconds. Nothing that it began is left running."""
     given = environment(desk) | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, cwd=desk, env=given, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    process = subprocess.Popen(command, cwd=desk, env=given, stdout=output, stderr=subprocess.STDOUT)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
         return None
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(PATIENCE)
+        for number in _begun_in(desk):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        process.wait()
+
+
+def _begun_in(desk: Path) -> list[int]:
+    """Processes that have a desk in their variables, as a command's servers do that have sessions of their own."""
+    found = []
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if str(desk).encode() in variables.read_bytes():
+                found.append(int(variables.parent.name))
+    return found
 
 
 def _fill(shelf: Path, found: Sequence[Snippet]) -> None:

@@ -16,7 +16,8 @@ from tests.doc_desk import lay_out_for_gpu
 
 HEAD = results.Head("NVIDIA H200", {}, "2026-11-27", "0123456789abcdef", "python -m tests.doc_gpu --json FILE")
 LASTING = """import subprocess, sys, time
-print("child", subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+print("child", subprocess.Popen(sleep, start_new_session=True).pid)
 time.sleep(60)
 """
 
