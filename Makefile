@@ -10,16 +10,19 @@ RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m
 BIN = .venv/bin
 RUN_VLLM = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
 
-# On a machine with a GPU, whose own Python has torch for it: GPU_PYTHON, PARTS (default: all) and OUT may be given.
+# On a machine with a GPU, whose own Python has torch for it: GPU_PYTHON, PARTS (default: all) and OUT may be given, of
+# the documents' blocks also PAGES (default: all), LIMIT in seconds of each and PROCESSES at once.
 GPU_PYTHON ?= python3
 OUT ?= docs/results/h200
+LIMIT ?= 600
+PROCESSES ?= 1
 
 # The real SGLang on the CPU, in an environment of its own; its CPU operators are a stand-in of the tests'.
 SGLANG = tests/engines/sglang
 SGLANG_INSTALLED = .venv-sglang/installed
 SGLANG_ENV = PYTHONPATH=$(CURDIR)/$(SGLANG)/stand_ins SGLANG_USE_CPU_ENGINE=1 TORCHDYNAMO_DISABLE=1 OMP_NUM_THREADS=1
 
-.PHONY: demo smoke test test-full test-gluon test-versions test-wheel test-vllm test-vllm-full test-sglang test-sglang-full fuzz docs gpu-results
+.PHONY: demo smoke test test-full test-gluon test-versions test-wheel test-vllm test-vllm-full test-sglang test-sglang-full fuzz test-docs-gpu docs gpu-results
 
 demo: $(INSTALLED)  ## speculative decoding on real text, through every backend, eagerly and through graphs
 	OMP_NUM_THREADS=1 $(BIN)/attn-backends demo
@@ -77,6 +80,10 @@ docs: .venv-docs/installed  ## the site in build/site; a link, an anchor or a na
 
 gpu-results:  ## conformance, demo, benchmark, memcheck and graph mutants on a GPU, resumable
 	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.gpu_results --out $(OUT) $(PARTS)
+
+test-docs-gpu:  ## every block of the documents that needs a GPU, and what came of each into OUT/doc_blocks.json
+	PYTHONPATH=.:reference:$$PYTHONPATH $(GPU_PYTHON) -m tests.doc_gpu --json $(OUT)/doc_blocks.json \
+	--processes $(PROCESSES) --limit $(LIMIT) $(PAGES)
 
 $(INSTALLED): pyproject.toml reference/pyproject.toml requirements-cpu.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with venv is needed; name it by PYTHON=/path/to/python"; exit 1; }

@@ -38,7 +38,7 @@ class PackedQuery:
         """The layout of host lengths. Does not wait for what runs on the device. Raises `InvalidStepError` for lengths
         that are no integers of the host.
         """
-        check_lens(lens)
+        _check_lens(lens)
         sums = list(accumulate(lens, initial=0))
         return cls(to_device(sums, torch.int32, torch.device(device)), tuple(lens))
 
@@ -137,7 +137,7 @@ def packed_rows(packed: AnyQuery) -> tuple[Tensor, Tensor]:
     return request, row - starts[request]
 
 
-def are_integers(values: Sequence[Any]) -> bool:
+def _are_integers(values: Sequence[Any]) -> bool:
     """Whether all are integers of the host. Were one none, their sum would be none, which takes a tenth of the time."""
     try:
         if type(sum(values)) is int:
@@ -147,9 +147,9 @@ def are_integers(values: Sequence[Any]) -> bool:
     return all(isinstance(value, Integral) for value in values)
 
 
-def check_lens(lens: Sequence[int]) -> None:
+def _check_lens(lens: Sequence[int]) -> None:
     """Refuse lengths of a packed query that are no integers of the host."""
-    if not isinstance(lens, Sequence) or not are_integers(lens):
+    if not isinstance(lens, Sequence) or not _are_integers(lens):
         raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
 
 
@@ -174,7 +174,7 @@ def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     if isinstance(query, PaddedQuery):
         num_requests = bs
     else:
-        check_lens(query.lens_cpu)
+        _check_lens(query.lens_cpu)
         num_requests = len(query.lens_cpu)
         if min(query.lens_cpu, default=1) < 1:
             raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")

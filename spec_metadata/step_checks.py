@@ -94,7 +94,7 @@ def check_step(step: Step) -> None:
             f"num_real must be an integer in [0, {step.bs}], or [1] int32 on the device, got {given}"
         )
     if slots is None:
-        check_place(step.query, step.num_steps, step.paging, step.seq_lens_cpu, step.max_committed)
+        _check_place(step.query, step.num_steps, step.paging, step.seq_lens_cpu, step.max_committed)
     elif not isinstance(slots, Tensor) or slots.shape != (step.num_writes,):
         raise InvalidStepError(
             f"out_cache_loc of a {step.kind} step must hold {step.num_writes} slots, got {describe(slots)}"
@@ -182,7 +182,7 @@ def exact_lens(
     return exact
 
 
-def check_place(
+def _check_place(
     query: AnyQuery, num_steps: int, paging: Paging, exact: tuple[int, ...] | None, max_committed: int | None
 ) -> None:
     """Refuse to look up slots after the committed tokens that a row has no place for, as far as the host knows.

@@ -5,7 +5,8 @@ A block that a test can't run has a comment in front of it. With a pattern it sp
     <!-- not run: needs a GPU -->
     <!-- not run: `attn-backends bench *` needs a GPU -->
 
-What takes minutes is run by `make test-full`, what needs an engine by `make test-sglang-full` or `make test-vllm-full`.
+What takes minutes is run by `make test-full`, what needs an engine by `make test-sglang-full` or `make test-vllm-full`,
+what needs a GPU by `make test-docs-gpu`.
 
     python -m tests.doc_blocks      prints how much is run, and how much is not for which reason
 """
@@ -26,12 +27,13 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
 )
 LANGUAGES = ("python", "sh", "toml", "text")  # text is no code: output, or a layout
-MINUTES, SGLANG, VLLM = (
+MINUTES, SGLANG, VLLM, GPU = (
     "takes minutes",
     "needs SGLang",
     "needs vLLM",
-)  # run by `make test-full`, and by the engines' tests
-REASONS = (MINUTES, SGLANG, VLLM, "needs a GPU", "needs the network", "trains for minutes", "is make itself")
+    "needs a GPU",
+)  # run by `make test-full`, by the engines' tests, and by `make test-docs-gpu`
+REASONS = (MINUTES, SGLANG, VLLM, GPU, "needs the network", "trains for minutes", "is make itself")
 
 BLOCK = re.compile(r"(?P<marks>(?:^<!-- not run: .*-->\n)*)^```(?P<language>.*)\n(?P<text>[\s\S]*?)^```$", re.MULTILINE)
 MARK = re.compile(r"<!-- not run: (?:`(.+)` )?(.+) -->")

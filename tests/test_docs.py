@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import shutil
 import sys
 import tomllib
 from argparse import ArgumentParser
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -15,21 +14,14 @@ from types import ModuleType
 import pytest
 
 from attn_backends import cli
-from attn_backends.conformance.cases import Case
 from attn_backends.engines import vllm
 from benchmarks import __main__ as benchmarks
 from tests.commands import DEADLINE, run_module
 from tests.doc_blocks import BLOCK, DOCUMENTS, MINUTES, ROOT, Snippet, snippets
+from tests.doc_desk import environment, lay_out, words_of_module
 
-EXAMPLE = ROOT / "examples" / "out_of_tree_backend"
 CODE = [snippet for document in DOCUMENTS for snippet in snippets(document)]
 HOUR = 3600  # seconds, for what takes minutes
-OWN_BACKEND = """
-from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
-
-class MyMLABackend(FlashInferMLABackend):
-    name = "my_mla"
-"""
 
 
 def those(language: str, run: bool = True) -> list[Snippet]:
@@ -53,12 +45,7 @@ def test_the_python_blocks_of_a_document_run_one_after_the_other(document, monke
 def desk(tmp_path_factory) -> Path:
     """A copy of the example, in which the documents' commands find what they name."""
     folder = tmp_path_factory.mktemp("documents") / "desk"
-    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "my_package").mkdir()
-    (folder / "my_package" / "my_mla.py").write_text(OWN_BACKEND)
-    shutil.copy(ROOT / "reference" / "configs" / "eagle" / "chain.toml", folder / "my.toml")
-    (folder / "prompt.txt").write_text("import os\n")
-    (folder / "case.json").write_text(Case("math.decode", kind="decode", lens=(5, 3)).to_json())
+    lay_out(folder)
     return folder
 
 
@@ -90,22 +77,9 @@ def test_the_longest_commands_are_commands_of_the_documents():
     ],
 )
 def test_a_command_of_the_documents_runs(command, desk, site):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (site, ROOT, ROOT / "reference")))}
     deadline = DEADLINE if command in COMMANDS else HOUR
-    code, output = run_module(words_of_module(command), desk, environment, deadline)
+    code, output = run_module(words_of_module(command), desk, environment(site), deadline)
     assert code == 0, output
-
-
-def words_of_module(command: str) -> list[str]:
-    """What `python -m` takes for a command."""
-    match shlex.split(command):
-        case ["attn-backends", *words]:
-            return ["attn_backends.cli", *words]
-        case ["pytest", *words]:
-            return ["pytest", *words]
-        case ["python", "-m", *words]:
-            return words
-    raise ValueError(f"a command of a document that no test knows how to run: {command}")
 
 
 @pytest.mark.parametrize("block", those("toml"), ids=str)
@@ -119,8 +93,24 @@ def understood(command: cli.Command, words: list[str]) -> None:
     parser.parse_args(words)
 
 
+class Understood(Exception):
+    """The words were."""
+
+
+def understood_by_module(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(parser: ArgumentParser, read=ArgumentParser.parse_args) -> None:
+        read(parser)
+        raise Understood
+
+    main = f"{module}.__main__" if find_spec(module).submodule_search_locations else module
+    monkeypatch.setattr(ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    with pytest.raises(Understood):
+        import_module(main).main()
+
+
 @pytest.mark.parametrize("snippet", [*those("sh", run=False), *those("python", run=False)], ids=str)
-def test_what_is_not_run_is_at_least_understood(snippet):
+def test_what_is_not_run_is_at_least_understood(snippet, monkeypatch):
     if snippet.language == "python":
         compile(snippet.text, str(snippet), "exec")
         return
@@ -129,8 +119,8 @@ def test_what_is_not_run_is_at_least_understood(snippet):
             understood(cli.find(name), words)
         case ["python", "-m", "benchmarks", *words]:
             understood(benchmarks.COMMAND, words)
-        case ["python", "-m", module, *_]:
-            assert find_spec(module) is not None
+        case ["python", "-m", module, *words]:
+            understood_by_module(module, words, monkeypatch)
         case ["make", target, *_]:
             assert f"\n{target}:" in (ROOT / "Makefile").read_text()
         case ["vllm", "serve", *words]:

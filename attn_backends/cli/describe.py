@@ -25,7 +25,7 @@ DEVICES = ("cpu", "cuda")
 T = TypeVar("T")
 
 
-def show_list(*, as_json: bool) -> int:
+def _show_list(*, as_json: bool) -> int:
     """Print every known backend; one that can't be imported is shown with the reason."""
     backends = [_listed(name, target) for name, target in list_backends().items()]
     console = output_console()
@@ -46,7 +46,7 @@ def show_list(*, as_json: bool) -> int:
     return 0
 
 
-def show_info(name: str, *, as_json: bool) -> int:
+def _show_info(name: str, *, as_json: bool) -> int:
     """Print all that one backend declares."""
     described = describe(name)
     console = output_console()
@@ -79,7 +79,7 @@ def describe(name: str) -> dict[str, Any]:
     backend = get_backend(name)
     kinds = dict.fromkeys(kind for kernel in backend.kernels for kind in kernel.capabilities)
     return {
-        **summarize(backend),
+        **_summarize(backend),
         "summary": "\n\n".join(" ".join(part.split()) for part in (backend.__doc__ or "").split("\n\n")),
         "page_multiple": backend.page_multiple(),
         "planners": {device: asdict(_planner(backend, device)) for device in DEVICES},
@@ -94,7 +94,7 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def summarize(backend: type[AttentionBackend]) -> dict[str, Any]:
+def _summarize(backend: type[AttentionBackend]) -> dict[str, Any]:
     """A backend's name, class, cache formats and kernels, as JSON values."""
     return {
         "name": backend.name,
@@ -106,7 +106,7 @@ def summarize(backend: type[AttentionBackend]) -> dict[str, Any]:
 
 def _listed(name: str, target: str) -> dict[str, Any]:
     try:
-        return summarize(get_backend(name)) | {"name": name}
+        return _summarize(get_backend(name)) | {"name": name}
     except BackendUnavailableError as error:
         return {"name": name, "class": target, "reason": str(error)}
 
@@ -187,10 +187,10 @@ def _add_name(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
-LIST = Command("Known backends.", _add_json, lambda args: show_list(as_json=args.json), "attn-backends list --json")
+LIST = Command("Known backends.", _add_json, lambda args: _show_list(as_json=args.json), "attn-backends list --json")
 INFO = Command(
     "All that one backend declares.",
     _add_name,
-    lambda args: show_info(args.name, as_json=args.json),
+    lambda args: _show_info(args.name, as_json=args.json),
     "attn-backends info trtllm_mla",
 )

@@ -38,11 +38,11 @@ class BackendOptions(Options):
 
 def backend_options(name: str) -> BackendOptions | None:
     """What `configs/backends` says of a backend; None of one that has no file there."""
-    path = config_folder() / "backends" / f"{name}.toml"
+    path = _config_folder() / "backends" / f"{name}.toml"
     return validated(BackendOptions, read_toml(path), path) if path.is_file() else None
 
 
-def config_folder() -> Path:
+def _config_folder() -> Path:
     """The shipped files: inside an installed package, at the top of a checkout."""
     package = Path(str(resources.files("attn_backends")))
     installed = package / "configs"

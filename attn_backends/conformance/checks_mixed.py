@@ -36,7 +36,7 @@ def _kinds_of(widths: Sequence[int]) -> list[tuple[StepKind | None, int, int]]:
     return [part for part in parts if part[2] <= len(widths)]
 
 
-def parts_of(scene: Scene) -> list[Step]:
+def _parts_of(scene: Scene) -> list[Step]:
     """The steps that make the batch of a scene: a chunk, a decode, a verify of three rows, and a ragged one."""
     whole, widths, parts, row = scene.step(), scene.batch.widths, [], 0
     slots, known = whole.flat_slots(), whole.seq_lens_cpu
@@ -95,7 +95,7 @@ class _Mixing(Captured):
     def fill(self, scene: Scene) -> Step:
         """Make what the model hands in that of a scene. Returns the step."""
         super().fill(scene)
-        return mixed_step(parts_of(scene))
+        return mixed_step(_parts_of(scene))
 
 
 @check("math.mixed", _mixed)
@@ -108,7 +108,7 @@ def mixed(subject: Subject, case: Case) -> Measured:
         captured = _Mixing(world, case)
         return nearest([_measured(captured.run(scene_of(world, batch_of(case), case.seed + i), case)) for i in (1, 2)])
     scene = scene_of(world, batch_of(case), case.seed)
-    before, step = prepare_memory(scene, case), mixed_step(parts_of(scene))
+    before, step = prepare_memory(scene, case), mixed_step(_parts_of(scene))
     inputs = scene.inputs(num_tokens=step.num_tokens)
     meta = world.backend.init_forward_metadata(step)
     return _measured(Ran(scene, inputs, run_forwards(world, meta, inputs), before, meta))

@@ -52,7 +52,7 @@ class _Set:
         return nearest(found)
 
 
-def shallower(world: World) -> World:
+def _shallower(world: World) -> World:
     """The same engine where it drafts a chain, of a step less if it drafts one already."""
     other, known = copy(world), world.capacity
     num_steps = known.num_steps - 1 if known.topk == 1 else known.num_steps
@@ -79,7 +79,7 @@ def sets_take_turns(subject: Subject, case: Case) -> Measured:
     ]
     sets = PhaseSets(world.device)
     try:
-        deep, shallow = (_Set(each, cases, sets.add()) for each in (world, shallower(world)))
+        deep, shallow = (_Set(each, cases, sets.add()) for each in (world, _shallower(world)))
     except UnsupportedStepError as refusal:
         return Measured(refusal=str(refusal))
     found = [each.cycle(case.seed + 10 * turn) for turn, each in enumerate((deep, shallow, shallow, deep, shallow))]

@@ -98,9 +98,9 @@ def _planned_beside(subject: Subject, case: Case, others: Sequence[str]) -> Meas
             each.captured.plan(each.captured.scene.step())  # not what is planned below
         phases[0].load(scenes[0])
         steps = [each.captured.fill(each.scene) for each in rest]
-        inputs = [tensor for step in steps for tensor in inputs_of(step)]
+        inputs = [tensor for step in steps for tensor in _inputs_of(step)]
         true = [tensor.clone() for tensor in inputs]
-        overwrite(inputs)
+        _overwrite(inputs)
         streams = streams_of(world.device, late)
         streams.launch(Name.MAIN, partial(fill, inputs, true))
         hand_over(streams, Name.MAIN, Name.SIDE)
@@ -150,7 +150,7 @@ def _read_then_overwritten(
         fill(inputs, true)
         streams = streams_of(world.device, late=Name.MAIN)
         end_reads(streams, reads, partial(end, streams, stream))
-        streams.launch(stream, partial(overwrite, inputs))
+        streams.launch(stream, partial(_overwrite, inputs))
         for call in last:
             streams.launch(Name.MAIN, call)
         streams.finish()
@@ -172,7 +172,7 @@ def copied_inputs(subject: Subject, case: Case) -> Measured:
     def end(streams: Streams, stream: Name) -> None:
         hand_over(streams, Name.MAIN, stream)
 
-    return _read_then_overwritten(ran, [plan], end, inputs_of(step), [ran.run])
+    return _read_then_overwritten(ran, [plan], end, _inputs_of(step), [ran.run])
 
 
 def _growing_bindable(subject: Subject) -> list[Case]:
@@ -198,7 +198,7 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
     return _read_then_overwritten(ran, [ran.run], end, [tensor for tensor in inputs if tensor is not None], [])
 
 
-def inputs_of(step: Step) -> list[Tensor]:
+def _inputs_of(step: Step) -> list[Tensor]:
     """The tensors of a step that a replay copies. A request table itself is read in place."""
     found = [step.seq_lens, step.paging.static_input(), step.out_cache_loc, step.tree_mask]
     return [tensor for tensor in found if tensor is not None]
@@ -210,7 +210,7 @@ def fill(inputs: list[Tensor], values: list[Tensor]) -> None:
         tensor.copy_(value)
 
 
-def overwrite(inputs: list[Tensor]) -> None:
+def _overwrite(inputs: list[Tensor]) -> None:
     """As the next step would: of other requests, of no length, in place."""
     for tensor in inputs:
         tensor.zero_()

@@ -92,7 +92,7 @@ def _added(case: Case) -> tuple[int, ...]:
     return (1 if kind is StepKind.DRAFT_DECODE else width,) * len(case.lens)
 
 
-def first_of(case: Case, path: str) -> Case:
+def _first_of(case: Case, path: str) -> Case:
     """The step of the kind that comes before a case's: as many requests, with as many keys each where possible. So
     state that is keyed by lengths alone is confused with this one's.
     """
@@ -139,7 +139,7 @@ def kinds_in_turn(subject: Subject, case: Case) -> Measured:
     was.
     """
     alone, world = run_case_eagerly(subject, replace(case, after="")), world_of(setup_of(subject, case))
-    first = _Turn(world, first_of(case, "eager"))
+    first = _Turn(world, _first_of(case, "eager"))
     before = first.run()
     second = _Turn(world, case)
     ran = second.run()
@@ -158,11 +158,11 @@ def graphs_of_kinds_in_turn(subject: Subject, case: Case) -> Measured:
     alone = run_case_through_graph(subject, replace(case, after=""))
     world = world_of(setup_of(subject, case))
     if not _captures(subject, StepKind(case.after)):
-        _Turn(world, first_of(case, "eager")).run()
+        _Turn(world, _first_of(case, "eager")).run()
         captured = Captured(world, case)
         turns = [(captured, case)]
     else:
-        other = first_of(case, "graph")
+        other = _first_of(case, "graph")
         first = Captured(world, other)
         first.run(scene_of(world, batch_of(other), case.seed + 1), other)
         captured = Captured(world, case)

@@ -144,7 +144,7 @@ class Captured:
         prepare_memory(self.scene, case)
         backend, bucket = world.backend, bucket_of(world, case)
         self.meta = self.capture(bucket)
-        self.addresses = addresses(self.meta)
+        self.addresses = _addresses(self.meta)
         self.plan(self.scene.step())
         self.static = self.scene.inputs(case.bs, case.num_tokens)
         if backend.kernel_of(self.scene.batch.kind).schedule is not None:
@@ -225,7 +225,7 @@ def run_case(subject: Subject, case: Case) -> Ran:
     return (run_case_through_graph if case.path == "graph" else run_case_eagerly)(subject, case)
 
 
-def addresses(meta: Metadata) -> dict[str, tuple[int, tuple[int, ...]]]:
+def _addresses(meta: Metadata) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Where every tensor of metadata lies, plans included."""
     found = {name: (t.data_ptr(), t.stride()) for name, t in meta.buffers.items()}
     for forward, plan in enumerate(meta.plans):
@@ -238,6 +238,6 @@ def addresses(meta: Metadata) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 def check_addresses(captured: Captured) -> None:
     """No tensor of captured metadata was replaced by another."""
-    for name, (address, stride) in addresses(captured.meta).items():
+    for name, (address, stride) in _addresses(captured.meta).items():
         if captured.addresses[name] != (address, stride):
             raise CheckFailure(name, "the graph reads the tensor that it was captured with, and this is another one")

@@ -149,7 +149,7 @@ class _Bench:
 
     def _allowed(self, requests: int, context: int, width: int) -> float:
         """Microseconds that the roofs allow a forward: keys and values read once, and two products."""
-        layer, dtype = layer_of(self.subject), dtype_of(self.subject)
+        layer, dtype = layer_of(self.subject), _dtype_of(self.subject)
         copy_us, product_us = roofs(self.device, dtype, self.scale)
         values = 0 if is_latent(self.subject) else layer.v_head_dim
         entry = layer.num_kv_heads * (layer.head_dim + values)
@@ -173,7 +173,7 @@ class Requests:
     @classmethod
     def of(cls, subject: Subject, requests: int, context: int, width: int, device: torch.device) -> Requests:
         """width: of the widest step. Contexts are of keys, a step's rows included."""
-        layer, dtype = layer_of(subject), dtype_of(subject)
+        layer, dtype = layer_of(subject), _dtype_of(subject)
         page_size = max(subject.capabilities[StepKind.DECODE].page_sizes or {64})
         topk = TOPK if width == NUM_NODES else 1
         num_steps = (NUM_NODES // TOPK if topk > 1 else max(width, 2)) - 1
@@ -240,7 +240,7 @@ def layer_of(subject: Subject) -> AttentionLayer:
     return AttentionLayer(0, heads, math.gcd(heads, num_kv_heads), *dims, dims[0] ** -0.5)
 
 
-def dtype_of(subject: Subject) -> torch.dtype:
+def _dtype_of(subject: Subject) -> torch.dtype:
     """bfloat16 where the kernel takes it."""
     declared = subject.capabilities[StepKind.DECODE].dtypes
     return torch.bfloat16 if torch.bfloat16 in declared else next(iter(sorted(declared, key=str)))

@@ -128,7 +128,7 @@ def grow(drafts: Sequence[Draft], num_steps: int, device: torch.device | None = 
         beams = beams.advance(*given[-1]) if beams else DraftBeams.start(*given[-1])
         for own, parents, tokens in zip(branches, beams.parent_branches.tolist(), beams.tokens.tolist(), strict=True):
             own.append([(*own[-1][parent], token) for parent, token in zip(parents, tokens, strict=True)])
-        check_branches(beams, drafts, branches)
+        _check_branches(beams, drafts, branches)
     assert beams is not None, "a draft has a level"
     return Growth(beams, given, [own[1:] for own in branches])
 
@@ -141,7 +141,7 @@ def grown_again(given: Sequence[tuple[Tensor, Tensor]]) -> DraftBeams:
     return beams
 
 
-def check_branches(beams: DraftBeams, drafts: Sequence[Draft], branches: Sequence[Sequence[list[Node]]]) -> None:
+def _check_branches(beams: DraftBeams, drafts: Sequence[Draft], branches: Sequence[Sequence[list[Node]]]) -> None:
     """The newest branches are the best children of those before, as cumulative scores rank them, with the branch of
     each level above them.
     """

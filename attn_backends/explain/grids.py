@@ -62,7 +62,7 @@ def grids(picture: Picture) -> Iterator[Grid]:
             yield _padding(picture, padded, f", forward {forward}" if many else "")
 
 
-def same_reading(picture: Picture) -> object:
+def _same_reading(picture: Picture) -> object:
     """What two pictures must share so that their grids are the same."""
     rows = [[(r.number, r.name, r.seen, r.writes, r.faults) for r in rows] for rows in picture.forwards]
     return picture.step, picture.path, picture.geometry, picture.problems, rows
@@ -72,7 +72,7 @@ def grouped(pictures: Sequence[Picture]) -> list[list[Picture]]:
     """Pictures of the same grids together, in the order in which they come."""
     groups: list[list[Picture]] = []
     for picture in pictures:
-        same = next((group for group in groups if same_reading(group[0]) == same_reading(picture)), None)
+        same = next((group for group in groups if _same_reading(group[0]) == _same_reading(picture)), None)
         if same is None:
             groups.append([picture])
         else:

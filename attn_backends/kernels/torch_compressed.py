@@ -80,12 +80,12 @@ def make_entries(
     """
     rows = torch.cat((values, gates), dim=-1).to(states.dtype)
     read = read_rows(states, states.shape[1], state_reads)
-    means = pool(*gather_sources(rows, read, input_rows, state_reads), position_bias.to(rows.dtype), overlap)
+    means = pool(*_gather_sources(rows, read, input_rows, state_reads), position_bias.to(rows.dtype), overlap)
     normed = rms_norm(means, norm_weight.to(rows.dtype), norm_eps)
     return rotate_tail(normed, first_positions, inv_freq)
 
 
-def gather_sources(rows: Tensor, states: Tensor, input_rows: Tensor, state_reads: Tensor) -> tuple[Tensor, Tensor]:
+def _gather_sources(rows: Tensor, states: Tensor, input_rows: Tensor, state_reads: Tensor) -> tuple[Tensor, Tensor]:
     """What entries are made of: values and gates [num_entries, read_window, dim].
 
     rows: [num_tokens, 2 * dim], this forward's values and gates. states: [num_entries, read_window, 2 * dim], read at

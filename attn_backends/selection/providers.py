@@ -165,7 +165,7 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
         return (f"runs on CUDA devices, not on {device.type}",)
     reasons = device_reasons(kernel, device)
     if not is_installed(vendor.module):
-        reasons.append(installation(kernel))
+        reasons.append(_installation(kernel))
     return tuple(reasons or [problem for call in vendor.calls if (problem := _problem(kernel, call))])
 
 
@@ -199,7 +199,7 @@ def _problem(kernel: str, call: VendorCall) -> str:
     return ""
 
 
-def installation(kernel: str) -> str:
+def _installation(kernel: str) -> str:
     """The version of a vendor kernel's package, or how to install it."""
     vendor = VENDOR_KERNELS[kernel]
     found = version_of(vendor.distribution)

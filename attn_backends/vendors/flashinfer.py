@@ -4,7 +4,7 @@
 
 What they read of a plan is a work list (`flashinfer_work`). Where the installed version's format is known the list
 is written on the device, so that no step needs lengths on the host; else FlashInfer plans there from exact lengths.
-What FlashInfer's own wrapper checks beside is declared in `mla_capabilities`, or refused here.
+What FlashInfer's own wrapper checks beside is declared in `_mla_capabilities`, or refused here.
 
 The log-sum-exp is natural by FlashInfer's own switch. `fa2` sums the softmax's weights as it multiplies them, rounded
 to the queries' type, so its log-sum-exp is off by up to half a rounding step: 2**-9 in bfloat16.
@@ -41,7 +41,7 @@ from spec_metadata import StepKind
 from spec_metadata.plans.csr import CsrPlan
 
 
-def mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
+def _mla_capabilities(backend: str) -> dict[StepKind, Capabilities]:
     """What `fa2` and `fa3` can do, for every step kind.
 
     query_heads: those that divide a tile of 64 or 128 query rows; for others FlashInfer refuses batches whose causal
@@ -71,7 +71,7 @@ def mla_kernel(backend: str, architectures: frozenset[int], version: str | None)
     kernel = Kernel(
         name,
         _launch_mla,
-        mla_capabilities(backend),
+        _mla_capabilities(backend),
         providers.vendor_reasons(name),
         architectures=architectures,
         schedule=partial(MLASchedule, backend),

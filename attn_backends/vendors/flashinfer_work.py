@@ -98,7 +98,7 @@ class MLASchedule(Schedule):
 
     def _prepare(self) -> Any:
         """Where the lists are to be written; returns what `run` needs to find them."""
-        self.lists = lists_in(self._work, self._csr, self._shape)
+        self.lists = _lists_in(self._work, self._csr, self._shape)
         return layout_of(self.lists, self._work)
 
     def refresh(self) -> None:
@@ -177,7 +177,7 @@ def cluster_size(num_tokens: int, num_heads: int, num_requests: int) -> int:
     return 2 if max(num_tokens * num_heads // num_requests, num_heads) > BLOCK_ROWS else 1
 
 
-def lists_in(work: Tensor, csr: CsrPlan, shape: LayerShape) -> WorkLists:
+def _lists_in(work: Tensor, csr: CsrPlan, shape: LayerShape) -> WorkLists:
     """The lists of a plan in an integer workspace; refuses a plan of more tiles than they have room for."""
     num_tokens, num_heads, num_requests = csr.num_tokens, shape.num_heads, csr.kv_len.shape[0]
     num_blocks = gpu_of(work.device).num_processors
@@ -191,7 +191,7 @@ def listed_along(planner: object, csr: CsrPlan, shape: LayerShape, buffers: Mapp
     """Have a fused planner write the lists by the launch that plans a captured step."""
     if not isinstance(planner, PagePlanner):
         return False
-    lists = lists_in(buffers[INT_WORKSPACE.name][0], csr, shape)
+    lists = _lists_in(buffers[INT_WORKSPACE.name][0], csr, shape)
     return planner.list_work(lists, csr.num_tokens, shape.num_heads, csr.causal)
 
 

@@ -82,7 +82,7 @@ class RowSchedule(Schedule):
     def __init__(self, plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         assert isinstance(shape.variant, tuple)
         compression, topk = shape.variant
-        self._window_lens, self._num_heads = plan.window_lens, padded_heads(shape.num_heads)
+        self._window_lens, self._num_heads = plan.window_lens, _padded_heads(shape.num_heads)
         num_tokens = plan.window_lens.shape[0]
         if num_tokens * self._num_heads * ROW_DIM >= _MOST_OUTPUTS:
             most = (_MOST_OUTPUTS - 1) // (self._num_heads * ROW_DIM)
@@ -148,7 +148,7 @@ def _launch(q: Tensor, cache: Any, selected: Selection, layer: AttentionLayer) -
             "extra_indices_in_kvcache": _slots(selected.entry_slots),
             "extra_topk_length": schedule.entry_lens,
         }
-    missing = padded_heads(layer.num_heads) - layer.num_heads
+    missing = _padded_heads(layer.num_heads) - layer.num_heads
     shared = providers.load("flash_mla.flash_mla_interface:FlashMLASchedMeta")(
         tile_scheduler_metadata=schedule.parts, num_splits=schedule.splits
     )
@@ -170,7 +170,7 @@ def _launch(q: Tensor, cache: Any, selected: Selection, layer: AttentionLayer) -
     return AttentionOutput(out[:, 0, : layer.num_heads], lse[:, : layer.num_heads, 0])
 
 
-def padded_heads(num_heads: int) -> int:
+def _padded_heads(num_heads: int) -> int:
     """Heads that the kernel is launched with."""
     return num_heads + -num_heads % _HEAD_GROUP
 

@@ -72,7 +72,7 @@ def _last_loc(*arguments: Any) -> Any:
 
 def draft_loop(original: Callable[[Any], Any], factory: Any) -> Any:
     """Around `DraftBackendFactory.create_decode_backend`, which knows SGLang's own names alone."""
-    name = asked_for(factory, decodes=True)
+    name = _asked_for(factory, decodes=True)
     if name is None:
         return original(factory)
     if factory.speculative_num_steps <= 1:
@@ -87,13 +87,13 @@ def draft_extend(original: Callable[[Any], Any], factory: Any) -> Any:
     """Around `DraftBackendFactory.create_draft_extend_backend`."""
     from attn_backends.engines.sglang.api import get_spec
 
-    name = asked_for(factory, decodes=get_spec().speculative_attention_mode == "decode")
+    name = _asked_for(factory, decodes=get_spec().speculative_attention_mode == "decode")
     if name is None:
         return original(factory)
     return _stamped(create(name, None, factory.draft_model_runner), name)
 
 
-def asked_for(factory: Any, *, decodes: bool) -> str | None:
+def _asked_for(factory: Any, *, decodes: bool) -> str | None:
     """Which of our backends a draft is to attend by; None if it is one of SGLang's."""
     from attn_backends.engines.sglang.api import attention_backends
 

@@ -1,14 +1,35 @@
-"""The commands of the documents that need this engine."""
+"""The commands of the documents that need this engine, and their Python on a model of ours."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from tests.doc_blocks import VLLM
+from tests.doc_blocks import GPU, VLLM
+from tests.doc_desk import write_tokenizer
 from tests.engines.doc_commands import check_runs, commands
+from tests.engines.vllm.engine import Row, arguments
+
+BLOCKS = [text for text in commands(GPU) if text.startswith("from vllm import")]
+NAMED = {"model", "attention_backend", "skip_tokenizer_init"}  # by the block, or left out by it
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", commands(VLLM))
 def test_a_command_of_the_documents_runs(command, tmp_path):
     check_runs(command, tmp_path)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_of_the_documents_runs(block, models, tmp_path, monkeypatch, capsys):
+    import vllm
+
+    model = Path(shutil.copytree(models / "gqa", tmp_path / "model"))
+    write_tokenizer(model)
+    row = Row("gqa", "ATTN_BACKENDS_FA3", "NONE", drafts=False)
+    options = {name: value for name, value in arguments(row, models).items() if name not in NAMED}
+    monkeypatch.setattr(vllm, "LLM", lambda name, of=vllm.LLM, **given: of(str(model), **options, **given))
+    exec(block, {})
+    assert "{'prefill': {'backend': 'fa3', 'kernel': 'torch', 'forwards': 1}" in capsys.readouterr().out

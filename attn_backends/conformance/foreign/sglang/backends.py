@@ -54,7 +54,7 @@ def on_gpu(device: torch.device) -> list[str]:
     return missing_reasons() if device.type == "cuda" else [f"it runs on a GPU, not on {device.type}"]
 
 
-def flashinfer_reasons(device: torch.device) -> list[str]:
+def _flashinfer_reasons(device: torch.device) -> list[str]:
     """Why FlashInfer's kernels do not run on a device."""
     if device.type != "cuda":
         return [f"FlashInfer's kernels run on a GPU, not on {device.type}"]
@@ -62,7 +62,7 @@ def flashinfer_reasons(device: torch.device) -> list[str]:
     return reasons if reasons or find_spec("flashinfer") else ["flashinfer is not installed"]
 
 
-def flash_attention_reasons(device: torch.device) -> list[str]:
+def _flash_attention_reasons(device: torch.device) -> list[str]:
     """Why the FlashAttention-3 of SGLang's kernels does not run on a device."""
     reasons = on_gpu(device)
     if reasons or torch.cuda.get_device_capability(device) == (9, 0):
@@ -124,7 +124,7 @@ class FlashInferMLA(SGLangMLA):
     name = "sglang:flashinfer_mla"
     parts = FLASHINFER
     kernels = (
-        Kernel("flashinfer", launch, _flashinfer(ON_GPU, over_read=True), flashinfer_reasons, schedule=first_use),
+        Kernel("flashinfer", launch, _flashinfer(ON_GPU, over_read=True), _flashinfer_reasons, schedule=first_use),
         Kernel("stand_in", launch, _flashinfer(ON_CPU), on_cpu, source="flashinfer", schedule=first_use),
     )
 
@@ -152,7 +152,7 @@ class FA3(SGLangMLA):
             "flash_attention",
             launch,
             _flash_attention(ON_GPU, over_read=True),
-            flash_attention_reasons,
+            _flash_attention_reasons,
             source="flash_attention_3",
             schedule=first_use,
         ),

@@ -43,7 +43,7 @@ class Parts:
         return getattr(module, self.backend)(runner)
 
 
-def read_lists(backend: Any, planned: Any, batch: Any) -> Rows | None:
+def _read_lists(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What a FlashInfer wrapper's plan lists for each row, the request's last row seeing all of its keys."""
     wrapper = getattr(planned, "decode_wrapper", None) or getattr(planned, "prefill_wrapper", None)
     if wrapper is None:
@@ -67,7 +67,7 @@ def _plan_of(backend: Any, planned: Any, wrapper: Any) -> tuple[Tensor, Tensor, 
     return wrapper._qo_indptr_buf, wrapper._kv_indptr_buf, wrapper._kv_len_arr_buf
 
 
-def read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
+def _read_blocks(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What a block table and lengths list for each row of a batch of one width."""
     if planned is None:
         return None
@@ -92,7 +92,7 @@ def _install_trtllm(api: Any) -> None:
     module.concat_mla_absorb_q_general = stand_ins.concatenate
 
 
-def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
+def _read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What a page table, lengths and offsets of ragged queries list for each row."""
     if planned is None:
         return None
@@ -103,7 +103,7 @@ def read_pages(backend: Any, planned: Any, batch: Any) -> Rows | None:
     return rows
 
 
-def read_parts(backend: Any, planned: Any, batch: Any) -> Rows | None:
+def _read_parts(backend: Any, planned: Any, batch: Any) -> Rows | None:
     """What CSR lists give each row; before the step's own rows, if the metadata has offsets of queries."""
     if planned is None:
         return None
@@ -158,7 +158,7 @@ FLASHINFER = Parts(
     "FlashInferMLAAttnBackend",
     "FlashInferMLAMultiStepDraftBackend",
     "forward_metadata",
-    read_lists,
+    _read_lists,
     _install_flashinfer,
 )
 TRTLLM = Parts(
@@ -167,7 +167,7 @@ TRTLLM = Parts(
     "TRTLLMMLABackend",
     "TRTLLMMLAMultiStepDraftBackend",
     "forward_decode_metadata",
-    read_blocks,
+    _read_blocks,
     _install_trtllm,
 )
 FLASH_ATTENTION = Parts(
@@ -176,7 +176,7 @@ FLASH_ATTENTION = Parts(
     "FlashAttentionBackend",
     "FlashAttentionMultiStepBackend",
     "forward_metadata",
-    read_pages,
+    _read_pages,
     _install_flash_attention,
 )
 TRITON = Parts(
@@ -185,7 +185,7 @@ TRITON = Parts(
     "TritonAttnBackend",
     "TritonMultiStepDraftBackend",
     "forward_metadata",
-    read_parts,
+    _read_parts,
     _install_triton,
     joined=True,
 )

@@ -119,7 +119,7 @@ class EagerStep(SGLangStep):
     def __init__(self, engine: Engine, step: Step) -> None:
         super().__init__(engine, step.kind, step.num_steps)
         lens = lengths_of(step)
-        batch = make_batch(engine.api, lens, step_tensors(engine, step, lens))
+        batch = make_batch(engine.api, lens, _step_tensors(engine, step, lens))
         engine.runner.kv_index_translator.bind_own_plan(batch)
         self._plan(self.backend.init_forward_metadata, batch)
 
@@ -159,7 +159,7 @@ class CapturedStep(SGLangStep):
         if len(raw.committed) != self.bs:
             self._pad()
         if raw.committed:
-            for name, source in step_tensors(self.engine, step, raw).items():
+            for name, source in _step_tensors(self.engine, step, raw).items():
                 self.static[name][: source.shape[0]].copy_(source)
         batch = make_batch(self.engine.api, self._padded(raw), self._views())
         self.engine.runner.kv_index_translator.bind_runner_slots(batch)
@@ -187,7 +187,7 @@ class CapturedStep(SGLangStep):
         return replace(raw, committed=raw.committed + (FILL - before,) * missing, widths=(self.width,) * self.bs)
 
 
-def step_tensors(engine: Engine, step: Step, lens: Lengths) -> Tensors:
+def _step_tensors(engine: Engine, step: Step, lens: Lengths) -> Tensors:
     """The tensors of a step's batch. Its tokens are written into rows of `req_to_token`."""
     rows, device = engine.take_rows(step.bs), step.seq_lens.device
     table = engine.runner.req_to_token_pool.req_to_token

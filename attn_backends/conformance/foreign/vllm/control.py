@@ -49,7 +49,7 @@ class RightMLAImpl:
     def forward_mqa(self, q: tuple[Tensor, Tensor], kv_cache: Tensor, batch: Any, layer: Any) -> tuple[Tensor, None]:
         """Attention of the batch's rows."""
         keys = kv_cache.unsqueeze(2)
-        return attend_batch(torch.cat(q, dim=-1), keys, keys[..., : self.rank], batch, self.scale), None
+        return _attend_batch(torch.cat(q, dim=-1), keys, keys[..., : self.rank], batch, self.scale), None
 
 
 class RightKVImpl:
@@ -64,10 +64,10 @@ class RightKVImpl:
 
     def forward(self, layer: Any, q: Tensor, k: Any, v: Any, kv_cache: Tensor, batch: Any, output: Tensor) -> Tensor:
         """Attention of the batch's rows."""
-        return output.copy_(attend_batch(q, *self.halves(kv_cache), batch, self.scale))
+        return output.copy_(_attend_batch(q, *self.halves(kv_cache), batch, self.scale))
 
 
-def attend_batch(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Any, scale: float) -> Tensor:
+def _attend_batch(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: Any, scale: float) -> Tensor:
     """Causal attention of a batch's rows; shapes as of `attend_packed`."""
     lists = batch.query_start_loc, batch.block_table_tensor, batch.seq_lens
     return attend_packed(q, k_pages, v_pages, *lists, max_query=batch.max_query_len, scale=scale)

@@ -15,7 +15,7 @@ from attn_backends.conformance.foreign.pages import Rows, leading_slots, seen_by
 from attn_backends.conformance.foreign.vllm import stand_ins
 
 
-def side_by_side(cache: Tensor) -> tuple[Tensor, Tensor]:
+def _side_by_side(cache: Tensor) -> tuple[Tensor, Tensor]:
     """[num_blocks, block_size, num_kv_heads, dim] keys and values, where the value of a token lies right after its key.
 
     cache: [num_blocks, num_kv_heads, block_size, 2 * dim].
@@ -24,7 +24,7 @@ def side_by_side(cache: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def keys_first(cache: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_first(cache: Tensor) -> tuple[Tensor, Tensor]:
     """The same, where a block has all of a head's keys before its values."""
     blocks, heads, size, width = cache.shape
     keys, values = cache.view(blocks, heads, 2 * size, width // 2).chunk(2, dim=2)
@@ -47,7 +47,7 @@ class Parts:
     install: Callable[[Any], None]
     prepare: Callable[[Any], None] = stand_ins.nothing
     attributes: dict[str, Any] = field(default_factory=dict)
-    halves: Callable[[Tensor], tuple[Tensor, Tensor]] = side_by_side
+    halves: Callable[[Tensor], tuple[Tensor, Tensor]] = _side_by_side
 
 
 MOST_TOKENS = 8192  # that a server schedules at once
@@ -196,5 +196,5 @@ CPU_ATTN = Parts(
     "CPUAttentionBackendImpl",
     _install_cpu_attention,
     attributes={**PLAIN, "sliding_window": -1, "use_zentorch_sdpa": False},
-    halves=keys_first,
+    halves=_keys_first,
 )
