@@ -56,7 +56,6 @@ PARTS = {
     "models_8b": "tests.models_8b --json {file}",
     "sanitizer": "tests.gpu.sanitize --json {file}",
     "initcheck": "tests.initcheck --json {file}",
-    "racecheck": "tests.racecheck --json {file}",
     "mutants": "tests.mutants.gpu --json {file}",
     "mutants_phases": "tests.mutants.gpu phases --json {file}",
 }  # the arguments of `python -m`

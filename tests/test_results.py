@@ -56,11 +56,20 @@ def test_rows_of_the_commonest_keys_may_be_lists(tmp_path):
         results.write(path, found.head, found.rows, **found.own)
     __main__.main([str(same), str(mixed)])
     assert json.loads(same.read_text())["columns"] == list(DEMO_ROW)
-    assert json.loads(mixed.read_text())["rows"] == [BENCH_ROW, *[list(DEMO_ROW.values())] * 2]
+    told = json.loads(mixed.read_text())
+    assert [type(row) for row in told["rows"]] == [dict, list, list], "keys that are not the first columns"
     assert {path: results.read(path) for path in whole} == whole
     same.write_text(same.read_text().replace('"columns": ["backend", ', '"columns": ['))
     with pytest.raises(ConfigError, match=r"same\.json: not a result"):
         results.read(same)
+
+
+def test_a_row_that_ends_early_lacks_the_columns_that_follow(tmp_path):
+    path, rows = tmp_path / "rows.json", ({"check": "a", "ms": 1.0}, {"check": "b"}, {"check": "c", "ms": 2.0})
+    results.write(path, HEAD, rows)
+    __main__.main([str(path)])
+    assert json.loads(path.read_text())["rows"] == [["a", 1.0], ["b"], ["c", 2.0]]
+    assert results.read(path).rows == rows
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "nonsense", '{"rows": 3, "device": "x", "versions": {}}'])

@@ -67,7 +67,9 @@ def spread(args: argparse.Namespace) -> Report:
     parts = shares(weights, args.processes)
     with ThreadPoolExecutor(len(parts)) as pool:
         reports = list(pool.map(lambda part: _report(args, *part), enumerate(parts)))
-    whole = joined([Report.of(report) for report in reports])
+    asked = f"{args.backend} --kernel {args.kernel} --device {args.device} --select '{args.select}'"
+    command = f"{COMMAND} {asked} --processes {args.processes} --folder FOLDER --json FILE"
+    whole = replace(joined([Report.of(report) for report in reports]), command=command)
     if args.select != ALL:
         return whole
     return replace(whole, floors=floors_of([args.backend], args.kernel, args.device))

@@ -193,11 +193,9 @@ class Schedules(Generic[Plan]):
         plan = self._plans[forward]
         if self.kernel.schedule is None:
             return plan
-        key = self._place[forward], shape
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = Scheduled(plan, self._make(plan, *key))
-        return made
+        if (key := (self._place[forward], shape)) not in self._made:
+            self._made[key] = Scheduled(plan, self._make(plan, *key))
+        return self._made[key]
 
     def plan_host(self, lens: Sequence[HostLens]) -> None:
         """The host half of a replay."""

@@ -2,10 +2,10 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Rows of the keys that most rows have may be lists, with
-`"columns": [...]` before them (`Results.in_columns`), in half the room. Rows are written as they come (`Recording`):
-the file of a run that was interrupted or killed holds what was done, and `"incomplete": true` before it. Nothing in a
-result names a path of the machine that it came from.
+A command may add keys of its own before the rows. Rows may be lists, with `"columns": [...]` before them
+(`Results.in_columns`), in half the room; a row that ends early lacks the columns that follow. Rows are written as they
+come (`Recording`): the file of a run that was interrupted or killed holds what was done, and `"incomplete": true`
+before it. Nothing in a result names a path of the machine that it came from.
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ class Results:
         return _as_json(self.head, self.own, map(_line, self.rows))
 
     def in_columns(self) -> str:
-        """`to_json` with rows of the commonest keys as lists."""
-        ((names, _),) = Counter(tuple(row) for row in self.rows).most_common(1) or [((), 0)]
-        lines = (_line(list(row.values()) if tuple(row) == names else row) for row in self.rows)
+        """`to_json` with rows as lists, if their keys are the first columns; those that most rows have come first."""
+        names = [name for name, _ in Counter(name for row in self.rows for name in row).most_common()]
+        lines = (
+            _line([row[n] for n in names[: len(row)]] if row.keys() == {*names[: len(row)]} else row)
+            for row in self.rows
+        )
         return _as_json(self.head, {**self.own, COLUMNS: names}, lines)
 
     @classmethod
@@ -61,7 +64,9 @@ class Results:
             if COLUMNS in own:
                 names = own.pop(COLUMNS)
                 rows = own["rows"]
-                own["rows"] = [zip(names, row, strict=True) if isinstance(row, list) else row for row in rows]
+                own["rows"] = [
+                    zip(names[: len(row)], row, strict=True) if isinstance(row, list) else row for row in rows
+                ]
             rows, device, versions = (own.pop(name) for name in ("rows", "device", "versions"))
             head = Head(device, dict(versions), *(own.pop(name, "") for name in ("date", "commit", "command")))
             return cls(head, tuple(map(dict, rows)), own)
