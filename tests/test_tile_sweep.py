@@ -38,10 +38,10 @@ def test_entries_that_never_win_are_named(timed):
     assert len(said) == sum(len(line.entries) + len(line.more) for line in sweep.LINES.values())
     wins = [line.split(" wins")[0] for line in said if " wins: 1.111 of" in line]
     assert wins == [
-        "decode, latents: (16, 64, 4, 2)",
-        "decode, keys and values: (16, 128, 4, 2)",
-        "prompts, latents: (16, 16, 4, 1)",
-        "prompts, keys and values: (128, 128, 8, 2)",
+        "decode, latents: (16, 64, 4, 2, 0)",
+        "decode, keys and values: (16, 128, 4, 2, 0)",
+        "prompts, latents: (16, 16, 4, 1, 0)",
+        "prompts, keys and values: (128, 128, 8, 2, 0)",
         "sparse rows: (32, 64, 4, 2)",
     ]
     assert sum("NEVER 5 % faster" in line for line in said) == len(said) - len(wins)

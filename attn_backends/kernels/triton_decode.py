@@ -12,7 +12,7 @@ values; the rotated rest is a tile of its own. Arithmetic is float32, matrix pro
 
 On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.3
 TB/s of a copy and the 785 TFLOP/s of a matrix product, measured in the same run. The last column is the best of the
-vendors' kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json, summed up in docs/kernels.md):
+vendors' kernels (docs/results/h200/kernels_{gluon,fa3}.json, summed up in docs/kernels.md):
 
     MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 141 us    153 to 160 us  (FlashInfer 152)
     the same, width 4                      622 MB, 73 GFLOP      at least 145 us    310 to 315 us  (FlashInfer 155)
@@ -23,8 +23,9 @@ vendors' kernels (docs/results/h200/kernels_{trtllm_mla,flashinfer_mla,fa3}.json
 A kernel that mostly reads is faster than a copy. So this one keeps up with memory where 16 rows share an MLA head or 64
 a head of 128, and stops at three places. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch
 makes fewer programs than the GPU could hold. Keys are divided for two programs a multiprocessor, and two tiles of 16
-rows may have too few loads on their way. MLA of 16 heads at 256 x 131072 takes 1.1 to 1.3 times as long as the vendors,
-32 heads over 8 over caches of 17 GB and more up to 1.2 times.
+rows may have too few loads on their way. MLA of 16 heads takes 1.05 to 1.2 times as long as before programs looked for
+long requests (`triton_pieces`), and 1.3 times as long as the vendors at 256 x 131072. 32 heads over 8 over caches of
+17 GB and more take up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. For a product whose result goes into
@@ -321,6 +322,7 @@ def _call(
     constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
     constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    options |= {"maxnreg": tiles.registers} if tiles.registers else {}
     arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
     return Call((num_programs,), arguments, options)
 
