@@ -108,6 +108,16 @@ def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_par
     assert not written[num_pieces:].any()
 
 
+@pytest.mark.parametrize("registers", [0, 255])
+def test_a_tile_says_how_many_registers_a_thread_may_have(decode, monkeypatch, registers):
+    tiles, made = decode.Tiles(16, 32, 4, 3, registers), []
+    monkeypatch.setattr(decode, "_shares", lambda *given: (tiles, 1, 264, 264))
+    monkeypatch.setattr(decode, "_launch", lambda *given: made.append(decode._call(*given)))
+    given = arguments(GROUPED, "page table", True)
+    decode.paged_attention(*given)
+    assert [call.options.get("maxnreg", 0) for call in made] == [registers]
+
+
 @pytest.mark.parametrize(("bs", "has_pieces"), [(32, False), (65, False), (66, True)])
 def test_a_batch_that_leaves_the_gpu_room_has_no_pieces(decode, monkeypatch, bs, has_pieces):
     """Of 4 programs that a multiprocessor holds, and 8 KV heads."""

@@ -31,7 +31,7 @@ from attn_backends.errors import AttnBackendsError, ConfigError
 
 COMMAND = "python -m attn_backends.conformance.spread"
 ALL = "*"
-TAKES = {"scale.crossed": 6}  # as long as so many cases of another check
+WEIGHTS = {"scale.crossed": 6}  # its case takes as long as so many of another check
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,7 +63,7 @@ def spread(args: argparse.Namespace) -> Report:
     args.folder.mkdir(parents=True, exist_ok=True)
     subject = Subject(resolve(args.backend), args.kernel, args.device)
     num_cases = Counter(case.check for case in selected_cases(subject, args.select))
-    weights = Counter({check: number * TAKES.get(check, 1) for check, number in num_cases.items()})
+    weights = Counter({check: number * WEIGHTS.get(check, 1) for check, number in num_cases.items()})
     parts = shares(weights, args.processes)
     with ThreadPoolExecutor(len(parts)) as pool:
         reports = list(pool.map(lambda part: _report(args, *part), enumerate(parts)))

@@ -11,21 +11,20 @@ MLA's latent is loaded once: its first elements, as many as a value has, are a t
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
 
 On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA graphs). "At least" is the time by the 4.3
-TB/s of a copy and the 785 TFLOP/s of a matrix product, measured in the same run. The last column is the best of the
-vendors' kernels (docs/results/h200/kernels_{gluon,fa3}.json, summed up in docs/kernels.md):
+TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run. The last column is the vendor's kernel
+(docs/results/h200/kernels_{gluon,fa3}.json, summed up in docs/kernels.md):
 
-    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 141 us    153 to 160 us  (FlashInfer 152)
-    the same, width 4                      622 MB, 73 GFLOP      at least 145 us    310 to 315 us  (FlashInfer 155)
-    MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 186 us    579 to 603 us  (FlashMLA 235)
-    32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us         (FA3 487)
-    64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us         (FA3 540)
+    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    197 us  (FlashMLA 158)
+    the same, width 4                      622 MB, 73 GFLOP      at least 145 us    303 us  (FlashMLA 159)
+    MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 186 us    570 us  (FlashMLA 239)
+    32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
+    64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
-A kernel that mostly reads is faster than a copy. So this one keeps up with memory where 16 rows share an MLA head or 64
-a head of 128, and stops at three places. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch
-makes fewer programs than the GPU could hold. Keys are divided for two programs a multiprocessor, and two tiles of 16
-rows may have too few loads on their way. MLA of 16 heads takes 1.05 to 1.2 times as long as before programs looked for
-long requests (`triton_pieces`), and 1.3 times as long as the vendors at 256 x 131072. 32 heads over 8 over caches of
-17 GB and more take up to 1.2 times.
+It stops at three places. MLA of 16 heads took 157 us before programs looked for long requests (`triton_pieces`): the
+loop over keys is compiled to fewer loads on their way. 255 registers a thread (`Tiles.registers`) give a part of that
+back, 171 us where that bench had 180 (timed apart), and are not in the table yet. Grouped queries of few rows take 1.1
+to 1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB
+and more take up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. For a product whose result goes into

@@ -44,9 +44,13 @@ def replay_skips_the_host_plan(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Schedules, "plan_host", lambda self, lens: None)
 
 
-@mutant("a workspace that buckets of a phase plan into in turn", "graph.two_buckets", backend=HOSTED, graph=True)
+@mutant(
+    "a workspace that buckets of a phase plan into in turn", "graph.two_buckets", FAILED, backend=HOSTED, graph=True
+)
 def own_last_plan_taken_for_the_workspaces(patch: pytest.MonkeyPatch) -> None:
-    """Lengths that a schedule planned last are not planned again, though another bucket has planned since."""
+    """Lengths that a schedule planned last are not planned again, though another bucket, or a plan that failed, has
+    written since.
+    """
     plan = hosted.OnHost.plan_host
 
     def once(self: hosted.OnHost, lens: HostLens) -> None:
@@ -118,31 +122,17 @@ def metadata_of_a_failed_host_plan_taken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AttentionBackend, "_copy_anew", marked)
 
 
-def plan_once(patch: pytest.MonkeyPatch, *, noted_first: bool) -> None:
-    """Let a schedule plan lengths only if they are not those that it noted last, before it planned them or after."""
-    plan = hosted.OnHost.plan_host
-
-    def once(self: hosted.OnHost, lens: HostLens) -> None:
-        if lens == getattr(self, "last", None):
-            return
-        if noted_first:
-            self.last = lens
-        plan(self, lens)
-        self.last = lens
-
-    patch.setattr(hosted.OnHost, "plan_host", once)
-
-
 @mutant("a plan that is kept by what was asked for", FAILED, backend=HOSTED, graph=True)
 def failed_host_plan_taken_for_made(patch: pytest.MonkeyPatch) -> None:
     """Lengths are noted as planned before they are: a replay that is tried again finds the plan of the batch before."""
-    plan_once(patch, noted_first=True)
+    plan = hosted.OnHost.plan_host
 
+    def noted_first(self: hosted.OnHost, lens: HostLens) -> None:
+        if lens != getattr(self, "last", None):
+            self.last = lens
+            plan(self, lens)
 
-@mutant("a plan that is kept by what was planned last", FAILED, backend=HOSTED, graph=True)
-def failed_host_plan_left_in_the_workspace(patch: pytest.MonkeyPatch) -> None:
-    """Lengths that were planned last are not planned again, though a plan that failed has written over them."""
-    plan_once(patch, noted_first=False)
+    patch.setattr(hosted.OnHost, "plan_host", noted_first)
 
 
 @mutant("our own: found when plans were made to fail", "api.host_plan_failed", backend=HOSTED)
