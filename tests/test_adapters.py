@@ -300,7 +300,6 @@ def on_meta(batch: SimpleNamespace, mirrors: set[str]) -> SimpleNamespace:
             InvalidStepError,
             "drafts 2 branches .* made for topk=1",
         ),
-        (StepKind.DRAFT_EXTEND, {"extend_seq_lens_cpu": [4, 3, 4]}, UnsupportedStepError, "differing widths"),
         (
             StepKind.DRAFT_EXTEND,
             {"spec_info": SimpleNamespace(num_front_tokens=2)},
@@ -313,14 +312,6 @@ def test_sglang_refuses(kind: StepKind, fields: dict[str, Any], error: type[Exce
     scene = sglang_scene(kind)
     with pytest.raises(error, match=message):
         sglang_steps(scene).step(forward_batch(scene, **fields))
-
-
-def test_sglang_refuses_a_ragged_verify() -> None:
-    scene = sglang_scene(StepKind.TARGET_VERIFY)
-    batch = forward_batch(scene)
-    batch.spec_info.ragged_verify_layout = object()
-    with pytest.raises(UnsupportedStepError, match="ragged_verify_layout"):
-        sglang_steps(scene).step(batch)
 
 
 @pytest.mark.parametrize(

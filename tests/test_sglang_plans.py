@@ -19,7 +19,7 @@ from attn_backends.conformance.scenes import Batch, Scene
 from attn_backends.conformance.worlds import Setup, World
 from attn_backends.engines.sglang.attended import Attended
 from attn_backends.engines.sglang.layers import Layers
-from attn_backends.engines.sglang.plans import Plans, forwards_of, kind_of, own_branches
+from attn_backends.engines.sglang.plans import Plans, forwards_of, own_branches
 from attn_backends.layer import AttentionLayer
 from attn_backends.selection.choose import Choice
 from spec_metadata import PackedQuery, StepKind
@@ -95,7 +95,8 @@ def test_a_replay_of_an_idle_rank_is_idle() -> None:
 
 @each_graph
 def test_the_kind_of_a_captured_batch(kind: StepKind, topk: int) -> None:
-    assert kind_of(forward_batch(sglang_scene(kind, 1, topk))) is kind
+    scene = sglang_scene(kind, 1, topk)
+    assert plans_of(scene).kind_of(forward_batch(scene)) is kind
 
 
 def test_a_branch_sees_its_own_tokens_and_each_forward_has_its_metadata() -> None:

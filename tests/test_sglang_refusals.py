@@ -80,7 +80,6 @@ def spec(algorithm: str | None = "EAGLE3", topk: int = 1, nodes: int = 4, **fiel
         "speculative_eagle_topk": topk,
         "speculative_num_steps": 3,
         "speculative_num_draft_tokens": nodes,
-        "speculative_adaptive": False,
         "enable_multi_layer_eagle": False,
         "speculative_draft_window_size": None,
     }
@@ -102,7 +101,6 @@ WINDOWED = {"speculative_draft_window_size": 64}
 SERVERS: dict[str, tuple[Any, Any, Any, Any]] = {
     "--speculative-algorithm NGRAM": (runner(), spec("NGRAM"), execution(), parallel()),
     "--enable-multi-layer-eagle": (runner(), spec(enable_multi_layer_eagle=True), execution(), parallel()),
-    "--speculative-adaptive": (runner(), spec(speculative_adaptive=True), execution(), parallel()),
     "--speculative-draft-window-size 64": (runner(is_draft_worker=True), spec(**WINDOWED), execution(), parallel()),
     "--speculative-eagle-topk 4 with --page-size 64": (runner(), spec(topk=4), execution(), parallel()),
     "decode context parallelism": (runner(), spec(), execution(), parallel(dcp_enabled=True)),
@@ -191,12 +189,21 @@ def test_what_a_runner_runs_and_how_large_its_steps_are() -> None:
     assert facts.batches.geometry.num_pages == 257, "SGLang has a page more than its size says"
 
 
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_setting_of_a_server_that_adapts_may_draft_nothing(is_draft: bool) -> None:
+    options = spec(nodes=1, speculative_num_steps=0)
+    facts = RunnerFacts.of(runner(page_size=1, is_draft_worker=is_draft), options, [layer()], mixes=False)
+    assert facts.kinds == (StepKind.PREFILL, StepKind.DECODE)
+    assert facts.capacity.bucket(StepKind.DECODE, 2).width == 1
+
+
 @pytest.mark.parametrize(
     ("runner_of", "kinds"),
     [
-        ({"is_draft": False, "speculates": False, "num_steps": 1}, (StepKind.PREFILL, StepKind.DECODE)),
-        ({"is_draft": False, "speculates": True, "num_steps": 3}, (StepKind.PREFILL, StepKind.TARGET_VERIFY)),
-        ({"is_draft": True, "speculates": True, "num_steps": 1}, (StepKind.PREFILL, StepKind.DRAFT_EXTEND)),
+        ({"is_draft": False, "num_steps": 0}, (StepKind.PREFILL, StepKind.DECODE)),
+        ({"is_draft": True, "num_steps": 0}, (StepKind.PREFILL, StepKind.DECODE)),
+        ({"is_draft": False, "num_steps": 3}, (StepKind.PREFILL, StepKind.TARGET_VERIFY)),
+        ({"is_draft": True, "num_steps": 1}, (StepKind.PREFILL, StepKind.DRAFT_EXTEND)),
     ],
 )
 def test_in_mixed_batches_every_runner_decodes(runner_of: dict[str, Any], kinds: tuple[StepKind, ...]) -> None:

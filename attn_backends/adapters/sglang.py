@@ -19,6 +19,7 @@ from torch import Tensor
 from attn_backends.adapters.batch import host_list
 from attn_backends.errors import UnsupportedStepError
 from spec_metadata import (
+    BoundedQuery,
     BoundInputs,
     CacheGeometry,
     DraftTree,
@@ -64,10 +65,14 @@ class ForwardBatch(Protocol):
 
 
 class VerifyInput(Protocol):
-    """The fields that are read of the EagleVerifyInput of a TARGET_VERIFY.
+    """The fields that are read of the EagleVerifyInput or DFlashVerifyInput of a TARGET_VERIFY.
 
     draft_token: [bs * draft_token_num]. retrieve_next_token, retrieve_next_sibling: [bs, draft_token_num] int64, first
     child and next sibling of each node, -1 if none. topk, spec_steps: of the tree.
+
+    DFlash's has two more. ragged_verify_layout is None or has verify_lens, [bs] int32 on the device, and
+    graph_num_tokens, the rows of all, padding included. live_seq_lens_cpu: [bs] on the host, what is committed; its
+    batch's seq_lens_cpu counts the verified rows.
     """
 
     draft_token: Tensor
@@ -141,11 +146,13 @@ class ForwardBatches:
         replay. Nothing is read here.
         """
         mode = batch.forward_mode.name
+        layout = getattr(batch.spec_info, "ragged_verify_layout", None)
         inputs = BoundInputs(
             batch.seq_lens,
-            batch.out_cache_loc,
+            batch.out_cache_loc if layout is None else None,
             tree_mask=mask,
             lens_include_rows=mode == "DRAFT_EXTEND_V2" or (mode == "DECODE" and batch.spec_info is None),
+            widths=None if layout is None else layout.verify_lens,
         )
         return self._paging(batch, batch.batch_size), inputs
 
@@ -182,15 +189,16 @@ class ForwardBatches:
             prefix_lens,
             self._paging(batch, bs),
             batch.out_cache_loc[: sum(lens)],
-            **_host(batch, lens),
+            **_host(batch.seq_lens_cpu, lens),
         )
 
     def _decode(self, batch: ForwardBatch, bs: int) -> Step:
+        return self._one_row(batch, bs, batch.seq_lens[:bs] - 1, counted=1)
+
+    def _one_row(self, batch: ForwardBatch, bs: int, prefix_lens: Tensor, *, counted: int) -> Step:
+        """A decode, which is also what a verify and an extend of no draft are. counted: of its rows in `seq_lens`."""
         return Step.decode(
-            batch.seq_lens[:bs] - 1,
-            self._paging(batch, bs),
-            batch.out_cache_loc[:bs],
-            **_host(batch, [1] * bs),
+            prefix_lens, self._paging(batch, bs), batch.out_cache_loc[:bs], **_host(batch.seq_lens_cpu, [counted] * bs)
         )
 
     def _draft_decode(self, batch: ForwardBatch, bs: int) -> Step:
@@ -205,42 +213,35 @@ class ForwardBatches:
             batch.seq_lens[:bs],
             self._paging(batch, bs),
             batch.out_cache_loc[: bs * self.topk * self.num_steps],
-            **_host(batch, [0] * bs),
+            **_host(batch.seq_lens_cpu, [0] * bs),
         )
 
     def _verify(self, batch: ForwardBatch, bs: int) -> Step:
         spec: VerifyInput = batch.spec_info
-        if getattr(spec, "ragged_verify_layout", None) is not None:
-            raise UnsupportedStepError(
-                "SGLang's ForwardBatch", ["a verify of differing widths (ragged_verify_layout)"], "verify one width"
-            )
-        return Step.target_verify(
-            spec.draft_token_num,
-            batch.seq_lens[:bs],
-            self._paging(batch, bs),
-            batch.out_cache_loc[: bs * spec.draft_token_num],
-            tree_mask=None if spec.topk == 1 else tree_mask(spec)[:bs],
-            **_host(batch, [0] * bs),
-        )
+        if spec.draft_token_num == 1:
+            return self._one_row(batch, bs, batch.seq_lens[:bs], counted=0)
+        lens, paging, width = batch.seq_lens[:bs], self._paging(batch, bs), spec.draft_token_num
+        live, layout = (getattr(spec, name, None) for name in ("live_seq_lens_cpu", "ragged_verify_layout"))
+        host = _host(batch.seq_lens_cpu if live is None else live, [0] * bs)
+        if layout is not None:  # its slots are packed; those of the table are its whole window
+            query = BoundedQuery(layout.verify_lens[:bs], layout.graph_num_tokens, width)
+            return Step.target_verify(query, lens, paging, **host)
+        mask = None if spec.topk == 1 else tree_mask(spec)[:bs]
+        return Step.target_verify(width, lens, paging, batch.out_cache_loc[: bs * width], tree_mask=mask, **host)
 
     def _draft_extend(self, batch: ForwardBatch, bs: int) -> Step:
         lens, prefix_lens = _extended(batch, bs)
-        width, front = lens[0], getattr(batch.spec_info, "num_front_tokens", 0)
-        reasons = []
-        if any(length != width for length in lens):
-            reasons.append(f"a draft extend of differing widths {lens} (extend_seq_lens_cpu)")
-        if front != 0:
-            reasons.append(f"a draft extend that starts {front} tokens before the committed length (num_front_tokens)")
-        if reasons:
-            raise UnsupportedStepError(
-                "SGLang's ForwardBatch", reasons, "extend by one width after the committed tokens"
-            )
+        if front := getattr(batch.spec_info, "num_front_tokens", 0):
+            reason = f"a draft extend that starts {front} tokens before the committed length (num_front_tokens)"
+            raise UnsupportedStepError("SGLang's ForwardBatch", [reason], "extend after the committed tokens")
+        if max(lens) == 1:
+            return self._one_row(batch, bs, prefix_lens, counted=1)
         return Step.draft_extend(
-            UniformQuery(width),
+            UniformQuery(lens[0]) if len({*lens}) == 1 else PackedQuery.of(lens, batch.seq_lens.device),
             prefix_lens,
             self._paging(batch, bs),
-            batch.out_cache_loc[: bs * width],
-            **_host(batch, lens),
+            batch.out_cache_loc[: sum(lens)],
+            **_host(batch.seq_lens_cpu, lens),
         )
 
     def _paging(self, batch: ForwardBatch, bs: int) -> RequestTable:
@@ -299,10 +300,10 @@ def _extended(batch: ForwardBatch, bs: int) -> tuple[list[int], Tensor]:
     return lens[:bs], prefix_lens[:bs]
 
 
-def _host(batch: ForwardBatch, included: Sequence[int]) -> HostBounds:
-    """Committed lengths on the host; nothing if the batch has no mirror. included: new tokens that seq_lens counts."""
-    if batch.seq_lens_cpu is None:
+def _host(mirror: Tensor | None, included: Sequence[int]) -> HostBounds:
+    """Committed lengths on the host; nothing without a mirror. included: new tokens that its lengths count."""
+    if mirror is None:
         return HostBounds()
-    lens = host_list("ForwardBatch.seq_lens_cpu", batch.seq_lens_cpu[: len(included)])
+    lens = host_list("ForwardBatch.seq_lens_cpu", mirror[: len(included)])
     committed = [length - new for length, new in zip(lens, included, strict=True)]
     return HostBounds(max_committed=max(committed), seq_lens_cpu=committed)

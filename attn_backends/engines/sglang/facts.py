@@ -36,10 +36,13 @@ class RunnerFacts:
 
     @classmethod
     def of(cls, runner: Any, spec: Any, layers: Sequence[Any], *, mixes: bool) -> Self:
-        """Of a runner with its pools. spec: SGLang's speculative options, whose values are None without speculation."""
+        """Of a runner with its pools. spec: SGLang's speculative options, whose values are None without speculation,
+        and of no step where it adapts and drafts nothing.
+        """
         table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
-        topk, num_steps = spec.speculative_eagle_topk or 1, spec.speculative_num_steps or 1
-        num_nodes = spec.speculative_num_draft_tokens or 2
+        num_drafted = spec.speculative_num_steps or 0
+        topk, num_steps = spec.speculative_eagle_topk or 1, max(num_drafted, 1)
+        num_nodes = max(spec.speculative_num_draft_tokens or 0, 2)
         sizes = {"page_size": page_size, "topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
         room = Capacity(max_bs=1, max_context=1, num_extended=num_nodes, **sizes).draft_room
         whole_pages = table.shape[1] // page_size * page_size
@@ -51,12 +54,7 @@ class RunnerFacts:
             pool=runner.token_to_kv_pool,
             layers=tuple(layers),
             format=CacheFormat.LATENT if runner.use_mla_backend else CacheFormat.KV,
-            kinds=kinds_of(
-                is_draft=runner.is_draft_worker,
-                speculates=spec.speculative_algorithm is not None,
-                num_steps=num_steps,
-                mixes=mixes,
-            ),
+            kinds=kinds_of(is_draft=runner.is_draft_worker, num_steps=num_drafted, mixes=mixes),
             mixes=mixes,
             dtype=runner.dtype,
             cache_dtype=runner.kv_cache_dtype,
@@ -64,10 +62,14 @@ class RunnerFacts:
         )
 
 
-def kinds_of(*, is_draft: bool, speculates: bool, num_steps: int, mixes: bool) -> tuple[StepKind, ...]:
-    """The kinds of steps that a runner runs. Beside prompts a request decodes one token, with a draft too."""
-    decodes = (StepKind.DECODE,) if mixes or not (is_draft or speculates) else ()
+def kinds_of(*, is_draft: bool, num_steps: int, mixes: bool) -> tuple[StepKind, ...]:
+    """The kinds of steps that a runner runs. Beside prompts a request decodes one token, with a draft too. num_steps: 0
+    for no draft.
+    """
+    if num_steps == 0:
+        return StepKind.PREFILL, StepKind.DECODE
+    decodes = (StepKind.DECODE,) if mixes else ()
     if not is_draft:
-        return StepKind.PREFILL, *((StepKind.TARGET_VERIFY,) if speculates else ()), *decodes
+        return StepKind.PREFILL, StepKind.TARGET_VERIFY, *decodes
     drafts = (StepKind.DRAFT_DECODE,) if num_steps > 1 else ()
     return StepKind.PREFILL, *drafts, StepKind.DRAFT_EXTEND, *decodes

@@ -24,12 +24,6 @@ logger = logging.getLogger(__name__)
 _KINDS = {"TARGET_VERIFY": StepKind.TARGET_VERIFY, "DRAFT_EXTEND_V2": StepKind.DRAFT_EXTEND}
 
 
-def kind_of(batch: Any) -> StepKind:
-    """The kind of what a graph is captured for."""
-    drafts = StepKind.DECODE if batch.spec_info is None else StepKind.DRAFT_DECODE
-    return _KINDS.get(batch.forward_mode.name, drafts)
-
-
 class Plans:
     """The plans of one backend for one runner."""
 
@@ -48,9 +42,15 @@ class Plans:
         steps = split(step, step.bs - running) if apart else (step,)
         return [self.backend.init_forward_metadata(each) for each in steps]
 
+    def kind_of(self, batch: Any) -> StepKind:
+        """The kind of what a graph is captured for. Without a draft, verifies and draft extends have one row each."""
+        drafts = StepKind.DECODE if batch.spec_info is None else StepKind.DRAFT_DECODE
+        kind = _KINDS.get(batch.forward_mode.name, drafts)
+        return kind if kind in self.facts.kinds else StepKind.DECODE
+
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
         """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""
-        kind, bs = kind_of(batch), batch.batch_size
+        kind, bs = self.kind_of(batch), batch.batch_size
         bucket = self.facts.capacity.bucket(kind, bs)
         mask = None
         if bucket.tree and kind is StepKind.TARGET_VERIFY:
@@ -63,7 +63,7 @@ class Plans:
 
     def load(self, view: Any) -> Metadata:
         """Before a replay; nothing happens here but for kernels that plan on the host. view: SGLang's of the replay."""
-        kind = kind_of(view)
+        kind = self.kind_of(view)
         meta = self._captured[kind, view.batch_size]
         if self.plans_on_host(kind):
             self.backend.copy_inputs(meta, self.facts.batches.replayed(view, meta.step.width))
@@ -71,7 +71,7 @@ class Plans:
 
     def refresh(self, batch: Any) -> None:
         """The first nodes of a graph: read its inputs and plan it."""
-        self.backend.refresh(self._captured[kind_of(batch), batch.batch_size])
+        self.backend.refresh(self._captured[self.kind_of(batch), batch.batch_size])
 
     def plans_on_host(self, kind: StepKind) -> bool:
         """Whether a kernel's vendor plans from lengths on the host."""

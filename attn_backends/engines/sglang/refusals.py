@@ -36,8 +36,6 @@ def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Ite
         yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, which NEXTN is, and EAGLE3)"
     if spec.enable_multi_layer_eagle:
         yield "--enable-multi-layer-eagle"
-    if spec.speculative_adaptive:
-        yield "--speculative-adaptive, whose verifies differ in width"
     if runner.is_draft_worker and spec.speculative_draft_window_size and not runner.sliding_window_size:
         yield (
             f"--speculative-draft-window-size {spec.speculative_draft_window_size} with a draft whose layers have no "

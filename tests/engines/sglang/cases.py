@@ -12,6 +12,9 @@ from tests.engines.sglang.oracle import draft_of
 NUM_STEPS = 3
 DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
 LAYERS = {"gqa": 4, "mla": 3}
+ADAPTIVE = {"1": [5], "2": [1], "3": [0], "4": [NUM_STEPS]}
+"""Steps of a draft that adapts, by the number of requests."""
+
 KINDS = {
     False: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "decode", "TARGET_VERIFY": "target_verify"},
     True: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
@@ -22,7 +25,7 @@ KINDS = {
 @dataclass(frozen=True)
 class Case:
     """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another. mixes:
-    prompts with running requests, as all plain cases do.
+    prompts with running requests, as all plain cases do. adapts: the chain's length, as `ADAPTIVE` says.
     """
 
     model: str
@@ -31,9 +34,10 @@ class Case:
     page_size: int = 1
     of_draft: str | None = None
     mixes: bool = False
+    adapts: bool = False
 
     def __str__(self) -> str:
-        shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
+        shape = "adaptive" if self.adapts else {0: "plain", 1: "chain"}.get(self.topk, "tree")
         backends = self.backend if self.of_draft is None else f"{self.backend}-{self.of_draft}"
         return f"{self.model}-{backends}-{shape}-page{self.page_size}"
 
@@ -66,6 +70,8 @@ class Case:
         if not self.topk:
             return options
         algorithm, draft = DRAFTS[self.model]
+        if self.adapts:
+            options |= {"speculative_adaptive": True, "speculative_adaptive_config": str(models / "adaptive.json")}
         return options | {
             "speculative_algorithm": algorithm,
             "speculative_draft_model_path": str(models / draft),
@@ -80,7 +86,8 @@ class Case:
         draft = draft_of(models / f"{self.model}_target", models / DRAFTS[self.model][1])
         wrong = []
         for cycle in run.cycles:
-            expected = draft.drafted(cycle["text"], self.topk, NUM_STEPS, self.num_nodes)
+            steps = len(cycle["tokens"]) if self.adapts else NUM_STEPS
+            expected = draft.drafted(cycle["text"], self.topk, steps, steps + 1 if self.adapts else self.num_nodes)
             if (cycle["tokens"], cycle["chosen"]) != expected:
                 wrong.append(f"{bytes(cycle['text'])!r}: drafted {cycle['tokens']}, not {expected.tokens}")
         return wrong
@@ -89,13 +96,19 @@ class Case:
         """Whether its last requests, of one row, are a decode beside the prefill of the others."""
         return (self.mixes or not self.topk) and {*forward["lens"], 1} != {1} and forward["lens"][-1] == 1
 
+    def kind_of(self, forward: dict[str, Any]) -> str:
+        """What a forward is for us; a verify and an extend of no draft are decodes."""
+        kind = KINDS[forward["draft"]][forward["forward"]]
+        has_one_row = forward["rows"] == forward["bs"] and kind in ("target_verify", "draft_extend")
+        return "decode" if self.adapts and has_one_row else kind
+
     def wrong_counts(self, run: Run) -> list[str]:
         """Forwards in which not every layer attended once by the backend asked for, in SGLang's own situation."""
         wrong = []
         for forward in run.forwards:
             if forward["forward"] == "IDLE" and not forward["attended"]:
                 continue
-            kinds = {KINDS[forward["draft"]][forward["forward"]]} | ({"decode"} if self.is_apart(forward) else set())
+            kinds = {self.kind_of(forward)} | ({"decode"} if self.is_apart(forward) else set())
             layers = 1 if forward["draft"] else LAYERS[self.model]
             name = (forward["draft"] and self.of_draft) or self.backend
             expected = {f"{name}/{kind}/{layer}": 1 for kind in kinds for layer in range(layers)}
@@ -117,5 +130,7 @@ SPECULATIVE = [
     Case("mla", FLASHINFER, 4),
     Case("mla", FLASHINFER, 1, page_size=64, of_draft=TRTLLM),
     Case("mla", TRTLLM, 1, page_size=64),
+    Case("gqa", FA3, 1, adapts=True),
+    Case("mla", TRTLLM, 1, page_size=64, adapts=True),
 ]
 PLAIN = list(dict.fromkeys(case.plain for case in SPECULATIVE))

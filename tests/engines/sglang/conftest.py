@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.cases import Case
+from tests.engines.sglang.cases import ADAPTIVE, Case
 from tests.engines.sglang.engine import Run, run
 
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
@@ -25,6 +26,8 @@ def models(tmp_path_factory) -> Path:
         import_module(f"sglang.srt.{name}")
     folder = tmp_path_factory.mktemp("models")
     write_all(folder)
+    steps = {bs: {"candidate_steps": found} for bs, found in ADAPTIVE.items()}
+    (folder / "adaptive.json").write_text(json.dumps(steps))
     return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engines.sglang.cases import FA3, PLAIN, SPECULATIVE, Case
+from tests.engines.sglang.cases import ADAPTIVE, FA3, NUM_STEPS, PLAIN, SPECULATIVE, Case
 from tests.engines.sglang.engine import LENGTHS, PROMPTS
 
 ALL = [*PLAIN, *SPECULATIVE]
@@ -55,3 +55,12 @@ def test_a_target_and_its_draft_take_mixed_batches(runs, models):
     assert apart == {False, True}
     assert case.wrong_counts(run) == case.wrong_drafts(run, models) == []
     assert run.tokens == runs(case.plain).tokens
+
+
+@pytest.mark.parametrize("case", [case for case in SPECULATIVE if case.adapts], ids=str)
+def test_a_draft_adapts_its_length_to_the_batch(runs, case):
+    """From the one that the server starts with to none at all."""
+    verifies = [forward for forward in runs(case).forwards if forward["forward"] == "TARGET_VERIFY"]
+    found = {forward["bs"]: forward["rows"] // forward["bs"] - 1 for forward in verifies}
+    assert {0, 1, NUM_STEPS} <= set(found.values())
+    assert all([steps] == ADAPTIVE[str(bs)] for bs, steps in found.items())
