@@ -38,7 +38,7 @@ class Engine:
     def __init__(self) -> None:
         capacity = Capacity(MAX_BS, COLUMNS * PAGE_SIZE - 3, PAGE_SIZE, num_steps=2, num_draft_tokens=NUM_DRAFT_TOKENS)
         self.backend = FA3Backend(capacity, vllm.geometry(64, PAGE_SIZE))
-        self.plans = Plans(self.backend, NUM_DRAFT_TOKENS)
+        self.plans = Plans(self.backend, {NUM_DRAFT_TOKENS})
         self.seq_lens = torch.zeros(MAX_BS, dtype=torch.int32)
         self.starts = torch.zeros(MAX_BS + 1, dtype=torch.int32)
         self.slots = torch.full((MAX_BS * NUM_DRAFT_TOKENS,), -1)
@@ -220,8 +220,22 @@ def test_a_draft_loop_is_planned_again_for_every_forward(captured: bool) -> None
 def test_other_graphs_are_refused() -> None:
     engine = Engine()
     for lens in ([2, 2], [3, 2]):
-        with pytest.raises(UnsupportedStepError, match="each has 1 row, or 3 in a verify"):
+        with pytest.raises(UnsupportedStepError, match="each has 1 row, or in a verify 3"):
             engine.plans.capture(engine.common(lens, [1, 2]))
+
+
+def test_where_the_number_of_drafts_depends_on_the_batch_verifies_have_several_widths() -> None:
+    """One of the numbers may be none at all, of which a verify is a decode."""
+    engine = Engine()
+    engine.plans = Plans(engine.backend, {1, 2, 3})
+    for width, kind in ((1, StepKind.DECODE), (2, StepKind.TARGET_VERIFY), (3, StepKind.TARGET_VERIFY)):
+        common = engine.common([width, width], [4, 8])
+        (_, eager), (_, captured) = *engine.plans.of(common).current(), *engine.plans.capture(common).current()
+        assert [captured.kind, eager.kind] == [kind] * 2
+        assert captured.captured is not None
+        assert captured.captured.bucket.width == width
+    with pytest.raises(UnsupportedStepError, match="in a verify 1 or 2 or 3"):
+        engine.plans.capture(engine.common([4, 4], [4, 8]))
 
 
 def count_three(engine: Engine) -> Attended:
@@ -266,7 +280,7 @@ def test_what_a_layer_has_that_we_lack_is_named() -> None:
 
 
 def config(**fields: object) -> SimpleNamespace:
-    spec = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False, parallel_drafting=False)
+    spec = SimpleNamespace(parallel_drafting=False)
     ranks = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
     known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
     return SimpleNamespace(**known | fields)
@@ -275,8 +289,7 @@ def config(**fields: object) -> SimpleNamespace:
 def test_engines_that_we_do_not_serve_are_named() -> None:
     assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
     assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
-    spec = SimpleNamespace(uses_dynamic_speculative_decoding=lambda: True, parallel_drafting=True)
-    assert len(config_reasons(config(speculative_config=spec))) == 2
+    assert config_reasons(config(speculative_config=SimpleNamespace(parallel_drafting=True))) == ["parallel drafting"]
 
 
 def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

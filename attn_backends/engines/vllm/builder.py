@@ -60,6 +60,8 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         self.layers = [layers[name] for name in layer_names]
         spec, model = vllm_config.speculative_config, vllm_config.model_config
         self.num_steps = spec.num_speculative_tokens if spec else 1
+        schedule = spec.num_speculative_tokens_per_batch_size if spec else None
+        self.drafted = {min(number, self.num_steps) for _, _, number in schedule or [(1, 1, self.num_steps)]}
         page_size = kv_cache_spec.block_size
         room = self.num_steps + 1
         self.capacity = Capacity(
@@ -85,7 +87,7 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         backend = library(self.capacity, geometry, self.device, kernel=asked_kernel(), workload=self.workload)
         kernels = {str(kind): choice.kernel.name for kind, choice in backend.choices.items()}
         logger.info("%s attends in %s and on: %s, %s", library.name, self.layer_names[0], kernels, self.capacity)
-        return Plans(backend, self.capacity.num_draft_tokens)
+        return Plans(backend, {1 + number for number in self.drafted})
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -8,7 +8,7 @@ the graph runs. So nothing is planned while it is built. A captured plan reads v
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,11 +55,12 @@ class Plan:
 class Plans:
     """The plans of a group of layers that share a block table.
 
-    backend: of the group. num_draft_tokens: query rows of a request in a verify, the last sampled token included.
+    backend: of the group. verified: query rows that a request may have in a verify, the last sampled token included;
+    several where the number of drafts depends on the batch.
     """
 
-    def __init__(self, backend: AttentionBackend, num_draft_tokens: int) -> None:
-        self.backend, self.num_draft_tokens = backend, num_draft_tokens
+    def __init__(self, backend: AttentionBackend, verified: Collection[int]) -> None:
+        self.backend, self.verified = backend, verified
         self._captured: dict[Hashable, Metadata] = {}
         self._mixed = MixedBatches(backend, logger)
 
@@ -75,14 +76,14 @@ class Plans:
         """
         num_rows = common.num_actual_tokens
         width, rest = divmod(num_rows, common.num_reqs)
-        if rest or width not in (1, self.num_draft_tokens):
+        if rest or width not in (1, *self.verified):
             raise UnsupportedStepError(
                 "a full graph of vLLM",
                 [
-                    f"{num_rows} rows of {common.num_reqs} requests (each has 1 row, or {self.num_draft_tokens} in a "
-                    "verify)"
+                    f"{num_rows} rows of {common.num_reqs} requests (each has 1 row, or in a verify "
+                    f"{' or '.join(map(str, sorted(self.verified)))})"
                 ],
-                "cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE, without dynamic speculative decoding",
+                "cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE",
             )
         key = _key(width, common)
         if key not in self._captured:
@@ -114,12 +115,12 @@ class Plans:
             return batch.idle()
         if widths == {1}:
             return batch.decode()
-        return batch.target_verify() if widths == {self.num_draft_tokens} else batch.prefill()
+        return batch.target_verify() if len(widths) == 1 and widths <= {*self.verified} else batch.prefill()
 
     def _num_apart(self, batch: BlockTableBatch) -> int:
         """Running requests that are a step of their own beside prompts: vLLM has those of one width first."""
         first = batch.query_lens[0] if batch.bs else 0
-        running = batch.leading(first) if first in (1, self.num_draft_tokens) else 0
+        running = batch.leading(first) if first in (1, *self.verified) else 0
         return running if self._mixed.are_apart(running, sum(batch.query_lens[running:])) else 0
 
 

@@ -39,8 +39,6 @@ def config_reasons(config: Any) -> list[str]:
     if not config.use_v2_model_runner:
         reasons.append("vLLM's model runner V1 (unset VLLM_USE_V2_MODEL_RUNNER; attn_backends serves V2 alone)")
     spec = config.speculative_config
-    if spec is not None and spec.uses_dynamic_speculative_decoding():
-        reasons.append("a number of drafted tokens that depends on the batch (dynamic speculative decoding)")
     if spec is not None and spec.parallel_drafting:
         reasons.append("parallel drafting")
     parallel = config.parallel_config

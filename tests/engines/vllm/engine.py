@@ -30,8 +30,9 @@ class Row:
     model: gqa, gqa-window, gqa-eagle, mla-1 or mla-3, which has three modules. backend: as `--attention-backend` is
     given. graphs: vLLM's cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether
     it drafts at all. fused: whether the draft loop is one graph, or a graph or call for each forward. is_async: False
-    turns vLLM's asynchronous scheduling off, which is its default. block_size: None leaves it to vLLM. others: more
-    arguments of `LLM`.
+    turns vLLM's asynchronous scheduling off, which is its default. block_size: None leaves it to vLLM. schedule: of the
+    number of drafted tokens, where it depends on that of requests (first, last, drafted). others: more arguments of
+    `LLM`.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Row:
     fused: bool = True
     is_async: bool = True
     block_size: int | None = 16
+    schedule: tuple[tuple[int, int, int], ...] = ()
     others: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -55,6 +57,11 @@ class Row:
         return "mtp" if self.is_mla else "eagle" if self.model == "gqa-eagle" else "eagle3"
 
     @property
+    def drafted(self) -> set[int]:
+        """Tokens that may be drafted."""
+        return {number for _, _, number in self.schedule} or {NUM_DRAFTED}
+
+    @property
     def forwards(self) -> int:
         """Forwards of each draft layer in a step: one module runs for every token, of several each for its own."""
         return 1 if self.model == "mla-3" else NUM_DRAFTED
@@ -62,23 +69,23 @@ class Row:
     def __str__(self) -> str:
         words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.graphs.lower()]
         words += ["caching"] * self.caching + ["chunked"] * self.chunked + ["steps"] * (not self.fused)
-        words += ["synchronous"] * (not self.is_async)
+        words += ["synchronous"] * (not self.is_async) + ["scheduled"] * bool(self.schedule)
         return "-".join(words)
 
 
 @dataclass
 class Run:
     """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
-    engine, by kind (kinds.py). undrafted: those after which no request wants drafts. layers: target layers and draft
-    layers, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`. padded: steps
-    that a larger graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled before the one
-    ahead of it is done.
+    engine, by kind (kinds.py). drafted: tokens that each step drafts, 0 where no request wants any. layers: of the
+    target and the draft, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`.
+    padded: steps that a larger graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled
+    before the one ahead of it is done.
     """
 
     tokens: list[list[int]]
     drafts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     steps: Counter[str] = field(default_factory=Counter)
-    undrafted: int = 0
+    drafted: list[int] = field(default_factory=list)
     layers: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     graphs: dict[str, int] = field(default_factory=dict)
     attended: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -113,7 +120,9 @@ def arguments(row: Row, models: Path) -> dict[str, Any]:
         options["async_scheduling"] = False
     if row.drafts:
         draft = str(models / f"{row.model}-draft")
-        options["speculative_config"] = {"method": row.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+        given = {"method": row.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+        schedule = {"num_speculative_tokens_per_batch_size": [*row.schedule]} if row.schedule else {}
+        options["speculative_config"] = given | schedule
     return {
         "model": str(models / row.model),
         "attention_backend": row.backend,
@@ -136,7 +145,7 @@ def runner_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def _watch(llm: Any, run: Run) -> None:
+def _watch(llm: Any, row: Row, run: Run) -> None:
     """Keep what is drafted in every step."""
     runner = runner_of(llm)
     speculator, layers = runner.speculator, runner.vllm_config.compilation_config.static_forward_context
@@ -146,14 +155,15 @@ def _watch(llm: Any, run: Run) -> None:
     def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
         drafted = propose(batch, *args, **kwargs)
         sampled, rejected = args[4], args[5]
-        run.steps[kind_of(batch.num_scheduled_tokens.tolist(), NUM_DRAFTED)] += 1
-        is_undrafted = kwargs.get("num_speculative_tokens") == 0
-        run.undrafted += is_undrafted
+        run.steps[kind_of(batch.num_scheduled_tokens.tolist(), *row.drafted)] += 1
+        number = kwargs.get("num_speculative_tokens")
+        number = NUM_DRAFTED if number is None else number
+        run.drafted.append(number)
         run.padded += batch.num_reqs_after_padding > batch.num_reqs
         for i, request in enumerate(batch.req_ids):
-            if sampled[i] and not is_undrafted:
+            if sampled[i] and number:
                 known = int(batch.seq_lens[i] - rejected[i]) + 1
-                run.drafts[int(request.split("-")[0]), known] = drafted[i].tolist()
+                run.drafts[int(request.split("-")[0]), known] = drafted[i, :number].tolist()
         return drafted
 
     speculator.propose = watched
@@ -191,7 +201,7 @@ def _run(
     recorded_graphs.NUM.clear()
     llm = build(row, models)
     if row.drafts:
-        _watch(llm, found)
+        _watch(llm, row, found)
     forget_attended()
     begin()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)

@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def kind_of(lens: Sequence[int], num_drafted: int) -> str:
+def kind_of(lens: Sequence[int], *num_drafted: int) -> str:
     """The kind of step that a layer counts for a batch.
 
-    lens: query rows of each request. A mixed batch is a prefill. Where its first requests all decode, or all verify,
-    they may be planned apart; then the kind is that of the others, so that two answers are right: "prefill or decode".
+    lens: query rows of each request. num_drafted: tokens that may be drafted, one number or several. A mixed batch is a
+    prefill. Where its first requests all decode, or all verify, they may be planned apart; then the kind is that of the
+    others, so that two answers are right: "prefill or decode".
     """
-    uniform = {1: "decode", num_drafted + 1: "target_verify"}
+    uniform = {**{number + 1: "target_verify" for number in num_drafted}, 1: "decode"}
     if len(set(lens)) == 1:
         return uniform.get(lens[0], "prefill")
     num_first = next(i for i, length in enumerate(lens) if length != lens[0])
-    apart = kind_of(lens[num_first:], num_drafted).split()[0] if lens[0] in uniform else "prefill"
+    apart = kind_of(lens[num_first:], *num_drafted).split()[0] if lens[0] in uniform else "prefill"
     return "prefill" if apart == "prefill" else f"prefill or {apart}"
 
 

@@ -44,7 +44,7 @@ def wrong_drafts(found: Run, wanted: Run, given: list[list[int]]) -> list[str]:
 def assert_attended(row: Row, found: Run) -> None:
     """The backend of the row, and no other, attended in every layer in the engine's steps, kind by kind."""
     assert found.steps
-    loops = (row.forwards - 1) * (found.steps.total() - found.undrafted)
+    loops = sum(number - 1 for number in found.drafted if number) if row.forwards > 1 else 0
     asked = dict.fromkeys(found.layers[0], found.steps) | dict.fromkeys(
         found.layers[1], draft_steps(found.steps, loops)
     )

@@ -56,12 +56,19 @@ class Feature:
 
 
 WINDOWS = Row("gqa-window", "ATTN_BACKENDS_FA3", BOTH)
+BY_BATCH = (1, 1, 3), (2, 2, 0), (3, 4, 2)
 FEATURES = {
     "windows and sinks": Feature(WINDOWS, {(torch.float32, None, True), (torch.float32, 20, True)}, with_sinks),
     "latents of 8 bits, with a scale": Feature(
         Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", FULL, block_size=32, others=EIGHT_BITS),
         {(torch.float8_e4m3fn, None, False)},
         with_a_scale,
+    ),
+    "drafts by the number of requests": Feature(
+        Row("gqa", "ATTN_BACKENDS_FA3", FULL, schedule=BY_BATCH), {(torch.float32, None, False)}
+    ),
+    "drafts by the number of requests, of latents": Feature(
+        Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, block_size=32, schedule=BY_BATCH), {(torch.float32, None, False)}
     ),
 }
 ALONE = {
@@ -96,8 +103,10 @@ def test_a_feature(feature: Feature, models: Path, monkeypatch: pytest.MonkeyPat
     assert_attended(row, found)
     assert_compared(row, found, shadow)
     if row.others != EIGHT_BITS:
-        wanted = run(replace(row, backend="TESTS_PLAIN", graphs="NONE"), models, prompts(4), 8)
+        plain = "TESTS_PLAIN_MLA" if row.is_mla else "TESTS_PLAIN"
+        wanted = run(replace(row, backend=plain, graphs="NONE"), models, prompts(4), 8)
         assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
+    assert {*found.drafted} - {0} == row.drafted - {0}
 
 
 def test_the_stand_in_stores_latents_of_8_bits_by_their_scale() -> None:

@@ -48,10 +48,6 @@ IN_PARALLEL: dict[str, tuple[dict[str, int], str]] = {
 """Context parallelism of a phase: what an engine of latents is given, and all reasons against it."""
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "parallel drafting": ({"parallel_drafting": True}, r"serves V2 alone\); parallel drafting"),
-    "a number of drafted tokens that depends on the batch": (
-        {"num_speculative_tokens_per_batch_size": [(1, 2, 3), (3, 4, 1)]},
-        "dynamic speculative decoding",
-    ),
     "adaptive verification": ({"enable_adaptive_verification": True}, "needed for adaptive verification"),
 }
 """Ways of drafting: what is added to the speculative configuration, and why it is refused."""
