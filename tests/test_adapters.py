@@ -334,6 +334,19 @@ def test_vllm_refuses(fields: dict[str, Any], error: type[Exception], message: s
         vllm.read(common, scene.world.geometry)
 
 
+def test_vllm_rows_that_see_one_another_are_a_draft_block() -> None:
+    scene = paged_scene(BATCHES[StepKind.TARGET_VERIFY])
+    common = common_metadata(scene)
+    verify = vllm.read(common, scene.world.geometry).target_verify()
+    with pytest.raises(UnsupportedStepError, match=r"rows that are causal \(causal\)"):
+        vllm.read_block(common, scene.world.geometry)
+    common.causal = False
+    step = vllm.read_block(common, scene.world.geometry)
+    assert (step.kind, step.width, step.max_committed) == (StepKind.DRAFT_BLOCK, verify.width, verify.max_committed)
+    assert step.seq_lens.tolist() == list(scene.batch.lens)
+    assert step.flat_slots().tolist() == scene.write_order()
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [

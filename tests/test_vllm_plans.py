@@ -279,6 +279,21 @@ def test_what_a_layer_has_that_we_lack_is_named() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", [2, NUM_DRAFT_TOKENS])
+def test_rows_that_see_one_another_are_a_block_draft(width: int) -> None:
+    """DSpark's block has no row for the root."""
+    engine, lens, committed = Engine(), [width, width], [4, 9]
+    engine.plans = Plans(engine.backend, {2, NUM_DRAFT_TOKENS})
+    common = engine.common(lens, committed)
+    captured = metadata(engine.plans.capture(common))  # of the same rows, which are causal
+    common.causal = False
+    for plan in (engine.plans.of(common), engine.plans.capture(common), engine.plans.of(common)):
+        meta = metadata(plan)
+        assert meta is not captured
+        assert (meta.step.kind, meta.step.width) == (StepKind.DRAFT_BLOCK, width)
+        assert_describes(meta, engine, lens, committed)
+
+
 def config(**fields: object) -> SimpleNamespace:
     spec = SimpleNamespace(parallel_drafting=False)
     ranks = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
@@ -289,7 +304,10 @@ def config(**fields: object) -> SimpleNamespace:
 def test_engines_that_we_do_not_serve_are_named() -> None:
     assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
     assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
-    assert config_reasons(config(speculative_config=SimpleNamespace(parallel_drafting=True))) == ["parallel drafting"]
+    for blocks in (True, False):
+        spec = SimpleNamespace(parallel_drafting=True, use_dflash=lambda: False, use_dspark=lambda is_so=blocks: is_so)
+        reasons = config_reasons(config(speculative_config=spec))
+        assert reasons == ([] if blocks else ["parallel drafting other than DFlash's and DSpark's"])
 
 
 def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,13 @@ class BlockTableBatch:
             max_committed=self.max_committed,
         )
 
+    def draft_block(self) -> Step:
+        """The rows of a block draft, which see one another."""
+        width = self._width("draft block")
+        return Step.draft_block(
+            width, self.committed, self.paging, self.out_cache_loc, max_committed=self.max_committed
+        )
+
     def draft_extend(self) -> Step:
         """The draft catches up on running requests, rejected rows included; its prompts are a `prefill`."""
         query = UniformQuery(self._width("draft extend"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_backends.adapters.batch import BlockTableBatch, host_list
 from attn_backends.errors import UnsupportedStepError
-from spec_metadata import BlockTable, CacheGeometry, InvalidStepError
+from spec_metadata import BlockTable, CacheGeometry, InvalidStepError, Step
 
 
 class CommonAttentionMetadata(Protocol):
@@ -22,7 +22,7 @@ class CommonAttentionMetadata(Protocol):
 
     query_start_loc: [num_reqs + 1] int32; query_start_loc_cpu: its host mirror. seq_lens: [num_reqs] int32, tokens of
     each request including this batch's rows. max_seq_len: host bound on them. block_table_tensor: [num_reqs, columns]
-    int32. slot_mapping: [num_tokens] int64, -1 in padding. causal: True.
+    int32. slot_mapping: [num_tokens] int64, -1 in padding. causal: False of a block draft, else True.
     """
 
     query_start_loc: Tensor
@@ -56,7 +56,17 @@ def read(common: CommonAttentionMetadata, geometry: CacheGeometry) -> BlockTable
 
     A slot of -1 in a real row (past max_model_len) is written to the reserved page instead.
     """
-    _refuse(common)
+    _refuse(common, causal=True)
+    return _requests(common, geometry)
+
+
+def read_block(common: CommonAttentionMetadata, geometry: CacheGeometry) -> Step:
+    """The step of a block draft (DFlash, DSpark), whose rows see one another. Reads as `read` does."""
+    _refuse(common, causal=False)
+    return _requests(common, geometry).draft_block()
+
+
+def _requests(common: CommonAttentionMetadata, geometry: CacheGeometry) -> BlockTableBatch:
     starts = host_list("CommonAttentionMetadata.query_start_loc_cpu", common.query_start_loc_cpu)[: common.num_reqs + 1]
     if len(starts) != common.num_reqs + 1:
         raise InvalidStepError(
@@ -83,9 +93,9 @@ def read(common: CommonAttentionMetadata, geometry: CacheGeometry) -> BlockTable
     )
 
 
-def _refuse(common: CommonAttentionMetadata) -> None:
+def _refuse(common: CommonAttentionMetadata, *, causal: bool) -> None:
     reasons = [f"{why} ({name})" for name, why in REFUSED.items() if getattr(common, name, None) is not None]
-    if common.causal is not True:
-        reasons.append("rows that are not causal (causal)")
+    if common.causal is not causal:
+        reasons.append(f"rows that are {'not ' if causal else ''}causal (causal)")
     if reasons:
         raise UnsupportedStepError("vLLM's CommonAttentionMetadata", reasons, "leave these layers to vLLM's backend")

@@ -20,6 +20,7 @@ from attn_backends.engines.vllm.builder import Builder
 from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
 from attn_backends.engines.vllm.refusals import ANY_PAGE_SIZE, config_reasons, kernel_reasons
 from attn_backends.selection.choose import Workload
+from spec_metadata import StepKind
 
 
 class _Registered(AttentionBackend):
@@ -94,6 +95,12 @@ class FA3(_Registered):
     def supports_sink(cls) -> bool:
         """Attention sinks."""
         return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """The rows of block drafts, which see one another."""
+        device = torch.device(current_platform.device_type)
+        return not kernel_reasons(cls.impl.library, device, Workload(ANY_PAGE_SIZE), [StepKind.DRAFT_BLOCK])
 
 
 class _OnLatents(_Registered):

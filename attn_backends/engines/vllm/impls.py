@@ -134,6 +134,13 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
             output[rows] = backend.forward(query[rows], cache, meta, self.layer).out
         return output
 
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store rows that attend nowhere, as a block draft's context. Those of slot -1 go to vLLM's null block."""
+        scales = self.scales_of(layer) if self.cache_dtype is torch.float8_e4m3fn else (1.0, 1.0)
+        self.pages(kv_cache).store(KeyValues(key, value), slot_mapping.clamp_min(0), *scales)
+
 
 class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
     """MLA on vLLM's pages of latents; vLLM stores them itself, by its own slots.

@@ -76,7 +76,7 @@ class Plans:
         """
         num_rows = common.num_actual_tokens
         width, rest = divmod(num_rows, common.num_reqs)
-        if rest or width not in (1, *self.verified):
+        if rest or (common.causal and width not in (1, *self.verified)):
             raise UnsupportedStepError(
                 "a full graph of vLLM",
                 [
@@ -88,6 +88,7 @@ class Plans:
         key = _key(width, common)
         if key not in self._captured:
             kind = StepKind.DECODE if width == 1 else StepKind.TARGET_VERIFY
+            kind = kind if common.causal else StepKind.DRAFT_BLOCK
             inputs = BoundInputs(common.seq_lens, common.slot_mapping[:num_rows], lens_include_rows=True)
             table = BlockTable(common.block_table_tensor, self.backend.geometry)
             self._captured[key] = self.backend.capture(Bucket(kind, common.num_reqs, width), table, inputs)
@@ -101,6 +102,8 @@ class Plans:
         return Plan(refresh)
 
     def _eager(self, common: Batch) -> Sequence[Metadata]:
+        if not common.causal:
+            return [self.backend.init_forward_metadata(adapter.read_block(common, self.backend.geometry))]
         batch = adapter.read(common, self.backend.geometry)
         num_apart = self._num_apart(batch)
         parts = [batch]
@@ -136,4 +139,4 @@ def _uniform_width(common: Batch) -> int:
 def _key(width: int, common: Batch) -> Hashable:
     """A captured batch: its size, and the buffers that its graph reads."""
     buffers = (common.seq_lens, common.slot_mapping, common.block_table_tensor)
-    return width, common.num_reqs, tuple((buffer.data_ptr(), buffer.stride()) for buffer in buffers)
+    return width, common.causal, common.num_reqs, tuple((buffer.data_ptr(), buffer.stride()) for buffer in buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -39,14 +40,16 @@ def config_reasons(config: Any) -> list[str]:
     if not config.use_v2_model_runner:
         reasons.append("vLLM's model runner V1 (unset VLLM_USE_V2_MODEL_RUNNER; attn_backends serves V2 alone)")
     spec = config.speculative_config
-    if spec is not None and spec.parallel_drafting:
-        reasons.append("parallel drafting")
+    if spec is not None and spec.parallel_drafting and not (spec.use_dflash() or spec.use_dspark()):
+        reasons.append("parallel drafting other than DFlash's and DSpark's")
     parallel = config.parallel_config
     ranks = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
     return reasons + [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
 
 
-def kernel_reasons(backend: type[AttentionBackend], device: torch.device, workload: Workload) -> list[str]:
+def kernel_reasons(
+    backend: type[AttentionBackend], device: torch.device, workload: Workload, kinds: Collection[StepKind] = KINDS
+) -> list[str]:
     """Why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
 
     vLLM gives no exact lengths on the host, so a kernel that plans on the host is none.
@@ -56,7 +59,7 @@ def kernel_reasons(backend: type[AttentionBackend], device: torch.device, worklo
     except BackendUnavailableError as error:
         return list(error.reasons)
     reasons: list[str] = []
-    for kind in KINDS:
+    for kind in kinds:
         kernel = choices[kind].kernel
         against = workload.reasons_against(kernel.capabilities[kind], kind)
         reasons += [f"kernel {kernel.name}: {reason}" for reason in against] + kernel.bound_reasons(kind)

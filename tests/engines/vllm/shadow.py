@@ -43,11 +43,14 @@ class Shadow:
         """Compare one call now, and in each replay of a graph that is being recorded. rows: keys and values that were
         stored, [num_rows, KV heads, sizes]; None where vLLM stores them.
         """
-        where = (
-            f"{'draft' if layer.is_draft_layer else 'target'} layer, {'in a graph' if is_capturing() else 'eagerly'}"
-        )
-        run_at_replays(lambda: self._check_writes(layer.layer_name, kv_cache, given.common, rows, where))
+        self.check_stored(layer, kv_cache, given.common.slot_mapping, rows)
+        where = _where(layer)
         run_at_replays(lambda: self._check_attention(layer, cache, given.common, q, out, where))
+
+    def check_stored(self, layer: Any, kv_cache: Tensor, slots: Tensor, rows: Any) -> None:
+        """Compare what one call stored. slots: [num_rows], -1 for rows that are not stored. rows: as of `check`."""
+        where = _where(layer)
+        run_at_replays(lambda: self._check_writes(layer.layer_name, kv_cache, slots, rows, where))
 
     def _check_attention(self, layer: Any, cache: Any, common: Any, q: Tensor, out: Tensor, where: str) -> None:
         if not self.compares:
@@ -71,13 +74,13 @@ class Shadow:
             )
         self.compared[where] += 1
 
-    def _check_writes(self, name: str, kv_cache: Tensor, common: Any, rows: Any, where: str) -> None:
-        """Since the call before, nothing changed in the cache but the null block and the batch's slots."""
+    def _check_writes(self, name: str, kv_cache: Tensor, slot_mapping: Tensor, rows: Any, where: str) -> None:
+        """Since the call before, nothing changed in the cache but the null block and the slots of this one."""
         entries = kv_cache.transpose(1, 2) if kv_cache.ndim == 4 else kv_cache
         place = kv_cache.data_ptr()  # layers with and without a window share one
         before = self._known.get(place)
         first = entries.shape[1]  # behind the null block
-        slots = [(row, slot) for row, slot in enumerate(common.slot_mapping.tolist()) if slot >= first]
+        slots = [(row, slot) for row, slot in enumerate(slot_mapping.tolist()) if slot >= first]
         if before is not None and before.shape == entries.shape:
             changed = (entries != before).flatten(2).any(-1).flatten()
             changed[:first] = False
@@ -92,6 +95,11 @@ class Shadow:
         """Whether each slot holds its row. An 8-bit cache is bytes to vLLM."""
         typed = flat.view(rows.dtype)
         return all(torch.equal(typed[slot].float(), rows[row].float()) for row, slot in slots)
+
+
+def _where(layer: Any) -> str:
+    """Of a call, in words."""
+    return f"{'draft' if layer.is_draft_layer else 'target'} layer, {'in a graph' if is_capturing() else 'eagerly'}"
 
 
 def _unwritten(q: Tensor, common: Any) -> Tensor:
@@ -114,6 +122,7 @@ def compared() -> Iterator[Shadow]:
     """Engines that are built and run inside compare every call of our backends."""
     shadow, patch = Shadow(), pytest.MonkeyPatch()
     given_of, forward, forward_mqa = Builder._given, GroupedQueryImpl.forward, LatentImpl.forward_mqa
+    store = GroupedQueryImpl.do_kv_cache_update
 
     def with_common(self: Any, plan: Any, common: Any) -> GroupMetadata:
         given = given_of(self, plan, common)
@@ -127,6 +136,10 @@ def compared() -> Iterator[Shadow]:
             shadow.check(layer, self.pages(kv_cache), kv_cache, given, q, rest["output"], rows)
         return result
 
+    def compared_store(self: Any, layer: Any, k: Any, v: Any, kv_cache: Any, slots: Any) -> None:
+        store(self, layer, k, v, kv_cache, slots)
+        shadow.check_stored(layer, kv_cache, slots, torch.cat((k, v), -1).to(self.cache_dtype))
+
     def compared_mqa(self: Any, q: Any, kv_cache: Any, given: Any, layer: Any) -> Any:
         result = forward_mqa(self, q, kv_cache, given, layer)
         shadow.check(layer, self.pages(kv_cache), kv_cache, given, torch.cat(q, dim=-1), result[0], None)
@@ -134,6 +147,7 @@ def compared() -> Iterator[Shadow]:
 
     patch.setattr(Builder, "_given", with_common)
     patch.setattr(GroupedQueryImpl, "forward", compared_forward)
+    patch.setattr(GroupedQueryImpl, "do_kv_cache_update", compared_store)
     patch.setattr(LatentImpl, "forward_mqa", compared_mqa)
     try:
         yield shadow

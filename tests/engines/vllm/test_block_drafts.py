@@ -1,11 +1,12 @@
-"""Folders of published DFlash and DSpark drafts in vLLM 0.33's own engine, with attention of these tests: its drafts
-are those of the independent forward that our worker's drafts equal, too.
+"""Folders of published DFlash and DSpark drafts in vLLM 0.33's own engine, on our backend and on attention of these
+tests: its drafts are those of the independent forward that our worker's drafts equal, too.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,10 @@ from tests.block_formats import BLOCKS, DSPARKS, SIZE, BlockOracle
 from tests.eagle3_models import tiny_target
 from tests.engines.vllm import engine, stand_ins
 from tests.engines.vllm.engine import EngineFailed, Row, Run, run
+from tests.engines.vllm.kinds import wrong_layers
+from tests.engines.vllm.recompute import greedy_by_transformers
+from tests.engines.vllm.rows import FULL
+from tests.engines.vllm.shadow import compared
 from tests.head_formats import write
 from tests.head_judges import MAX_CONTEXT, NUM_TOKENS, PROMPTS
 from tests.test_dflash import oracle_of
@@ -38,13 +43,34 @@ REFUSED = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", READ)
-@torch.no_grad()
 def test_drafts_are_those_of_an_independent_forward(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    oracle, found = judged(name, tmp_path, monkeypatch)
-    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, found.tokens, strict=True)]
-    known = [(texts[i][:count], drafts) for (i, count), drafts in found.drafts.items() if count <= len(texts[i])]
-    assert len(known) > 20
-    assert [drafts for _, drafts in known] == [oracle.drafts(text, oracle.features(text)) for text, _ in known]
+    assert_drafts(*judged(name, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("SpecForge DFlash", FULL),
+        pytest.param("SpecForge DFlash", "NONE", marks=pytest.mark.full),
+        pytest.param("speculators DFlash", FULL, marks=pytest.mark.full),
+        ("DSpark", FULL),
+        pytest.param("DSpark", "NONE", marks=pytest.mark.full),
+    ],
+)
+def test_blocks_are_drafted_on_our_backend(
+    name: str, graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with compared() as shadow:
+        oracle, found = judged(name, tmp_path, monkeypatch, "ATTN_BACKENDS_FA3", graphs, shadow.begin)
+    assert_drafts(oracle, found)
+    for prompt, text in zip(PROMPTS, found.tokens, strict=True):
+        assert text == greedy_by_transformers(tmp_path / "target", prompt, text)
+    drafted = {"draft_block": sum(map(bool, found.drafted))}
+    asked = dict.fromkeys(found.layers[0], found.steps) | dict.fromkeys(found.layers[1], drafted)
+    assert wrong_layers(found.attended, asked) == []
+    assert sum(shadow.compared.values()) == sum(sum(each.values()) for each in asked.values())
+    for model in ("target", "draft"):
+        assert bool(shadow.compared[f"{model} layer, in a graph"]) == (graphs != "NONE")
 
 
 @pytest.mark.full
@@ -54,7 +80,18 @@ def test_what_vllm_does_not_take_it_says(name: str, tmp_path: Path, monkeypatch:
         judged(name, tmp_path, monkeypatch)
 
 
-def judged(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[BlockOracle, Run]:
+@torch.no_grad()
+def assert_drafts(oracle: BlockOracle, found: Run) -> None:
+    texts = [prompt + tokens for prompt, tokens in zip(PROMPTS, found.tokens, strict=True)]
+    known = [(texts[i][:count], drafts) for (i, count), drafts in found.drafts.items() if count <= len(texts[i])]
+    assert len(known) > 20
+    assert [drafts for _, drafts in known] == [oracle.drafts(text, oracle.features(text)) for text, _ in known]
+
+
+def judged(
+    name: str, folder: Path, patch: pytest.MonkeyPatch, backend: str = "TESTS_PLAIN", graphs: str = "NONE",
+    begin: Callable[[], None] = lambda: None,
+) -> tuple[BlockOracle, Run]:  # fmt: skip
     """The forward of a format, and what vLLM made of its folder."""
     form = replace(FORMATS[name], config={**FORMATS[name].config, **READ.get(name, {})})
     target = copy.deepcopy(tiny_target(form.num_layers))
@@ -66,5 +103,6 @@ def judged(name: str, folder: Path, patch: pytest.MonkeyPatch) -> tuple[BlockOra
     stand_ins.install_block_drafts()
     patch.setattr(engine, "NUM_DRAFTED", num_drafted)
     asked = {"method": method, "model": str(folder / "head"), "num_speculative_tokens": num_drafted}
-    others = (("speculative_config", asked | {"attention_backend": "TESTS_PLAIN"}), ("num_gpu_blocks_override", 96))
-    return oracle, run(Row("target", "TESTS_PLAIN", is_async=False, others=others), folder, PROMPTS, NUM_TOKENS)
+    others = (("speculative_config", asked | {"attention_backend": backend}), ("num_gpu_blocks_override", 96))
+    row = Row("target", backend, graphs, is_async=False, others=others)
+    return oracle, run(row, folder, PROMPTS, NUM_TOKENS, begin)
