@@ -35,8 +35,8 @@ PAGE_SIZE, NUM_DRAFT_TOKENS, MAX_BS, COLUMNS = 4, 3, 4, 8
 class Engine:
     """vLLM's persistent buffers, filled as it fills them."""
 
-    def __init__(self) -> None:
-        capacity = Capacity(MAX_BS, COLUMNS * PAGE_SIZE - 3, PAGE_SIZE, num_steps=2, num_draft_tokens=NUM_DRAFT_TOKENS)
+    def __init__(self, max_context: int = COLUMNS * PAGE_SIZE - 3) -> None:
+        capacity = Capacity(MAX_BS, max_context, PAGE_SIZE, num_steps=2, num_draft_tokens=NUM_DRAFT_TOKENS)
         self.backend = FA3Backend(capacity, vllm.geometry(64, PAGE_SIZE))
         self.plans = Plans(self.backend, {NUM_DRAFT_TOKENS})
         self.seq_lens = torch.zeros(MAX_BS, dtype=torch.int32)
@@ -66,6 +66,7 @@ class Engine:
             seq_lens=self.seq_lens[:num_reqs],
             num_reqs=num_reqs,
             num_actual_tokens=num_rows,
+            max_query_len=max(lens, default=0),
             max_seq_len=COLUMNS * PAGE_SIZE,
             block_table_tensor=self.table[:num_reqs],
             slot_mapping=self.slots[:num_rows],

@@ -24,7 +24,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import ForwardMetadata
-from spec_metadata import BlockTable, InvalidStepError, PackedQuery, Step, StepKind, UniformQuery
+from spec_metadata import BlockTable, BoundedQuery, InvalidStepError, PackedQuery, Step, StepKind, UniformQuery
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +92,13 @@ class BlockTableBatch:
             tree_mask=tree_mask,
             max_committed=self.max_committed,
         )
+
+    def ragged_verify(self, widths: Tensor, width: int) -> Step:
+        """Of rows that the device divides among requests, by widths, [bs], of at most width each. query_lens is a guess
+        of the host, of as many rows in all. Slots are those of the table.
+        """
+        query = BoundedQuery(widths, sum(self.query_lens), width)
+        return Step.target_verify(query, self.committed, self.paging, max_committed=self.max_committed)
 
     def draft_block(self) -> Step:
         """The rows of a block draft, which see one another."""

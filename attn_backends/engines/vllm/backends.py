@@ -18,7 +18,12 @@ from attn_backends.engines.vllm.api import (
 )
 from attn_backends.engines.vllm.builder import Builder
 from attn_backends.engines.vllm.impls import GroupedQueryImpl, LatentImpl
-from attn_backends.engines.vllm.refusals import ANY_PAGE_SIZE, config_reasons, kernel_reasons
+from attn_backends.engines.vllm.refusals import (
+    ANY_PAGE_SIZE,
+    config_reasons,
+    kernel_reasons,
+    takes_ragged_verifies,
+)
 from attn_backends.selection.choose import Workload
 from spec_metadata import StepKind
 
@@ -54,8 +59,9 @@ class _Registered(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Query lengths come from the host."""
-        return False
+        """Whether verifies may be cut on the device."""
+        device = torch.device(current_platform.device_type)
+        return takes_ragged_verifies(cls.impl.library, device, Workload(ANY_PAGE_SIZE))
 
     @classmethod
     def supports_combination(

@@ -20,6 +20,7 @@ from attn_backends.engines.vllm.api import (
     get_layers_from_vllm_config,
 )
 from attn_backends.engines.vllm.plans import Plan, Plans
+from attn_backends.engines.vllm.ragged_plans import RaggedPlans
 from attn_backends.engines.vllm.refusals import asked_kernel, config_reasons, kernel_reasons, refuse
 from attn_backends.selection.choose import Workload
 from spec_metadata import Capacity
@@ -64,9 +65,10 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         self.drafted = {min(number, self.num_steps) for _, _, number in schedule or [(1, 1, self.num_steps)]}
         page_size = kv_cache_spec.block_size
         room = self.num_steps + 1
+        self.is_cut = bool(spec and spec.enable_adaptive_verification)
         self.capacity = Capacity(
             max_bs=vllm_config.scheduler_config.max_num_seqs,
-            max_context=max(1, model.max_model_len - room),
+            max_context=max(1, model.max_model_len - (0 if self.is_cut else room)),
             page_size=page_size,
             num_steps=self.num_steps,
             num_draft_tokens=room,
@@ -79,6 +81,12 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         refuse(f"{impl.library.name} in vLLM, layers {layer_names[0]} and on", reasons)
         self.workload = workload
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: VllmConfig, kv_cache_spec: Any) -> int | None:
+        """Rows of a request at most, where the device divides them: as many as in a verify."""
+        spec = vllm_config.speculative_config
+        return 1 + spec.num_speculative_tokens if spec else 1
+
     @cached_property
     def plans(self) -> Plans:
         """Made at the first batch, when the cache is there to say how many pages it has."""
@@ -87,7 +95,7 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         backend = library(self.capacity, geometry, self.device, kernel=asked_kernel(), workload=self.workload)
         kernels = {str(kind): choice.kernel.name for kind, choice in backend.choices.items()}
         logger.info("%s attends in %s and on: %s, %s", library.name, self.layer_names[0], kernels, self.capacity)
-        return Plans(backend, {1 + number for number in self.drafted})
+        return (RaggedPlans if self.is_cut else Plans)(backend, {1 + number for number in self.drafted})
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from attn_backends.adapters import vllm as adapter
@@ -23,11 +24,15 @@ logger = logging.getLogger("vllm.attn_backends")
 
 
 class Batch(adapter.CommonAttentionMetadata, Protocol):
-    """vLLM's `CommonAttentionMetadata`: what `adapter.read` reads, and num_actual_tokens, its query rows, those that
-    pad a graph included.
+    """vLLM's `CommonAttentionMetadata`: what `adapter.read` reads, num_actual_tokens, its query rows, those that pad a
+    graph included, and max_query_len, a bound on those of a request.
     """
 
     num_actual_tokens: int
+    max_query_len: int
+
+
+Refresh = Callable[[], Sequence[Metadata]]
 
 
 class Plan:
@@ -35,7 +40,7 @@ class Plan:
     part of the batch, whose rows follow one another.
     """
 
-    def __init__(self, make: Callable[[], Sequence[Metadata]]) -> None:
+    def __init__(self, make: Refresh) -> None:
         self._make = make
         self._made: Sequence[Metadata] = ()
         self._parts: list[tuple[slice, ForwardMetadata]] = []
@@ -61,19 +66,35 @@ class Plans:
 
     def __init__(self, backend: AttentionBackend, verified: Collection[int]) -> None:
         self.backend, self.verified = backend, verified
-        self._captured: dict[Hashable, Metadata] = {}
+        self._captured: dict[Hashable, Refresh] = {}
         self._mixed = MixedBatches(backend, logger)
 
     def of(self, common: Batch) -> Plan:
         """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one."""
-        width = _uniform_width(common)
-        captured = self._captured.get(_key(width, common)) if width else None
-        return Plan(lambda: self._eager(common)) if captured is None else self._bound(captured)
+        captured = self._captured.get(_key(common)) if self.may_run_in_graph(common) else None
+        return Plan(captured or partial(self.eager, common))
 
     def capture(self, common: Batch) -> Plan:
         """The plan of a graph that is captured now, for every batch of this size. The buffers of `common` are those
         that vLLM fills before each replay.
         """
+        key = _key(common)
+        if key not in self._captured:
+            self._captured[key] = self.captured(common)
+        return Plan(self._captured[key])
+
+    def may_run_in_graph(self, common: Batch) -> bool:
+        """Whether a captured graph of its size may run a batch: its requests have as many rows each, of a graph's
+        padded batch too, whose last requests have none.
+        """
+        num_reqs = common.num_reqs
+        width, rest = divmod(common.num_actual_tokens, num_reqs) if num_reqs else (0, 1)
+        lens = common.query_start_loc_cpu[: num_reqs + 1].diff().tolist()
+        real = [length for length in lens if length]
+        return not rest and lens[: len(real)] == [width] * len(real)
+
+    def captured(self, common: Batch) -> Refresh:
+        """What plans a batch of this size in the buffers of `common`."""
         num_rows = common.num_actual_tokens
         width, rest = divmod(num_rows, common.num_reqs)
         if rest or (common.causal and width not in (1, *self.verified)):
@@ -85,23 +106,19 @@ class Plans:
                 ],
                 "cudagraph_mode FULL_DECODE_ONLY or FULL_AND_PIECEWISE",
             )
-        key = _key(width, common)
-        if key not in self._captured:
-            kind = StepKind.DECODE if width == 1 else StepKind.TARGET_VERIFY
-            kind = kind if common.causal else StepKind.DRAFT_BLOCK
-            inputs = BoundInputs(common.seq_lens, common.slot_mapping[:num_rows], lens_include_rows=True)
-            table = BlockTable(common.block_table_tensor, self.backend.geometry)
-            self._captured[key] = self.backend.capture(Bucket(kind, common.num_reqs, width), table, inputs)
-        return self._bound(self._captured[key])
+        kind = StepKind.DECODE if width == 1 else StepKind.TARGET_VERIFY
+        bucket = Bucket(kind if common.causal else StepKind.DRAFT_BLOCK, common.num_reqs, width)
+        inputs = BoundInputs(common.seq_lens, common.slot_mapping[:num_rows], lens_include_rows=True)
+        meta = self.backend.capture(bucket, BlockTable(common.block_table_tensor, self.backend.geometry), inputs)
 
-    def _bound(self, captured: Metadata) -> Plan:
         def refresh() -> Sequence[Metadata]:
-            self.backend.refresh(captured)
-            return (captured,)
+            self.backend.refresh(meta)
+            return (meta,)
 
-        return Plan(refresh)
+        return refresh
 
-    def _eager(self, common: Batch) -> Sequence[Metadata]:
+    def eager(self, common: Batch) -> Sequence[Metadata]:
+        """The metadata of a batch, part by part."""
         if not common.causal:
             return [self.backend.init_forward_metadata(adapter.read_block(common, self.backend.geometry))]
         batch = adapter.read(common, self.backend.geometry)
@@ -127,16 +144,8 @@ class Plans:
         return running if self._mixed.are_apart(running, sum(batch.query_lens[running:])) else 0
 
 
-def _uniform_width(common: Batch) -> int:
-    """Query rows of each request, of a graph's padded batch too, whose last requests have none; 0 if they differ."""
-    num_reqs = common.num_reqs
-    width, rest = divmod(common.num_actual_tokens, num_reqs) if num_reqs else (0, 0)
-    lens = common.query_start_loc_cpu[: num_reqs + 1].diff().tolist()
-    real = [length for length in lens if length]
-    return width if not rest and lens[: len(real)] == [width] * len(real) else 0
-
-
-def _key(width: int, common: Batch) -> Hashable:
+def _key(common: Batch) -> Hashable:
     """A captured batch: its size, and the buffers that its graph reads."""
     buffers = (common.seq_lens, common.slot_mapping, common.block_table_tensor)
-    return width, common.causal, common.num_reqs, tuple((buffer.data_ptr(), buffer.stride()) for buffer in buffers)
+    places = tuple((buffer.data_ptr(), buffer.stride()) for buffer in buffers)
+    return common.num_actual_tokens, common.num_reqs, common.causal, places

@@ -66,6 +66,15 @@ def kernel_reasons(
     return list(dict.fromkeys(reasons))
 
 
+def takes_ragged_verifies(backend: type[AttentionBackend], device: torch.device, workload: Workload) -> bool:
+    """Whether the kernel of verifies takes rows that the device alone divides among requests."""
+    try:
+        choices = choose_kernels(backend.name, backend.kernels, asked_kernel(), device, workload)
+    except BackendUnavailableError:
+        return False
+    return choices[StepKind.TARGET_VERIFY].kernel.capabilities[StepKind.TARGET_VERIFY].captures_packed
+
+
 def refuse(what: str, reasons: list[str]) -> None:
     """Raise if there are reasons."""
     if reasons:

@@ -31,8 +31,8 @@ class Row:
     given. graphs: vLLM's cudagraph_mode. caching, chunked: prefix caching; prompts longer than a step. drafts: whether
     it drafts at all. fused: whether the draft loop is one graph, or a graph or call for each forward. is_async: False
     turns vLLM's asynchronous scheduling off, which is its default. block_size: None leaves it to vLLM. schedule: of the
-    number of drafted tokens, where it depends on that of requests (first, last, drafted). others: more arguments of
-    `LLM`.
+    number of drafted tokens, where it depends on that of requests (first, last, drafted). is_cut: whether the device
+    cuts verifies. others: more arguments of `LLM`.
     """
 
     model: str
@@ -45,6 +45,7 @@ class Row:
     is_async: bool = True
     block_size: int | None = 16
     schedule: tuple[tuple[int, int, int], ...] = ()
+    is_cut: bool = False
     others: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -69,7 +70,7 @@ class Row:
     def __str__(self) -> str:
         words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.graphs.lower()]
         words += ["caching"] * self.caching + ["chunked"] * self.chunked + ["steps"] * (not self.fused)
-        words += ["synchronous"] * (not self.is_async) + ["scheduled"] * bool(self.schedule)
+        words += ["synchronous"] * (not self.is_async) + ["scheduled"] * bool(self.schedule) + ["cut"] * self.is_cut
         return "-".join(words)
 
 
@@ -121,8 +122,8 @@ def arguments(row: Row, models: Path) -> dict[str, Any]:
     if row.drafts:
         draft = str(models / f"{row.model}-draft")
         given = {"method": row.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
-        schedule = {"num_speculative_tokens_per_batch_size": [*row.schedule]} if row.schedule else {}
-        options["speculative_config"] = given | schedule
+        given |= {"num_speculative_tokens_per_batch_size": [*row.schedule]} if row.schedule else {}
+        options["speculative_config"] = given | ({"enable_adaptive_verification": True} if row.is_cut else {})
     return {
         "model": str(models / row.model),
         "attention_backend": row.backend,

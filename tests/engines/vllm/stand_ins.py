@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from attn_backends.conformance.foreign.vllm.stand_ins import concat_and_cache_mla
 
@@ -40,6 +43,26 @@ def install_block_drafts() -> None:
         "bool is_neox) -> ()",
         _rotary_embedding,
     )
+
+
+def install_adaptive_verification(patch: pytest.MonkeyPatch) -> None:
+    """Costs of steps, which only a GPU measures, and confidences that differ as a trained head's do. Streams and events
+    on a CPU are vLLM's own.
+    """
+    manager = adaptive_verification.AdaptiveVerificationManager
+    patch.setattr(adaptive_verification, "stream", lambda *streams: nullcontext())
+    patch.setattr(
+        adaptive_verification, "_assign_draft_token_budget_compiled", adaptive_verification._assign_draft_token_budget
+    )
+    record, drawn = manager.record_confidences, torch.Generator().manual_seed(0)
+    patch.setattr(
+        manager,
+        "record_confidences",
+        lambda self, probs, batch: record(self, torch.rand(probs.shape, generator=drawn), batch),
+    )
+    patch.setattr(manager, "batches_to_profile", lambda self, sizes: ())
+    costs = [(1, 1.0)], [(rows, 1.0 + 0.3 * rows) for rows in range(1, 65)]
+    patch.setattr(manager, "set_initial_cost_curves", lambda self, samples: self.set_cost_curves(*costs))
 
 
 def _rms_norm(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:

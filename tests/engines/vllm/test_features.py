@@ -67,11 +67,11 @@ FEATURES = {
     "drafts by the number of requests": Feature(
         Row("gqa", "ATTN_BACKENDS_FA3", FULL, schedule=BY_BATCH), {(torch.float32, None, False)}
     ),
+}
+ALONE = {
     "drafts by the number of requests, of latents": Feature(
         Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", BOTH, block_size=32, schedule=BY_BATCH), {(torch.float32, None, False)}
     ),
-}
-ALONE = {
     "windows": Feature(WINDOWS, {(torch.float32, None, False), (torch.float32, 20, False)}),
     "sinks": Feature(Row("gqa", "ATTN_BACKENDS_FA3", FULL), {(torch.float32, None, True)}, with_sinks),
     "keys and values of 8 bits": Feature(

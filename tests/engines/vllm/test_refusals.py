@@ -48,7 +48,6 @@ IN_PARALLEL: dict[str, tuple[dict[str, int], str]] = {
 """Context parallelism of a phase: what an engine of latents is given, and all reasons against it."""
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "parallel drafting": ({"parallel_drafting": True}, r"serves V2 alone\); parallel drafting"),
-    "adaptive verification": ({"enable_adaptive_verification": True}, "needed for adaptive verification"),
 }
 """Ways of drafting: what is added to the speculative configuration, and why it is refused."""
 LAYERS: dict[str, tuple[dict[str, Any], str]] = {
