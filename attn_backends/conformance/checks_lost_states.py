@@ -54,7 +54,9 @@ def refuses_cut_blocks(subject: Subject, case: Case) -> Measured:
 
 @check("compressed.refuses_lost_states", _asked("more rows than states are kept for"))
 def refuses_lost_states(subject: Subject, case: Case) -> Measured:
-    """A verify of one row more than a rejection could take back, and a prefix that ends inside a page."""
+    """A verify of one row more than a rejection could take back, a draft of a forward more than its extend could, and a
+    prefix that ends inside a page.
+    """
     world = world_of(setup_of(subject, case))
     assert isinstance(world, CompressedWorld)
     assert world.layer.compression is not None
@@ -63,11 +65,13 @@ def refuses_lost_states(subject: Subject, case: Case) -> Measured:
     lens, page_size = torch.tensor(case.lens, device=world.device), world.geometry.page_size
     most = world.ring - world.layer.compression.read_window + 2
     wide = Step.target_verify(most + 1, lens, scene.paging(), seq_lens_cpu=case.lens)
+    long = Step.draft_decode(1, most + 1, lens, scene.paging(), seq_lens_cpu=case.lens)  # of as many forwards as most
     check_prefix = backend.check_prefix  # type: ignore[attr-defined]
     check_prefix(2 * page_size)
     return refused(
         case.feature,
         scene,
         lambda: backend.init_forward_metadata(wide),
+        lambda: backend.init_forward_metadata(long),
         lambda: check_prefix(page_size + 1),
     )

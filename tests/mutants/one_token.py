@@ -50,3 +50,10 @@ def one_row_more_than_states(patch: pytest.MonkeyPatch) -> None:
     """A verify of one row more is taken than a ring keeps states for."""
     max_rows = compressed.max_rows
     patch.setattr(compressed, "max_rows", lambda window, ring, page_size: max_rows(window, ring + 1, page_size))
+
+
+@mutant(ORIGIN, "compressed.refuses_lost_states", backend="dsv4")
+def one_forward_more_than_states(patch: pytest.MonkeyPatch) -> None:
+    """A draft loop of one forward more is taken than a ring keeps states for."""
+    most = compressed.max_draft_forwards
+    patch.setattr(compressed, "max_draft_forwards", lambda window, ring, page_size: most(window, ring + 1, page_size))
