@@ -33,6 +33,7 @@ BATCHES = {
     StepKind.DRAFT_EXTEND: Batch(StepKind.DRAFT_EXTEND, LENS),
 }
 KINDS = list(BATCHES)
+BLOCK = Batch(StepKind.DRAFT_BLOCK, LENS)
 
 
 class Mode(IntEnum):
@@ -48,10 +49,12 @@ class Mode(IntEnum):
 
 
 MODES = dict(zip(KINDS, (Mode.EXTEND, Mode.DECODE, Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND_V2), strict=True))
+MODES[StepKind.DRAFT_BLOCK] = Mode.TARGET_VERIFY
 
 
 def sglang_scene(kind: StepKind, page_size: int = 4, topk: int = 1) -> Scene:
-    return Scene(World(Setup(FA3Backend, CacheFormat.KV, page_size, topk)), BATCHES[kind], seed=4)
+    batch = BLOCK if kind is StepKind.DRAFT_BLOCK else BATCHES[kind]
+    return Scene(World(Setup(FA3Backend, CacheFormat.KV, page_size, topk)), batch, seed=4)
 
 
 def paged_scene(batch: Batch, page_size: int = 4) -> Scene:
@@ -81,6 +84,8 @@ def forward_batch(scene: Scene, dtype: torch.dtype = torch.int64, **fields: Any)
         given["spec_info"] = SimpleNamespace(num_tokens_per_req=scene.width)
     if kind is StepKind.TARGET_VERIFY:
         given["spec_info"] = verify_input(scene)
+    if kind is StepKind.DRAFT_BLOCK:
+        given |= {"seq_lens_cpu": seq_lens + widths, "spec_info": dflash_input(scene.width)}
     return SimpleNamespace(**{**dict.fromkeys(sglang.REFUSED), **given, **fields})
 
 
@@ -105,6 +110,12 @@ def verify_input(scene: Scene) -> SimpleNamespace:
     )
 
 
+def dflash_input(width: int, **fields: Any) -> SimpleNamespace:
+    """As DFLASH's worker makes it, for its draft's block and for the target's verify."""
+    given = {"draft_token_num": width, "topk": 1, "ragged_verify_layout": None, "live_seq_lens_cpu": None}
+    return SimpleNamespace(**(given | fields))
+
+
 def data_parallel_padded(batch: SimpleNamespace) -> SimpleNamespace:
     """The batch after SGLang has added one row to match another rank."""
     padded = SimpleNamespace(**vars(batch))
@@ -121,7 +132,8 @@ def data_parallel_padded(batch: SimpleNamespace) -> SimpleNamespace:
 
 
 def sglang_steps(scene: Scene) -> sglang.ForwardBatches:
-    return sglang.ForwardBatches(scene.world.table, scene.world.geometry, scene.world.setup.topk, NUM_STEPS)
+    builder = sglang.BlockDraftBatches if scene.batch.kind is StepKind.DRAFT_BLOCK else sglang.ForwardBatches
+    return builder(scene.world.table, scene.world.geometry, scene.world.setup.topk, NUM_STEPS)
 
 
 def common_metadata(scene: Scene, dtype: torch.dtype = torch.int32, num_padded: int = 2) -> SimpleNamespace:

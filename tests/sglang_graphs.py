@@ -26,7 +26,9 @@ GRAPHS = [
     (StepKind.TARGET_VERIFY, 3),
     (StepKind.DRAFT_EXTEND, 1),
 ]
-each_graph = pytest.mark.parametrize(("kind", "topk"), GRAPHS, ids=lambda value: str(value))
+each_with_lens = pytest.mark.parametrize(("kind", "topk"), GRAPHS, ids=str)
+"""Those of which SGLang has exact lengths on the host."""
+each_graph = pytest.mark.parametrize(("kind", "topk"), [*GRAPHS, (StepKind.DRAFT_BLOCK, 1)], ids=str)
 
 
 class Pool:

@@ -30,6 +30,7 @@ from tests.sglang_graphs import (
     StaticBuffers,
     differing,
     each_graph,
+    each_with_lens,
     eager_padded,
     planned,
     plans_of,
@@ -74,7 +75,7 @@ def test_padded_requests_that_are_kept_are_told(kind: StepKind, topk: int) -> No
     assert {"num_real", "seq_lens", "write_slots"} & set(differing(planned(meta), eager_padded(scene)))
 
 
-@each_graph
+@each_with_lens
 def test_a_view_of_a_replay_is_the_step_of_its_real_requests(kind: StepKind, topk: int) -> None:
     scene = sglang_scene(kind, 1 if topk > 1 else 4, topk)
     found = sglang_steps(scene).replayed(view_of(scene), scene.width)
@@ -115,7 +116,7 @@ def test_a_branch_sees_its_own_tokens_and_each_forward_has_its_metadata() -> Non
                 assert sorted(seen.tolist()) == sorted(slots[request, branch, : i + 1].tolist())
 
 
-@each_graph
+@each_with_lens
 def test_a_kernel_that_plans_on_the_host_has_its_lengths_copied(
     kind: StepKind, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

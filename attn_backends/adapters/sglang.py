@@ -72,7 +72,8 @@ class VerifyInput(Protocol):
 
     DFlash's has two more. ragged_verify_layout is None or has verify_lens, [bs] int32 on the device, and
     graph_num_tokens, the rows of all, padding included. live_seq_lens_cpu: [bs] on the host, what is committed; its
-    batch's seq_lens_cpu counts the verified rows.
+    batch's seq_lens_cpu counts the verified rows. DFlash's own worker leaves it None, and its batch's then counts
+    reserved slots, too.
     """
 
     draft_token: Tensor
@@ -193,13 +194,8 @@ class ForwardBatches:
         )
 
     def _decode(self, batch: ForwardBatch, bs: int) -> Step:
-        return self._one_row(batch, bs, batch.seq_lens[:bs] - 1, counted=1)
-
-    def _one_row(self, batch: ForwardBatch, bs: int, prefix_lens: Tensor, *, counted: int) -> Step:
-        """A decode, which is also what a verify and an extend of no draft are. counted: of its rows in `seq_lens`."""
-        return Step.decode(
-            prefix_lens, self._paging(batch, bs), batch.out_cache_loc[:bs], **_host(batch.seq_lens_cpu, [counted] * bs)
-        )
+        paging, host = self._paging(batch, bs), _host(batch.seq_lens_cpu, [1] * bs)
+        return Step.decode(batch.seq_lens[:bs] - 1, paging, batch.out_cache_loc[:bs], **host)
 
     def _draft_decode(self, batch: ForwardBatch, bs: int) -> Step:
         if batch.spec_info.num_tokens_per_req != self.topk:
@@ -218,34 +214,39 @@ class ForwardBatches:
 
     def _verify(self, batch: ForwardBatch, bs: int) -> Step:
         spec: VerifyInput = batch.spec_info
-        if spec.draft_token_num == 1:
-            return self._one_row(batch, bs, batch.seq_lens[:bs], counted=0)
         lens, paging, width = batch.seq_lens[:bs], self._paging(batch, bs), spec.draft_token_num
-        live, layout = (getattr(spec, name, None) for name in ("live_seq_lens_cpu", "ragged_verify_layout"))
-        host = _host(batch.seq_lens_cpu if live is None else live, [0] * bs)
+        slots, layout = batch.out_cache_loc[: bs * width], getattr(spec, "ragged_verify_layout", None)
+        live = getattr(spec, "live_seq_lens_cpu", batch.seq_lens_cpu)
+        host = _bound(batch, bs) if live is None else _host(live, [0] * bs)
+        if width == 1:
+            return Step.decode(lens, paging, slots, **host)
         if layout is not None:  # its slots are packed; those of the table are its whole window
             query = BoundedQuery(layout.verify_lens[:bs], layout.graph_num_tokens, width)
             return Step.target_verify(query, lens, paging, **host)
         mask = None if spec.topk == 1 else tree_mask(spec)[:bs]
-        return Step.target_verify(width, lens, paging, batch.out_cache_loc[: bs * width], tree_mask=mask, **host)
+        return Step.target_verify(width, lens, paging, slots, tree_mask=mask, **host)
 
     def _draft_extend(self, batch: ForwardBatch, bs: int) -> Step:
         lens, prefix_lens = _extended(batch, bs)
         if front := getattr(batch.spec_info, "num_front_tokens", 0):
             reason = f"a draft extend that starts {front} tokens before the committed length (num_front_tokens)"
             raise UnsupportedStepError("SGLang's ForwardBatch", [reason], "extend after the committed tokens")
+        paging, slots, host = self._paging(batch, bs), batch.out_cache_loc[: sum(lens)], _host(batch.seq_lens_cpu, lens)
         if max(lens) == 1:
-            return self._one_row(batch, bs, prefix_lens, counted=1)
-        return Step.draft_extend(
-            UniformQuery(lens[0]) if len({*lens}) == 1 else PackedQuery.of(lens, batch.seq_lens.device),
-            prefix_lens,
-            self._paging(batch, bs),
-            batch.out_cache_loc[: sum(lens)],
-            **_host(batch.seq_lens_cpu, lens),
-        )
+            return Step.decode(prefix_lens, paging, slots, **host)
+        query = UniformQuery(lens[0]) if len({*lens}) == 1 else PackedQuery.of(lens, batch.seq_lens.device)
+        return Step.draft_extend(query, prefix_lens, paging, slots, **host)
 
     def _paging(self, batch: ForwardBatch, bs: int) -> RequestTable:
         return RequestTable(self.req_to_token, batch.req_pool_indices[:bs], self.geometry)
+
+
+class BlockDraftBatches(ForwardBatches):
+    """Builds the steps of a DFlash draft's runner: its TARGET_VERIFY is a block, whose rows see one another."""
+
+    def _verify(self, batch: ForwardBatch, bs: int) -> Step:
+        lens, paging, width = batch.seq_lens[:bs], self._paging(batch, bs), batch.spec_info.draft_token_num
+        return Step.draft_block(width, lens, paging, batch.out_cache_loc[: bs * width], **_bound(batch, bs))
 
 
 def tree_mask(spec: VerifyInput) -> Tensor:
@@ -298,6 +299,12 @@ def _extended(batch: ForwardBatch, bs: int) -> tuple[list[int], Tensor]:
             "not read back from extend_seq_lens, and the tokens before them"
         )
     return lens[:bs], prefix_lens[:bs]
+
+
+def _bound(batch: ForwardBatch, bs: int) -> HostBounds:
+    """Of DFlash's steps, whose lengths on the host count the rows, and slots that are reserved: no exact lengths."""
+    known = _host(batch.seq_lens_cpu, [batch.spec_info.draft_token_num] * bs)
+    return HostBounds(max_committed=known.get("max_committed"))
 
 
 def _host(mirror: Tensor | None, included: Sequence[int]) -> HostBounds:

@@ -8,9 +8,12 @@ from typing import Any, Self
 
 import torch
 
-from attn_backends.adapters.sglang import ForwardBatches, geometry
+from attn_backends.adapters.sglang import BlockDraftBatches, ForwardBatches, geometry
 from attn_backends.cache import CacheFormat
 from spec_metadata import Capacity, StepKind
+
+BLOCKS = "DFLASH"
+"""The algorithm whose draft proposes a block in one forward. It has no steps: SGLang sets their number to 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,8 +21,9 @@ class RunnerFacts:
     """Of a target's or a draft's model runner.
 
     batches: makes steps of its batches. capacity: the largest step. pool: its KV pool. layers: its model's attention
-    layers (RadixAttention). kinds: of steps that it will run. mixes: whether SGLang puts prompts and running requests
-    into one batch (--enable-mixed-chunk). max_context: its model's context length, in tokens.
+    layers (RadixAttention). kinds: of steps that it will run. in_blocks: whether the draft proposes blocks, of whose
+    steps SGLang has no exact lengths on the host. mixes: whether SGLang puts prompts and running requests into one
+    batch (--enable-mixed-chunk). max_context: its model's context length, in tokens.
     """
 
     batches: ForwardBatches
@@ -29,6 +33,7 @@ class RunnerFacts:
     layers: Sequence[Any]
     format: CacheFormat
     kinds: tuple[StepKind, ...]
+    in_blocks: bool
     mixes: bool
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -40,21 +45,25 @@ class RunnerFacts:
         and of no step where it adapts and drafts nothing.
         """
         table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
-        num_drafted = spec.speculative_num_steps or 0
+        num_nodes, in_blocks = max(spec.speculative_num_draft_tokens or 0, 2), spec.speculative_algorithm == BLOCKS
+        num_drafted = num_nodes - 1 if in_blocks else spec.speculative_num_steps or 0
         topk, num_steps = spec.speculative_eagle_topk or 1, max(num_drafted, 1)
-        num_nodes = max(spec.speculative_num_draft_tokens or 0, 2)
         sizes = {"page_size": page_size, "topk": topk, "num_steps": num_steps, "num_draft_tokens": num_nodes}
         room = Capacity(max_bs=1, max_context=1, num_extended=num_nodes, **sizes).draft_room
         whole_pages = table.shape[1] // page_size * page_size
         pool = geometry(runner.token_to_kv_pool.size, page_size)
+        batches, kinds = ForwardBatches, kinds_of(is_draft=runner.is_draft_worker, num_steps=num_drafted, mixes=mixes)
+        if in_blocks and runner.is_draft_worker:  # it never runs over prompts: SGLang writes their keys to its pool
+            batches, kinds = BlockDraftBatches, (StepKind.DRAFT_BLOCK,)
         return cls(
-            batches=ForwardBatches(table, pool, topk, num_steps),
+            batches=batches(table, pool, topk, num_steps),
             capacity=Capacity(max_bs=table.shape[0], max_context=whole_pages - room, num_extended=num_nodes, **sizes),
             device=torch.device(runner.device),
             pool=runner.token_to_kv_pool,
             layers=tuple(layers),
             format=CacheFormat.LATENT if runner.use_mla_backend else CacheFormat.KV,
-            kinds=kinds_of(is_draft=runner.is_draft_worker, num_steps=num_drafted, mixes=mixes),
+            kinds=kinds,
+            in_blocks=in_blocks,
             mixes=mixes,
             dtype=runner.dtype,
             cache_dtype=runner.kv_cache_dtype,

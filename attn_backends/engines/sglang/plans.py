@@ -21,7 +21,11 @@ from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from spec_metadata import Step, StepKind
 
 logger = logging.getLogger(__name__)
-_KINDS = {"TARGET_VERIFY": StepKind.TARGET_VERIFY, "DRAFT_EXTEND_V2": StepKind.DRAFT_EXTEND}
+_KINDS = {
+    "TARGET_VERIFY": (StepKind.TARGET_VERIFY, StepKind.DRAFT_BLOCK),
+    "DRAFT_EXTEND_V2": (StepKind.DRAFT_EXTEND,),
+}
+"""What a forward mode may be; a runner has one of these kinds at most."""
 
 
 class Plans:
@@ -45,8 +49,8 @@ class Plans:
     def kind_of(self, batch: Any) -> StepKind:
         """The kind of what a graph is captured for. Without a draft, verifies and draft extends have one row each."""
         drafts = StepKind.DECODE if batch.spec_info is None else StepKind.DRAFT_DECODE
-        kind = _KINDS.get(batch.forward_mode.name, drafts)
-        return kind if kind in self.facts.kinds else StepKind.DECODE
+        kinds = _KINDS.get(batch.forward_mode.name, (drafts,))
+        return next((kind for kind in kinds if kind in self.facts.kinds), StepKind.DECODE)
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
         """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""

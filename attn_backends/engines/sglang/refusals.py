@@ -8,7 +8,7 @@ from typing import Any
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.contract.kernel import Kernel
-from attn_backends.engines.sglang.facts import RunnerFacts
+from attn_backends.engines.sglang.facts import BLOCKS, RunnerFacts
 from attn_backends.engines.sglang.layers import layer_of
 from attn_backends.errors import UnsupportedStepError
 from spec_metadata import StepKind
@@ -19,7 +19,7 @@ MISSING = {
     "the caches of dsv4 have no view"
 }
 """Backends that have a name there all the same, so that whoever asks for one reads why there is none."""
-ALGORITHMS = (None, "EAGLE", "EAGLE3")
+ALGORITHMS = (None, "EAGLE", "EAGLE3", BLOCKS)
 
 
 def refuse(name: str, reasons: Iterable[str]) -> None:
@@ -33,13 +33,16 @@ def refuse(name: str, reasons: Iterable[str]) -> None:
 def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Iterator[str]:
     """Why a server's options and one runner's memory are not supported. spec, execution, parallel: SGLang's options."""
     if spec.speculative_algorithm not in ALGORITHMS:
-        yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, which NEXTN is, and EAGLE3)"
+        yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, NEXTN, EAGLE3 and DFLASH)"
     if spec.enable_multi_layer_eagle:
         yield "--enable-multi-layer-eagle"
-    if runner.is_draft_worker and spec.speculative_draft_window_size and not runner.sliding_window_size:
+    if spec.speculative_algorithm == BLOCKS and spec.speculative_num_draft_tokens < 2:
+        yield f"a block of {spec.speculative_num_draft_tokens} token (it has the root and one mask at least)"
+    is_taken = runner.sliding_window_size and spec.speculative_algorithm != BLOCKS
+    if runner.is_draft_worker and spec.speculative_draft_window_size and not is_taken:
         yield (
-            f"--speculative-draft-window-size {spec.speculative_draft_window_size} with a draft whose layers have no "
-            "window (Llama's EAGLE-3 draft takes it for its layers)"
+            f"--speculative-draft-window-size {spec.speculative_draft_window_size} with a draft whose layers do not "
+            "take it for their window (Llama's EAGLE-3 draft does)"
         )
     if (spec.speculative_eagle_topk or 1) > 1 and runner.page_size > 1:
         yield (
@@ -68,8 +71,9 @@ def model_reasons(facts: RunnerFacts, backend: AttentionBackend) -> Iterator[str
         return
     if not facts.layers:
         yield "a model without attention layers of this pool (RadixAttention)"
+    expected = "encoder_only" if StepKind.DRAFT_BLOCK in facts.kinds else "decoder"
     for layer in facts.layers:
-        yield from _layer_reasons(layer)
+        yield from _layer_reasons(layer, expected)
     for kind in facts.kinds:
         if kind in backend.choices:
             reasons = _kernel_reasons(facts, backend.kernel_of(kind), kind)
@@ -82,6 +86,8 @@ def _kernel_reasons(facts: RunnerFacts, kernel: Kernel, kind: StepKind) -> Itera
     """Why a kernel can't serve the steps of a kind."""
     able, is_tree = kernel.capabilities[kind], False
     yield from able.page_reasons(facts.capacity.page_size)
+    if facts.in_blocks and kind is not StepKind.PREFILL and able.needs_host_lens:
+        yield "it plans on the host from exact lengths, and of draft blocks and their verifies SGLang has bounds there"
     if kind is not StepKind.PREFILL:
         bucket = facts.capacity.bucket(kind, 1)
         is_tree = bucket.tree
@@ -92,11 +98,13 @@ def _kernel_reasons(facts: RunnerFacts, kernel: Kernel, kind: StepKind) -> Itera
         yield from (f"layer {layer.layer_id}: {reason}" for reason in reasons)
 
 
-def _layer_reasons(layer: Any) -> Iterator[str]:
-    """What of a RadixAttention has no meaning in `AttentionLayer`."""
-    where = f"layer {layer.layer_id} has"
-    if layer.is_cross_attention or layer.attn_type.value != "decoder":
-        yield f"{where} attention of type {layer.attn_type.value}, cross {layer.is_cross_attention} (it takes causal)"
+def _layer_reasons(layer: Any, expected: str) -> Iterator[str]:
+    """What of a RadixAttention has no meaning in `AttentionLayer`. expected: its type, "encoder_only" where rows see
+    those behind them.
+    """
+    where, found = f"layer {layer.layer_id} has", layer.attn_type.value
+    if layer.is_cross_attention or found != expected:
+        yield f"{where} attention of type {found}, cross {layer.is_cross_attention} (it takes {expected})"
     if layer.logit_cap:
         yield f"{where} a logit cap of {layer.logit_cap}"
     if layer.pos_encoding_mode != "NONE":

@@ -11,13 +11,20 @@ from tests.engines.sglang.oracle import draft_of
 
 NUM_STEPS = 3
 DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
+BLOCK_DRAFT = ("DFLASH", "dflash")
 LAYERS = {"gqa": 4, "mla": 3}
 ADAPTIVE = {"1": [5], "2": [1], "3": [0], "4": [NUM_STEPS]}
 """Steps of a draft that adapts, by the number of requests."""
 
 KINDS = {
     False: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "decode", "TARGET_VERIFY": "target_verify"},
-    True: {"EXTEND": "prefill", "MIXED": "prefill", "DECODE": "draft_decode", "DRAFT_EXTEND_V2": "draft_extend"},
+    True: {
+        "EXTEND": "prefill",
+        "MIXED": "prefill",
+        "DECODE": "draft_decode",
+        "DRAFT_EXTEND_V2": "draft_extend",
+        "TARGET_VERIFY": "draft_block",
+    },
 }
 """What a forward mode of the target, and of the draft, is for us."""
 
@@ -25,7 +32,8 @@ KINDS = {
 @dataclass(frozen=True)
 class Case:
     """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another. mixes:
-    prompts with running requests, as all plain cases do. adapts: the chain's length, as `ADAPTIVE` says.
+    prompts with running requests, as all plain cases do. adapts: the chain's length, as `ADAPTIVE` says. in_blocks:
+    whether the draft is DFlash's.
     """
 
     model: str
@@ -35,9 +43,11 @@ class Case:
     of_draft: str | None = None
     mixes: bool = False
     adapts: bool = False
+    in_blocks: bool = False
 
     def __str__(self) -> str:
-        shape = "adaptive" if self.adapts else {0: "plain", 1: "chain"}.get(self.topk, "tree")
+        shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
+        shape = "adaptive" if self.adapts else "block" if self.in_blocks else shape
         backends = self.backend if self.of_draft is None else f"{self.backend}-{self.of_draft}"
         return f"{self.model}-{backends}-{shape}-page{self.page_size}"
 
@@ -58,6 +68,11 @@ class Case:
         """The same without a draft."""
         return Case(self.model, self.backend, 0, self.page_size)
 
+    @property
+    def draft(self) -> tuple[str, str]:
+        """SGLang's algorithm, and the folder's name."""
+        return BLOCK_DRAFT if self.in_blocks else DRAFTS[self.model]
+
     def options(self, models: Path) -> dict[str, Any]:
         """Of sglang.Engine."""
         options = {
@@ -69,21 +84,26 @@ class Case:
         }
         if not self.topk:
             return options
-        algorithm, draft = DRAFTS[self.model]
+        algorithm, draft = self.draft
+        if self.in_blocks:  # of the size that the folder says; with EAGLE SGLang does so itself on a CPU
+            options |= {"disable_overlap_schedule": True}
+        else:
+            options |= {
+                "speculative_num_steps": NUM_STEPS,
+                "speculative_eagle_topk": self.topk,
+                "speculative_num_draft_tokens": self.num_nodes,
+            }
         if self.adapts:
             options |= {"speculative_adaptive": True, "speculative_adaptive_config": str(models / "adaptive.json")}
         return options | {
             "speculative_algorithm": algorithm,
             "speculative_draft_model_path": str(models / draft),
             "speculative_draft_attention_backend": self.of_draft,
-            "speculative_num_steps": NUM_STEPS,
-            "speculative_eagle_topk": self.topk,
-            "speculative_num_draft_tokens": self.num_nodes,
         }
 
     def wrong_drafts(self, run: Run, models: Path) -> list[str]:
         """Cycles whose candidates are not those of the recompute."""
-        draft = draft_of(models / f"{self.model}_target", models / DRAFTS[self.model][1])
+        draft = draft_of(models / f"{self.model}_target", models / self.draft[1])
         wrong = []
         for cycle in run.cycles:
             steps = len(cycle["tokens"]) if self.adapts else NUM_STEPS
@@ -109,7 +129,7 @@ class Case:
             if forward["forward"] == "IDLE" and not forward["attended"]:
                 continue
             kinds = {self.kind_of(forward)} | ({"decode"} if self.is_apart(forward) else set())
-            layers = 1 if forward["draft"] else LAYERS[self.model]
+            layers = 1 + self.in_blocks if forward["draft"] else LAYERS[self.model]
             name = (forward["draft"] and self.of_draft) or self.backend
             expected = {f"{name}/{kind}/{layer}": 1 for kind in kinds for layer in range(layers)}
             if forward["attended"] != expected:
@@ -132,5 +152,8 @@ SPECULATIVE = [
     Case("mla", TRTLLM, 1, page_size=64),
     Case("gqa", FA3, 1, adapts=True),
     Case("mla", TRTLLM, 1, page_size=64, adapts=True),
+    Case("gqa", FA3, 1, in_blocks=True),
+    Case("gqa", FA3, 1, page_size=64, in_blocks=True),
+    Case("mla", FLASHINFER, 1, of_draft=FA3, in_blocks=True),
 ]
 PLAIN = list(dict.fromkeys(case.plain for case in SPECULATIVE))

@@ -15,6 +15,7 @@ from tests.engines.sglang.engine import Run, run
 
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 USED = ("entrypoints.engine", "managers.detokenizer_manager", "speculative.eagle_worker_v2", "models.llama_eagle3")
+BLOCKS = ("speculative.dflash_worker_v2", "models.dflash")
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +23,7 @@ def models(tmp_path_factory) -> Path:
     """The folder of the converted models; and SGLang is imported, which every engine is a fork of."""
     from tests.engines.sglang.models import write_all
 
-    for name in (*USED, "models.deepseek_nextn"):
+    for name in (*USED, *BLOCKS, "models.deepseek_nextn"):
         import_module(f"sglang.srt.{name}")
     folder = tmp_path_factory.mktemp("models")
     write_all(folder)

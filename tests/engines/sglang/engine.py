@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tests.engines.sglang import dflash_on_cpu
 from tests.engines.sglang.probe import Log, install
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -103,6 +104,8 @@ def _child(folder: Path, bug: Callable[[], None] | None, options: dict[str, Any]
         for name in [name for name in sys.modules if name.startswith("attn_backends.engines.")]:
             del sys.modules[name]  # a test may have imported the plug-in; SGLang is to do so
         install(Log(folder / "log"))
+        if options.get("speculative_algorithm") == "DFLASH":
+            dflash_on_cpu.allow()
         if bug is not None:
             bug()
         answers = _answer(options)

@@ -1,13 +1,19 @@
 """The library's trained models in the forms that SGLang loads.
 
-`mla`: the target, and MTP module 0 as a NextN draft, as `attn-backends export` writes them. The others are as they are
-shipped.
+`mla`: the target, and MTP module 0 as a NextN draft, as `attn-backends export` writes them. `dflash` is random:
+SGLang's layers have norms of queries and keys, and the shipped block draft has none. The others are shipped so.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from attn_backends_reference.models.exports import export
 
@@ -16,10 +22,62 @@ CHECKPOINTS = ROOT / "reference" / "attn_backends_reference" / "models" / "check
 
 
 def write_all(folder: Path, min_hidden: int = 0) -> None:
-    """gqa_target, gqa_eagle3, mla_target and mla_nextn. min_hidden: the smallest hidden size of `mla`."""
+    """gqa_target, gqa_eagle3, dflash, mla_target and mla_nextn. min_hidden: the smallest hidden size of `mla`."""
     for name in ("target", "eagle3"):
         shutil.copytree(CHECKPOINTS / "gqa" / name, folder / f"gqa_{name}")
     mla = CHECKPOINTS / "mla"
     written = export(mla / "target", mla / "mtp", "sglang", folder / "mla", min_hidden=min_hidden)
     for path, name in zip(written, ("mla_target", "mla_nextn"), strict=True):
         path.rename(folder / name)
+    write_dflash(folder / "dflash")
+
+
+DFLASH: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "block_size": 4,
+    "dflash_config": {"mask_token_id": ord(" "), "target_layer_ids": [0, 1]},
+    "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "is_causal": False,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "vocab_size": 256,
+}
+"""A draft of blocks of 4, for either target. A mask is a space, which the target often says."""
+
+
+def write_dflash(folder: Path) -> None:
+    """A DFlash draft with random weights: small enough that it often proposes spaces, some of which are accepted, and
+    large enough that it often does not.
+    """
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 22
+
+    num_taps = len(DFLASH["dflash_config"]["target_layer_ids"])
+    hidden, dim, inner = (DFLASH[name] for name in ("hidden_size", "head_dim", "intermediate_size"))
+    heads, kv_heads = (DFLASH[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
+    attention = shapes | {"o_proj": (hidden, heads)}
+    mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    tensors = {"fc": random(hidden, num_taps * hidden), "hidden_norm": torch.ones(hidden), "norm": torch.ones(hidden)}
+    for i in range(DFLASH["num_hidden_layers"]):
+        name = f"layers.{i}"
+        tensors |= {f"{name}.self_attn.{part}": random(*shape) for part, shape in attention.items()}
+        tensors |= {f"{name}.mlp.{part}": random(*shape) for part, shape in mlp.items()}
+        tensors |= {f"{name}.self_attn.{part}_norm": torch.ones(dim) for part in "qk"}
+        tensors |= {f"{name}.{part}_layernorm": torch.ones(hidden) for part in ("input", "post_attention")}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(DFLASH))
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")

@@ -3,6 +3,8 @@
 A cycle starts with L committed tokens and the root, the token at L. Row p of the draft takes the embedding of token
 p + 1 and a state of position p: for p < L the target's, behind that of the row that it grew from. A branch sees
 what its own branch wrote before (`forwards_of`). Llama with EAGLE-3, DeepSeek with a NextN layer.
+
+A DFlash draft takes the root and masks at L and behind, and sees keys and values made of the target's states before.
 """
 
 from __future__ import annotations
@@ -56,6 +58,8 @@ class Model:
             return self._of_latents(x, positions, name)
         dim = self.config["head_dim"]
         q, k, v = (self.linear(x, f"{name}.{part}_proj").view(len(x), -1, dim) for part in "qkv")
+        if f"{name}.q_norm.weight" in self.weights:
+            q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
         group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
         k, v = (each.repeat_interleave(group, 1) for each in (rotate_halves(k, positions), v))
         return rotate_halves(q, positions), k, v
@@ -89,12 +93,17 @@ def rotate_pairs(x: Tensor, positions: Tensor) -> Tensor:
     return torch.stack((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1).flatten(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """[rows, heads * dim]; not causal: every row sees all keys."""
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """[rows, heads * dim]. seen: [rows, keys] bool; every row sees all keys if None."""
     scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), float("-inf"))
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As many rows as keys: each sees those before it and its own."""
+    return attend(q, k, v, torch.ones(len(q), len(k)).tril().bool())
 
 
 def target_states(model: Model, text: list[int]) -> list[Tensor]:
@@ -104,7 +113,7 @@ def target_states(model: Model, text: list[int]) -> list[Tensor]:
     for i in range(model.config["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         q, k, v = model.qkv(model.norm(x, f"{layer}.input_layernorm"), positions, f"{layer}.self_attn")
-        x = x + model.linear(attend(q, k, v, causal=True), f"{layer}.self_attn.o_proj")
+        x = x + model.linear(attend_causally(q, k, v), f"{layer}.self_attn.o_proj")
         x = x + model.mlp(model.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
         states.append(x)
     return states
@@ -161,7 +170,7 @@ class Draft:
         """What follows a text, whose last token is the root."""
         length = len(text) - 1
         x, (q, k, v) = self.rows(torch.tensor(text[1:]), self.states(text[:-1]), torch.arange(length))
-        states, logits = self.finish(x, attend(q, k, v, causal=True))
+        states, logits = self.finish(x, attend_causally(q, k, v))
         probabilities, best = likely(logits[-1:], topk)
         tokens, states = self.ids(best)[0], states[-1:].expand(topk, -1)
         scores = probabilities[0]
@@ -175,7 +184,7 @@ class Draft:
                 keys, values = (
                     torch.cat((old, *new)) for old, new in zip((k, v), zip(*seen[branch], strict=True), strict=True)
                 )
-                outs.append(attend(q[branch : branch + 1], keys, values, causal=False))
+                outs.append(attend(q[branch : branch + 1], keys, values))
             states, logits = self.finish(x, torch.cat(outs))
             probabilities, best = likely(logits, topk)
             children, child_tokens = (scores.unsqueeze(1) * probabilities).flatten(), self.ids(best).flatten()
@@ -190,12 +199,12 @@ class Draft:
         """[vocabulary] of each forward of a chain that drafted these tokens after a text: all behind the first's."""
         length = len(text) - 1
         x, (q, k, v) = self.rows(torch.tensor(text[1:]), self.states(text[:-1]), torch.arange(length))
-        states, _ = self.finish(x, attend(q, k, v, causal=True))
+        states, _ = self.finish(x, attend_causally(q, k, v))
         states, found = states[-1:], []
         for i, token in enumerate(tokens[:-1]):
             x, (q, own_k, own_v) = self.rows(torch.tensor([token]), states, torch.tensor([length + i]))
             k, v = torch.cat((k, own_k)), torch.cat((v, own_v))
-            states, logits = self.finish(x, attend(q, k, v, causal=False))
+            states, logits = self.finish(x, attend(q, k, v))
             found.append(logits[0])
         return found
 
@@ -206,7 +215,34 @@ def likely(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     return torch.ones_like(best.values) if topk == 1 else best.values, best.indices
 
 
+class BlockDraft:
+    """A DFlash draft. Its embedding and head are the target's."""
+
+    def __init__(self, target: Model, model: Model) -> None:
+        self.target, self.model, self.config = target, model, model.config["dflash_config"]
+
+    def drafted(self, text: list[int], topk: int, num_steps: int, num_nodes: int) -> Drafted:
+        """What follows a text, whose last token is the root: one token of each mask."""
+        model, states = self.model, target_states(self.target, text[:-1])
+        taken = torch.cat([states[layer + 1] for layer in self.config["target_layer_ids"]], -1)
+        context = model.norm(model.linear(taken, "fc"), "hidden_norm")
+        embedding = self.target.weights["model.embed_tokens.weight"]
+        x = embedding[[text[-1], *[self.config["mask_token_id"]] * (num_nodes - 1)]]
+        places = torch.arange(len(context) + num_nodes)
+        for i, kind in enumerate(model.config["layer_types"]):
+            layer = f"layers.{i}"
+            rows = torch.cat((context, model.norm(x, f"{layer}.input_layernorm")))
+            q, k, v = model.qkv(rows, places, f"{layer}.self_attn")
+            window = model.config["sliding_window"] if kind == "sliding_attention" else len(places)
+            seen = places > places[-num_nodes:, None] - window
+            x = x + model.linear(attend(q[-num_nodes:], k, v, seen), f"{layer}.self_attn.o_proj")
+            x = x + model.mlp(model.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
+        logits = model.norm(x[1:], "norm") @ self.target.weights.get("lm_head.weight", embedding).T
+        return Drafted(logits.argmax(-1).tolist(), list(range(num_nodes - 1)))
+
+
 @lru_cache
-def draft_of(target: Path, draft: Path) -> Draft:
+def draft_of(target: Path, draft: Path) -> Draft | BlockDraft:
     """The models of two folders."""
-    return Draft(Model(target), Model(draft))
+    models = Model(target), Model(draft)
+    return BlockDraft(*models) if "dflash_config" in models[1].config else Draft(*models)

@@ -32,6 +32,7 @@ def install(log: Log) -> None:
     """Watch the library's attention and SGLang's steps."""
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative import eagle_worker_v2
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
     from attn_backends.backend import AttentionBackend
 
@@ -39,6 +40,7 @@ def install(log: Log) -> None:
     _around(AttentionBackend, "forward", functools.partial(_attends, attended))
     _around(ModelRunner, "forward", functools.partial(_forwards, attended, log))
     _around(eagle_worker_v2, "build_eagle_verify_input", functools.partial(_drafts, log))
+    _around(DFlashVerifyInput, "prepare_for_verify", functools.partial(_blocks, log))
 
 
 def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -76,12 +78,18 @@ def _forwards(
 def _drafts(
     log: Log, original: Any, batch: Any, draft: Any, parents: Any, chosen: Any, tokens: Any, *rest: Any, **named: Any
 ) -> Any:
-    for i, request in enumerate(batch.reqs):
-        text = [*request.origin_input_ids, *request.output_ids]
-        log.write(
-            cycle=request.rid,
-            text=[*map(int, text[: int(batch.seq_lens[i])]), int(draft.bonus_tokens[i])],
-            tokens=tokens[i].tolist(),
-            chosen=chosen[i].tolist(),
-        )
+    for i in range(len(batch.reqs)):
+        _cycle(log, batch, i, int(draft.bonus_tokens[i]), tokens[i].tolist(), chosen[i].tolist())
     return original(batch, draft, parents, chosen, tokens, *rest, **named)
+
+
+def _blocks(log: Log, original: Any, verify: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+    for i, (root, *tokens) in enumerate(verify.draft_token.view(-1, verify.draft_token_num).tolist()):
+        _cycle(log, batch, i, root, tokens, list(range(len(tokens))))
+    return original(verify, batch, *rest, **named)
+
+
+def _cycle(log: Log, batch: Any, index: int, root: int, tokens: list[int], chosen: list[int]) -> None:
+    request = batch.reqs[index]
+    text = [*request.origin_input_ids, *request.output_ids][: int(batch.seq_lens[index])]
+    log.write(cycle=request.rid, text=[*map(int, text), root], tokens=tokens, chosen=chosen)

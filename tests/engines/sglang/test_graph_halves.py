@@ -24,7 +24,7 @@ from tests.test_sglang_refusals import execution, layer, parallel, runner, spec
 
 def backend_of(kind: StepKind, plans: Any) -> Any:
     runner = SimpleNamespace(
-        is_draft_worker=kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND),
+        is_draft_worker=kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND, StepKind.DRAFT_BLOCK),
         token_to_kv_pool=plans.facts.pool,
         req_to_token_pool=None,
     )

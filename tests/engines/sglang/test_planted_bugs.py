@@ -11,7 +11,7 @@ import pytest
 from tests.engines.sglang.cases import FA3, Case
 from tests.engines.sglang.engine import run
 
-CHAIN, TREE = Case("gqa", FA3, 1), Case("gqa", FA3, 4)
+CHAIN, TREE, BLOCK = Case("gqa", FA3, 1), Case("gqa", FA3, 4), Case("gqa", FA3, 1, in_blocks=True)
 
 
 def _after(owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -32,6 +32,13 @@ def draft_extend_two_short() -> None:
     from attn_backends.adapters.sglang import ForwardBatches
 
     _after(ForwardBatches, "_draft_extend", lambda step, *_: _shorter(step, 2))
+
+
+def block_one_short() -> None:
+    """Rows of a draft block see one token less: the last row of the block."""
+    from attn_backends.adapters.sglang import BlockDraftBatches
+
+    _after(BlockDraftBatches, "_verify", lambda step, *_: _shorter(step, 1))
 
 
 def _shorter(step: Any, by: int) -> Any:
@@ -73,6 +80,7 @@ def slots_in_step_major_order() -> None:
 BUGS = {
     verify_one_short: (CHAIN, {"tokens", "drafts"}),
     draft_extend_two_short: (CHAIN, {"drafts"}),
+    block_one_short: (BLOCK, {"drafts"}),
     forward_1_on_the_metadata_of_forward_0: (TREE, {"drafts"}),
     the_mask_of_the_step_before: (TREE, {"tokens", "drafts"}),
     slots_in_step_major_order: (CHAIN, {"drafts"}),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from tests.engines.sglang.cases import ADAPTIVE, FA3, NUM_STEPS, PLAIN, SPECULATIVE, Case
-from tests.engines.sglang.engine import LENGTHS, PROMPTS
+from tests.engines.sglang.engine import LENGTHS, PROMPTS, run
 
 ALL = [*PLAIN, *SPECULATIVE]
 
@@ -16,7 +18,8 @@ def test_every_layer_of_every_forward_attended_by_our_backend(runs, case):
     assert run.error == ""
     assert case.wrong_counts(run) == []
     modes = {(forward["draft"], forward["forward"]) for forward in run.forwards}
-    speculative = {(False, "TARGET_VERIFY"), (True, "EXTEND"), (True, "DECODE"), (True, "DRAFT_EXTEND_V2")}
+    drafts = {"TARGET_VERIFY"} if case.in_blocks else {"EXTEND", "DECODE", "DRAFT_EXTEND_V2"}
+    speculative = {(False, "TARGET_VERIFY"), *((True, mode) for mode in drafts)}
     assert modes == {(False, "EXTEND"), *(speculative if case.topk else {(False, "DECODE"), (False, "MIXED")})}
 
 
@@ -48,11 +51,13 @@ def test_drafted_ids_of_every_cycle_are_those_of_a_recompute_in_float64(runs, mo
     assert case.wrong_drafts(run, models) == []
 
 
-def test_a_target_and_its_draft_take_mixed_batches(runs, models):
-    case = Case("gqa", FA3, 1, mixes=True)
+@pytest.mark.parametrize(("in_blocks", "who"), [(False, {False, True}), (True, {False})], ids=["chain", "block"])
+def test_a_target_and_its_draft_take_mixed_batches(runs, models, in_blocks, who):
+    """A block draft runs over blocks alone."""
+    case = Case("gqa", FA3, 1, mixes=True, in_blocks=in_blocks)
     run = runs(case)
     apart = {step["draft"] for step in run.forwards if step["forward"] == "MIXED" and case.is_apart(step)}
-    assert apart == {False, True}
+    assert apart == who
     assert case.wrong_counts(run) == case.wrong_drafts(run, models) == []
     assert run.tokens == runs(case.plain).tokens
 
@@ -64,3 +69,21 @@ def test_a_draft_adapts_its_length_to_the_batch(runs, case):
     found = {forward["bs"]: forward["rows"] // forward["bs"] - 1 for forward in verifies}
     assert {0, 1, NUM_STEPS} <= set(found.values())
     assert all([steps] == ADAPTIVE[str(bs)] for bs, steps in found.items())
+
+
+def test_a_block_draft_runs_with_the_overlap_schedule(runs, models, tmp_path):
+    """Where SGLang has bounds on lengths instead of lengths on the host; with EAGLE it does not do so on a CPU."""
+    case = Case("gqa", FA3, 1, in_blocks=True)
+    overlapped = run(tmp_path / "engine", **(case.options(models) | {"disable_overlap_schedule": False}))
+    assert overlapped.error == ""
+    assert overlapped.tokens == runs(case.plain).tokens
+    assert case.wrong_counts(overlapped) == []
+
+
+def test_blocks_are_accepted_in_part_and_whole(runs):
+    """None of the proposed tokens, one and all three, so that the context of as many is stored."""
+    lens: dict[str, list[int]] = {}
+    for cycle in runs(Case("gqa", FA3, 1, in_blocks=True)).cycles:
+        lens.setdefault(cycle["cycle"], []).append(len(cycle["text"]))
+    accepted = {after - before - 1 for each in lens.values() for before, after in pairwise(each)}
+    assert accepted >= {0, 1, 3}

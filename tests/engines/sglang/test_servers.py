@@ -27,6 +27,13 @@ def a_name_is_gone() -> None:
     del verify_mask.VerifyMask
 
 
+def causal_windows() -> None:
+    """The draft's folder does not say that windows are not causal, so SGLang takes them for causal."""
+    from sglang.srt.models import dflash
+
+    dflash._get_dflash_attention_type = lambda config, *, default: default
+
+
 REFUSED: dict[str, tuple[Case, Callable[[], None] | None]] = {
     "SGLang 0.6.0 is installed, and its plug-in is for 0.5.23": (Case("gqa", FA3, 0), another_version),
     "cannot import name 'VerifyMask'": (Case("gqa", FA3, 0), a_name_is_gone),
@@ -34,8 +41,16 @@ REFUSED: dict[str, tuple[Case, Callable[[], None] | None]] = {
     "prefill by kernel torch: page size 1 (it takes 32, 64)": (Case("mla", TRTLLM, 1), None),
     "the caches of dsv4 have no view": (Case("mla", "attn_dsv4", 0), None),
     "--speculative-draft-window-size 64 with a draft": (Case("mla", FLASHINFER, 3), None),
+    "--speculative-draft-window-size 32 with a draft": (Case("gqa", FA3, 1, in_blocks=True), None),
+    "layer 0 has attention of type decoder, cross False (it takes encoder_only)": (
+        Case("gqa", FA3, 1, in_blocks=True),
+        causal_windows,
+    ),
 }
-WINDOWED = {"--speculative-draft-window-size 64 with a draft": {"speculative_draft_window_size": 64}}
+WINDOWED = {
+    f"--speculative-draft-window-size {window} with a draft": {"speculative_draft_window_size": window}
+    for window in (64, 32)
+}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
