@@ -45,7 +45,7 @@ def attended(prefills: int = 1, verifies: int = 4, loops: int = 8, kernel: str =
 
 def answer(**changed: Any) -> dict[str, Any]:
     steps = {"prefill": 1, "target_verify": 4}
-    counts = {"steps": steps, "without_drafts": 1, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
+    counts = {"steps": steps, "looped": 8, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
     counts |= {"ranks": 1, "otherwise": []}
     told = {"ids": [[1, 2, 3]], "gaps": [[0.5, 0.06, 0.5]], "cached": 0, "accepted": [3, 2, 1], "is_async": False}
     return counts | told | {"attended": attended()} | changed
@@ -116,6 +116,15 @@ def test_a_mixed_batch_may_count_as_either_and_once() -> None:
     assert wrong_kinds({"decode": 3}, asked) == wrong_kinds({"decode": 2, "prefill": 1}, asked) == []
     assert wrong_kinds({"decode": 1, "prefill": 1}, asked) == ["1 of 2 to 3 decode"]
     assert wrong_kinds({"decode": 3, "prefill": 1}, asked) == ["4 of 3 forwards"]
+
+
+def test_where_the_device_cuts_verifies_forwards_are_counted_and_not_their_kinds() -> None:
+    case = replace(CASE, drafting="cut")
+    told = attended(prefills=3, verifies=2)
+    assert row(case, run(attended=told), run())["wrong_counts"] == []
+    assert row(case, run(attended=attended(prefills=2)), run())["wrong_counts"] == 2 * [
+        f"{layer}: {found} of {asked} forwards" for layer, found, asked in (("1", 6, 5), ("2", 14, 13))
+    ]
 
 
 def test_an_engine_on_another_backend_has_wrong_counts() -> None:

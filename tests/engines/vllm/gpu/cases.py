@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from spec_metadata import StepKind
 from tests.engines.vllm.kinds import draft_steps, wrong_layers
 
 ROOT = Path(__file__).parents[4]
@@ -29,10 +30,18 @@ MODES: dict[str, dict[str, Any]] = {
 """Graphs of vLLM's; pieces are torch.compile's, and full graphs run beside them."""
 
 
+DRAFTING: dict[str, dict[str, Any]] = {
+    "": {},
+    "by-batch": {"num_speculative_tokens_per_batch_size": [(1, 4, 3), (5, 8, 2), (9, 12, 1), (13, 16, 0)]},
+    "cut": {"enable_adaptive_verification": True},
+}
+"""How many tokens are drafted, and who says which are verified: the number of requests, or the device."""
+
+
 @dataclass(frozen=True)
 class Case:
     """backend: as `--attention-backend` is given. kernel: of our backends, "" for one of vLLM's. drafts: False for
-    plain decoding. cache: vLLM's name of the type. ranks: of tensor parallelism, a GPU each.
+    plain decoding. cache: vLLM's name of the type. ranks: of tensor parallelism, a GPU each. drafting: of `DRAFTING`.
     """
 
     model: str
@@ -43,11 +52,12 @@ class Case:
     cache: str = "auto"
     drafts: bool = True
     ranks: int = 1
+    drafting: str = ""
 
     def __str__(self) -> str:
         words = [self.model, self.backend.removeprefix("ATTN_BACKENDS_").lower(), self.kernel, self.mode]
         words += ["float32"] * (self.dtype == "float32") + [self.cache] * (self.cache != "auto")
-        words += [f"{self.ranks}-ranks"] * (self.ranks > 1)
+        words += [f"{self.ranks}-ranks"] * (self.ranks > 1) + [self.drafting]
         return "-".join(filter(None, [*words, "" if self.drafts else "plain"]))
 
     @property
@@ -60,7 +70,8 @@ class Case:
         float32, and of MLA, since none of vLLM's backends takes the small heads of the trained model; of 8-bit caches
         on the same backend.
         """
-        same = replace(self, mode="eager", drafts=False, model=self.model.replace("mla-3", "mla-1"), ranks=1)
+        model = self.model.replace("mla-3", "mla-1")
+        same = replace(self, mode="eager", drafts=False, model=model, ranks=1, drafting="")
         if self.cache != "auto":
             return same
         plain = PLAIN if self.dtype == "float32" else "TRITON_ATTN"
@@ -93,7 +104,8 @@ class Case:
         }
         if self.drafts:
             method, draft = "mtp" if is_mla else "eagle3", str(models / f"{self.model}-draft")
-            options["speculative_config"] = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+            drafts = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+            options["speculative_config"] = drafts | DRAFTING[self.drafting]
         if self.ranks > 1:
             options |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
             options["disable_custom_all_reduce"] = True  # NCCL's
@@ -109,8 +121,10 @@ class Case:
         kernels other than the case's, or without graphs that were to be replayed.
         """
         steps = seen["steps"]
-        drafted = draft_steps(steps, (self.forwards - 1) * (sum(steps.values()) - seen["without_drafts"]))
+        drafted = draft_steps(steps, seen["looped"] if self.forwards > 1 else 0)
         wanted = {name: drafted if name in seen["draft_layers"] else steps for name in seen["layers"]}
+        if self.drafting == "cut":  # the host's lengths do not tell a verify from a mixed batch
+            wanted = {name: {" or ".join(map(str, StepKind)): sum(kinds.values())} for name, kinds in wanted.items()}
         wrong = wrong_layers(seen["attended"], wanted)
         verified = {kinds.get("target_verify", {}).get("kernel", "none") for kinds in seen["attended"].values()}
         wrong += [] if verified == {self.kernel} else [f"verified by {', '.join(sorted(verified))}"]
@@ -136,6 +150,10 @@ SPECULATIVE = [
     Case("gqa", FA3, "triton", "full", cache="fp8"),
     Case("gqa", FA3, "triton", "full", dtype="float32", cache="fp8"),
     Case("mla-1", TRTLLM, "triton", "full", cache="fp8"),
+    Case("gqa", FA3, "vllm_flash_attn", "full", drafting="by-batch"),
+    Case("mla-1", TRTLLM, "flashmla", "async", drafting="by-batch"),
+    Case("gqa", FA3, "vllm_flash_attn", "async", drafting="cut"),
+    Case("mla-1", FLASHINFER, "triton", "pieces", drafting="cut"),
 ]
 IN_PARALLEL = [
     Case("gqa", FA3, "vllm_flash_attn", "async", ranks=2),

@@ -12,13 +12,12 @@ from tests.engines.vllm.kinds import kind_of
 
 
 class Counts:
-    """Of one model runner. replays: of CUDA graphs. steps: of the speculator, by
-    kind. without_drafts: steps whose drafts no
-    request has a use for: vLLM runs no draft loop in them.
+    """Of one model runner. replays: of CUDA graphs. steps: of the speculator, by kind. looped: forwards of draft loops,
+    of which a step has none whose drafts no request has a use for.
     """
 
     def __init__(self, runner: Any) -> None:
-        self.replays = self.without_drafts = 0
+        self.replays = self.looped = 0
         self.steps: Counter[str] = Counter()
         self.layers = sorted(runner.vllm_config.compilation_config.static_forward_context)
         self.draft_layers: list[str] = []
@@ -38,11 +37,13 @@ class Counts:
         graphs.replay = counted
 
     def _count_steps(self, speculator: Any) -> None:
-        propose = speculator.propose
+        propose, most = speculator.propose, speculator.num_speculative_steps
+        schedule = speculator.speculative_config.num_speculative_tokens_per_batch_size or [(1, 1, most)]
 
         def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self.steps[kind_of(batch.num_scheduled_tokens.tolist(), speculator.num_speculative_steps)] += 1
-            self.without_drafts += kwargs.get("num_speculative_tokens") == 0
+            self.steps[kind_of(batch.num_scheduled_tokens.tolist(), *(number for _, _, number in schedule))] += 1
+            number = kwargs.get("num_speculative_tokens")
+            self.looped += max(0, (most if number is None else number) - 1)
             return propose(batch, *args, **kwargs)
 
         speculator.propose = counted
@@ -51,7 +52,7 @@ class Counts:
         """Count from zero."""
         torch.cuda.synchronize()
         forget_attended()
-        self.replays = self.without_drafts = 0
+        self.replays = self.looped = 0
         self.steps.clear()
 
     def told(self) -> dict[str, Any]:
