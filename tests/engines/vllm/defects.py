@@ -6,6 +6,7 @@ They are in the plug-in of these tests, so that they are there in each process o
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.engines.vllm import builder
-from attn_backends.engines.vllm.plans import Plan, Plans
+from attn_backends.engines.vllm.plans import Plan, Plans, Refresh
 from attn_backends.graphs import is_capturing
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import Step, StepKind
@@ -35,17 +36,15 @@ class DraftLengthOneShort(Plans):
             common = replace(common, seq_lens=self._lens[-1][1])
         return super().capture(common)
 
-    def _bound(self, captured: Metadata) -> Plan:
-        plan = super()._bound(captured)
+    def captured(self, common: Any) -> Refresh:
+        refresh = super().captured(common)
 
-        def refresh() -> tuple[Metadata]:
+        def short_of_one() -> Sequence[Metadata]:
             for given, short in self._lens:
                 short.copy_(given - 1)
-            plan.expire()
-            plan.current()
-            return (captured,)
+            return refresh()
 
-        return Plan(refresh)
+        return short_of_one
 
 
 class NotPlannedInTheGraph(Plans):
@@ -53,16 +52,15 @@ class NotPlannedInTheGraph(Plans):
 
     kind: StepKind
 
-    def _bound(self, captured: Metadata) -> Plan:
-        plan = super()._bound(captured)
+    def captured(self, common: Any) -> Refresh:
+        refresh, made = super().captured(common), list[Metadata]()
 
-        def refresh() -> tuple[Metadata]:
-            if captured.step.kind is not self.kind or not is_capturing():
-                plan.expire()
-                plan.current()
-            return (captured,)
+        def kept() -> Sequence[Metadata]:
+            if not made or made[0].step.kind is not self.kind or not is_capturing():
+                made[:] = refresh()
+            return made
 
-        return Plan(refresh)
+        return kept
 
 
 class NoRefresh(NotPlannedInTheGraph):
@@ -80,17 +78,16 @@ class NoReplay(NotPlannedInTheGraph):
 class PaddedRowsWriteALiveSlot(Plans):
     """Rows of padding write the last slot of the pool, as -1 does in torch, instead of the reserved page."""
 
-    def _bound(self, captured: Metadata) -> Plan:
-        plan, geometry = super()._bound(captured), self.backend.geometry
+    def captured(self, common: Any) -> Refresh:
+        refresh, geometry = super().captured(common), self.backend.geometry
 
-        def refresh() -> tuple[Metadata]:
-            plan.expire()
-            plan.current()
-            slots = captured.buffers[WRITE_SLOTS.name]
+        def into_the_last() -> Sequence[Metadata]:
+            (meta,) = refresh()
+            slots = meta.buffers[WRITE_SLOTS.name]
             slots.copy_(torch.where(slots < geometry.page_size, geometry.num_slots - 1, slots))
-            return (captured,)
+            return (meta,)
 
-        return Plan(refresh)
+        return into_the_last
 
 
 class StaleBlockTable(Plans):
