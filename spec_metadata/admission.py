@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import PACKED_KINDS, Bucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging, RequestTable
 from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_paging, check_tensor
+from spec_metadata.step_checks import check_device, check_paging
 from spec_metadata.widths import check_widths
 
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
 from spec_metadata.static_inputs import fill_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_tensor
+from spec_metadata.step_checks import check_device
 from spec_metadata.widths import check_widths, fit_widths
 
 

@@ -24,7 +24,7 @@ from spec_metadata.query import (
     PackedQuery,
     PaddedQuery,
     UniformQuery,
-    min_added,
+    most_rows,
     packed_rows,
 )
 from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
@@ -133,9 +133,11 @@ class Step:
 
     @property
     def num_added_at_least(self) -> int:
-        """Tokens that every request writes, at least."""
-        query = self.query
-        return query.width * self.num_steps if type(query) is UniformQuery else min_added(query, self.num_steps)
+        """Tokens that every request writes, at least; of widths of the device, those it has slots for."""
+        if isinstance(self.query, PaddedQuery):
+            return 0
+        most = most_rows(self.query)
+        return self.query.width * self.num_steps if most is None else min(most, default=0)
 
     @property
     def is_tree(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CacheGeometry:
 
 
 def _check_index(name: str, tensor: Tensor, ndim: int) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != ndim or tensor.dtype not in (torch.int32, torch.int64):
+    if not isinstance(tensor, Tensor) or tensor.ndim != ndim or tensor.dtype not in INTEGERS:
         raise InvalidStepError(f"{name} must be a {ndim}-dimensional int32 or int64 tensor, got {describe(tensor)}")
 
 

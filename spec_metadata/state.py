@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from spec_metadata.bound_inputs import BoundInputs
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.paging import Paging, RequestTable
-from spec_metadata.step_checks import INTEGERS, check_tensor
 
 Load = Callable[["CommittedState", Tensor, Tensor | None], None]
 """What loads a state from lengths and rows that were checked."""

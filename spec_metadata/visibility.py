@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import StepKind
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, describe
 from spec_metadata.layout import Step
 from spec_metadata.query import PackedQuery, UniformQuery, as_packed, packed_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_forward
+from spec_metadata.step_checks import check_device, check_forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)

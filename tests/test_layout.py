@@ -228,10 +228,10 @@ BAD: dict[str, Callable[[], object]] = {
     r"at least one query row, got lengths \(1, 0, 2\)": lambda: Step.prefill(
         PackedQuery.of([1, 0, 2]), SEQ_LENS, PAGING, SLOTS[:3]
     ),
-    r"target_verify step must hold 12 slots, got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
-    r"must hold 12 slots, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
-    "draft_decode step must hold 18 slots": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
-    r"out_cache_loc must be \[3\] int32 or int64, got \[3\] torch.float32": lambda: Step.decode(
+    r"target_verify step must be \[12\] int32.*got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
+    r"must be \[12\] int32 or int64, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
+    r"draft_decode step must be \[18\] int32": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
+    r"out_cache_loc of a decode step must be \[3\] int32 or int64, got \[3\] torch.float32": lambda: Step.decode(
         SEQ_LENS, PAGING, SLOTS[:3].float()
     ),
     r"tree_mask must be \[3, 4, 4\] bool, got \[3, 4, 4\] torch.int64": lambda: Step.target_verify(
