@@ -246,10 +246,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
             return self._region(meta, inputs)
 
         def replay(step: Step) -> None:
-            if plans_itself:
-                backend.copy_inputs(meta, step)
-            else:
-                backend.replay(meta, step)
+            (backend.copy_inputs if plans_itself else backend.replay)(meta, step)
             graph.replay()
 
         outputs = graph.capture(region, before)

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket
+from spec_metadata.capacity import AnyBucket, Capacity, StepKind, TokenBucket
 from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
 from spec_metadata.static_inputs import fill_rows
-from spec_metadata.step_checks import check_device
+from spec_metadata.step_checks import check_device, check_rows
 from spec_metadata.widths import check_widths, fit_widths
 
 
@@ -48,7 +48,7 @@ class BoundInputs:
     widths: Tensor | None = None
 
 
-def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
+def check_bound(inputs: BoundInputs | None, bucket: AnyBucket, paging: Paging, capacity: Capacity) -> None:
     """Refuse buffers that don't fit a bucket; None binds none. Reads shapes and types only."""
     if inputs is None:
         return
@@ -56,8 +56,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     if is_ragged and bucket.kind is StepKind.PREFILL:
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
     bs, slots = bucket.bs, inputs.out_cache_loc
-    width = bucket.width if isinstance(bucket, Bucket) else bucket.max_query(capacity)
-    num_steps = bucket.num_steps if isinstance(bucket, Bucket) else 1
+    width, num_steps = bucket.max_query(capacity), bucket.num_steps
     check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), INTEGERS)
     if paging.bs != bs:
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
@@ -77,7 +76,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
             "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "
             "num_real, or lengths that include the step's rows"
         )
-    if (inputs.tree_mask is not None) != (isinstance(bucket, Bucket) and bucket.tree and num_steps == 1):
+    if (inputs.tree_mask is not None) != (bucket.tree and num_steps == 1):
         given = describe(inputs.tree_mask)
         raise InvalidStepError(f"inputs.tree_mask of ({bucket}) is {given}; a verify over a tree has one, no other")
     if inputs.tree_mask is not None:
@@ -136,10 +135,7 @@ class BoundStep:
                     f"request {request} has {length} committed tokens and adds {self.num_added}; its table row "
                     f"and the capacity hold {most + self.num_added}"
                 )
-        if isinstance(paging, RequestTable):
-            num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
-            if any(not 0 <= row < num_rows for row in rows):
-                raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+        check_rows(paging, num_real)
         if inputs.widths is not None:
             check_widths(_bounded(inputs.widths, static), num_real)
         num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc

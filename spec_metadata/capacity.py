@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from numbers import Integral
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from spec_metadata.errors import InvalidStepError, describe
 
@@ -214,6 +214,14 @@ class Bucket:
         """Whether it is large enough. A graph has one width and refuses another, so requests count alone."""
         return bs <= self.bs
 
+    def max_query(self, capacity: Capacity) -> int:
+        """Rows of one request."""
+        return self.width
+
+    def padded_bs(self, capacity: Capacity) -> int:
+        """Batch size of a graph of the whole step."""
+        return self.bs
+
     def __str__(self) -> str:
         tree = " tree" if self.tree else ""
         steps = f" num_steps={self.num_steps}" if self.kind is StepKind.DRAFT_DECODE else ""
@@ -227,6 +235,8 @@ class TokenBucket:
     kind: StepKind
     bs: int
     num_tokens: int
+    num_steps: ClassVar[int] = 1
+    tree: ClassVar[bool] = False
 
     def holds(self, bs: int, num_tokens: int) -> bool:
         """Whether it is large enough."""
@@ -256,8 +266,8 @@ def check_bucket(bucket: AnyBucket) -> None:
         raise InvalidStepError(
             f"a bucket is what Capacity.bucket, prefill_bucket or ragged_bucket returns, got {describe(bucket)}"
         )
-    sizes = (bucket.width, bucket.num_steps) if isinstance(bucket, Bucket) else (bucket.num_tokens,)
-    if not all(isinstance(size, Integral) for size in (bucket.bs, *sizes)):
+    rows = bucket.width if isinstance(bucket, Bucket) else bucket.num_tokens
+    if not all(isinstance(size, Integral) for size in (bucket.bs, rows, bucket.num_steps)):
         raise InvalidStepError(f"the sizes of a bucket are whole numbers, got ({bucket})")
     if bucket.bs < 1 or bucket.num_tokens < 1:
         raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
@@ -291,16 +301,12 @@ class Extent(NamedTuple):
 
         num_pages: of the cache; int32's own range where it is not known.
         """
-        if isinstance(bucket, TokenBucket):
-            bs, width, num_steps = bucket.padded_bs(capacity), bucket.max_query(capacity), 1
-        else:
-            bs, width, num_steps = bucket.bs, bucket.width, bucket.num_steps
         return cls(
-            bs=bs,
-            width=width,
+            bs=bucket.padded_bs(capacity),
+            width=bucket.max_query(capacity),
             num_tokens=bucket.num_tokens,
-            num_forwards=num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
-            num_writes=bucket.num_tokens * num_steps,
+            num_forwards=bucket.num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
+            num_writes=bucket.num_tokens * bucket.num_steps,
             page_size=capacity.page_size,
             max_pages=capacity.max_pages,
             num_pages=num_pages,

@@ -22,8 +22,11 @@ def describe(value: object) -> str:
 
 def check_tensor(name: str, tensor: Any, shape: Sequence[int | str], dtypes: Sequence[torch.dtype]) -> None:
     """Refuse what is no tensor, or has another shape or type than these. shape: sizes, or names of what may be any."""
-    fits = isinstance(tensor, Tensor) and tensor.dtype in dtypes and tensor.ndim == len(shape)
-    if fits and all(isinstance(size, str) or size == given for size, given in zip(shape, tensor.shape, strict=True)):
+    if isinstance(tensor, Tensor) and tensor.dtype in dtypes and (tensor.shape == shape or _fits(tensor.shape, shape)):
         return
     sizes, types = ", ".join(map(str, shape)), " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     raise InvalidStepError(f"{name} must be [{sizes}] {types}, got {describe(tensor)}")
+
+
+def _fits(given: Sequence[int], shape: Sequence[int | str]) -> bool:
+    return len(given) == len(shape) and all(isinstance(b, str) or a == b for a, b in zip(given, shape, strict=True))

@@ -252,8 +252,7 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
-        query = UniformQuery(topk)
-        return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, host, num_steps)
+        return cls._build(StepKind.DRAFT_DECODE, UniformQuery(topk), seq_lens, paging, out_cache_loc, host, num_steps)
 
     @classmethod
     def draft_block(
@@ -267,8 +266,7 @@ class Step:
         """A block of drafted tokens in one forward (DFlash, DSpark): every row sees the committed tokens and
         all rows of the block. The next block is written over it, so it commits nothing.
         """
-        query = UniformQuery(block_size)
-        return cls._build(StepKind.DRAFT_BLOCK, query, seq_lens, paging, out_cache_loc, host)
+        return cls._build(StepKind.DRAFT_BLOCK, UniformQuery(block_size), seq_lens, paging, out_cache_loc, host)
 
     @classmethod
     def target_verify(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
+from spec_metadata.capacity import AnyBucket, Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
@@ -33,7 +33,7 @@ from spec_metadata.query import (
 from spec_metadata.widths import fit_widths
 
 
-def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
+def input_specs(bucket: AnyBucket, paging: Paging) -> tuple[BufferSpec, ...]:
     """The declared static inputs of a captured step."""
     geometry = paging.geometry
     specs = [
@@ -56,16 +56,16 @@ def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpe
     return tuple(specs)
 
 
-def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) -> Step:
+def static_step(bucket: AnyBucket, paging: Paging, buffers: Buffers) -> Step:
     """A step over static buffers, every row of it padding; what a graph is captured on.
 
     paging: the engine's table. A request-to-token table is read in place, at the address that it has now.
     """
     query: AnyQuery
     if isinstance(bucket, TokenBucket):
-        query, num_steps = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width), 1
+        query = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width)
     else:
-        query, num_steps = UniformQuery(bucket.width), bucket.num_steps
+        query = UniformQuery(bucket.width)
     static = Step(
         kind=bucket.kind,
         query=query,
@@ -73,7 +73,7 @@ def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) 
         paging=paging.on_static(buffers["paging"]),
         out_cache_loc=buffers["out_cache_loc"],
         num_real=buffers["num_real"],
-        num_steps=num_steps,
+        num_steps=bucket.num_steps,
         tree_mask=buffers.get("tree_mask"),
     )
     _fill(static, None)
@@ -99,8 +99,8 @@ def misfit(static: Step, step: Step) -> list[str]:
 
 def _query_misfit(static: Step, step: Step) -> list[str]:
     """What of kind, layout and size does not fit."""
-    captured: Bucket | TokenBucket
-    given: Bucket | TokenBucket
+    captured: AnyBucket
+    given: AnyBucket
     if not isinstance(static.query, PaddedQuery):
         if not isinstance(step.query, UniformQuery):
             lens = f" (lengths {step.query.lens_cpu})" if isinstance(step.query, PackedQuery) else ""
@@ -133,14 +133,14 @@ def copy_step(static: Step, step: Step) -> None:
     _fill(static, None if step.kind is StepKind.IDLE else step)
 
 
-def padding_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+def padding_step(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> Step:
     """A step of padding only, on fresh tensors. paging: the engine's table."""
     check_bucket(bucket)
     extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
     return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
 
 
-def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+def idle_step(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> Step:
     """A step of padding only that the host knows in full, of packed rows one request, to run eagerly."""
     if isinstance(bucket, Bucket):
         return replace(padding_step(bucket, paging, capacity), max_committed=0, seq_lens_cpu=())
@@ -158,7 +158,7 @@ def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) 
     )
 
 
-def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> Step:
+def pad_step(step: Step, bucket: AnyBucket, capacity: Capacity) -> Step:
     """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no exact
     lengths any more. It keeps `max_committed`; without it an eager plan has a replay's extent, and so its bits. Raises
     `InvalidStepError` for a step that does not fit the bucket.

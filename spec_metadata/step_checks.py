@@ -13,14 +13,7 @@ from torch import Tensor
 from spec_metadata.capacity import PACKED_KINDS
 from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import (
-    AnyQuery,
-    BoundedQuery,
-    UniformQuery,
-    check_query,
-    most_rows,
-    packed_starts,
-)
+from spec_metadata.query import AnyQuery, BoundedQuery, UniformQuery, check_query, most_rows, packed_starts
 
 if TYPE_CHECKING:
     from spec_metadata.layout import Step
@@ -114,6 +107,14 @@ def check_paging(paging: Paging) -> None:
     """Refuse what is no paging."""
     if not isinstance(paging, Paging):
         raise InvalidStepError(f"paging must be a RequestTable or a BlockTable, got {describe(paging)}")
+
+
+def check_rows(paging: Paging, num: int) -> None:
+    """Refuse leading rows outside of a request table. Reads the device back: for checking mode."""
+    if isinstance(paging, RequestTable):
+        num_rows, rows = paging.table.shape[0], paging.rows[:num].tolist()
+        if any(not 0 <= row < num_rows for row in rows):
+            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
 
 
 def check_device(seq_lens: Tensor, **others: Tensor | None) -> None:

@@ -28,6 +28,7 @@ from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
 from spec_metadata.plans.csr import page_lists
 from spec_metadata.query import packed_starts
+from spec_metadata.visibility import num_added
 
 if TYPE_CHECKING:
     from attn_backends.kernels.triton_launch import Prepared
@@ -116,16 +117,11 @@ def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = Non
 def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """What writes the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
-    keys = (0, 0) if step.kind is StepKind.DRAFT_DECODE else _keys(step)
-    return _bind_pages(step, buffers, bound, outputs, keys)
+    return _bind_pages(step, buffers, bound, outputs, (num_added(step, None), 0))
 
 
 def bind_compressed(
-    step: Step,
-    buffers: Buffers,
-    window: int,
-    rings: Mapping[Compression, int],
-    bound: BoundStep | None = None,
+    step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int], bound: BoundStep | None = None
 ) -> Callable[[], None]:
     """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
 
@@ -150,9 +146,8 @@ def bind_compressed(
 
 def _keys(step: Step) -> tuple[int, int]:
     """Keys that the last row of a uniform step sees beside the committed ones, and more in each further forward."""
-    if step.is_tree:
-        return 0, 0
-    return (1, 1) if step.kind is StepKind.DRAFT_DECODE else (step.width, 0)
+    first = num_added(step, 0)
+    return first, num_added(step, 1) - first
 
 
 def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:
