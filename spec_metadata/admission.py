@@ -17,7 +17,7 @@ from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor
 from spec_metadata.layout import Step
 from spec_metadata.paging import CacheGeometry, Paging
 from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows
-from spec_metadata.step_checks import check_device, check_paging, check_rows
+from spec_metadata.step_checks import check_device, check_lens, check_paging, check_rows
 from spec_metadata.widths import check_widths
 
 
@@ -144,13 +144,8 @@ def check_values(step: Step, capacity: Capacity) -> None:
         widths = [step.width * step.num_steps] * num_real
     else:
         widths = step.query.cu_seqlens.diff()[:num_real].tolist()
-    most = min(step.paging.row_tokens, capacity.max_kv_len)
-    for request, (length, width) in enumerate(zip(lens, widths, strict=True)):
-        if length < 0 or length + width > most:
-            raise InvalidStepError(
-                f"request {request} has {length} committed tokens and adds {width}; its table row and the capacity "
-                f"hold {most}"
-            )
+    check_lens(lens, widths, min(step.paging.row_tokens, capacity.max_kv_len))
+    for request, length in enumerate(lens):
         if step.max_committed is not None and length > step.max_committed:
             raise InvalidStepError(
                 f"request {request} has {length} committed tokens, max_committed={step.max_committed}"

@@ -19,7 +19,7 @@ from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
 from spec_metadata.static_inputs import fill_rows
-from spec_metadata.step_checks import check_device, check_rows
+from spec_metadata.step_checks import check_device, check_lens, check_rows
 from spec_metadata.widths import check_widths, fit_widths
 
 
@@ -128,13 +128,8 @@ class BoundStep:
     def check(self) -> None:
         """Refuse values that `read` brought within bounds. Reads the device back."""
         static, inputs, paging = self.static, self.inputs, self.paging
-        num_real, most = int(static.num_real), self.most
-        for request, length in enumerate(self._committed()[:num_real].tolist()):
-            if not 0 <= length <= most:
-                raise InvalidStepError(
-                    f"request {request} has {length} committed tokens and adds {self.num_added}; its table row "
-                    f"and the capacity hold {most + self.num_added}"
-                )
+        num_real, num_added = int(static.num_real), self.num_added
+        check_lens(self._committed()[:num_real].tolist(), [num_added] * num_real, self.most + num_added)
         check_rows(paging, num_real)
         if inputs.widths is not None:
             check_widths(_bounded(inputs.widths, static), num_real)

@@ -27,13 +27,7 @@ class StepKind(StrEnum):
     IDLE = "idle"
 
 
-UNIFORM_KINDS = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
-)
+UNIFORM_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.PREFILL, StepKind.IDLE))
 """Kinds whose requests may have one width, for which there is a `Bucket`."""
 
 PACKED_KINDS = (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
@@ -71,10 +65,9 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("num_extended", "block_size") and getattr(self, field.name) is None:
-                continue
-            if not isinstance(getattr(self, field.name), Integral):
-                raise InvalidStepError(f"{field.name} must be a whole number, got {getattr(self, field.name)!r}")
+            value = getattr(self, field.name)
+            if not isinstance(value, Integral) and not (value is None and field.default is None):
+                raise InvalidStepError(f"{field.name} must be a whole number, got {value!r}")
         for name in ("max_bs", "max_context", "page_size", "topk", "num_steps", "block_width"):
             if getattr(self, name) < 1:
                 raise InvalidStepError(f"{name} must be at least 1, got {getattr(self, name)}")

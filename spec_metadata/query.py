@@ -146,25 +146,27 @@ def _check_lens(lens: Sequence[int]) -> None:
 def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     """Refuse a layout that is none, or not one of `bs` requests."""
     if isinstance(query, UniformQuery):
-        sizes = {"num_steps": num_steps, "width": query.width}
-        for name, size in sizes.items():
+        for name, size in {"num_steps": num_steps, "width": query.width}.items():
             if not isinstance(size, Integral):
                 raise InvalidStepError(f"{name} must be a whole number, got {size!r}")
         if num_steps < 1 or query.width < 1:
             raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
-        return
-    if isinstance(query, BoundedQuery):
+    elif isinstance(query, BoundedQuery):
         _check_bounds(query, bs)
-        return
-    if not isinstance(query, AnyPacked):
+    elif isinstance(query, AnyPacked):
+        if isinstance(query, PackedQuery):
+            _check_packed(query.lens_cpu, bs)
+        check_tensor("cu_seqlens, which PackedQuery.of makes,", query.cu_seqlens, (bs + 1,), (torch.int32,))
+    else:
         raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
-    if isinstance(query, PackedQuery):
-        _check_lens(query.lens_cpu)
-        if min(query.lens_cpu, default=1) < 1:
-            raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")
-        if len(query.lens_cpu) != bs:
-            raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
-    check_tensor("cu_seqlens, which PackedQuery.of makes,", query.cu_seqlens, (bs + 1,), (torch.int32,))
+
+
+def _check_packed(lens: tuple[int, ...], bs: int) -> None:
+    _check_lens(lens)
+    if min(lens, default=1) < 1:
+        raise InvalidStepError(f"every request needs at least one query row, got lengths {lens}")
+    if len(lens) != bs:
+        raise InvalidStepError(f"the packed query holds {len(lens)} requests, seq_lens {bs}")
 
 
 def _check_bounds(query: BoundedQuery, bs: int) -> None:

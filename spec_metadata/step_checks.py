@@ -75,7 +75,6 @@ def check_step(step: Step) -> None:
         check_device(step.seq_lens, widths=step.query.widths)
     if isinstance(num_real, Tensor):
         check_tensor("num_real", num_real, (1,), (torch.int32,))
-        check_device(step.seq_lens, num_real=num_real)
     elif not isinstance(num_real, Integral) or not 0 <= num_real <= step.bs:
         given = describe(num_real)
         raise InvalidStepError(
@@ -87,7 +86,7 @@ def check_step(step: Step) -> None:
         check_tensor(f"out_cache_loc of a {step.kind} step", slots, (step.num_writes,), INTEGERS)
     if mask is not None:
         check_tensor("tree_mask", mask, (step.bs, step.width, step.width), (torch.bool,))
-    check_device(step.seq_lens, out_cache_loc=slots, tree_mask=mask)
+    check_device(step.seq_lens, num_real=num_real, out_cache_loc=slots, tree_mask=mask)
     if step.seq_lens_cpu is not None and len(step.seq_lens_cpu) > step.bs:
         raise InvalidStepError(f"seq_lens_cpu holds {len(step.seq_lens_cpu)} lengths, seq_lens {step.bs}")
 
@@ -109,6 +108,16 @@ def check_paging(paging: Paging) -> None:
         raise InvalidStepError(f"paging must be a RequestTable or a BlockTable, got {describe(paging)}")
 
 
+def check_lens(lens: Sequence[int], added: Sequence[int], most: int) -> None:
+    """Refuse committed tokens of real requests that leave no room for what each adds, of `most` together."""
+    for request, (length, num) in enumerate(zip(lens, added, strict=True)):
+        if length < 0 or length + num > most:
+            raise InvalidStepError(
+                f"request {request} has {length} committed tokens and adds {num}; its table row and the capacity hold "
+                f"{most}"
+            )
+
+
 def check_rows(paging: Paging, num: int) -> None:
     """Refuse leading rows outside of a request table. Reads the device back: for checking mode."""
     if isinstance(paging, RequestTable):
@@ -117,10 +126,10 @@ def check_rows(paging: Paging, num: int) -> None:
             raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
 
 
-def check_device(seq_lens: Tensor, **others: Tensor | None) -> None:
+def check_device(seq_lens: Tensor, **others: Tensor | int | None) -> None:
     """Kernels follow addresses, and would take those of another device for their own."""
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != seq_lens.device:
+        if isinstance(tensor, Tensor) and tensor.device != seq_lens.device:
             raise InvalidStepError(
                 f"{name} is on {tensor.device} and seq_lens on {seq_lens.device}; a step's tensors lie on one device"
             )
@@ -146,10 +155,8 @@ def exact_lens(
     if isinstance(seq_lens_cpu, Tensor):
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
     try:
-        if not isinstance(seq_lens_cpu, Sequence):
-            raise TypeError
         exact = tuple(seq_lens_cpu)
-        if Tensor in map(type, exact):
+        if not isinstance(seq_lens_cpu, Sequence) or Tensor in map(type, exact):
             raise TypeError
         array("Q", exact)  # one call for all of them, which takes integers from 0
     except TypeError:

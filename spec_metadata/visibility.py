@@ -288,8 +288,9 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
 
 def write_pages(step: Step, dense: DensePart, table: Tensor) -> None:
     """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave what is behind."""
-    pages = visible_pages(step, dense, table.shape[1])
-    table.copy_(torch.where(leading(num_visible_pages(step, dense), table.shape[1]), pages, table))
+    if step.bs > 0:  # the table of an idle rank may be of any width
+        live = leading(num_visible_pages(step, dense), table.shape[1])
+        table.copy_(torch.where(live, step.paging.pages(table.shape[1]), table))
 
 
 def leading(num: Tensor, size: int) -> Tensor:
