@@ -7,7 +7,7 @@ its tables calls `check_write_slots` on them when it admits a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -157,10 +157,8 @@ def check_values(step: Step, capacity: Capacity) -> None:
     positions = torch.arange(step.paging.row_tokens, device=step.device).expand(step.bs, -1)
     slots = step.paging.slots(positions)[:num_real].tolist() if num_real else []
     visible = [row[:length] for row, length in zip(slots, lens, strict=True)]
-    flat, writes = step.flat_slots().tolist(), []
-    for width in widths:
-        writes.append(flat[:width])
-        flat = flat[width:]
+    flat = step.flat_slots().tolist()
+    writes = [flat[start:end] for start, end in pairwise(accumulate(widths, initial=0))]
     check_write_slots(writes, visible, step.paging.geometry)
     read = visible
     if not step.is_tree:

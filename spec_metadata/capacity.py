@@ -154,12 +154,10 @@ class Capacity:
             StepKind.TARGET_VERIFY: self.num_draft_tokens,
             StepKind.DRAFT_EXTEND: self.extend_width,
         }
-        if not isinstance(kind, StepKind):
-            raise InvalidStepError(f"kind must be a StepKind, such as StepKind.DECODE; got {kind!r}")
-        if kind not in widths:
-            *others, last = widths
+        if not isinstance(kind, StepKind) or kind not in widths:
             raise InvalidStepError(
-                f"a {kind} step has no uniform width, so it has no bucket; {', '.join(others)} and {last} have one"
+                f"kind must be a StepKind of steps of one width ({', '.join(widths)}), got {kind!r}; prefills have a "
+                "prefill_bucket, idle steps take any"
             )
         if not isinstance(bs, Integral) or bs < 1:
             raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs!r}")
@@ -211,10 +209,6 @@ class Bucket:
         """Rows of one request."""
         return self.width
 
-    def padded_bs(self, capacity: Capacity) -> int:
-        """Batch size of a graph of the whole step."""
-        return self.bs
-
     def __str__(self) -> str:
         tree = " tree" if self.tree else ""
         steps = f" num_steps={self.num_steps}" if self.kind is StepKind.DRAFT_DECODE else ""
@@ -239,12 +233,6 @@ class TokenBucket:
         """Bound on the rows of one request."""
         is_prefill = self.kind is StepKind.PREFILL
         return min(self.num_tokens, capacity.max_kv_len if is_prefill else capacity.bucket(self.kind, 1).width)
-
-    def padded_bs(self, capacity: Capacity) -> int:
-        """Batch size of a graph of the whole step: real requests, and after them those that own padded rows. One is
-        enough, unless padded rows can exceed what one request holds.
-        """
-        return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))
 
     def __str__(self) -> str:
         return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
@@ -290,13 +278,15 @@ class Extent(NamedTuple):
 
     @classmethod
     def of_bucket(cls, bucket: AnyBucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
-        """Extent of a captured step: everything at the bucket's size and the whole capacity of context.
+        """Extent of a captured step: everything at the bucket's size and the whole capacity of context. Behind packed
+        rows there are requests that own padded ones: one is enough, unless those can exceed what one request holds.
 
         num_pages: of the cache; int32's own range where it is not known.
         """
+        width = bucket.max_query(capacity)
         return cls(
-            bs=bucket.padded_bs(capacity),
-            width=bucket.max_query(capacity),
+            bs=bucket.bs + (ceil_div(bucket.num_tokens, width) if isinstance(bucket, TokenBucket) else 0),
+            width=width,
             num_tokens=bucket.num_tokens,
             num_forwards=bucket.num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
             num_writes=bucket.num_tokens * bucket.num_steps,

@@ -17,16 +17,7 @@ from torch import Tensor
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging, RequestTable
-from spec_metadata.query import (
-    AnyPacked,
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    PaddedQuery,
-    UniformQuery,
-    most_rows,
-    packed_rows,
-)
+from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows, packed_rows
 from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
 
 
@@ -337,7 +328,7 @@ def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """
-    if not isinstance(query, AnyPacked):
+    if isinstance(query, UniformQuery | BoundedQuery):
         offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
         return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
     request, offsets = packed_rows(query)

@@ -21,15 +21,7 @@ from spec_metadata.capacity import AnyBucket, Bucket, Capacity, Extent, StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import (
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    PaddedQuery,
-    UniformQuery,
-    packed_rows,
-    packed_starts,
-)
+from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows, packed_starts
 from spec_metadata.widths import fit_widths
 
 
@@ -61,9 +53,8 @@ def static_step(bucket: AnyBucket, paging: Paging, buffers: Buffers) -> Step:
 
     paging: the engine's table. A request-to-token table is read in place, at the address that it has now.
     """
-    query: AnyQuery
     if isinstance(bucket, TokenBucket):
-        query = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width)
+        query: PaddedQuery | UniformQuery = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width)
     else:
         query = UniformQuery(bucket.width)
     static = Step(

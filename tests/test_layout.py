@@ -257,10 +257,10 @@ BAD: dict[str, Callable[[], object]] = {
     r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),
     "block_size must be a whole number, got 4.0": lambda: Capacity(1, 8, 4, block_size=4.0),  # type: ignore[arg-type]
     "block_width must be at least 1, got 0": lambda: Capacity(1, 8, 4, block_size=0),
-    "prefill step has no uniform width.*; decode, .*draft_block, target_verify and draft_extend have one": lambda: (
+    r"kind must be a StepKind of steps of one width \(decode, .*draft_extend\), got <StepKind.PREFILL": lambda: (
         Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1)
     ),
-    r"kind must be a StepKind, such as StepKind.DECODE; got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(
+    "kind must be a StepKind of steps of one width .* got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(
         "draft_decode",  # type: ignore[arg-type]
         1,
     ),
@@ -295,7 +295,7 @@ BAD: dict[str, Callable[[], object]] = {
     "tree_mask is on meta and seq_lens on cpu": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.bool, device="meta")
     ),
-    "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
+    "got <StepKind.IDLE: 'idle'>; prefills have a prefill_bucket": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
 }
 
 

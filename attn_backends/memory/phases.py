@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,19 +13,8 @@ from attn_backends.kernels.device_memory import room_for
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.reads import Reads
 from attn_backends.memory.static_memory import SharedTable, StaticMemory
-from spec_metadata import (
-    AnyBucket,
-    Arena,
-    Buffers,
-    BufferSpec,
-    CacheGeometry,
-    Capacity,
-    Extent,
-    Paging,
-    RequestTable,
-    StepKind,
-)
-from spec_metadata.buffers import Layout, allocation_size
+from spec_metadata import AnyBucket, Buffers, CacheGeometry, Capacity, Extent, Paging, RequestTable, StepKind
+from spec_metadata.buffers import Arena, BufferSpec, Layout, allocation_size
 from spec_metadata.capacity import UNIFORM_KINDS
 
 SHARED = "shared"
@@ -189,11 +178,9 @@ class BackendMemory:
         if broken := [name for arena in arenas for name in arena.check_guards()]:
             raise CaptureError(f"{self.owner}: guard words next to {broken} were overwritten")
 
-    def _arena(self, specs: Iterable[BufferSpec], extent: Extent, within: PhaseSet | None) -> Arena:
+    def _arena(self, specs: Sequence[BufferSpec], extent: Extent, within: PhaseSet | None) -> Arena:
         """Buffers of their own, or of a set."""
-        specs = tuple(specs)
-        size = allocation_size(specs, extent, checking=self.checking)
-        memory = None if within is None else within.memory(size)
+        memory = None if within is None else within.memory(allocation_size(specs, extent, checking=self.checking))
         return Arena(specs, extent, self.device, checking=self.checking, memory=memory)
 
     def _allocate(self, largest: AnyBucket, paging: Paging, shares: bool, within: PhaseSet | None) -> PhaseMemory:
