@@ -149,17 +149,16 @@ class BoundStep:
 
 def _read_paging(static: Paging, paging: Paging, real: Tensor) -> None:
     """Rows, or pages, of real requests; reserved ones of others. real: [bs] bool."""
-    bs, geometry, into = paging.bs, paging.geometry, static.static_input()
+    bs, into = paging.bs, static.static_input()
     if isinstance(paging, RequestTable):
         inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
-        into[:bs].copy_(torch.where(inside, paging.rows, geometry.reserved_row))
-        into[bs:] = geometry.reserved_row
+        into[:bs].copy_(torch.where(inside, paging.rows, paging.padding))
     else:
         columns = min(paging.table.shape[1], into.shape[1])
         given = paging.table[:, :columns]
-        inside = real.unsqueeze(1) & (given >= 0) & (given < geometry.num_pages)
-        into[:bs, :columns].copy_(torch.where(inside, given, geometry.reserved_page))
-        into[bs:] = geometry.reserved_page
+        inside = real.unsqueeze(1) & (given >= 0) & (given < paging.geometry.num_pages)
+        into[:bs, :columns].copy_(torch.where(inside, given, paging.padding))
+    into[bs:] = paging.padding
 
 
 def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
@@ -167,7 +166,7 @@ def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
     if inputs.num_real is not None:
         return inputs.num_real.long().clamp(0, paging.bs)
     if isinstance(paging, RequestTable):
-        return (paging.rows != paging.geometry.reserved_row).sum().view(1)
+        return (paging.rows != paging.padding).sum().view(1)
     return (inputs.seq_lens > 0).sum().view(1)
 
 

@@ -157,7 +157,7 @@ class Capacity:
         if not isinstance(kind, StepKind) or kind not in widths:
             raise InvalidStepError(
                 f"kind must be a StepKind of steps of one width ({', '.join(widths)}), got {kind!r}; prefills have a "
-                "prefill_bucket, idle steps take any"
+                "prefill_bucket, and what is captured for any kind takes idle steps"
             )
         if not isinstance(bs, Integral) or bs < 1:
             raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs!r}")

@@ -125,10 +125,11 @@ class Step:
     @property
     def num_added_at_least(self) -> int:
         """Tokens that every request writes, at least; of widths of the device, those it has slots for."""
-        if isinstance(self.query, PaddedQuery):
-            return 0
-        most = most_rows(self.query)
-        return self.query.width * self.num_steps if most is None else min(most, default=0)
+        query = self.query
+        if isinstance(query, UniformQuery):
+            return query.width * self.num_steps
+        most = () if isinstance(query, PaddedQuery) else most_rows(query)
+        return query.width * self.num_steps if most is None else min(most, default=0)
 
     @property
     def is_tree(self) -> bool:

@@ -109,6 +109,11 @@ class RequestTable:
         """The per-step part, which a captured step copies; the table itself is read in place."""
         return self.rows
 
+    @property
+    def padding(self) -> int:
+        """What the per-step part of a padded request holds: the reserved row."""
+        return self.geometry.reserved_row
+
     def on_static(self, buffer: Tensor) -> Self:
         """The same paging, reading its per-step part from a static buffer, and the table where it lies now."""
         return replace(self, table=self.table.detach(), rows=buffer)
@@ -154,6 +159,11 @@ class BlockTable:
     def static_input(self) -> Tensor:
         """The per-step part, which a captured step copies: the whole table."""
         return self.table
+
+    @property
+    def padding(self) -> int:
+        """What the per-step part of a padded request holds: the reserved page."""
+        return self.geometry.reserved_page
 
     def on_static(self, buffer: Tensor) -> Self:
         """The same paging, reading its per-step part from a static buffer."""

@@ -46,7 +46,7 @@ class CommittedState:
         if not isinstance(max_bs, Integral) or max_bs < 1:
             raise InvalidStepError(f"a state holds at least 1 request, got max_bs={max_bs!r}")
         if isinstance(paging, RequestTable):
-            place = torch.full((max_bs,), paging.geometry.reserved_row, dtype=torch.int64, device=table.device)
+            place = torch.full((max_bs,), paging.padding, dtype=torch.int64, device=table.device)
         elif table.shape[0] < max_bs:
             raise InvalidStepError(f"a state of {max_bs} requests reads a block table of {table.shape[0]}")
         else:

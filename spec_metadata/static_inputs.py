@@ -27,19 +27,16 @@ from spec_metadata.widths import fit_widths
 
 def input_specs(bucket: AnyBucket, paging: Paging) -> tuple[BufferSpec, ...]:
     """The declared static inputs of a captured step."""
-    geometry = paging.geometry
     specs = [
         BufferSpec("num_real", torch.int32, (ONE,), "leading rows that are real requests"),
         BufferSpec("seq_lens", torch.int32, (BS,), "committed tokens of each request; 0 in padded rows"),
         BufferSpec("out_cache_loc", torch.int64, (NUM_WRITES,), "write slots, flat as the step has them"),
     ]
     if isinstance(paging, RequestTable):
-        pad = geometry.reserved_row
-        specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=pad))
+        specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=paging.padding))
     else:
-        pad = geometry.reserved_page
         doc = "pages of each request, at least as many as it has tokens in"
-        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), doc, pad=pad, shared=True))
+        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), doc, pad=paging.padding, shared=True))
     if isinstance(bucket, TokenBucket):
         doc = "first query row of each request, and the end"
         specs.append(BufferSpec("cu_seqlens", torch.int32, (BS + 1,), doc, high=NUM_TOKENS + 1))
@@ -136,12 +133,11 @@ def idle_step(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> Step:
     if isinstance(bucket, Bucket):
         return replace(padding_step(bucket, paging, capacity), max_committed=0, seq_lens_cpu=())
     geometry, given = paging.geometry, paging.static_input()
-    pad = geometry.reserved_row if isinstance(paging, RequestTable) else geometry.reserved_page
     return Step(
         kind=bucket.kind,
         query=PackedQuery.of([bucket.num_tokens], given.device),
         seq_lens=torch.zeros(1, dtype=torch.int32, device=given.device),
-        paging=paging.on_static(given.new_full((1, *given.shape[1:]), pad)),
+        paging=paging.on_static(given.new_full((1, *given.shape[1:]), paging.padding)),
         out_cache_loc=geometry.reserved_slots(bucket.num_tokens, given.device),
         num_real=0,
         max_committed=0,
@@ -193,7 +189,7 @@ def _fill(static: Step, step: Step | None) -> None:
 
 def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
     """Write the rows or pages of the first `bs` requests, and reserved ones behind."""
-    table, geometry = static.paging.static_input(), static.paging.geometry
+    table = static.paging.static_input()
     if step is not None:
         given = step.paging.static_input()
         if isinstance(step.paging, BlockTable):
@@ -201,8 +197,7 @@ def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
             table[:bs, :columns].copy_(given[:, :columns])
         else:
             table[:bs].copy_(given)
-    is_table = isinstance(static.paging, BlockTable)
-    table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
+    table[bs:] = static.paging.padding
 
 
 def _fill_bounded(static: Step, step: Step, query: BoundedQuery) -> None:

@@ -51,7 +51,7 @@ _library.define(
     "int page_size, int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-NUM_COUNTS = 8  # numbers that end the arguments of plan_pages
+_NUM_COUNTS = 8  # numbers that end the arguments of plan_pages
 _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
 
 
@@ -230,10 +230,10 @@ class PagePlanner(Repeated):
         return self._write_along((words,), tiles)
 
     def _write_along(self, tensors: Sequence[Tensor], listed: Sequence[int]) -> bool:
-        *own, along, numbers = self._arguments[:-NUM_COUNTS]
+        *own, along, numbers = self._arguments[:-_NUM_COUNTS]
         if along or numbers:
             return False
-        self._arguments = (*own, tensors, listed, *self._arguments[-NUM_COUNTS:])
+        self._arguments = (*own, tensors, listed, *self._arguments[-_NUM_COUNTS:])
         self._num_calls, self._direct = 0, None
         return True
 
@@ -270,8 +270,8 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
 
 
 def _pages(*arguments: Any) -> Prepared:
-    num, counts = len(StepInputs._fields), arguments[-NUM_COUNTS:]
-    inputs, (*outputs, along, listed) = StepInputs(*arguments[:num]), arguments[num:-NUM_COUNTS]
+    num, counts = len(StepInputs._fields), arguments[-_NUM_COUNTS:]
+    inputs, (*outputs, along, listed) = StepInputs(*arguments[:num]), arguments[num:-_NUM_COUNTS]
     if len(along) == 1:
         from attn_backends.kernels import triton_plan_tiles
 
