@@ -105,9 +105,8 @@ class AttentionBackend(BackendDefinition[Plan]):
         self.phases, self._layers = BackendMemory(self.name, *place), CheckedLayers()
         self._alike, self._kept = lru_cache(MOST_KEPT)(lambda *layout: Alike()), KeptPlans()
         if capacity.page_size != geometry.page_size:
-            raise UnsupportedStepError(
-                self.name, [f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"]
-            )
+            reason = f"capacity says page size {capacity.page_size}, the cache {geometry.page_size}"
+            raise UnsupportedStepError(self.name, [reason])
 
     def kernel_of(self, kind: StepKind) -> Kernel[Plan]:
         """The kernel of a step kind that the backend has; of an idle step, which launches none, any."""
@@ -330,9 +329,8 @@ class AttentionBackend(BackendDefinition[Plan]):
     ) -> None:
         """Refuse a cache or a layer. dtype: of queries, or of rows to store."""
         if cache.format not in self.formats:
-            raise UnsupportedStepError(
-                f"{self.name} layer {layer.id}", [f"a cache of {cache.format} (it takes {listed(self.formats)})"]
-            )
+            reason = f"a cache of {cache.format} (it takes {listed(self.formats)})"
+            raise UnsupportedStepError(f"{self.name} layer {layer.id}", [reason])
         check_cache(cache, self.geometry, layer)
         if meta.kind is StepKind.IDLE:
             return

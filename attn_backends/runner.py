@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -170,9 +170,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
             needed = {FieldClass.PER_REQUEST: step.bs, FieldClass.PER_TOKEN: step.num_tokens}.get(kind)
             given = getattr(inputs, name).shape[:1]
             if needed is not None and given != (needed,):
-                raise InvalidStepError(
-                    f"phase {self.phase.name}: input {name} is {kind}; this step needs {needed}, got {list(given)}"
-                )
+                self._refuse(name, f"{kind}; this step needs {needed}, got {list(given)}")
 
     def _copy(self, static: Inputs, given: Inputs) -> None:
         """Fill static inputs: the given entries, then zeros. What is independent of the batch has one size."""
@@ -180,13 +178,11 @@ class Runner(ABC, Generic[Inputs, Outputs]):
             destination, source = getattr(static, name), getattr(given, name)
             sized = slice(0 if kind is FieldClass.PASS_THROUGH else 1, None)
             if source.shape[sized] != destination.shape[sized]:
-                raise InvalidStepError(
-                    f"phase {self.phase.name}: input {name} is {list(source.shape)}, captured as "
-                    f"{list(destination.shape)} ({kind}); a graph takes no other sizes"
-                )
+                captured = f"captured as {list(destination.shape)} ({kind})"
+                self._refuse(name, f"{list(source.shape)}, {captured}; a graph takes no other sizes")
             if isinstance(source, Rows) and source.table.dtype != destination.dtype:
                 types = f"rows of a {source.table.dtype} table, captured as {destination.dtype}"
-                raise InvalidStepError(f"phase {self.phase.name}: input {name} is {types}; keep the table in that type")
+                self._refuse(name, f"{types}; keep the table in that type")
             into = destination if kind is FieldClass.PASS_THROUGH else destination[: source.shape[0]]
             if isinstance(source, Rows):
                 torch.index_select(source.table, 0, source.rows, out=into)
@@ -194,6 +190,9 @@ class Runner(ABC, Generic[Inputs, Outputs]):
                 into.copy_(source)
             if into is not destination:
                 destination[into.shape[0] :].zero_()
+
+    def _refuse(self, name: str, found: str) -> NoReturn:
+        raise InvalidStepError(f"phase {self.phase.name}: input {name} is {found}")
 
     def _own(self, outputs: Outputs, step: Step) -> Outputs:
         trimmed = _trim(outputs, step.bs, step.num_tokens)
@@ -246,10 +245,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
             return self._region(meta, inputs)
 
         def replay(step: Step) -> None:
-            if plans_itself:
-                backend.copy_inputs(meta, step)
-            else:
-                backend.replay(meta, step)
+            (backend.copy_inputs if plans_itself else backend.replay)(meta, step)
             graph.replay()
 
         outputs = graph.capture(region, before)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import StepKind
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor
 from spec_metadata.layout import Step
-from spec_metadata.step_checks import INTEGERS, check_tensor
 from spec_metadata.tree import DraftTree
 
 

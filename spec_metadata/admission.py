@@ -7,17 +7,17 @@ its tables calls `check_write_slots` on them when it admits a batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import PACKED_KINDS, Bucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.capacity import PACKED_KINDS, AnyBucket, Capacity, StepKind, TokenBucket, ceil_div, check_bucket
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor
 from spec_metadata.layout import Step
-from spec_metadata.paging import CacheGeometry, Paging, RequestTable
+from spec_metadata.paging import CacheGeometry, Paging
 from spec_metadata.query import AnyPacked, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_paging, check_tensor
+from spec_metadata.step_checks import check_device, check_lens, check_paging, check_rows
 from spec_metadata.widths import check_widths
 
 
@@ -91,7 +91,7 @@ def most_committed(step: Step, capacity: Capacity) -> int:
     return step.longest(capacity)
 
 
-def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
+def check_capture(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> None:
     """Refuse to capture a bucket that no step fills, or on a table that can't hold a request at the capacity."""
     check_paging(paging)
     _check_bucket(bucket, capacity)
@@ -99,9 +99,9 @@ def check_capture(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capaci
         raise InvalidStepError(f"{_too_narrow(paging.row_tokens, capacity)}. Make the table wider")
 
 
-def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
+def _check_bucket(bucket: AnyBucket, capacity: Capacity) -> None:
     check_bucket(bucket)
-    kind, num_steps = bucket.kind, 1
+    kind = bucket.kind
     if kind is StepKind.IDLE:
         raise InvalidStepError("an idle step has no bucket of its own; captured metadata of any other takes it")
     if isinstance(bucket, TokenBucket):
@@ -112,8 +112,7 @@ def _check_bucket(bucket: Bucket | TokenBucket, capacity: Capacity) -> None:
         raise InvalidStepError(f"a prefill step has packed rows; take Capacity.prefill_bucket, not ({bucket})")
     if kind is StepKind.DECODE and bucket.width != 1:
         raise InvalidStepError(f"a decode step has 1 query row per request, got ({bucket})")
-    if kind is StepKind.DRAFT_DECODE:
-        num_steps = bucket.num_steps
+    num_steps = bucket.num_steps if kind is StepKind.DRAFT_DECODE else 1
     num_added = bucket.width * num_steps
     if num_steps < 1 or num_added > capacity.max_kv_len:
         raise InvalidStepError(
@@ -145,13 +144,8 @@ def check_values(step: Step, capacity: Capacity) -> None:
         widths = [step.width * step.num_steps] * num_real
     else:
         widths = step.query.cu_seqlens.diff()[:num_real].tolist()
-    most = min(step.paging.row_tokens, capacity.max_kv_len)
-    for request, (length, width) in enumerate(zip(lens, widths, strict=True)):
-        if length < 0 or length + width > most:
-            raise InvalidStepError(
-                f"request {request} has {length} committed tokens and adds {width}; its table row and the capacity "
-                f"hold {most}"
-            )
+    check_lens(lens, widths, min(step.paging.row_tokens, capacity.max_kv_len))
+    for request, length in enumerate(lens):
         if step.max_committed is not None and length > step.max_committed:
             raise InvalidStepError(
                 f"request {request} has {length} committed tokens, max_committed={step.max_committed}"
@@ -163,10 +157,8 @@ def check_values(step: Step, capacity: Capacity) -> None:
     positions = torch.arange(step.paging.row_tokens, device=step.device).expand(step.bs, -1)
     slots = step.paging.slots(positions)[:num_real].tolist() if num_real else []
     visible = [row[:length] for row, length in zip(slots, lens, strict=True)]
-    flat, writes = step.flat_slots().tolist(), []
-    for width in widths:
-        writes.append(flat[:width])
-        flat = flat[width:]
+    flat = step.flat_slots().tolist()
+    writes = [flat[start:end] for start, end in pairwise(accumulate(widths, initial=0))]
     check_write_slots(writes, visible, step.paging.geometry)
     read = visible
     if not step.is_tree:
@@ -207,10 +199,7 @@ def _check_query_values(step: Step) -> None:
         given = step.query.cu_seqlens.tolist()
         if sorted(given) != given or given[0] != 0 or given[-1] != step.num_tokens:
             raise InvalidStepError(f"cu_seqlens {given} don't rise from 0 to {step.num_tokens}, the query rows")
-    if isinstance(step.paging, RequestTable):
-        num_rows, rows = step.paging.table.shape[0], step.paging.rows.tolist()
-        if any(not 0 <= row < num_rows for row in rows):
-            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+    check_rows(step.paging, step.bs)
 
 
 def _check_mask(step: Step, num_real: int) -> None:

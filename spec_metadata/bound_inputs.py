@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.capacity import Bucket, Capacity, StepKind, TokenBucket
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.capacity import AnyBucket, Capacity, StepKind, TokenBucket
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.layout import Step, next_slots
 from spec_metadata.paging import BlockTable, CacheGeometry, Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PaddedQuery, UniformQuery
 from spec_metadata.static_inputs import fill_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_tensor
+from spec_metadata.step_checks import check_device, check_lens, check_rows
 from spec_metadata.widths import check_widths, fit_widths
 
 
@@ -48,7 +48,7 @@ class BoundInputs:
     widths: Tensor | None = None
 
 
-def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> None:
+def check_bound(inputs: BoundInputs | None, bucket: AnyBucket, paging: Paging, capacity: Capacity) -> None:
     """Refuse buffers that don't fit a bucket; None binds none. Reads shapes and types only."""
     if inputs is None:
         return
@@ -56,8 +56,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
     if is_ragged and bucket.kind is StepKind.PREFILL:
         raise InvalidStepError(f"({bucket}) has packed rows, whose inputs are copied: capture it without inputs")
     bs, slots = bucket.bs, inputs.out_cache_loc
-    width = bucket.width if isinstance(bucket, Bucket) else bucket.max_query(capacity)
-    num_steps = bucket.num_steps if isinstance(bucket, Bucket) else 1
+    width, num_steps = bucket.max_query(capacity), bucket.num_steps
     check_tensor("inputs.seq_lens", inputs.seq_lens, (bs,), INTEGERS)
     if paging.bs != bs:
         raise InvalidStepError(f"the paging of bound inputs has {paging.bs} requests, the bucket ({bucket}) {bs}")
@@ -77,7 +76,7 @@ def check_bound(inputs: BoundInputs | None, bucket: Bucket | TokenBucket, paging
             "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "
             "num_real, or lengths that include the step's rows"
         )
-    if (inputs.tree_mask is not None) != (isinstance(bucket, Bucket) and bucket.tree and num_steps == 1):
+    if (inputs.tree_mask is not None) != (bucket.tree and num_steps == 1):
         given = describe(inputs.tree_mask)
         raise InvalidStepError(f"inputs.tree_mask of ({bucket}) is {given}; a verify over a tree has one, no other")
     if inputs.tree_mask is not None:
@@ -129,17 +128,9 @@ class BoundStep:
     def check(self) -> None:
         """Refuse values that `read` brought within bounds. Reads the device back."""
         static, inputs, paging = self.static, self.inputs, self.paging
-        num_real, most = int(static.num_real), self.most
-        for request, length in enumerate(self._committed()[:num_real].tolist()):
-            if not 0 <= length <= most:
-                raise InvalidStepError(
-                    f"request {request} has {length} committed tokens and adds {self.num_added}; its table row "
-                    f"and the capacity hold {most + self.num_added}"
-                )
-        if isinstance(paging, RequestTable):
-            num_rows, rows = paging.table.shape[0], paging.rows[:num_real].tolist()
-            if any(not 0 <= row < num_rows for row in rows):
-                raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+        num_real, num_added = int(static.num_real), self.num_added
+        check_lens(self._committed()[:num_real].tolist(), [num_added] * num_real, self.most + num_added)
+        check_rows(paging, num_real)
         if inputs.widths is not None:
             check_widths(_bounded(inputs.widths, static), num_real)
         num_slots, given = paging.geometry.num_slots, inputs.out_cache_loc
@@ -158,17 +149,16 @@ class BoundStep:
 
 def _read_paging(static: Paging, paging: Paging, real: Tensor) -> None:
     """Rows, or pages, of real requests; reserved ones of others. real: [bs] bool."""
-    bs, geometry, into = paging.bs, paging.geometry, static.static_input()
+    bs, into = paging.bs, static.static_input()
     if isinstance(paging, RequestTable):
         inside = real & (paging.rows >= 0) & (paging.rows < paging.table.shape[0])
-        into[:bs].copy_(torch.where(inside, paging.rows, geometry.reserved_row))
-        into[bs:] = geometry.reserved_row
+        into[:bs].copy_(torch.where(inside, paging.rows, paging.padding))
     else:
         columns = min(paging.table.shape[1], into.shape[1])
         given = paging.table[:, :columns]
-        inside = real.unsqueeze(1) & (given >= 0) & (given < geometry.num_pages)
-        into[:bs, :columns].copy_(torch.where(inside, given, geometry.reserved_page))
-        into[bs:] = geometry.reserved_page
+        inside = real.unsqueeze(1) & (given >= 0) & (given < paging.geometry.num_pages)
+        into[:bs, :columns].copy_(torch.where(inside, given, paging.padding))
+    into[bs:] = paging.padding
 
 
 def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
@@ -176,7 +166,7 @@ def _num_real(inputs: BoundInputs, paging: Paging) -> Tensor:
     if inputs.num_real is not None:
         return inputs.num_real.long().clamp(0, paging.bs)
     if isinstance(paging, RequestTable):
-        return (paging.rows != paging.geometry.reserved_row).sum().view(1)
+        return (paging.rows != paging.padding).sum().view(1)
     return (inputs.seq_lens > 0).sum().view(1)
 
 

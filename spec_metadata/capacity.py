@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from numbers import Integral
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from spec_metadata.errors import InvalidStepError, describe
 
@@ -27,13 +27,7 @@ class StepKind(StrEnum):
     IDLE = "idle"
 
 
-UNIFORM_KINDS = (
-    StepKind.DECODE,
-    StepKind.DRAFT_DECODE,
-    StepKind.DRAFT_BLOCK,
-    StepKind.TARGET_VERIFY,
-    StepKind.DRAFT_EXTEND,
-)
+UNIFORM_KINDS = tuple(kind for kind in StepKind if kind not in (StepKind.PREFILL, StepKind.IDLE))
 """Kinds whose requests may have one width, for which there is a `Bucket`."""
 
 PACKED_KINDS = (StepKind.PREFILL, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
@@ -71,10 +65,9 @@ class Capacity:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name in ("num_extended", "block_size") and getattr(self, field.name) is None:
-                continue
-            if not isinstance(getattr(self, field.name), Integral):
-                raise InvalidStepError(f"{field.name} must be a whole number, got {getattr(self, field.name)!r}")
+            value = getattr(self, field.name)
+            if not isinstance(value, Integral) and not (value is None and field.default is None):
+                raise InvalidStepError(f"{field.name} must be a whole number, got {value!r}")
         for name in ("max_bs", "max_context", "page_size", "topk", "num_steps", "block_width"):
             if getattr(self, name) < 1:
                 raise InvalidStepError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -161,12 +154,10 @@ class Capacity:
             StepKind.TARGET_VERIFY: self.num_draft_tokens,
             StepKind.DRAFT_EXTEND: self.extend_width,
         }
-        if not isinstance(kind, StepKind):
-            raise InvalidStepError(f"kind must be a StepKind, such as StepKind.DECODE; got {kind!r}")
-        if kind not in widths:
-            *others, last = widths
+        if not isinstance(kind, StepKind) or kind not in widths:
             raise InvalidStepError(
-                f"a {kind} step has no uniform width, so it has no bucket; {', '.join(others)} and {last} have one"
+                f"kind must be a StepKind of steps of one width ({', '.join(widths)}), got {kind!r}; prefills have a "
+                "prefill_bucket, and what is captured for any kind takes idle steps"
             )
         if not isinstance(bs, Integral) or bs < 1:
             raise InvalidStepError(f"a bucket holds at least 1 request, got bs={bs!r}")
@@ -214,6 +205,10 @@ class Bucket:
         """Whether it is large enough. A graph has one width and refuses another, so requests count alone."""
         return bs <= self.bs
 
+    def max_query(self, capacity: Capacity) -> int:
+        """Rows of one request."""
+        return self.width
+
     def __str__(self) -> str:
         tree = " tree" if self.tree else ""
         steps = f" num_steps={self.num_steps}" if self.kind is StepKind.DRAFT_DECODE else ""
@@ -227,6 +222,8 @@ class TokenBucket:
     kind: StepKind
     bs: int
     num_tokens: int
+    num_steps: ClassVar[int] = 1
+    tree: ClassVar[bool] = False
 
     def holds(self, bs: int, num_tokens: int) -> bool:
         """Whether it is large enough."""
@@ -236,12 +233,6 @@ class TokenBucket:
         """Bound on the rows of one request."""
         is_prefill = self.kind is StepKind.PREFILL
         return min(self.num_tokens, capacity.max_kv_len if is_prefill else capacity.bucket(self.kind, 1).width)
-
-    def padded_bs(self, capacity: Capacity) -> int:
-        """Batch size of a graph of the whole step: real requests, and after them those that own padded rows. One is
-        enough, unless padded rows can exceed what one request holds.
-        """
-        return self.bs + ceil_div(self.num_tokens, self.max_query(capacity))
 
     def __str__(self) -> str:
         return f"{self.kind} bs={self.bs} num_tokens={self.num_tokens}"
@@ -256,8 +247,8 @@ def check_bucket(bucket: AnyBucket) -> None:
         raise InvalidStepError(
             f"a bucket is what Capacity.bucket, prefill_bucket or ragged_bucket returns, got {describe(bucket)}"
         )
-    sizes = (bucket.width, bucket.num_steps) if isinstance(bucket, Bucket) else (bucket.num_tokens,)
-    if not all(isinstance(size, Integral) for size in (bucket.bs, *sizes)):
+    rows = bucket.width if isinstance(bucket, Bucket) else bucket.num_tokens
+    if not all(isinstance(size, Integral) for size in (bucket.bs, rows, bucket.num_steps)):
         raise InvalidStepError(f"the sizes of a bucket are whole numbers, got ({bucket})")
     if bucket.bs < 1 or bucket.num_tokens < 1:
         raise InvalidStepError(f"a bucket holds at least 1 request and 1 query row, got ({bucket})")
@@ -287,20 +278,18 @@ class Extent(NamedTuple):
 
     @classmethod
     def of_bucket(cls, bucket: AnyBucket, capacity: Capacity, num_pages: int = 2**31 - 1) -> Extent:
-        """Extent of a captured step: everything at the bucket's size and the whole capacity of context.
+        """Extent of a captured step: everything at the bucket's size and the whole capacity of context. Behind packed
+        rows there are requests that own padded ones: one is enough, unless those can exceed what one request holds.
 
         num_pages: of the cache; int32's own range where it is not known.
         """
-        if isinstance(bucket, TokenBucket):
-            bs, width, num_steps = bucket.padded_bs(capacity), bucket.max_query(capacity), 1
-        else:
-            bs, width, num_steps = bucket.bs, bucket.width, bucket.num_steps
+        width = bucket.max_query(capacity)
         return cls(
-            bs=bs,
+            bs=bucket.bs + (ceil_div(bucket.num_tokens, width) if isinstance(bucket, TokenBucket) else 0),
             width=width,
             num_tokens=bucket.num_tokens,
-            num_forwards=num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
-            num_writes=bucket.num_tokens * num_steps,
+            num_forwards=bucket.num_steps - 1 if bucket.kind is StepKind.DRAFT_DECODE else 1,
+            num_writes=bucket.num_tokens * bucket.num_steps,
             page_size=capacity.page_size,
             max_pages=capacity.max_pages,
             num_pages=num_pages,

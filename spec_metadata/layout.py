@@ -17,16 +17,7 @@ from torch import Tensor
 from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, ceil_div
 from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.paging import Paging, RequestTable
-from spec_metadata.query import (
-    AnyPacked,
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    PaddedQuery,
-    UniformQuery,
-    min_added,
-    packed_rows,
-)
+from spec_metadata.query import AnyQuery, BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows, packed_rows
 from spec_metadata.step_checks import check_paging, check_requests, check_step, exact_lens, is_sound
 
 
@@ -133,9 +124,12 @@ class Step:
 
     @property
     def num_added_at_least(self) -> int:
-        """Tokens that every request writes, at least."""
+        """Tokens that every request writes, at least; of widths of the device, those it has slots for."""
         query = self.query
-        return query.width * self.num_steps if type(query) is UniformQuery else min_added(query, self.num_steps)
+        if isinstance(query, UniformQuery):
+            return query.width * self.num_steps
+        most = () if isinstance(query, PaddedQuery) else most_rows(query)
+        return query.width * self.num_steps if most is None else min(most, default=0)
 
     @property
     def is_tree(self) -> bool:
@@ -250,8 +244,7 @@ class Step:
         **host: Unpack[HostBounds],
     ) -> Self:
         """All num_steps - 1 draft forwards of topk branches; forward i processes the tokens of depth i + 1."""
-        query = UniformQuery(topk)
-        return cls._build(StepKind.DRAFT_DECODE, query, seq_lens, paging, out_cache_loc, host, num_steps)
+        return cls._build(StepKind.DRAFT_DECODE, UniformQuery(topk), seq_lens, paging, out_cache_loc, host, num_steps)
 
     @classmethod
     def draft_block(
@@ -265,8 +258,7 @@ class Step:
         """A block of drafted tokens in one forward (DFlash, DSpark): every row sees the committed tokens and
         all rows of the block. The next block is written over it, so it commits nothing.
         """
-        query = UniformQuery(block_size)
-        return cls._build(StepKind.DRAFT_BLOCK, query, seq_lens, paging, out_cache_loc, host)
+        return cls._build(StepKind.DRAFT_BLOCK, UniformQuery(block_size), seq_lens, paging, out_cache_loc, host)
 
     @classmethod
     def target_verify(
@@ -337,7 +329,7 @@ def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """
-    if not isinstance(query, AnyPacked):
+    if isinstance(query, UniformQuery | BoundedQuery):
         offsets = torch.arange(query.width * num_steps, device=seq_lens.device)
         return paging.slots(seq_lens.long().unsqueeze(1) + offsets).reshape(-1)
     request, offsets = packed_rows(query)

@@ -15,7 +15,7 @@ from torch import Tensor
 from spec_metadata.capacity import StepKind
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
-from spec_metadata.paging import BlockTable, Paging, RequestTable
+from spec_metadata.paging import Paging, RequestTable
 from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, most_rows, packed_rows
 from spec_metadata.widths import fit_widths
 
@@ -100,10 +100,8 @@ def _joined_query(parts: Sequence[Step]) -> PackedQuery | BoundedQuery:
 
 
 def _joined_paging(tables: Sequence[Paging]) -> Paging:
-    first = tables[0]
-    if isinstance(first, BlockTable):
-        return BlockTable(torch.cat([each.static_input().to(first.table.dtype) for each in tables]), first.geometry)
-    return RequestTable(first.table, torch.cat([each.static_input() for each in tables]), first.geometry)
+    given = [each.static_input() for each in tables]
+    return tables[0].on_static(torch.cat([each.to(given[0].dtype) for each in given]))
 
 
 def _joined_slots(parts: Sequence[Step]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class CacheGeometry:
 
 
 def _check_index(name: str, tensor: Tensor, ndim: int) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != ndim or tensor.dtype not in (torch.int32, torch.int64):
+    if not isinstance(tensor, Tensor) or tensor.ndim != ndim or tensor.dtype not in INTEGERS:
         raise InvalidStepError(f"{name} must be a {ndim}-dimensional int32 or int64 tensor, got {describe(tensor)}")
 
 
@@ -109,6 +109,11 @@ class RequestTable:
         """The per-step part, which a captured step copies; the table itself is read in place."""
         return self.rows
 
+    @property
+    def padding(self) -> int:
+        """What the per-step part of a padded request holds: the reserved row."""
+        return self.geometry.reserved_row
+
     def on_static(self, buffer: Tensor) -> Self:
         """The same paging, reading its per-step part from a static buffer, and the table where it lies now."""
         return replace(self, table=self.table.detach(), rows=buffer)
@@ -154,6 +159,11 @@ class BlockTable:
     def static_input(self) -> Tensor:
         """The per-step part, which a captured step copies: the whole table."""
         return self.table
+
+    @property
+    def padding(self) -> int:
+        """What the per-step part of a padded request holds: the reserved page."""
+        return self.geometry.reserved_page
 
     def on_static(self, buffer: Tensor) -> Self:
         """The same paging, reading its per-step part from a static buffer."""

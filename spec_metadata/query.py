@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from numbers import Integral
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from spec_metadata.capacity import ceil_div
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.upload import to_device
 
 
@@ -104,14 +104,6 @@ def most_rows(query: AnyQuery) -> tuple[int, ...] | None:
     return query.most if isinstance(query, BoundedQuery) else None
 
 
-def min_added(query: AnyQuery, num_steps: int) -> int:
-    """Tokens that every request of a layout writes, at least; of widths of the device, those it has slots for."""
-    if isinstance(query, PaddedQuery):
-        return 0
-    most = most_rows(query)
-    return query.width * num_steps if most is None else min(most, default=0)
-
-
 def check_room(num_tokens: int, bs: int) -> None:
     """Refuse a bound on the rows of `bs` requests that does not hold one of each."""
     if not isinstance(num_tokens, Integral) or num_tokens < max(bs, 1):
@@ -137,58 +129,48 @@ def packed_rows(packed: AnyQuery) -> tuple[Tensor, Tensor]:
     return request, row - starts[request]
 
 
-def _are_integers(values: Sequence[Any]) -> bool:
-    """Whether all are integers of the host. Were one none, their sum would be none, which takes a tenth of the time."""
-    try:
-        if type(sum(values)) is int:
-            return True
-    except TypeError:
-        pass
-    return all(isinstance(value, Integral) for value in values)
-
-
 def _check_lens(lens: Sequence[int]) -> None:
-    """Refuse lengths of a packed query that are no integers of the host."""
-    if not isinstance(lens, Sequence) or not _are_integers(lens):
+    """Refuse lengths of a packed query that are no integers of the host. Were one none, their sum would be none, which
+    takes a tenth of the time.
+    """
+    try:
+        are_integers = isinstance(lens, Sequence) and (
+            type(sum(lens)) is int or all(isinstance(length, Integral) for length in lens)
+        )
+    except TypeError:
+        are_integers = False
+    if not are_integers:
         raise InvalidStepError(f"lengths of a packed query must be integers of the host, got {describe(lens)}")
 
 
 def check_query(query: AnyQuery, num_steps: int, bs: int) -> None:
     """Refuse a layout that is none, or not one of `bs` requests."""
     if isinstance(query, UniformQuery):
-        sizes = {"num_steps": num_steps, "width": query.width}
-        for name, size in sizes.items():
+        for name, size in {"num_steps": num_steps, "width": query.width}.items():
             if not isinstance(size, Integral):
                 raise InvalidStepError(f"{name} must be a whole number, got {size!r}")
         if num_steps < 1 or query.width < 1:
             raise InvalidStepError(f"num_steps and width must be at least 1, got {num_steps} and {query.width}")
-        return
-    if isinstance(query, BoundedQuery):
+    elif isinstance(query, BoundedQuery):
         _check_bounds(query, bs)
-        return
-    if not isinstance(query, AnyPacked):
-        raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
-    starts = query.cu_seqlens
-    if not isinstance(starts, Tensor):
-        raise InvalidStepError(f"cu_seqlens must be [bs + 1] int32, got {starts!r}; PackedQuery.of makes it")
-    if isinstance(query, PaddedQuery):
-        num_requests = bs
+    elif isinstance(query, AnyPacked):
+        if isinstance(query, PackedQuery):
+            _check_packed(query.lens_cpu, bs)
+        check_tensor("cu_seqlens, which PackedQuery.of makes,", query.cu_seqlens, (bs + 1,), (torch.int32,))
     else:
-        _check_lens(query.lens_cpu)
-        num_requests = len(query.lens_cpu)
-        if min(query.lens_cpu, default=1) < 1:
-            raise InvalidStepError(f"every request needs at least one query row, got lengths {query.lens_cpu}")
-    if starts.shape != (num_requests + 1,) or starts.dtype is not torch.int32:
-        raise InvalidStepError(
-            f"cu_seqlens of {num_requests} requests must be [{num_requests + 1}] int32, got "
-            f"{list(starts.shape)} {starts.dtype}"
-        )
+        raise InvalidStepError(f"query is {query!r}; it must be UniformQuery(width) or PackedQuery.of(lengths, device)")
+
+
+def _check_packed(lens: tuple[int, ...], bs: int) -> None:
+    _check_lens(lens)
+    if min(lens, default=1) < 1:
+        raise InvalidStepError(f"every request needs at least one query row, got lengths {lens}")
+    if len(lens) != bs:
+        raise InvalidStepError(f"the packed query holds {len(lens)} requests, seq_lens {bs}")
 
 
 def _check_bounds(query: BoundedQuery, bs: int) -> None:
-    widths = query.widths
-    if not isinstance(widths, Tensor) or widths.shape != (bs,) or widths.dtype not in (torch.int32, torch.int64):
-        raise InvalidStepError(f"widths of {bs} requests must be [{bs}] int32 or int64, got {describe(widths)}")
+    check_tensor(f"widths of {bs} requests", query.widths, (bs,), INTEGERS)
     if query.most is not None and len(query.most) != bs:
         raise InvalidStepError(f"most bounds the rows of each of {bs} requests, got {len(query.most)} bounds")
     if not isinstance(query.width, Integral) or query.width < 1:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError
+from spec_metadata.errors import InvalidStepError, check_tensor
 
 _MAX_TEMPERATURE = torch.finfo(torch.float32).max
 _MAX_TOP_K = torch.iinfo(torch.int32).max
@@ -91,14 +91,9 @@ class SamplingParams:
     seed: Tensor
 
     def __post_init__(self) -> None:
-        bs = self.seed.shape[:1]
+        check_tensor("seed", self.seed, ("bs",), (torch.int64,))
         for name, dtype in _DTYPES.items():
-            tensor = getattr(self, name)
-            if tensor.dtype is not dtype or tensor.shape != bs:
-                raise InvalidStepError(
-                    f"{name} must be [bs] {dtype}, one entry a request; got {list(tensor.shape)} {tensor.dtype} beside "
-                    f"a seed of {list(self.seed.shape)}"
-                )
+            check_tensor(f"{name}, one entry a request,", getattr(self, name), self.seed.shape, (dtype,))
 
     @classmethod
     def of(cls, requests: Sequence[Sampling], device: torch.device | str = "cpu") -> SamplingParams:

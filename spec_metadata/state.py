@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from spec_metadata.bound_inputs import BoundInputs
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.paging import Paging, RequestTable
-from spec_metadata.step_checks import INTEGERS, check_tensor
 
 Load = Callable[["CommittedState", Tensor, Tensor | None], None]
 """What loads a state from lengths and rows that were checked."""
@@ -47,7 +46,7 @@ class CommittedState:
         if not isinstance(max_bs, Integral) or max_bs < 1:
             raise InvalidStepError(f"a state holds at least 1 request, got max_bs={max_bs!r}")
         if isinstance(paging, RequestTable):
-            place = torch.full((max_bs,), paging.geometry.reserved_row, dtype=torch.int64, device=table.device)
+            place = torch.full((max_bs,), paging.padding, dtype=torch.int64, device=table.device)
         elif table.shape[0] < max_bs:
             raise InvalidStepError(f"a state of {max_bs} requests reads a block table of {table.shape[0]}")
         else:

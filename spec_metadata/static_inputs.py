@@ -17,37 +17,26 @@ import torch
 from torch import Tensor
 
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_TOKENS, NUM_WRITES, ONE, WIDTH, Buffers, BufferSpec, allocate
-from spec_metadata.capacity import Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
+from spec_metadata.capacity import AnyBucket, Bucket, Capacity, Extent, StepKind, TokenBucket, check_bucket
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step, check_is_step
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import (
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    PaddedQuery,
-    UniformQuery,
-    packed_rows,
-    packed_starts,
-)
+from spec_metadata.query import BoundedQuery, PackedQuery, PaddedQuery, UniformQuery, packed_rows, packed_starts
 from spec_metadata.widths import fit_widths
 
 
-def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpec, ...]:
+def input_specs(bucket: AnyBucket, paging: Paging) -> tuple[BufferSpec, ...]:
     """The declared static inputs of a captured step."""
-    geometry = paging.geometry
     specs = [
         BufferSpec("num_real", torch.int32, (ONE,), "leading rows that are real requests"),
         BufferSpec("seq_lens", torch.int32, (BS,), "committed tokens of each request; 0 in padded rows"),
         BufferSpec("out_cache_loc", torch.int64, (NUM_WRITES,), "write slots, flat as the step has them"),
     ]
     if isinstance(paging, RequestTable):
-        pad = geometry.reserved_row
-        specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=pad))
+        specs.append(BufferSpec("paging", torch.int64, (BS,), "row of each request in the table", pad=paging.padding))
     else:
-        pad = geometry.reserved_page
         doc = "pages of each request, at least as many as it has tokens in"
-        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), doc, pad=pad, shared=True))
+        specs.append(BufferSpec("paging", torch.int32, (BS, MAX_PAGES), doc, pad=paging.padding, shared=True))
     if isinstance(bucket, TokenBucket):
         doc = "first query row of each request, and the end"
         specs.append(BufferSpec("cu_seqlens", torch.int32, (BS + 1,), doc, high=NUM_TOKENS + 1))
@@ -56,16 +45,15 @@ def input_specs(bucket: Bucket | TokenBucket, paging: Paging) -> tuple[BufferSpe
     return tuple(specs)
 
 
-def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) -> Step:
+def static_step(bucket: AnyBucket, paging: Paging, buffers: Buffers) -> Step:
     """A step over static buffers, every row of it padding; what a graph is captured on.
 
     paging: the engine's table. A request-to-token table is read in place, at the address that it has now.
     """
-    query: AnyQuery
     if isinstance(bucket, TokenBucket):
-        query, num_steps = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width), 1
+        query: PaddedQuery | UniformQuery = PaddedQuery(buffers["cu_seqlens"], bucket.num_tokens, buffers.extent.width)
     else:
-        query, num_steps = UniformQuery(bucket.width), bucket.num_steps
+        query = UniformQuery(bucket.width)
     static = Step(
         kind=bucket.kind,
         query=query,
@@ -73,7 +61,7 @@ def static_step(bucket: Bucket | TokenBucket, paging: Paging, buffers: Buffers) 
         paging=paging.on_static(buffers["paging"]),
         out_cache_loc=buffers["out_cache_loc"],
         num_real=buffers["num_real"],
-        num_steps=num_steps,
+        num_steps=bucket.num_steps,
         tree_mask=buffers.get("tree_mask"),
     )
     _fill(static, None)
@@ -99,8 +87,8 @@ def misfit(static: Step, step: Step) -> list[str]:
 
 def _query_misfit(static: Step, step: Step) -> list[str]:
     """What of kind, layout and size does not fit."""
-    captured: Bucket | TokenBucket
-    given: Bucket | TokenBucket
+    captured: AnyBucket
+    given: AnyBucket
     if not isinstance(static.query, PaddedQuery):
         if not isinstance(step.query, UniformQuery):
             lens = f" (lengths {step.query.lens_cpu})" if isinstance(step.query, PackedQuery) else ""
@@ -133,24 +121,23 @@ def copy_step(static: Step, step: Step) -> None:
     _fill(static, None if step.kind is StepKind.IDLE else step)
 
 
-def padding_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+def padding_step(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> Step:
     """A step of padding only, on fresh tensors. paging: the engine's table."""
     check_bucket(bucket)
     extent = Extent.of_bucket(bucket, capacity, paging.geometry.num_pages)
     return static_step(bucket, paging, allocate(input_specs(bucket, paging), extent, paging.static_input().device))
 
 
-def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) -> Step:
+def idle_step(bucket: AnyBucket, paging: Paging, capacity: Capacity) -> Step:
     """A step of padding only that the host knows in full, of packed rows one request, to run eagerly."""
     if isinstance(bucket, Bucket):
         return replace(padding_step(bucket, paging, capacity), max_committed=0, seq_lens_cpu=())
     geometry, given = paging.geometry, paging.static_input()
-    pad = geometry.reserved_row if isinstance(paging, RequestTable) else geometry.reserved_page
     return Step(
         kind=bucket.kind,
         query=PackedQuery.of([bucket.num_tokens], given.device),
         seq_lens=torch.zeros(1, dtype=torch.int32, device=given.device),
-        paging=paging.on_static(given.new_full((1, *given.shape[1:]), pad)),
+        paging=paging.on_static(given.new_full((1, *given.shape[1:]), paging.padding)),
         out_cache_loc=geometry.reserved_slots(bucket.num_tokens, given.device),
         num_real=0,
         max_committed=0,
@@ -158,7 +145,7 @@ def idle_step(bucket: Bucket | TokenBucket, paging: Paging, capacity: Capacity) 
     )
 
 
-def pad_step(step: Step, bucket: Bucket | TokenBucket, capacity: Capacity) -> Step:
+def pad_step(step: Step, bucket: AnyBucket, capacity: Capacity) -> Step:
     """The step in a bucket, padded as a replay pads it, on fresh tensors. Of packed rows the host then knows no exact
     lengths any more. It keeps `max_committed`; without it an eager plan has a replay's extent, and so its bits. Raises
     `InvalidStepError` for a step that does not fit the bucket.
@@ -202,7 +189,7 @@ def _fill(static: Step, step: Step | None) -> None:
 
 def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
     """Write the rows or pages of the first `bs` requests, and reserved ones behind."""
-    table, geometry = static.paging.static_input(), static.paging.geometry
+    table = static.paging.static_input()
     if step is not None:
         given = step.paging.static_input()
         if isinstance(step.paging, BlockTable):
@@ -210,8 +197,7 @@ def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
             table[:bs, :columns].copy_(given[:, :columns])
         else:
             table[:bs].copy_(given)
-    is_table = isinstance(static.paging, BlockTable)
-    table[bs:] = geometry.reserved_page if is_table else geometry.reserved_row
+    table[bs:] = static.paging.padding
 
 
 def _fill_bounded(static: Step, step: Step, query: BoundedQuery) -> None:

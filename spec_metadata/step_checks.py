@@ -11,24 +11,12 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import PACKED_KINDS
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.paging import BlockTable, Paging, RequestTable
-from spec_metadata.query import (
-    AnyQuery,
-    BoundedQuery,
-    PackedQuery,
-    UniformQuery,
-    check_query,
-    min_added,
-    most_rows,
-    packed_starts,
-)
+from spec_metadata.query import AnyQuery, BoundedQuery, UniformQuery, check_query, most_rows, packed_starts
 
 if TYPE_CHECKING:
     from spec_metadata.layout import Step
-
-INTEGERS = (torch.int32, torch.int64)
-"""Types of lengths, slots, rows and tokens."""
 
 
 def is_sound(step: Step) -> bool:
@@ -87,38 +75,30 @@ def check_step(step: Step) -> None:
         check_device(step.seq_lens, widths=step.query.widths)
     if isinstance(num_real, Tensor):
         check_tensor("num_real", num_real, (1,), (torch.int32,))
-        check_device(step.seq_lens, num_real=num_real)
     elif not isinstance(num_real, Integral) or not 0 <= num_real <= step.bs:
         given = describe(num_real)
         raise InvalidStepError(
             f"num_real must be an integer in [0, {step.bs}], or [1] int32 on the device, got {given}"
         )
     if slots is None:
-        _check_place(step.query, step.num_steps, step.paging, step.seq_lens_cpu, step.max_committed)
-    elif not isinstance(slots, Tensor) or slots.shape != (step.num_writes,):
-        raise InvalidStepError(
-            f"out_cache_loc of a {step.kind} step must hold {step.num_writes} slots, got {describe(slots)}"
-        )
+        _check_place(step)
     else:
-        check_tensor("out_cache_loc", slots, (step.num_writes,), INTEGERS)
+        check_tensor(f"out_cache_loc of a {step.kind} step", slots, (step.num_writes,), INTEGERS)
     if mask is not None:
         check_tensor("tree_mask", mask, (step.bs, step.width, step.width), (torch.bool,))
-    check_device(step.seq_lens, out_cache_loc=slots, tree_mask=mask)
+    check_device(step.seq_lens, num_real=num_real, out_cache_loc=slots, tree_mask=mask)
     if step.seq_lens_cpu is not None and len(step.seq_lens_cpu) > step.bs:
         raise InvalidStepError(f"seq_lens_cpu holds {len(step.seq_lens_cpu)} lengths, seq_lens {step.bs}")
 
 
 def check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
     """Layout, lengths and table agree on the requests; asked before slots are looked up."""
-    if not isinstance(seq_lens, Tensor) or seq_lens.dtype not in INTEGERS or seq_lens.ndim != 1:
-        raise InvalidStepError(f"seq_lens must be [bs] int32 or int64, got {describe(seq_lens)}")
+    check_tensor("seq_lens", seq_lens, ("bs",), INTEGERS)
     check_paging(paging)
     bs = seq_lens.shape[0]
     if paging.bs != bs:
         raise InvalidStepError(f"seq_lens holds {bs} requests but the paging {paging.bs}")
     check_query(query, num_steps, bs)
-    if isinstance(query, PackedQuery) and len(query.lens_cpu) != bs:
-        raise InvalidStepError(f"the packed query holds {len(query.lens_cpu)} requests, seq_lens {bs}")
     check_device(seq_lens, table=paging.table, rows=paging.static_input(), cu_seqlens=packed_starts(query))
 
 
@@ -128,20 +108,31 @@ def check_paging(paging: Paging) -> None:
         raise InvalidStepError(f"paging must be a RequestTable or a BlockTable, got {describe(paging)}")
 
 
-def check_device(seq_lens: Tensor, **others: Tensor | None) -> None:
-    """Kernels follow addresses, and would take those of another device for their own."""
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != seq_lens.device:
+def check_lens(lens: Sequence[int], added: Sequence[int], most: int) -> None:
+    """Refuse committed tokens of real requests that leave no room for what each adds, of `most` together."""
+    for request, (length, num) in enumerate(zip(lens, added, strict=True)):
+        if length < 0 or length + num > most:
             raise InvalidStepError(
-                f"{name} is on {tensor.device} and seq_lens on {seq_lens.device}; a step's tensors lie on one device"
+                f"request {request} has {length} committed tokens and adds {num}; its table row and the capacity hold "
+                f"{most}"
             )
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> None:
-    """Refuse a tensor that is none, or has another shape or type than these."""
-    if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype not in dtypes:
-        types = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise InvalidStepError(f"{name} must be {list(shape)} {types}, got {describe(tensor)}")
+def check_rows(paging: Paging, num: int) -> None:
+    """Refuse leading rows outside of a request table. Reads the device back: for checking mode."""
+    if isinstance(paging, RequestTable):
+        num_rows, rows = paging.table.shape[0], paging.rows[:num].tolist()
+        if any(not 0 <= row < num_rows for row in rows):
+            raise InvalidStepError(f"rows {rows} must lie in the table's [0, {num_rows})")
+
+
+def check_device(seq_lens: Tensor, **others: Tensor | int | None) -> None:
+    """Kernels follow addresses, and would take those of another device for their own."""
+    for name, tensor in others.items():
+        if isinstance(tensor, Tensor) and tensor.device != seq_lens.device:
+            raise InvalidStepError(
+                f"{name} is on {tensor.device} and seq_lens on {seq_lens.device}; a step's tensors lie on one device"
+            )
 
 
 def check_forward(name: str, forward: int, num_forwards: int) -> None:
@@ -164,10 +155,8 @@ def exact_lens(
     if isinstance(seq_lens_cpu, Tensor):
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
     try:
-        if not isinstance(seq_lens_cpu, Sequence):
-            raise TypeError
         exact = tuple(seq_lens_cpu)
-        if Tensor in map(type, exact):
+        if not isinstance(seq_lens_cpu, Sequence) or Tensor in map(type, exact):
             raise TypeError
         array("Q", exact)  # one call for all of them, which takes integers from 0
     except TypeError:
@@ -182,20 +171,18 @@ def exact_lens(
     return exact
 
 
-def _check_place(
-    query: AnyQuery, num_steps: int, paging: Paging, exact: tuple[int, ...] | None, max_committed: int | None
-) -> None:
+def _check_place(step: Step) -> None:
     """Refuse to look up slots after the committed tokens that a row has no place for, as far as the host knows.
 
     Of a bound it is known that a request may have so many tokens, and not which.
     """
-    if exact is None:
-        committed, num_added = max_committed or 0, 1
+    if step.seq_lens_cpu is None:
+        committed, num_added = step.max_committed or 0, 1
     else:
-        added = most_rows(query) or (min_added(query, num_steps),) * len(exact)
-        committed, num_added = max(zip(exact, added, strict=False), key=sum, default=(0, 0))
-    if committed + num_added > paging.row_tokens:
+        added = most_rows(step.query) or (step.num_added_at_least,) * len(step.seq_lens_cpu)
+        committed, num_added = max(zip(step.seq_lens_cpu, added, strict=False), key=sum, default=(0, 0))
+    if committed + num_added > step.paging.row_tokens:
         raise InvalidStepError(
-            f"a table row holds {paging.row_tokens} tokens: {committed} committed ones leave no place for {num_added} "
-            "more. Make the table wider"
+            f"a table row holds {step.paging.row_tokens} tokens: {committed} committed ones leave no place for "
+            f"{num_added} more. Make the table wider"
         )

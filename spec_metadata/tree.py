@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spec_metadata.errors import InvalidStepError, describe
-from spec_metadata.step_checks import INTEGERS, check_tensor
+from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor
 
 _LOG_PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -35,7 +34,7 @@ class DraftTree:
         """The tree of given parents. tokens, parents: [bs, num_nodes] int64; max_depth: no node lies deeper. Raises
         `InvalidStepError` for shapes and types that do not match.
         """
-        _check_matrix("parents", parents, "[bs, num_nodes]")
+        check_tensor("parents", parents, ("bs", "num_nodes"), (torch.int64,))
         check_tensor("tokens", tokens, tuple(parents.shape), INTEGERS)
         bs, num_nodes = parents.shape
         own = torch.eye(num_nodes, dtype=torch.bool, device=parents.device).expand(bs, -1, -1)
@@ -71,7 +70,7 @@ class DraftBeams:
         """The first level. tokens [bs, topk] int64 and log_probs [bs, topk]: the draft's best after the root. Raises
         `InvalidStepError` for shapes and types that do not match.
         """
-        _check_matrix("tokens", tokens, "[bs, topk]")
+        check_tensor("tokens", tokens, ("bs", "topk"), (torch.int64,))
         check_tensor("log_probs", log_probs, tuple(tokens.shape), _LOG_PROBS)
         branches = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return cls(
@@ -135,8 +134,3 @@ class DraftBeams:
             parents=torch.cat((root, torch.where(parents < 0, 0, positions)), dim=1),
             max_depth=self.ancestors.shape[2],
         )
-
-
-def _check_matrix(name: str, tensor: Tensor, shape: str) -> None:
-    if not isinstance(tensor, Tensor) or tensor.ndim != 2 or tensor.dtype is not torch.int64:
-        raise InvalidStepError(f"{name} must be {shape} int64, got {describe(tensor)}")

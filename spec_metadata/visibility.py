@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spec_metadata.capacity import StepKind
-from spec_metadata.errors import InvalidStepError, describe
+from spec_metadata.errors import INTEGERS, check_tensor
 from spec_metadata.layout import Step
 from spec_metadata.query import PackedQuery, UniformQuery, as_packed, packed_rows
-from spec_metadata.step_checks import INTEGERS, check_device, check_forward
+from spec_metadata.step_checks import check_device, check_forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ def dense_part(step: Step, forward: int | None) -> DensePart:
     committed, causal = step.seq_lens.int(), is_causal(step)
     if not isinstance(step.query, UniformQuery):
         return DensePart((committed + as_packed(step.query).cu_seqlens.diff()).int(), causal)
-    kv_lens = torch.where(real_rows(step), committed + _num_added(step, forward), step.width)
+    kv_lens = torch.where(real_rows(step), committed + num_added(step, forward), step.width)
     return DensePart(kv_lens, causal)
 
 
@@ -101,15 +101,15 @@ def host_lens(step: Step, bs: int, forward: int | None) -> HostLens:
     lens, query = step.seq_lens_cpu, step.query
     assert lens is not None, "the caller refuses steps without seq_lens_cpu"
     if isinstance(query, UniformQuery):
-        num_added, padding = _num_added(step, forward), (step.width,) * (bs - len(lens))
-        kv_lens = tuple([length + num_added for length in lens])
+        added, padding = num_added(step, forward), (step.width,) * (bs - len(lens))
+        kv_lens = tuple([length + added for length in lens])
         return HostLens((step.width,) * bs, kv_lens + padding, is_causal(step))
     assert isinstance(query, PackedQuery), "the host knows no lengths of a bounded query"
     assert bs == step.bs == len(lens), "packed rows that were padded are bounded"
     return HostLens(query.lens_cpu, tuple(map(add, lens, query.lens_cpu)), is_causal(step))
 
 
-def _num_added(step: Step, forward: int | None) -> int:
+def num_added(step: Step, forward: int | None) -> int:
     """Keys of the dense part after the committed ones that the last row of each uniform request sees."""
     if step.is_tree:
         return 0
@@ -174,12 +174,9 @@ def tree_part(step: Step, forward: int, ancestors: Tensor | None = None) -> Tree
     if step.kind is StepKind.TARGET_VERIFY:
         assert step.tree_mask is not None
         return TreePart(step.flat_slots().long().reshape(step.bs, step.width), step.tree_mask)
-    expected = (step.bs, step.width, forward + 1)
-    if not isinstance(ancestors, Tensor) or ancestors.shape != expected or ancestors.dtype not in INTEGERS:
-        raise InvalidStepError(
-            f"draft forward {forward} of topk={step.width} needs ancestors {list(expected)} int64 (the branch of each "
-            f"row's path at each depth), got {'none' if ancestors is None else describe(ancestors)}"
-        )
+    name = "ancestors, the branch of each row's path at each depth,"
+    check_tensor(name, ancestors, (step.bs, step.width, forward + 1), INTEGERS)
+    assert ancestors is not None, "it was refused"
     check_device(step.seq_lens, ancestors=ancestors)
     branches = torch.arange(step.width, device=step.device)
     on_path = ancestors.unsqueeze(2) == branches.view(1, 1, -1, 1)
@@ -291,8 +288,9 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
 
 def write_pages(step: Step, dense: DensePart, table: Tensor) -> None:
     """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave what is behind."""
-    pages = visible_pages(step, dense, table.shape[1])
-    table.copy_(torch.where(leading(num_visible_pages(step, dense), table.shape[1]), pages, table))
+    if step.bs > 0:  # the table of an idle rank may be of any width
+        live = leading(num_visible_pages(step, dense), table.shape[1])
+        table.copy_(torch.where(live, step.paging.pages(table.shape[1]), table))
 
 
 def leading(num: Tensor, size: int) -> Tensor:

@@ -20,13 +20,13 @@ from spec_metadata.errors import InvalidStepError, describe
 from spec_metadata.query import BoundedQuery, check_room
 
 
-def fit_widths(query: BoundedQuery, real: Tensor, num_tokens: int | None = None) -> Tensor:
+def fit_widths(query: BoundedQuery, real: Tensor) -> Tensor:
     """[bs] int64: the widths of a query, 1 to `query.width` each, of requests that are not real 0, cut until no more
-    than num_tokens rows are left (None: the query's own bound). Device only, fixed shapes.
+    than `query.num_tokens` rows are left. Device only, fixed shapes.
 
     real: [bs] bool. The deepest rows go first, of equally deep ones those of the later requests.
     """
-    room = query.num_tokens if num_tokens is None else num_tokens
+    room = query.num_tokens
     wanted = torch.where(real, query.widths.long().clamp(1, query.width), 0)
     depths = torch.arange(1, query.width + 1, device=wanted.device)
     through = torch.minimum(wanted.unsqueeze(1), depths).sum(0)  # rows up to each depth
@@ -66,17 +66,16 @@ def check_threshold(threshold: float) -> None:
         raise InvalidStepError(f"threshold must be a probability in [0, 1] (0 cuts nothing), got {threshold!r}")
 
 
-def check_widths(query: BoundedQuery, num_real: int, num_tokens: int | None = None) -> None:
+def check_widths(query: BoundedQuery, num_real: int) -> None:
     """Refuse widths of real requests that `fit_widths` would cut. Reads the device back: for checking mode."""
-    room = query.num_tokens if num_tokens is None else num_tokens
     widths = query.widths[:num_real].tolist()
     for request, width in enumerate(widths):
         if not 1 <= width <= query.width:
             raise InvalidStepError(
                 f"request {request} has a width of {width}; a ragged step has 1 to {query.width} rows per request"
             )
-    if sum(widths) > room:
+    if sum(widths) > query.num_tokens:
         raise InvalidStepError(
-            f"widths {widths} are {sum(widths)} rows, over the bound of {room}. Cut them (spec_metadata."
+            f"widths {widths} are {sum(widths)} rows, over the bound of {query.num_tokens}. Cut them (spec_metadata."
             "confident_widths), or promise more rows"
         )

@@ -22,7 +22,7 @@ THEN: dict[str, tuple[int, tuple[str, ...]]] = {
     "`spec_metadata/buffers`, `capacity`, `paging`": (355, ("buffers", "capacity", "paging")),
     "`spec_metadata/plans`": (
         436,
-        ("plans/block_table", "plans/compressed", "plans/csr", "plans/ragged", "plans/slots"),
+        ("plans/block_table", "plans/compressed", "plans/csr", "plans/declared", "plans/ragged", "plans/slots"),
     ),
     "`spec_metadata/tree`, `acceptance`, `sampling`": (210, ("tree", "acceptance", "sampling")),
     "`spec_metadata/__init__`, names": (56, ("__init__",)),

@@ -44,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("spec_metadata", "attn_backends")
 DENSE = ("fa3", "trtllm_mla", "flashinfer_mla")
 FILES: dict[str, tuple[str, ...]] = {
+    "spec_metadata/plans/declared.py": DENSE,
     "spec_metadata/plans/ragged.py": ("fa3", "trtllm_mla"),
     "spec_metadata/plans/block_table.py": ("trtllm_mla",),
     "spec_metadata/plans/csr.py": ("flashinfer_mla",),

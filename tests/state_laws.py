@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from spec_metadata import BlockTable, CacheGeometry, CommittedState, RequestTable
+from spec_metadata.errors import INTEGERS
 from spec_metadata.state import copy_requests
-from spec_metadata.step_checks import INTEGERS
 
 GARBAGE, WIDEST = 12345, 2**40
 SIZES = (1, 2, 5, 33, 1500)

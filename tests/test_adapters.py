@@ -292,7 +292,7 @@ def on_meta(batch: SimpleNamespace, mirrors: set[str]) -> SimpleNamespace:
         (StepKind.DECODE, {"encoder_lens": torch.ones(3)}, UnsupportedStepError, "cross-attention \\(encoder_lens\\)"),
         (StepKind.DECODE, {"out_cache_loc_virtual": torch.ones(3)}, UnsupportedStepError, "virtual slots"),
         (StepKind.DECODE, {"seq_lens_cpu": torch.ones(3, device=META)}, InvalidStepError, "seq_lens_cpu is on meta"),
-        (StepKind.DECODE, {"out_cache_loc": torch.ones(2).int()}, InvalidStepError, "must hold 3 slots"),
+        (StepKind.DECODE, {"out_cache_loc": torch.ones(2).int()}, InvalidStepError, r"must be \[3\] int32 or int64"),
         (StepKind.DECODE, {"out_cache_loc": None}, InvalidStepError, "ForwardBatch.out_cache_loc is None"),
         (
             StepKind.DRAFT_DECODE,

@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_backends.graphs import RecordedGraph
 from attn_backends.kernels import kept_plans
 from attn_backends.kernels.kept_plans import KeptPlans
-from attn_backends.kernels.plan_operators import FusedPlan
+from attn_backends.kernels.plan_operators import Repeated
 from spec_metadata import BlockTable, RequestTable, Step
 from tests.plan_batches import COMPRESSED_KINDS, KINDS, PACKED_KINDS, Case, elsewhere
 from tests.planner_laws import FORMS, GARBAGE, RINGS, Form, garbage
@@ -74,7 +74,7 @@ def test_a_step_of_a_known_layout_is_launched_as_one_bound_anew(
     third, buffers = elsewhere(case.step), garbage(form.specs, case)
     kept.bind(third, buffers, form.bind, "layout")()
     anew = form.bind(third, buffers, None)
-    assert isinstance(anew, FusedPlan)
+    assert isinstance(anew, Repeated)
     wanted, others = parts(anew.prepared().arguments)
     if buffers["write_slots"].numel() == 0:  # a draft of one step, which has no forward
         assert not launched, "buffers of no elements have no address"

@@ -179,7 +179,7 @@ def test_tree_part_of_a_draft_follows_the_ancestors() -> None:
     first = ancestors[..., :1]
     anything: Any = first.tolist()
     for wrong in (None, ancestors[..., :2], first[:2], first[:, :2], anything, first.float(), first.bool()):
-        with pytest.raises(InvalidStepError, match=r"needs ancestors \[3, 3, 1\] int64"):
+        with pytest.raises(InvalidStepError, match=r"ancestors, .* must be \[3, 3, 1\] int32 or int64"):
             tree_part(step, 0, wrong)
     with pytest.raises(InvalidStepError, match="ancestors is on meta and seq_lens on cpu"):
         tree_part(step, 0, first.to("meta"))
@@ -228,10 +228,10 @@ BAD: dict[str, Callable[[], object]] = {
     r"at least one query row, got lengths \(1, 0, 2\)": lambda: Step.prefill(
         PackedQuery.of([1, 0, 2]), SEQ_LENS, PAGING, SLOTS[:3]
     ),
-    r"target_verify step must hold 12 slots, got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
-    r"must hold 12 slots, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
-    "draft_decode step must hold 18 slots": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
-    r"out_cache_loc must be \[3\] int32 or int64, got \[3\] torch.float32": lambda: Step.decode(
+    r"target_verify step must be \[12\] int32.*got \[11\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS[:11]),
+    r"must be \[12\] int32 or int64, got \[3, 4\]": lambda: Step.target_verify(4, SEQ_LENS, PAGING, SLOTS.view(3, 4)),
+    r"draft_decode step must be \[18\] int32": lambda: Step.draft_decode(2, 3, SEQ_LENS, PAGING, SLOTS[:12]),
+    r"out_cache_loc of a decode step must be \[3\] int32 or int64, got \[3\] torch.float32": lambda: Step.decode(
         SEQ_LENS, PAGING, SLOTS[:3].float()
     ),
     r"tree_mask must be \[3, 4, 4\] bool, got \[3, 4, 4\] torch.int64": lambda: Step.target_verify(
@@ -257,10 +257,10 @@ BAD: dict[str, Callable[[], object]] = {
     r"in \[2, 11\].*got 1": lambda: Capacity(1, 8, 4, 2, 3, 1),
     "block_size must be a whole number, got 4.0": lambda: Capacity(1, 8, 4, block_size=4.0),  # type: ignore[arg-type]
     "block_width must be at least 1, got 0": lambda: Capacity(1, 8, 4, block_size=0),
-    "prefill step has no uniform width.*; decode, .*draft_block, target_verify and draft_extend have one": lambda: (
+    r"kind must be a StepKind of steps of one width \(decode, .*draft_extend\), got <StepKind.PREFILL": lambda: (
         Capacity(1, 8, 4).bucket(StepKind.PREFILL, 1)
     ),
-    r"kind must be a StepKind, such as StepKind.DECODE; got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(
+    "kind must be a StepKind of steps of one width .* got 'draft_decode'": lambda: Capacity(1, 8, 4).bucket(
         "draft_decode",  # type: ignore[arg-type]
         1,
     ),
@@ -295,7 +295,7 @@ BAD: dict[str, Callable[[], object]] = {
     "tree_mask is on meta and seq_lens on cpu": lambda: Step.target_verify(
         4, SEQ_LENS, PAGING, tree_mask=torch.ones(3, 4, 4, dtype=torch.bool, device="meta")
     ),
-    "idle step has no uniform width": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
+    "got <StepKind.IDLE: 'idle'>; prefills have a prefill_bucket": lambda: Capacity(1, 8, 4).bucket(StepKind.IDLE, 1),
 }
 
 

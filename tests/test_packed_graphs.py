@@ -96,7 +96,7 @@ def test_a_padded_step_is_checked_without_the_hosts_lengths() -> None:
     padded.query.cu_seqlens[1] = 6
     with pytest.raises(InvalidStepError, match=r"cu_seqlens \[0, 6, 5, 5, 5, 10\] don't rise from 0 to 10"):
         check_values(padded, CAPACITY)
-    with pytest.raises(InvalidStepError, match=r"cu_seqlens of 5 requests must be \[6\] int32, got \[5\]"):
+    with pytest.raises(InvalidStepError, match=r"which PackedQuery.of makes, must be \[6\] int32, got \[5\]"):
         replace(padded, query=replace(padded.query, cu_seqlens=padded.query.cu_seqlens[:5]))
 
 

@@ -175,11 +175,9 @@ def test_the_ends_of_the_ranges_are_taken():
 
 def test_tensors_that_do_not_fit_are_refused():
     good = SamplingParams.greedy(2)
-    with pytest.raises(
-        InvalidStepError, match=r"top_k must be \[bs\] torch.int32, one entry a request; got \[2\] torch"
-    ):
+    with pytest.raises(InvalidStepError, match=r"top_k, one entry a request, must be \[2\] int32, got \[2\] torch"):
         SamplingParams(good.temperature, good.top_p, good.top_k.long(), good.seed)
-    with pytest.raises(InvalidStepError, match=r"top_p must be \[bs\] torch.float32.*got \[3\]"):
+    with pytest.raises(InvalidStepError, match=r"top_p.* must be \[2\] float32, got \[3\]"):
         SamplingParams(good.temperature, torch.ones(3), good.top_k, good.seed)
     with pytest.raises(InvalidStepError, match=r"logits must be \[bs, width, vocab\].*got \[2, 5\] and \[2\]"):
         choose(torch.zeros(2, 5), good, torch.zeros(2, dtype=torch.int64))

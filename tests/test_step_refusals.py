@@ -48,7 +48,7 @@ BAD: dict[str, Callable[[], object]] = {
     "paging must be a RequestTable or a BlockTable, got None": lambda: Anything.decode(SEQ_LENS, None),
     r"paging must be .* got \[5, 32\] torch.int32": lambda: Anything.decode(SEQ_LENS, PAGING.table, SLOTS[:3]),
     "paging must be .* got 'table'": lambda: Anything.idle("table"),
-    r"out_cache_loc of a decode step must hold 3 slots, got \[1, 2, 3\]": lambda: Anything.decode(
+    r"out_cache_loc of a decode step must be \[3\] int32 or int64, got \[1, 2, 3\]": lambda: Anything.decode(
         SEQ_LENS, PAGING, [1, 2, 3]
     ),
     r"tree_mask must be \[3, 4, 4\] bool, got \[\[True\]\]": lambda: Anything.target_verify(
@@ -60,7 +60,7 @@ BAD: dict[str, Callable[[], object]] = {
     "lengths of a packed query must be integers of the host, got None": lambda: Packed.of(None),
     r"lengths of a packed query .* got \[1, 2.5\]": lambda: Packed.of([1, 2.5]),
     r"lengths of a packed query .* got \[2\] torch.int64": lambda: Packed.of(torch.tensor([1, 2])),
-    r"cu_seqlens must be \[bs \+ 1\] int32, got \[0, 1\]": lambda: Step.prefill(
+    r"cu_seqlens, which PackedQuery.of makes, must be \[2\] int32, got \[0, 1\]": lambda: Step.prefill(
         Packed([0, 1], (1,)), SEQ_LENS[:1], PAGING.on_static(SLOTS[:1])
     ),
     r"lengths of a packed query must be integers of the host, got \('a',\)": lambda: Step.prefill(

@@ -34,8 +34,7 @@ TrtllmPlan = block_table.BlockTablePlan | ragged.RaggedPlan
 _UNIFORM = replace(TORCH, page_sizes=frozenset({32, 64}), window=False, tree_window=False, sinks=False)
 _TORCH = {
     StepKind.PREFILL: replace(_UNIFORM, packed=True, packed_graph=True, non_causal=False, graph=False),
-    **dict.fromkeys(UNIFORM_KINDS, _UNIFORM),
-}
+} | dict.fromkeys(UNIFORM_KINDS, _UNIFORM)
 
 _FLASH_ATTENTION = {StepKind.PREFILL: flash_attention.PREFILL_OF_LATENTS}
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from attn_backends.kernels.devices import is_watched
-from attn_backends.kernels.plan_operators import FusedPlan, StepInputs
+from attn_backends.kernels.plan_operators import Repeated, StepInputs
 from spec_metadata import BoundStep, Buffers, Step
 
 _NUM_INPUTS = len(StepInputs._fields) - 2  # tensors of a step, which are a launch's first arguments
@@ -60,7 +60,7 @@ def _anew(step: Step, buffers: Buffers, bind: Bind) -> None:
 
 def _by_addresses(plan: Callable[[], None], buffers: Buffers) -> PlanAnother:
     """What launches a plan for another step and buffers, anew where Triton must launch or the plan is none of ours."""
-    prepared = plan.prepared() if isinstance(plan, FusedPlan) else None
+    prepared = plan.prepared() if isinstance(plan, Repeated) else None
     launch = None if prepared is None else prepared.bind_tensors()
     start = buffers[_FIRST].data_ptr()
     if prepared is None or launch is None or not start:  # a buffer of no elements has no address

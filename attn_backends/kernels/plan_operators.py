@@ -28,6 +28,7 @@ from spec_metadata.errors import InvalidStepError
 from spec_metadata.plans.compressed import INDEX_GROUP, Compression
 from spec_metadata.plans.csr import page_lists
 from spec_metadata.query import packed_starts
+from spec_metadata.visibility import num_added
 
 if TYPE_CHECKING:
     from attn_backends.kernels.triton_launch import Prepared
@@ -50,6 +51,7 @@ _library.define(
     "int page_size, int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_NUM_COUNTS = 8  # numbers that end the arguments of plan_pages
 _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_positions", "input_rows", "state_reads")
 
 
@@ -116,16 +118,11 @@ def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = Non
 def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """What writes the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
-    keys = (0, 0) if step.kind is StepKind.DRAFT_DECODE else _keys(step)
-    return _bind_pages(step, buffers, bound, outputs, keys)
+    return _bind_pages(step, buffers, bound, outputs, (num_added(step, None), 0))
 
 
 def bind_compressed(
-    step: Step,
-    buffers: Buffers,
-    window: int,
-    rings: Mapping[Compression, int],
-    bound: BoundStep | None = None,
+    step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int], bound: BoundStep | None = None
 ) -> Callable[[], None]:
     """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
 
@@ -150,9 +147,8 @@ def bind_compressed(
 
 def _keys(step: Step) -> tuple[int, int]:
     """Keys that the last row of a uniform step sees beside the committed ones, and more in each further forward."""
-    if step.is_tree:
-        return 0, 0
-    return (1, 1) if step.kind is StepKind.DRAFT_DECODE else (step.width, 0)
+    first = num_added(step, 0)
+    return first, num_added(step, 1) - first
 
 
 def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:
@@ -169,31 +165,43 @@ def _bind_pages(
     keys: tuple[int, int],
 ) -> Callable[[], None]:
     inputs, sizes = StepInputs.of(step, bound), (*_sizes(step, keys), buffers.extent.max_pages)
-
-    def launch(along: Sequence[Tensor], listed: Sequence[int]) -> Repeated:
-        return Repeated("plan_pages", *inputs, *outputs, buffers["write_slots"], along, listed, *sizes)
-
-    return PagePlanner(launch)
+    return PagePlanner("plan_pages", *inputs, *outputs, buffers["write_slots"], (), (), *sizes)
 
 
-class PagePlanner:
-    """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule.
-
-    launch: the tensors of a schedule, or none, and its numbers -> what launches.
+class Repeated:
+    """A plan, launched with every call. The first call, often the only one, is of its operator, and so is any that a
+    dispatch mode watches, such as a `RecordedGraph`. Others launch what was compiled then, without a look at arguments.
     """
 
-    def __init__(self, launch: Callable[[Sequence[Tensor], Sequence[int]], Repeated]) -> None:
-        self._launch, self._has_along = launch, False
-        self._write, self._read = launch((), ()), lambda: None
+    def __init__(self, name: str, *arguments: Any) -> None:
+        self._name, self._arguments, self._num_calls = name, arguments, 0
+        self._direct: Callable[[], None] | None = None
 
     def __call__(self) -> None:
         """Launch."""
-        self._read()
-        self._write()
+        if self._num_calls == 1:
+            self._direct = self.prepared().bind()
+        self._num_calls += 1
+        if self._direct is None or is_watched():
+            _OPERATORS[self._name](*self._arguments)
+        else:
+            self._direct()
 
     def prepared(self) -> Prepared:
-        """The launch of the plan alone."""
-        return self._write.prepared()
+        """The launch with its arguments."""
+        return _PREPARED[self._name](*self._arguments)
+
+
+class PagePlanner(Repeated):
+    """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule."""
+
+    _read: Callable[[], None] | None = None
+
+    def __call__(self) -> None:
+        """Launch."""
+        if self._read is not None:
+            self._read()
+        super().__call__()
 
     def behind(self, read: Callable[[], None]) -> PagePlanner:
         """This planner, from now on with a launch before its own that reads the step."""
@@ -222,37 +230,12 @@ class PagePlanner:
         return self._write_along((words,), tiles)
 
     def _write_along(self, tensors: Sequence[Tensor], listed: Sequence[int]) -> bool:
-        if self._has_along:
+        *own, along, numbers = self._arguments[:-_NUM_COUNTS]
+        if along or numbers:
             return False
-        self._write, self._has_along = self._launch(tensors, listed), True
+        self._arguments = (*own, tensors, listed, *self._arguments[-_NUM_COUNTS:])
+        self._num_calls, self._direct = 0, None
         return True
-
-
-class Repeated:
-    """A plan, launched with every call. The first call, often the only one, is of its operator, and so is any that a
-    dispatch mode watches, such as a `RecordedGraph`. Others launch what was compiled then, without a look at arguments.
-    """
-
-    def __init__(self, name: str, *arguments: Any) -> None:
-        self._name, self._arguments, self._num_calls = name, arguments, 0
-        self._direct: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        """Launch."""
-        if self._num_calls == 1:
-            self._direct = self.prepared().bind()
-        self._num_calls += 1
-        if self._direct is None or is_watched():
-            _OPERATORS[self._name](*self._arguments)
-        else:
-            self._direct()
-
-    def prepared(self) -> Prepared:
-        """The launch with its arguments."""
-        return _PREPARED[self._name](*self._arguments)
-
-
-FusedPlan = PagePlanner | Repeated
 
 
 def _rows(paging: Paging) -> Tensor | None:
@@ -287,8 +270,8 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
 
 
 def _pages(*arguments: Any) -> Prepared:
-    num = len(StepInputs._fields)
-    inputs, (*outputs, along, listed), counts = StepInputs(*arguments[:num]), arguments[num:-8], arguments[-8:]
+    num, counts = len(StepInputs._fields), arguments[-_NUM_COUNTS:]
+    inputs, (*outputs, along, listed) = StepInputs(*arguments[:num]), arguments[num:-_NUM_COUNTS]
     if len(along) == 1:
         from attn_backends.kernels import triton_plan_tiles
 

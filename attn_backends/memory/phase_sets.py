@@ -52,11 +52,11 @@ class PhaseSets:
     def block(self, num_bytes: int, taken: dict[int, int]) -> Tensor:
         """The block with the least room that is enough, a new one if there is none. taken: bytes of each block."""
         room = {i: block.numel() - taken.get(i, 0) for i, block in enumerate(self._blocks)}
-        fitting = [i for i, free in room.items() if free >= num_bytes]
+        fitting = {i: free for i, free in room.items() if free >= num_bytes}
         if not fitting:
+            fitting = {len(self._blocks): num_bytes}
             self._blocks.append(torch.empty(num_bytes, dtype=torch.uint8, device=self.device))
-            fitting, room = [len(self._blocks) - 1], {len(self._blocks) - 1: num_bytes}
-        best = min(fitting, key=room.__getitem__)
+        best = min(fitting, key=fitting.__getitem__)
         start = taken.get(best, 0)
         taken[best] = start + num_bytes
         return self._blocks[best][start : start + num_bytes]

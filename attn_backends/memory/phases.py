@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,19 +13,8 @@ from attn_backends.kernels.device_memory import room_for
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.memory.reads import Reads
 from attn_backends.memory.static_memory import SharedTable, StaticMemory
-from spec_metadata import (
-    AnyBucket,
-    Arena,
-    Buffers,
-    BufferSpec,
-    CacheGeometry,
-    Capacity,
-    Extent,
-    Paging,
-    RequestTable,
-    StepKind,
-)
-from spec_metadata.buffers import Layout, allocation_size
+from spec_metadata import AnyBucket, Buffers, CacheGeometry, Capacity, Extent, Paging, RequestTable, StepKind
+from spec_metadata.buffers import Arena, BufferSpec, Layout, allocation_size
 from spec_metadata.capacity import UNIFORM_KINDS
 
 SHARED = "shared"
@@ -37,13 +26,13 @@ MOST_LAYOUTS = 1024
 class PhaseMemory:
     """The buffers of one captured phase: uniform steps of a kind and width, or packed rows of a number.
 
-    Its buckets are prefix views; only one of them holds a step at a time. arenas: of the phase's own, and shared
-    tables. largest: sizes of its largest bucket. reads: of the graphs of its buckets. workspaces: what kernels plan
-    into, by kernel and shape of layers. planned: what was captured in it and planned last. tables: those of arenas that
-    it shares. within: the set whose memory it lies in, None for its own.
+    Its buckets are prefix views; only one of them holds a step at a time. arena: the phase's own. largest: sizes of its
+    largest bucket. reads: of the graphs of its buckets. tables: those that it shares with other phases. workspaces:
+    what kernels plan into, by kernel and shape of layers. planned: what was captured in it and planned last. within:
+    the set whose memory it lies in, None for its own.
     """
 
-    arenas: tuple[Arena, ...]
+    arena: Arena
     largest: Extent
     reads: Reads
     tables: tuple[SharedTable, ...] = field(default=(), repr=False)
@@ -54,8 +43,12 @@ class PhaseMemory:
     @property
     def own(self) -> tuple[Arena, ...]:
         """Its arenas but for shared tables."""
-        shared = [table.arena for table in self.tables]
-        return *(arena for arena in self.arenas if arena not in shared), *self.workspaces.values()
+        return self.arena, *self.workspaces.values()
+
+    @property
+    def arenas(self) -> tuple[Arena, ...]:
+        """Those that hold a step: its own, and shared tables."""
+        return self.arena, *(table.arena for table in self.tables)
 
     def view(self, extent: Extent) -> Buffers:
         """The buffers of a bucket."""
@@ -185,11 +178,9 @@ class BackendMemory:
         if broken := [name for arena in arenas for name in arena.check_guards()]:
             raise CaptureError(f"{self.owner}: guard words next to {broken} were overwritten")
 
-    def _arena(self, specs: Iterable[BufferSpec], extent: Extent, within: PhaseSet | None) -> Arena:
+    def _arena(self, specs: Sequence[BufferSpec], extent: Extent, within: PhaseSet | None) -> Arena:
         """Buffers of their own, or of a set."""
-        specs = tuple(specs)
-        size = allocation_size(specs, extent, checking=self.checking)
-        memory = None if within is None else within.memory(size)
+        memory = None if within is None else within.memory(allocation_size(specs, extent, checking=self.checking))
         return Arena(specs, extent, self.device, checking=self.checking, memory=memory)
 
     def _allocate(self, largest: AnyBucket, paging: Paging, shares: bool, within: PhaseSet | None) -> PhaseMemory:
@@ -206,9 +197,7 @@ class BackendMemory:
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):
             arena = self._arena(own, extent, within)
             tables = tuple(self.tables.table(spec, *place) for spec in shared)
-            return PhaseMemory(
-                (arena, *(table.arena for table in tables)), extent, Reads(self.device), tables, within=within
-            )
+            return PhaseMemory(arena, extent, Reads(self.device), tables, within=within)
 
     def _too_large(self, bucket: AnyBucket, needed: int, sizes: Mapping[str, int], found: str) -> str:
         listed = ", ".join(f"{name} {size:,}" for name, size in sorted(sizes.items(), key=lambda item: -item[1]))

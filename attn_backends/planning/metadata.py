@@ -146,42 +146,32 @@ def slots_to_write(backend: BackendDefinition, meta: ForwardMetadata) -> Tensor:
 def all_rows(backend: BackendDefinition, meta: ForwardMetadata) -> int:
     """Query rows of a forward; refuses metadata of those that are kept, which does not say what they see."""
     if meta.kept is not None:
-        raise UnsupportedStepError(
-            backend.name,
-            ["metadata of kept rows, which are stored alone, in a layer without compressed entries"],
-            "pass meta.at(i)",
-        )
+        reason = "metadata of kept rows, which are stored alone, in a layer without compressed entries"
+        raise UnsupportedStepError(backend.name, [reason], "pass meta.at(i)")
     return meta.write_slots.shape[0]
 
 
 def refuse_metadata(backend: BackendDefinition, meta: Metadata) -> NoReturn:
     """Refuse what is not the metadata of a step, or was planned by another backend."""
     if not isinstance(meta, Metadata):
-        raise UnsupportedStepError(
-            backend.name, [f"a {type(meta).__name__} where a step's metadata belongs"], "pass what capture() returned"
-        )
+        reason = f"a {type(meta).__name__} where a step's metadata belongs"
+        raise UnsupportedStepError(backend.name, [reason], "pass what capture() returned")
     _refuse_owner(backend, meta.owner, meta.step.kind)
 
 
 def _refuse_owner(backend: BackendDefinition, owner: BackendDefinition, kind: StepKind) -> NoReturn:
     """Refuse metadata that another backend planned: also one of the same class has tables and memory of its own."""
     mine, its = backend.capacity, owner.capacity
-    raise UnsupportedStepError(
-        backend.name,
-        [
-            f"metadata of a {kind} step that another {owner.name} planned, for max_bs={its.max_bs} and max_context="
-            f"{its.max_context} (here {mine.max_bs} and {mine.max_context})"
-        ],
-        "plan the step with the backend that attends",
-    )
+    sizes = f"max_bs={its.max_bs} and max_context={its.max_context} (here {mine.max_bs} and {mine.max_context})"
+    reason = f"metadata of a {kind} step that another {owner.name} planned, for {sizes}"
+    raise UnsupportedStepError(backend.name, [reason], "plan the step with the backend that attends")
 
 
 def check_forward(backend: BackendDefinition, meta: ForwardMetadata) -> None:
     """Refuse what is not the metadata of one forward, was planned by another backend, or is stale."""
     if not isinstance(meta, ForwardMetadata):
-        raise UnsupportedStepError(
-            backend.name, [f"a {type(meta).__name__} where one forward's metadata belongs"], "pass meta.at(i)"
-        )
+        reason = f"a {type(meta).__name__} where one forward's metadata belongs"
+        raise UnsupportedStepError(backend.name, [reason], "pass meta.at(i)")
     if meta.owner is not backend:
         _refuse_owner(backend, meta.owner, meta.kind)
     if meta.captured is not None:

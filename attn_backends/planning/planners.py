@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attn_backends.errors import BackendUnavailableError
+from attn_backends.kernels.kept_plans import Bind
 from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.planning.captured import CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
@@ -92,12 +93,7 @@ def bind_torch(
     return plan
 
 
-def bind_fused(
-    bind: Callable[[Step, Buffers, BoundStep | None], Callable[[], None]],
-    step: Step,
-    buffers: Buffers,
-    bound: BoundStep | None,
-) -> Callable[[], None]:
+def bind_fused(bind: Bind, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
     """What a fused planner launches. A bound ragged step is read by a launch before it: `bind` is a backend's own."""
     if bound is None or bound.inputs.widths is None:
         return bind(step, buffers, bound)

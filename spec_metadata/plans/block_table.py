@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_KV_LEN, NUM_FORWARDS, NUM_PAGES, Buffers, BufferSpec, Dim
+from spec_metadata.buffers import BS, NUM_FORWARDS, Buffers, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
+from spec_metadata.plans.declared import kv_lens_spec, pages_spec
 from spec_metadata.query import UniformQuery
 from spec_metadata.visibility import dense_part, is_causal, write_pages
 
@@ -32,22 +32,8 @@ TABLE_PAGES = Dim(
 )
 
 BUFFERS = (
-    BufferSpec(
-        "block_table",
-        torch.int32,
-        (BS, TABLE_PAGES),
-        "page ids; past the visible keys those of any pages",
-        high=NUM_PAGES,
-        over_read=GROUP_PAGES,
-        shared=True,
-    ),
-    BufferSpec(
-        "cache_seqlens",
-        torch.int32,
-        (NUM_FORWARDS, BS),
-        "keys that the last row of a request sees",
-        high=MAX_KV_LEN + 1,
-    ),
+    pages_spec("block_table", BS, TABLE_PAGES, over_read=GROUP_PAGES),
+    kv_lens_spec("cache_seqlens", NUM_FORWARDS, BS),
 )
 
 

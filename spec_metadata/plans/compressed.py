@@ -27,10 +27,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_PAGES, NOTHING, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec, Dim
+from spec_metadata.buffers import BS, MAX_PAGES, NOTHING, NUM_FORWARDS, NUM_TOKENS, Buffers, BufferSpec, Dim
 from spec_metadata.capacity import Extent, ceil_div
 from spec_metadata.errors import InvalidStepError
 from spec_metadata.layout import Step
+from spec_metadata.plans.declared import pages_spec, query_starts_spec
 from spec_metadata.visibility import dense_part, query_starts, visible_pages, write_pages, write_slots
 
 INDEX_GROUP = 64  # FlashMLA's sparse kernel reads indices in groups of as many
@@ -133,20 +134,13 @@ def buffer_specs(
         keys = Dim(f"round_up({window} + width, {INDEX_GROUP})", lambda e: _in_groups(window + e.width))
     shape = (NUM_FORWARDS, NUM_TOKENS)
     specs = [
-        BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
+        query_starts_spec("qo_indptr"),
         BufferSpec("request", torch.int32, (NUM_TOKENS,), "request of each row", high=BS),
         BufferSpec(
             "window_slots", torch.int32, (*shape, keys), "a row's tokens, the last first, then -1", -1, -1, NUM_SLOTS
         ),
         BufferSpec("window_lens", torch.int32, shape, "tokens of the window", high=keys + 1),
-        BufferSpec(
-            "page_table",
-            torch.int32,
-            (BS, MAX_PAGES),
-            "page ids; past what the last forward sees those of any pages",
-            high=NUM_PAGES,
-            shared=True,
-        ),
+        pages_spec("page_table", BS, MAX_PAGES),
     ]
     for compression in compressions:
         specs += _entry_specs(compression)

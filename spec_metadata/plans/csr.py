@@ -17,24 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
+from spec_metadata.buffers import BS, MAX_PAGES, Buffers, BufferSpec
 from spec_metadata.layout import Step
+from spec_metadata.plans.declared import kv_lens_spec, pages_spec, query_starts_spec
 from spec_metadata.visibility import dense_part, is_causal, query_starts, write_pages
 
 BUFFERS = (
-    BufferSpec("qo_indptr", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
+    query_starts_spec("qo_indptr"),
     BufferSpec(
         "kv_indptr", torch.int32, (BS + 1,), "first entry of each request, max_pages apart", high=BS * MAX_PAGES + 1
     ),
-    BufferSpec(
-        "kv_indices",
-        torch.int32,
-        (BS * MAX_PAGES,),
-        "page ids; past the visible keys of a request those of any pages",
-        high=NUM_PAGES,
-        shared=True,
-    ),
-    BufferSpec("kv_len", torch.int32, (BS,), "keys that the last row of a request sees", high=MAX_KV_LEN + 1),
+    pages_spec("kv_indices", BS * MAX_PAGES),
+    kv_lens_spec("kv_len", BS),
 )
 
 

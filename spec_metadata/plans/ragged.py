@@ -9,26 +9,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from spec_metadata.buffers import BS, MAX_KV_LEN, MAX_PAGES, NUM_FORWARDS, NUM_PAGES, NUM_TOKENS, Buffers, BufferSpec
+from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, Buffers
 from spec_metadata.layout import Step
+from spec_metadata.plans.declared import kv_lens_spec, pages_spec, query_starts_spec
 from spec_metadata.visibility import Drafted, dense_part, drafted, is_causal, query_starts, write_pages
 
 BUFFERS = (
-    BufferSpec("cu_seqlens_q", torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1),
-    BufferSpec(
-        "seqused_k", torch.int32, (NUM_FORWARDS, BS), "keys that the last row of a request sees", high=MAX_KV_LEN + 1
-    ),
-    BufferSpec(
-        "page_table",
-        torch.int32,
-        (BS, MAX_PAGES),
-        "page ids; past the visible keys those of any pages",
-        high=NUM_PAGES,
-        shared=True,
-    ),
+    query_starts_spec("cu_seqlens_q"),
+    kv_lens_spec("seqused_k", NUM_FORWARDS, BS),
+    pages_spec("page_table", BS, MAX_PAGES),
 )
 
 

@@ -81,7 +81,7 @@ def a_draft_sees_one_key_too_few(patch: pytest.MonkeyPatch) -> None:
     def added(right: Any, step: Step, forward: int | None) -> int:
         return right(step, forward) - (step.kind is StepKind.DRAFT_DECODE and not step.is_tree)
 
-    wrap(patch, visibility, "_num_added", added)
+    wrap(patch, visibility, "num_added", added)
 
 
 @mutant("reference", "eager")
