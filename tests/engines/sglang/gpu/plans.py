@@ -275,7 +275,7 @@ def load_row(
     """
     made = backend(batch.capacity, batch.paging.geometry, stage.device)
     bound = SimpleNamespace(bound=lambda view, mask: (batch.paging, BoundInputs(batch.lens)))
-    facts: Any = SimpleNamespace(capacity=batch.capacity, batches=bound)
+    facts: Any = SimpleNamespace(capacity=batch.capacity, batches=bound, kinds=tuple(StepKind))
     plugin, bs = Plans(facts, made), len(batch.lens)
     views = [SimpleNamespace(forward_mode=SimpleNamespace(name=name), spec_info=(), batch_size=bs) for name in MODES]
     for view in views:
