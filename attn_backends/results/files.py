@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -173,10 +173,10 @@ def _is_replaceable(path: Path) -> bool:
 
 
 def _as_json(head: Head, own: Mapping[str, Any], lines: Iterable[str]) -> str:
-    keys = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in {**asdict(head), **own}.items()]
+    keys = [f"{json.dumps(name)}: {_line(value)}" for name, value in {**asdict(head), **own}.items()]
     rows = ",\n".join(lines)
     return "{\n" + ",\n".join([*keys, f'"rows": [\n{rows}\n]']) + "\n}\n"
 
 
-def _line(row: Mapping[str, Any] | Sequence[Any]) -> str:
-    return "  " + json.dumps(row, separators=(",", ":"))
+def _line(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -34,6 +34,7 @@ SETS: dict[str, Callable[[Mutant], bool]] = {
     "phases": lambda mutant: module_of(mutant) in PHASES,
 }
 MOST_TRIED = 24  # graph's cases of a check, smallest first
+DEVICES, MOST_SAID = ("cpu", "cuda"), 90  # characters of a reason
 
 
 def module_of(mutant: Mutant) -> str:
@@ -86,7 +87,7 @@ def case_of(mutant: Mutant, check: str, known: Case | None) -> Case:
 def row_of(mutant: Mutant, check: str, known: Case | None) -> dict[str, Any]:
     """What a check says of a mutant on both devices, the same reason once. known: case that kills it on the CPU."""
     case = case_of(mutant, check, known)
-    cpu, cuda = outcome(mutant.name, case, "cpu"), outcome(mutant.name, case, "cuda")
+    cpu, cuda = ((status, reason[:MOST_SAID]) for status, reason in (outcome(mutant.name, case, on) for on in DEVICES))
     about = {"mutant": mutant.name, "check": check, "case": case.to_dict()}
     return about | {"cpu": cpu[0], "cuda": cuda[0], "cpu_reason": cpu[1], "cuda_reason": "" if cuda == cpu else cuda[1]}
 
