@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
             bar.describe(f"{what}: {len(rows)} rows")
     reached = check_targets(rows, asked.own.get("ceilings", {}))
     try:
-        recording.finish(**asked.own, missing=by_reason(absent), targets=[each._asdict() for each in reached])
+        recording.finish(**asked.own, missing=by_reason(absent), targets=[Reached._fields, *reached])
     finally:
         _show(chosen.about, rows, absent, reached, asked.own)
     if not rows:

@@ -15,6 +15,7 @@ import pytest
 
 from attn_backends import results
 from attn_backends.conformance.catalogue import CATALOGUE
+from benchmarks.targets import Reached
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED, KERNELS = "README.md", "docs/measured.md", "docs/kernels.md"
@@ -82,8 +83,8 @@ def spread(values: Iterable[float], digits: int) -> tuple[str, str]:
 def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str]:
     """What a benchmark found for one of its targets, of one kernel or all: least and most."""
     files = sorted((ROOT / "docs" / "results").glob(f"h?00/{pattern}.json"))
-    found = [each for file in files for each in results.read(file).own.get("targets", ()) if each["target"] == name]
-    return spread((each["value"] for each in found if kernel in (None, each["kernel"])), 2)
+    found = [Reached(*each) for file in files for each in results.read(file).own.get("targets", [])[1:]]
+    return spread((each.value for each in found if each.target == name and kernel in (None, each.kernel)), 2)
 
 
 def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:

@@ -70,6 +70,7 @@ def runner(*, is_mla: bool = False, page_size: int = 64, **fields: Any) -> Any:
         "dtype": torch.float32,
         "kv_cache_dtype": torch.float32,
         "model_config": SimpleNamespace(context_len=200),
+        "decode_num_tokens_per_req": lambda: 4,
     }
     return SimpleNamespace(**(given | fields))
 
@@ -187,6 +188,13 @@ def test_what_a_runner_runs_and_how_large_its_steps_are() -> None:
     assert facts.capacity.bucket(StepKind.DRAFT_EXTEND, 2).width == 16, "SGLang extends by every verified node"
     assert facts.format is CacheFormat.KV
     assert facts.batches.geometry.num_pages == 257, "SGLang has a page more than its size says"
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_row_of_the_table_may_end_inside_a_page(is_draft: bool) -> None:
+    part = SimpleNamespace(req_to_token=torch.zeros(5, 250, dtype=torch.int32))
+    served = runner(req_to_token_pool=part, is_draft_worker=is_draft)
+    assert RunnerFacts.of(served, spec(), [layer()], mixes=False).capacity.max_tokens == 250
 
 
 @pytest.mark.parametrize("is_draft", [False, True])

@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.allocation import get_last_loc_torch
 from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.runtime_context import attention_backends, get_exec, get_parallel, get_schedule, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.speculative.ragged_verify import ragged_verify_compact_enabled
 
 absorbed = attention_backend_handler._dispatch_mla_subtype
 """Says that DeepSeek's attention is absorbed in every situation; SGLang's default sends some prompts elsewhere."""
@@ -32,4 +33,5 @@ __all__ = [
     "get_schedule",
     "get_spec",
     "mla_handlers",
+    "ragged_verify_compact_enabled",
 ]

@@ -29,7 +29,8 @@ def plans_of(runner: Any, name: str) -> Plans:
     spec = api.get_spec()
     refuse(name, [MISSING[name]] if name in MISSING else [])
     refuse(name, server_reasons(runner, spec, api.get_exec(), api.get_parallel()))
-    facts = RunnerFacts.of(runner, spec, _layers(runner), mixes=api.get_schedule().enable_mixed_chunk)
+    modes = {"mixes": api.get_schedule().enable_mixed_chunk, "compact": api.ragged_verify_compact_enabled()}
+    facts = RunnerFacts.of(runner, spec, _layers(runner), **modes)
     geometry = facts.batches.geometry
     sinks = _sinks(runner)
     layers = [layer_of(layer, sinks.get(layer.layer_id)) for layer in facts.layers]
@@ -83,6 +84,11 @@ class EngineBackend(api.AttentionBackend):
         masks = torch.zeros(max_bs * nodes * nodes, dtype=torch.bool, device=self.plans.facts.device)
         is_read = self.plans.facts.batches.topk > 1
         self._mask = api.VerifyMask(buffer=masks, mode=api.TreeMaskMode.QLEN_ONLY, max_bs=max_bs, is_read=is_read)
+
+    @property
+    def supports_ragged_verify_graph(self) -> bool:
+        """Whether SGLang may replay graphs of verifies whose rows the device divides among requests."""
+        return self.plans.takes_ragged_verifies
 
     @property
     def verify_mask(self) -> Any:

@@ -34,7 +34,7 @@ class Plans:
     def __init__(self, facts: RunnerFacts, backend: AttentionBackend) -> None:
         self.facts, self.backend = facts, backend
         self._mixed = MixedBatches(backend, logger)
-        self._captured: dict[tuple[StepKind, int], Metadata] = {}
+        self._captured: dict[tuple[StepKind, int, int | None], Metadata] = {}
 
     def eager(self, batch: Any) -> list[Metadata]:
         """Of a batch that runs without a graph: of a mixed one two where one step is slower, else one. SGLang calls a
@@ -54,32 +54,45 @@ class Plans:
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
         """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""
-        kind, bs = self.kind_of(batch), batch.batch_size
-        bucket = self.facts.capacity.bucket(kind, bs)
-        mask = None
+        key = kind, bs, num_rows = self._key(batch)
+        capacity, mask = self.facts.capacity, None
+        bucket = capacity.bucket(kind, bs)
         if bucket.tree and kind is StepKind.TARGET_VERIFY:
             assert masks is not None, "SGLang asks for its buffer before it captures"
             mask = masks[: bs * bucket.width**2].view(bs, bucket.width, bucket.width)
         paging, inputs = self.facts.batches.bound(batch, mask)
-        captured = self.backend.capture(bucket, paging, None if self.plans_on_host(kind) else inputs)
-        self._captured[kind, bs] = captured
+        asked = bucket if num_rows is None else capacity.ragged_bucket(kind, bs, num_rows)
+        captured = self.backend.capture(asked, paging, None if self.plans_on_host(kind) else inputs)
+        self._captured[key] = captured
         return captured
+
+    def _key(self, batch: Any) -> tuple[StepKind, int, int | None]:
+        """What tells graphs apart: kind, requests, and the rows of all in a ragged verify. SGLang captures several such
+        for as many requests.
+        """
+        layout = getattr(batch.spec_info, "ragged_verify_layout", None)
+        return self.kind_of(batch), batch.batch_size, None if layout is None else layout.graph_num_tokens
 
     def load(self, view: Any) -> Metadata:
         """Before a replay; nothing happens here but for kernels that plan on the host. view: SGLang's of the replay."""
-        kind = self.kind_of(view)
-        meta = self._captured[kind, view.batch_size]
-        if self.plans_on_host(kind):
+        meta = self._captured[self._key(view)]
+        if self.plans_on_host(self.kind_of(view)):
             self.backend.copy_inputs(meta, self.facts.batches.replayed(view, meta.step.width))
         return meta
 
     def refresh(self, batch: Any) -> None:
         """The first nodes of a graph: read its inputs and plan it."""
-        self.backend.refresh(self._captured[self.kind_of(batch), batch.batch_size])
+        self.backend.refresh(self._captured[self._key(batch)])
 
     def plans_on_host(self, kind: StepKind) -> bool:
         """Whether a kernel's vendor plans from lengths on the host."""
         return self.backend.kernel_of(kind).capabilities[kind].needs_host_lens
+
+    @property
+    def takes_ragged_verifies(self) -> bool:
+        """Whether the kernel of verifies takes rows that the device divides among requests, also in a graph."""
+        kind = StepKind.TARGET_VERIFY
+        return kind in self.facts.kinds and self.backend.kernel_of(kind).capabilities[kind].captures_packed
 
     @property
     def needs_host_lens(self) -> bool:

@@ -19,7 +19,7 @@ MISSING = {
     "the caches of dsv4 have no view"
 }
 """Backends that have a name there all the same, so that whoever asks for one reads why there is none."""
-ALGORITHMS = (None, "EAGLE", "EAGLE3", BLOCKS)
+ALGORITHMS = (None, "EAGLE", "EAGLE3", *BLOCKS)
 
 
 def refuse(name: str, reasons: Iterable[str]) -> None:
@@ -33,12 +33,12 @@ def refuse(name: str, reasons: Iterable[str]) -> None:
 def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Iterator[str]:
     """Why a server's options and one runner's memory are not supported. spec, execution, parallel: SGLang's options."""
     if spec.speculative_algorithm not in ALGORITHMS:
-        yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, NEXTN, EAGLE3 and DFLASH)"
+        yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, NEXTN, EAGLE3, DFLASH and DSPARK)"
     if spec.enable_multi_layer_eagle:
         yield "--enable-multi-layer-eagle"
-    if spec.speculative_algorithm == BLOCKS and spec.speculative_num_draft_tokens < 2:
+    if spec.speculative_algorithm in BLOCKS and spec.speculative_num_draft_tokens < 2:
         yield f"a block of {spec.speculative_num_draft_tokens} token (it has the root and one mask at least)"
-    is_taken = runner.sliding_window_size and spec.speculative_algorithm != BLOCKS
+    is_taken = runner.sliding_window_size and spec.speculative_algorithm not in BLOCKS
     if runner.is_draft_worker and spec.speculative_draft_window_size and not is_taken:
         yield (
             f"--speculative-draft-window-size {spec.speculative_draft_window_size} with a draft whose layers do not "
@@ -88,6 +88,11 @@ def _kernel_reasons(facts: RunnerFacts, kernel: Kernel, kind: StepKind) -> Itera
     yield from able.page_reasons(facts.capacity.page_size)
     if facts.in_blocks and kind is not StepKind.PREFILL and able.needs_host_lens:
         yield "it plans on the host from exact lengths, and of draft blocks and their verifies SGLang has bounds there"
+    if facts.is_ragged and kind is StepKind.TARGET_VERIFY and not able.captures_packed:
+        yield (
+            "it takes no rows that the device divides among requests (SGLANG_RAGGED_VERIFY_MODE=compact; static and "
+            "cap-accept verify as many rows of each)"
+        )
     if kind is not StepKind.PREFILL:
         bucket = facts.capacity.bucket(kind, 1)
         is_tree = bucket.tree

@@ -11,7 +11,7 @@ from tests.engines.sglang.oracle import draft_of
 
 NUM_STEPS = 3
 DRAFTS = {"gqa": ("EAGLE3", "gqa_eagle3"), "mla": ("EAGLE", "mla_nextn")}
-BLOCK_DRAFT = ("DFLASH", "dflash")
+BLOCK_DRAFTS = {False: ("DFLASH", "dflash"), True: ("DSPARK", "dspark")}
 LAYERS = {"gqa": 4, "mla": 3}
 ADAPTIVE = {"1": [5], "2": [1], "3": [0], "4": [NUM_STEPS]}
 """Steps of a draft that adapts, by the number of requests."""
@@ -33,7 +33,8 @@ KINDS = {
 class Case:
     """topk: 0 for plain decoding, 1 for a chain, else a tree. of_draft: its backend, where it is another. mixes:
     prompts with running requests, as all plain cases do. adapts: the chain's length, as `ADAPTIVE` says. in_blocks:
-    whether the draft is DFlash's.
+    whether the draft is DFlash's, or DSpark's. dspark: of that, which rows SGLang verifies
+    (SGLANG_RAGGED_VERIFY_MODE).
     """
 
     model: str
@@ -44,10 +45,12 @@ class Case:
     mixes: bool = False
     adapts: bool = False
     in_blocks: bool = False
+    dspark: str | None = None
 
     def __str__(self) -> str:
         shape = {0: "plain", 1: "chain"}.get(self.topk, "tree")
         shape = "adaptive" if self.adapts else "block" if self.in_blocks else shape
+        shape = shape if self.dspark is None else f"dspark-{self.dspark}"
         backends = self.backend if self.of_draft is None else f"{self.backend}-{self.of_draft}"
         return f"{self.model}-{backends}-{shape}-page{self.page_size}"
 
@@ -71,10 +74,10 @@ class Case:
     @property
     def draft(self) -> tuple[str, str]:
         """SGLang's algorithm, and the folder's name."""
-        return BLOCK_DRAFT if self.in_blocks else DRAFTS[self.model]
+        return BLOCK_DRAFTS[self.dspark is not None] if self.in_blocks else DRAFTS[self.model]
 
     def options(self, models: Path) -> dict[str, Any]:
-        """Of sglang.Engine."""
+        """Of sglang.Engine, and the environment that it starts in."""
         options = {
             "model_path": str(models / f"{self.model}_target"),
             "attention_backend": self.backend,
@@ -93,6 +96,9 @@ class Case:
                 "speculative_eagle_topk": self.topk,
                 "speculative_num_draft_tokens": self.num_nodes,
             }
+        if self.dspark is not None:
+            options |= {"environment": {"SGLANG_RAGGED_VERIFY_MODE": self.dspark}}
+            options |= {"speculative_dspark_sps_table_path": str(models / "step_times.json")}
         if self.adapts:
             options |= {"speculative_adaptive": True, "speculative_adaptive_config": str(models / "adaptive.json")}
         return options | {
@@ -140,6 +146,14 @@ class Case:
 
 
 FA3, FLASHINFER, TRTLLM = "attn_fa3", "attn_flashinfer_mla", "attn_trtllm_mla"
+STEP_TIMES = {
+    "bias_seconds": 1.0,
+    "bs_probes": [1, 4],
+    "alpha_seconds": [0.0, 0.0],
+    "m_probes": [1, 16],
+    "theta_seconds": [0.0, 2.0],
+}
+"""How long SGLang is told that a verify of so many rows takes: so long that it leaves out the least likely ones."""
 SPECULATIVE = [
     Case("gqa", FA3, 1),
     Case("gqa", FA3, 4),
@@ -155,5 +169,10 @@ SPECULATIVE = [
     Case("gqa", FA3, 1, in_blocks=True),
     Case("gqa", FA3, 1, page_size=64, in_blocks=True),
     Case("mla", FLASHINFER, 1, of_draft=FA3, in_blocks=True),
+    Case("gqa", FA3, 1, in_blocks=True, dspark="static"),
+    Case("gqa", FA3, 1, in_blocks=True, dspark="cap-accept"),
+    Case("gqa", FA3, 1, in_blocks=True, dspark="compact"),
+    Case("gqa", FA3, 1, page_size=64, in_blocks=True, dspark="compact"),
+    Case("mla", FLASHINFER, 1, of_draft=FA3, in_blocks=True, dspark="compact"),
 ]
 PLAIN = list(dict.fromkeys(case.plain for case in SPECULATIVE))

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.sglang.cases import ADAPTIVE, Case
+from tests.engines.sglang.cases import ADAPTIVE, STEP_TIMES, Case
 from tests.engines.sglang.engine import Run, run
 
 collect_ignore_glob = [] if find_spec("sglang") else ["test_*.py"]
 USED = ("entrypoints.engine", "managers.detokenizer_manager", "speculative.eagle_worker_v2", "models.llama_eagle3")
-BLOCKS = ("speculative.dflash_worker_v2", "models.dflash")
+BLOCKS = (
+    "speculative.dflash_worker_v2",
+    "models.dflash",
+    "speculative.dspark_components.dspark_worker_v2",
+    "models.dspark",
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +34,7 @@ def models(tmp_path_factory) -> Path:
     write_all(folder)
     steps = {bs: {"candidate_steps": found} for bs, found in ADAPTIVE.items()}
     (folder / "adaptive.json").write_text(json.dumps(steps))
+    (folder / "step_times.json").write_text(json.dumps(STEP_TIMES))
     return folder
 
 

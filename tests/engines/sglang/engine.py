@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.engines.sglang import dflash_on_cpu
+from tests.engines.sglang import blocks_on_cpu
 from tests.engines.sglang.probe import Log, install
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -73,11 +73,14 @@ class Run:
         return [entry for entry in self.log if "cycle" in entry]
 
 
-def run(folder: Path, bug: Callable[[], None] | None = None, **options: Any) -> Run:
+def run(
+    folder: Path, bug: Callable[[], None] | None = None, environment: dict[str, str] | None = None, **options: Any
+) -> Run:
     """An engine's answers. folder: an empty one, for its files. bug: what to patch before it starts."""
     folder.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child == 0:
+        os.environ.update(environment or {})
         _child(folder, bug, options)
     os.waitpid(child, 0)
     output = (folder / "output").read_text() if (folder / "output").exists() else ""
@@ -104,8 +107,8 @@ def _child(folder: Path, bug: Callable[[], None] | None, options: dict[str, Any]
         for name in [name for name in sys.modules if name.startswith("attn_backends.engines.")]:
             del sys.modules[name]  # a test may have imported the plug-in; SGLang is to do so
         install(Log(folder / "log"))
-        if options.get("speculative_algorithm") == "DFLASH":
-            dflash_on_cpu.allow()
+        if options.get("speculative_algorithm") in ("DFLASH", "DSPARK"):
+            blocks_on_cpu.allow()
         if bug is not None:
             bug()
         answers = _answer(options)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attn_backends_reference.models.exports import export
@@ -30,6 +30,7 @@ def write_all(folder: Path, min_hidden: int = 0) -> None:
     for path, name in zip(written, ("mla_target", "mla_nextn"), strict=True):
         path.rename(folder / name)
     write_dflash(folder / "dflash")
+    write_dspark(folder / "dspark")
 
 
 DFLASH: dict[str, Any] = {
@@ -81,3 +82,34 @@ def write_dflash(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(DFLASH))
     save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+MARKOV_RANK = 8
+DSPARK: dict[str, Any] = DFLASH | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 3,
+    "confidence_head_with_markov": True,
+    "enable_confidence_head": True,
+    "markov_head_type": "vanilla",
+    "markov_rank": MARKOV_RANK,
+}
+"""A draft of blocks of 3, whose first row is the root's: its verifies have 4 rows at most."""
+
+
+def write_dspark(folder: Path) -> None:
+    """A DSpark draft: the weights of the DFlash draft, and random heads."""
+    write_dflash(folder)
+    generator = torch.Generator().manual_seed(11)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    hidden, vocab = DSPARK["hidden_size"], DSPARK["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(DSPARK))
+    tensors = load_file(folder / "model.safetensors") | {
+        "markov_head.markov_w1.weight": random(vocab, MARKOV_RANK),
+        "markov_head.markov_w2.weight": random(vocab, MARKOV_RANK) / 22,
+        "confidence_head.proj.weight": random(1, hidden + MARKOV_RANK) / 5,
+        "confidence_head.proj.bias": torch.full((1,), -3.0),
+    }
+    save_file(tensors, folder / "model.safetensors")

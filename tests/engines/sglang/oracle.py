@@ -4,7 +4,8 @@ A cycle starts with L committed tokens and the root, the token at L. Row p of th
 p + 1 and a state of position p: for p < L the target's, behind that of the row that it grew from. A branch sees
 what its own branch wrote before (`forwards_of`). Llama with EAGLE-3, DeepSeek with a NextN layer.
 
-A DFlash draft takes the root and masks at L and behind, and sees keys and values made of the target's states before.
+A DFlash draft takes the root and masks at L and behind, and sees keys and values made of the target's states before. In
+a DSpark draft the root's row drafts too, and the token before biases each choice.
 """
 
 from __future__ import annotations
@@ -216,29 +217,38 @@ def likely(logits: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 class BlockDraft:
-    """A DFlash draft. Its embedding and head are the target's."""
+    """A DFlash or DSpark draft. Its embedding and head are the target's."""
 
     def __init__(self, target: Model, model: Model) -> None:
         self.target, self.model, self.config = target, model, model.config["dflash_config"]
 
     def drafted(self, text: list[int], topk: int, num_steps: int, num_nodes: int) -> Drafted:
-        """What follows a text, whose last token is the root: one token of each mask."""
+        """What follows a text, whose last token is the root: one token of each mask; of DSpark also one of the root."""
         model, states = self.model, target_states(self.target, text[:-1])
         taken = torch.cat([states[layer + 1] for layer in self.config["target_layer_ids"]], -1)
         context = model.norm(model.linear(taken, "fc"), "hidden_norm")
         embedding = self.target.weights["model.embed_tokens.weight"]
-        x = embedding[[text[-1], *[self.config["mask_token_id"]] * (num_nodes - 1)]]
-        places = torch.arange(len(context) + num_nodes)
+        is_biased = "markov_head.markov_w1.weight" in model.weights
+        num_rows = num_nodes - is_biased
+        x = embedding[[text[-1], *[self.config["mask_token_id"]] * (num_rows - 1)]]
+        places = torch.arange(len(context) + num_rows)
         for i, kind in enumerate(model.config["layer_types"]):
             layer = f"layers.{i}"
             rows = torch.cat((context, model.norm(x, f"{layer}.input_layernorm")))
             q, k, v = model.qkv(rows, places, f"{layer}.self_attn")
             window = model.config["sliding_window"] if kind == "sliding_attention" else len(places)
-            seen = places > places[-num_nodes:, None] - window
-            x = x + model.linear(attend(q[-num_nodes:], k, v, seen), f"{layer}.self_attn.o_proj")
+            seen = places > places[-num_rows:, None] - window
+            x = x + model.linear(attend(q[-num_rows:], k, v, seen), f"{layer}.self_attn.o_proj")
             x = x + model.mlp(model.norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
-        logits = model.norm(x[1:], "norm") @ self.target.weights.get("lm_head.weight", embedding).T
-        return Drafted(logits.argmax(-1).tolist(), list(range(num_nodes - 1)))
+        logits = model.norm(x[1 - num_nodes :], "norm") @ self.target.weights.get("lm_head.weight", embedding).T
+        tokens = text[-1:]
+        for row in logits:
+            tokens.append(int((row + self._bias(tokens[-1]) if is_biased else row).argmax()))
+        return Drafted(tokens[1:], list(range(num_nodes - 1)))
+
+    def _bias(self, token: int) -> Tensor:
+        weights = self.model.weights
+        return weights["markov_head.markov_w2.weight"] @ weights["markov_head.markov_w1.weight"][token]
 
 
 @lru_cache

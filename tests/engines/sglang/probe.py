@@ -33,6 +33,7 @@ def install(log: Log) -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.speculative import eagle_worker_v2
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+    from sglang.srt.speculative.dspark_components.dspark_draft import DraftBlockProposer
 
     from attn_backends.backend import AttentionBackend
 
@@ -41,6 +42,7 @@ def install(log: Log) -> None:
     _around(ModelRunner, "forward", functools.partial(_forwards, attended, log))
     _around(eagle_worker_v2, "build_eagle_verify_input", functools.partial(_drafts, log))
     _around(DFlashVerifyInput, "prepare_for_verify", functools.partial(_blocks, log))
+    _around(DraftBlockProposer, "propose", functools.partial(_proposals, log))
 
 
 def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -62,6 +64,8 @@ def _forwards(
     attended: Counter[str], log: Log, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any
 ) -> Any:
     mode, lens = batch.forward_mode.name, list(batch.extend_seq_lens_cpu or ())
+    layout = getattr(batch.spec_info, "ragged_verify_layout", None)
+    widths = [] if layout is None else layout.verify_lens.tolist()
     attended.clear()
     out = original(runner, batch, *rest, **named)
     log.write(
@@ -70,6 +74,7 @@ def _forwards(
         bs=batch.batch_size,
         rows=len(batch.input_ids),
         lens=lens,
+        widths=widths,
         attended=dict(attended),
     )
     return out
@@ -83,10 +88,21 @@ def _drafts(
     return original(batch, draft, parents, chosen, tokens, *rest, **named)
 
 
-def _blocks(log: Log, original: Any, verify: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-    for i, (root, *tokens) in enumerate(verify.draft_token.view(-1, verify.draft_token_num).tolist()):
+def _blocks(log: Log, original: Any, verify: Any, batch: Any, target: Any, **named: Any) -> Any:
+    """Of DFLASH; a verify of DSPARK's may leave out tokens that were drafted."""
+    is_whole = not target.model_runner.spec_algorithm.is_dspark()
+    blocks = verify.draft_token.view(-1, verify.draft_token_num).tolist() if is_whole else []
+    for i, (root, *tokens) in enumerate(blocks):
         _cycle(log, batch, i, root, tokens, list(range(len(tokens))))
-    return original(verify, batch, *rest, **named)
+    return original(verify, batch, target, **named)
+
+
+def _proposals(log: Log, original: Any, proposer: Any, *, batch: Any, **named: Any) -> Any:
+    proposal = original(proposer, batch=batch, **named)
+    roots, drafted = proposal.draft_block_ids[:, 0].tolist(), proposal.draft_block.draft_tokens.tolist()
+    for i, (root, tokens) in enumerate(zip(roots, drafted, strict=True)):
+        _cycle(log, batch, i, root, tokens, list(range(len(tokens))))
+    return proposal
 
 
 def _cycle(log: Log, batch: Any, index: int, root: int, tokens: list[int], chosen: list[int]) -> None:

@@ -10,7 +10,9 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.trtllm_mha_backend import TRTLLMHAAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
+from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from attn_backends import RecordedGraph
 from attn_backends.conformance.sizes import MAX_BS
@@ -19,6 +21,8 @@ from attn_backends.engines.sglang.backends import DraftLoop, EngineBackend
 from spec_metadata import StepKind
 from tests.engine_batches import sglang_scene
 from tests.sglang_graphs import StaticBuffers, differing, each_graph, eager_padded, planned, plans_of, view_of
+from tests.test_adapter_ragged import scene_of
+from tests.test_sglang_ragged import RaggedBuffers, copied
 from tests.test_sglang_refusals import execution, layer, parallel, runner, spec
 
 
@@ -58,12 +62,55 @@ def test_a_replay_plans_in_the_graph_alone(kind, topk):
     assert differing(planned(plans.load(view_of(scene))), eager_padded(scene)) == []
 
 
+def test_ragged_verifies_are_staged_by_sglang_for_as_many_slots():
+    """Its runner's own layouts, at capture and padded."""
+    scene = scene_of(StepKind.TARGET_VERIFY)
+    plans, static = plans_of(scene), RaggedBuffers(scene, 5)
+    backend = backend_of(StepKind.TARGET_VERIFY, plans)
+    assert backend.supports_ragged_verify_graph
+    fields = {"max_bs": 5, "captured_req_width": 4, "capture_num_tokens": [8, 20], "device": "cpu"}
+    its = SimpleNamespace(ragged_verify_mode=True, _captured_ragged_layouts={}, **fields)
+    its._ragged_capture_slots = lambda num_rows: DecodeCudaGraphRunner._ragged_capture_slots(its, num_rows)
+    graphs = {}
+    for num_rows in (20, 8):
+        static.layouts[num_rows] = DecodeCudaGraphRunner._capture_ragged_verify_layout(its, num_rows)
+        batch, graphs[num_rows] = static.batch(num_rows), RecordedGraph()
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        graphs[num_rows].capture(lambda batch=batch: backend.init_forward_metadata_in_graph(batch))
+    for num_rows, widths in ((8, (2, 4, 1)), (20, (1, 1, 3)), (8, (1, 2, 1))):
+        view = static.fill(widths, num_rows)
+        live = RaggedVerifyLayout.from_verify_lens(verify_lens_cpu=widths, device="cpu", grid=[num_rows])
+        static.layouts[num_rows].verify_lens.zero_()
+        DecodeCudaGraphRunner._stage_ragged_verify_layout(its, live, num_rows)
+        view.spec_info.ragged_verify_layout = live
+        backend.init_forward_metadata_out_graph(view)
+        graphs[num_rows].replay()
+        meta = plans.load(view)
+        assert meta.buffers["cu_seqlens_q"].tolist()[:4] == torch.tensor([0, *widths]).cumsum(0).tolist()
+        expected = copied(scene, num_rows, widths)
+        names = set(differing(planned(meta), expected)) - {"page_table"}  # what was there before stays behind its end
+        assert names == set()
+
+
+def test_a_runner_is_told_of_compact_mode(monkeypatch):
+    schedule = SimpleNamespace(enable_mixed_chunk=False)
+    options = {"spec": spec("DSPARK"), "exec": execution(), "parallel": parallel(), "schedule": schedule}
+    for name, value in options.items():
+        monkeypatch.setattr(backends.api, f"get_{name}", lambda value=value: value)
+    monkeypatch.setattr(backends, "_layers", lambda runner: [layer()])
+    for mode in ("static", "cap-accept", "compact"):
+        monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", mode)
+        facts = backends.plans_of(runner(model=torch.nn.Module()), "fa3").facts
+        assert facts.is_ragged is (mode == "compact")
+
+
 def test_what_sglang_asks_of_the_class():
     """It captures draft extends of classes that it lists, and reads the table again when an event says so."""
     backend = backend_of(StepKind.DECODE, plans_of(sglang_scene(StepKind.DECODE)))
     assert isinstance(backend, TRTLLMHAAttnBackend)
     assert not backend.needs_cpu_seq_lens
     assert not backend.support_triton()
+    assert not backend.supports_ragged_verify_graph, "it verifies nothing"
     assert backend.verify_mask is None
     assert backend.shared_read_ends(ForwardMode.TARGET_VERIFY) is SharedReadEnds.IN_REPLAY
     assert backend.shared_read_ends(ForwardMode.DECODE) is SharedReadEnds.IN_REPLAY

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engines.sglang.cases import FA3, Case
 from tests.engines.sglang.engine import run
 
 CHAIN, TREE, BLOCK = Case("gqa", FA3, 1), Case("gqa", FA3, 4), Case("gqa", FA3, 1, in_blocks=True)
+COMPACT = Case("gqa", FA3, 1, in_blocks=True, dspark="compact")
 
 
 def _after(owner: Any, name: str, change: Callable[..., Any]) -> None:
@@ -39,6 +41,21 @@ def block_one_short() -> None:
     from attn_backends.adapters.sglang import BlockDraftBatches
 
     _after(BlockDraftBatches, "_verify", lambda step, *_: _shorter(step, 1))
+
+
+def rows_shared_evenly() -> None:
+    """A ragged verify has as many rows of each request, and the rest of the last."""
+    from attn_backends.adapters.sglang import ForwardBatches
+
+    def even(step: Any, *_: Any) -> Any:
+        if not hasattr(step.query, "widths"):
+            return step
+        share, rest = divmod(step.query.num_tokens, step.bs)
+        widths = torch.full_like(step.query.widths, share)
+        widths[-1] += rest
+        return replace(step, query=replace(step.query, widths=widths))
+
+    _after(ForwardBatches, "_verify", even)
 
 
 def _shorter(step: Any, by: int) -> Any:
@@ -81,6 +98,7 @@ BUGS = {
     verify_one_short: (CHAIN, {"tokens", "drafts"}),
     draft_extend_two_short: (CHAIN, {"drafts"}),
     block_one_short: (BLOCK, {"drafts"}),
+    rows_shared_evenly: (COMPACT, {"tokens", "drafts"}),
     forward_1_on_the_metadata_of_forward_0: (TREE, {"drafts"}),
     the_mask_of_the_step_before: (TREE, {"tokens", "drafts"}),
     slots_in_step_major_order: (CHAIN, {"drafts"}),

@@ -9,17 +9,16 @@ from tests.engines.sglang.engine import run
 
 TENSOR = {"tp_size": 2}
 DATA = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
-RANKS = [
-    (Case("gqa", FA3, 1), TENSOR),
-    (Case("gqa", FA3, 1, in_blocks=True), TENSOR),
-    (Case("mla", FLASHINFER, 4), TENSOR),
-    (Case("mla", FLASHINFER, 4), DATA),
-]
+RANKS = {
+    "gqa-tensor": (Case("gqa", FA3, 1), TENSOR),
+    "gqa-block-tensor": (Case("gqa", FA3, 1, in_blocks=True), TENSOR),
+    "gqa-dspark-tensor": (Case("gqa", FA3, 1, in_blocks=True, dspark="compact"), TENSOR),
+    "mla-tree-tensor": (Case("mla", FLASHINFER, 4), TENSOR),
+    "mla-tree-data": (Case("mla", FLASHINFER, 4), DATA),
+}
 
 
-@pytest.mark.parametrize(
-    ("case", "options"), RANKS, ids=["gqa-tensor", "gqa-block-tensor", "mla-tree-tensor", "mla-tree-data"]
-)
+@pytest.mark.parametrize(("case", "options"), RANKS.values(), ids=RANKS)
 def test_two_ranks_give_the_tokens_and_drafts_of_one(runs, models, tmp_path, case, options):
     both = run(tmp_path / "engine", **(case.options(models) | options))
     assert both.error == ""

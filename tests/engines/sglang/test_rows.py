@@ -51,10 +51,17 @@ def test_drafted_ids_of_every_cycle_are_those_of_a_recompute_in_float64(runs, mo
     assert case.wrong_drafts(run, models) == []
 
 
-@pytest.mark.parametrize(("in_blocks", "who"), [(False, {False, True}), (True, {False})], ids=["chain", "block"])
-def test_a_target_and_its_draft_take_mixed_batches(runs, models, in_blocks, who):
+MIXED = {
+    "chain": (Case("gqa", FA3, 1, mixes=True), {False, True}),
+    "block": (Case("gqa", FA3, 1, mixes=True, in_blocks=True), {False}),
+    "dspark": (Case("gqa", FA3, 1, mixes=True, in_blocks=True, dspark="compact"), {False}),
+}
+
+
+@pytest.mark.parametrize("draft", MIXED)
+def test_a_target_and_its_draft_take_mixed_batches(runs, models, draft):
     """A block draft runs over blocks alone."""
-    case = Case("gqa", FA3, 1, mixes=True, in_blocks=in_blocks)
+    case, who = MIXED[draft]
     run = runs(case)
     apart = {step["draft"] for step in run.forwards if step["forward"] == "MIXED" and case.is_apart(step)}
     assert apart == who
@@ -71,13 +78,45 @@ def test_a_draft_adapts_its_length_to_the_batch(runs, case):
     assert all([steps] == ADAPTIVE[str(bs)] for bs, steps in found.items())
 
 
-def test_a_block_draft_runs_with_the_overlap_schedule(runs, models, tmp_path):
+@pytest.mark.parametrize("dspark", [None, "static", "compact"])
+def test_a_block_draft_runs_with_the_overlap_schedule(runs, models, tmp_path, dspark):
     """Where SGLang has bounds on lengths instead of lengths on the host; with EAGLE it does not do so on a CPU."""
-    case = Case("gqa", FA3, 1, in_blocks=True)
+    case = Case("gqa", FA3, 1, in_blocks=True, dspark=dspark)
     overlapped = run(tmp_path / "engine", **(case.options(models) | {"disable_overlap_schedule": False}))
     assert overlapped.error == ""
     assert overlapped.tokens == runs(case.plain).tokens
     assert case.wrong_counts(overlapped) == []
+
+
+DSPARK = [case for case in SPECULATIVE if case.dspark]
+
+
+@pytest.mark.parametrize("case", DSPARK, ids=str)
+def test_dspark_verifies_rows_of_another_number_for_each_request_where_it_is_compact(runs, case):
+    """And a row for each drafted token else; its blocks have one row less, none of which drafts the root."""
+    steps = [forward for forward in runs(case).forwards if forward["forward"] == "TARGET_VERIFY"]
+    drafts, verifies = ([step for step in steps if step["draft"] is is_draft] for is_draft in (True, False))
+    assert {step["rows"] / step["bs"] for step in drafts} == {NUM_STEPS}
+    if case.dspark != "compact":
+        assert {(step["rows"] / step["bs"], *step["widths"]) for step in verifies} == {(case.num_nodes,)}
+        return
+    assert all(sum(step["widths"]) == step["rows"] and len(step["widths"]) == step["bs"] for step in verifies)
+    assert {width for step in verifies for width in step["widths"]} >= {1, 2, case.num_nodes}
+    assert len([step for step in verifies if len({*step["widths"]}) > 1]) > 5
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_ragged_verifies_reach_the_end_of_the_context(models, tmp_path, page_size):
+    """A row of SGLang's table has room there for as many rows as a request may have."""
+    case = Case("gqa", FA3, 1, page_size=page_size, in_blocks=True, dspark="compact")
+    longest = max(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))
+    end = {"context_length": 1 + len(PROMPTS[longest]) + LENGTHS[longest]}
+    ran, plain = (run(tmp_path / str(each), **(each.options(models) | end)) for each in (case, case.plain))
+    assert (len(ran.tokens), len(plain.tokens)) == (2 * len(PROMPTS),) * 2
+    assert ran.tokens == plain.tokens
+    ends = [len(cycle["text"]) for cycle in ran.cycles]
+    assert max(ends) > end["context_length"] - case.num_nodes
+    assert case.wrong_counts(ran) == case.wrong_drafts(ran, models) == []
 
 
 def test_blocks_are_accepted_in_part_and_whole(runs):

@@ -42,6 +42,10 @@ REFUSED: dict[str, tuple[Case, Callable[[], None] | None]] = {
     "the caches of dsv4 have no view": (Case("mla", "attn_dsv4", 0), None),
     "--speculative-draft-window-size 64 with a draft": (Case("mla", FLASHINFER, 3), None),
     "--speculative-draft-window-size 32 with a draft": (Case("gqa", FA3, 1, in_blocks=True), None),
+    "target_verify by kernel torch: it takes no rows that the device divides among requests": (
+        Case("mla", TRTLLM, 1, page_size=64, of_draft=FA3, in_blocks=True, dspark="compact"),
+        None,
+    ),
     "layer 0 has attention of type decoder, cross False (it takes encoder_only)": (
         Case("gqa", FA3, 1, in_blocks=True),
         causal_windows,

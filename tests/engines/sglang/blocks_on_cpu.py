@@ -29,6 +29,32 @@ class Allowing:
         return True
 
 
+class OnGPU:
+    """Options as those of a GPU: DSPARK's are read once, and of the device they ask nothing else."""
+
+    device = "xpu"
+
+    def __init__(self, options: Any) -> None:
+        self._options = options
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name)
+
+
+def _let_dspark_start(hook: Any) -> None:
+    original, view = hook._handle_dspark, hook.resolving_view
+
+    @functools.wraps(original)
+    def handle(options: Any) -> None:
+        hook.resolving_view = lambda given: OnGPU(view(given))
+        try:
+            original(options)
+        finally:
+            hook.resolving_view = view
+
+    hook._handle_dspark = handle
+
+
 def allow() -> None:
     """Let the options name DFLASH, give the draft's rows its own dtype, and let tensors have no stream to record.
 
@@ -42,9 +68,11 @@ def allow() -> None:
     original = DFlashDraftModel.forward
 
     @functools.wraps(original)
-    def forward(draft: Any, *given: Any, input_embeds: Any, **named: Any) -> Any:
-        return original(draft, *given, input_embeds=input_embeds.to(draft.fc.weight.dtype), **named)
+    def forward(draft: Any, *given: Any, input_embeds: Any = None, **named: Any) -> Any:
+        rows = None if input_embeds is None else input_embeds.to(draft.fc.weight.dtype)
+        return original(draft, *given, input_embeds=rows, **named)
 
     DFlashDraftModel.forward = forward
+    _let_dspark_start(speculative_hook)
     if not torch.cuda.is_available():
         torch.Tensor.record_stream = lambda tensor, stream: None
