@@ -1,4 +1,4 @@
-"""What SGLang's DFLASH lacks on a CPU, patched in before an engine starts, in the process that it forks."""
+"""What SGLang's DFLASH and DSPARK lack on a CPU, patched in before an engine starts, in the process that it forks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 class Allowing:
     """SGLang's platform as one that is not its own. Of such a platform it asks whether an algorithm may run, and which
-    attention its draft may have; of its own it knows that DFLASH runs on GPUs and NPUs.
+    attention its draft may have; of its own it knows that block drafts run on GPUs and NPUs.
     """
 
     def __init__(self, platform: Any) -> None:
@@ -56,7 +56,7 @@ def _let_dspark_start(hook: Any) -> None:
 
 
 def allow() -> None:
-    """Let the options name DFLASH, give the draft's rows its own dtype, and let tensors have no stream to record.
+    """Let the options name either, give the draft's rows its own dtype, and let tensors have no stream to record.
 
     SGLang casts embeddings that it gives a model to bfloat16. Of the shipped targets' that loses nothing, as they are
     stored so; but the draft's layers are in float32 here.
