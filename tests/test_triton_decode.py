@@ -91,20 +91,25 @@ def test_keys_may_be_divided_into_any_number_of_parts(decode, monkeypatch, num_p
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])
-@pytest.mark.parametrize(("num_parts", "num_pieces"), [(1, 4), (2, 4), (9, 0)])
-def test_a_long_request_has_pieces_instead_of_parts(decode, monkeypatch, num_parts, num_pieces, sizes, form):
+@pytest.mark.parametrize(
+    ("lens", "room", "num_parts", "num_pieces"),
+    [((9, 420, 20), 5, 1, 4), ((9, 420, 20), 5, 2, 4), ((9, 420, 20), 5, 9, 0), ((400, 9, 400), 10, 2, 8)],
+)
+def test_long_requests_have_pieces_instead_of_parts(
+    decode, monkeypatch, lens, room, num_parts, num_pieces, sizes, form
+):
     """They come after the parts of all requests, and no more of them than there is room for; sinks count once."""
     monkeypatch.setattr(decode, "choose_num_splits", lambda programs, slots, most: num_parts)
     monkeypatch.setattr(decode, "is_crowded", lambda programs, slots, held: True)
     last_program_first(monkeypatch)
-    given = arguments(replace(sizes, lens=(9, 420, 20)), form, form != "csr")
+    given = arguments(replace(sizes, lens=lens), form, form != "csr")
     num_tokens, num_heads, _ = given[0].shape
     width, v_dim, num_splits = given[7], given[2].shape[3], num_parts if num_parts > 1 else 0
-    rows = num_splits * num_tokens * num_heads, 5 * width * num_heads
+    rows = num_splits * num_tokens * num_heads, room * width * num_heads
     given[13:] = [torch.full((sum(rows) * size,), torch.nan) for size in (v_dim, 1)]
     check(decode, [*given, None, None, torch.randn(num_heads)])
-    written = ~given[14][rows[0] :].view(5, -1).isnan()
-    assert written.all(1).tolist() == [True] * num_pieces + [False] * (5 - num_pieces)
+    written = ~given[14][rows[0] :].view(room, -1).isnan()
+    assert written.all(1).tolist() == [True] * num_pieces + [False] * (room - num_pieces)
     assert not written[num_pieces:].any()
 
 
@@ -131,7 +136,7 @@ def test_a_batch_that_leaves_the_gpu_room_has_no_pieces(decode, monkeypatch, bs,
     decode.paged_attention(
         q, k, k.clone(), *lists, 1, 1024, True, 1.0, 1.0, 1.0, torch.empty(2**18), torch.empty(2**11)
     )
-    assert asked == ([8 * (bs + 33), "merge"] if has_pieces else [8 * bs])
+    assert asked == ([8 * 33, 8 * bs, "merge"] if has_pieces else [8 * bs])
 
 
 @pytest.mark.parametrize("sizes", [GROUPED, LATENT], ids=["grouped-query", "MLA"])

@@ -15,23 +15,25 @@ KEYS = 16  # of a block
 
 
 @triton.jit
-def _shares(kv_lens, pieces, out, bs, num_whole, num_splits, most, KEYS: tl.constexpr):
-    unit = tl.program_id(0)
-    request, split, num_parts, piece = share_of(unit, kv_lens, (bs, num_whole, num_splits, most), pieces, True, KEYS)
-    tl.store(out + unit * 4, request)
-    tl.store(out + unit * 4 + 1, split)
-    tl.store(out + unit * 4 + 2, num_parts)
-    tl.store(out + unit * 4 + 3, piece)
+def _shares(kv_lens, pieces, out, bs, num_whole, num_splits, most, OF_PIECES: tl.constexpr, KEYS: tl.constexpr):
+    unit, batch = tl.program_id(0), (bs, num_whole, num_splits, most)
+    request, split, num_parts = share_of(unit, kv_lens, batch, pieces, OF_PIECES, KEYS)
+    tl.store(out + unit * 3, request)
+    tl.store(out + unit * 3 + 1, split)
+    tl.store(out + unit * 3 + 2, num_parts)
 
 
-def shares(kv_lens: Tensor, num_whole: int, num_splits: int, most: int) -> tuple[Tensor, Tensor]:
-    """What each unit takes, [units, 4], and the pieces of each request."""
+def shares(kv_lens: Tensor, num_whole: int, num_splits: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What each unit takes, [units, 3], first of pieces and then of the others, and the pieces of each request."""
     bs = len(kv_lens)
-    num_units = num_whole + (bs - num_whole) * num_splits + most
-    out, pieces = torch.full((num_units, 4), -9, dtype=torch.int32), torch.full((bs,), -9, dtype=torch.int32)
+    pieces = torch.full((bs,), -9, dtype=torch.int32)
     interpreted("triton_pieces", "share_of")
-    _shares[(num_units,)](kv_lens, pieces, out, bs, num_whole, num_splits, most, KEYS)
-    return out, pieces
+    found = []
+    for is_piece, num in ((True, most), (False, num_whole + (bs - num_whole) * num_splits)):
+        found.append(torch.full((num, 3), -9, dtype=torch.int32))
+        if num:
+            _shares[(num,)](kv_lens, pieces, found[-1], bs, num_whole, num_splits, most, is_piece, KEYS)
+    return *found, pieces
 
 
 def expected(kv_lens: list[int], num_whole: int, num_splits: int, most: int) -> list[int]:
@@ -55,16 +57,16 @@ BATCHES = {
 
 @pytest.mark.parametrize(("lens", "num_whole", "num_splits", "most"), BATCHES.values(), ids=BATCHES)
 def test_units_take_every_part_once(lens, num_whole, num_splits, most):
-    """Pieces first, as many as the rule says, and no more than there is room for; then whole requests, then parts."""
-    found, pieces = shares(torch.tensor(lens, dtype=torch.int32), num_whole, num_splits, most)
+    """As many pieces as the rule says, and no more than there is room for; whole requests, then parts."""
+    found, others, pieces = shares(torch.tensor(lens, dtype=torch.int32), num_whole, num_splits, most)
     right = expected(lens, num_whole, num_splits, most)
     assert sum(right) <= most
-    units = [(request, split, num, -1) for request, num in enumerate(right) for split in range(num)]
-    units = [(*unit[:3], piece) for piece, unit in enumerate(units)]
-    units += [(request, 0, 1, -1) for request in range(num_whole) if not right[request]]
+    units = [(request, split, num) for request, num in enumerate(right) for split in range(num)]
+    assert [tuple(unit) for unit in found.tolist()] == units + [(0, 0, 0)] * (most - len(units))
+    units = [(request, 0, 1) for request in range(num_whole) if not right[request]]
     divided = range(num_whole, len(lens))
-    units += [(each, split, num_splits, -1) for split in range(num_splits) for each in divided if not right[each]]
-    assert [tuple(unit) for unit in found.tolist() if unit[2]] == units
+    units += [(each, split, num_splits) for split in range(num_splits) for each in divided if not right[each]]
+    assert [tuple(unit) for unit in others.tolist() if unit[2]] == units
     if most:
         assert pieces.tolist() == right
 

@@ -3,9 +3,10 @@
 A program takes the rows of one request that share a KV head (query rows times the heads of its group, up to a tile of
 them) and a part of the request's keys. Where requests are too few to fill the GPU, several programs divide the keys and
 a second launch merges their outputs by the log-sum-exp. Nothing is read on the host. How many parts there are follows
-from the sizes of the batch, their keys from the length on the device. Where programs fill the GPU, a request that is
-much longer than the others has more (`triton_pieces`). In a sliding window the parts begin at the block of the
-request's first window, and a tile of rows at that of its own. Sinks are counted by the merge, or by the one part.
+from the sizes of the batch, their keys from the length on the device. Where programs fill the GPU, a request much
+longer than the others is left to a launch of its pieces (`triton_pieces`). In a sliding window the parts begin at the
+block of the request's first window, a tile of rows at that of its own. Sinks are counted by the merge, or by the one
+part.
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
@@ -14,24 +15,20 @@ On an H200 (bfloat16, pages of 64 tokens, caches that L2 does not hold, CUDA gra
 TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run. The last column is the vendor's kernel
 (docs/results/h200/kernels_{gluon,fa3}.json, summed up in docs/kernels.md):
 
-    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    197 us  (FlashMLA 158)
+    MLA, 16 heads, batch 128 x 4096        608 MB, 18 GFLOP      at least 142 us    160 us  (FlashMLA 158)
     the same, width 4                      622 MB, 73 GFLOP      at least 145 us    303 us  (FlashMLA 159)
     MLA, 128 heads, batch 128 x 4096       640 MB, 146 GFLOP     at least 186 us    570 us  (FlashMLA 239)
     32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
     64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
-It stops at three places. MLA of 16 heads took 157 us before programs looked for long requests (`triton_pieces`): the
-loop over keys is compiled to fewer loads on their way. 255 registers a thread (`Tiles.registers`) give a part of that
-back, 171 us where that bench had 180 (timed apart), and are not in the table yet. Grouped queries of few rows take 1.1
-to 1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB
-and more take up to 1.2 times.
+It stops at three places. MLA of 16 heads takes 155 us without pieces: their launch, which finds none there, and the
+merge's looking for them are 5 us. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch makes
+fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB and more take up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
-of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. For a product whose result goes into
-another one it lays all warps along the rows, of which there are only enough for one of the two warp groups. Both
-compute the same 64 x 64 scores, by instructions of 32 keys, whose operands take the shared memory longer than the
-matrix units need to multiply them. And it loads the next block after the products of this one, to wait for it at once.
-Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is there.
+of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all warps along the rows, so
+that both warp groups compute the same scores. And it loads the next block after the products of this one, to wait for
+it at once. Gluon has that say: on Hopper `gluon_mla` runs instead, where it was tried with the Triton that is there.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from torch import Tensor
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch, strided
 from attn_backends.kernels.triton_merge import Parts, merge, part_of, query_rows
-from attn_backends.kernels.triton_pieces import most_pieces, share_of
+from attn_backends.kernels.triton_pieces import most_pieces, rows_before, share_of
 from attn_backends.kernels.triton_rows import elements, load_queries, write_rows
 from attn_backends.kernels.triton_tiles import (
     Tiles,
@@ -164,19 +161,31 @@ def _over_keys(
 
 
 @triton.jit
-def _part(lists, pieces, batch, numbers, window, drafted, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+def _part(
+    lists,
+    pieces,
+    batch,
+    numbers,
+    window,
+    drafted,
+    OF_PIECES: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
     """What a program takes: a request's page ids, first query row, rows, keys, first key of a part and the one past its
-    last, and which of how many parts that is, and which piece. numbers: unit, whether the program is its first, width.
+    last, how many parts there are, and where the part's outputs are. numbers: unit, width, heads, and rows times heads
+    from a split to the next.
     """
     query_indptr, page_indptr, page_ids, kv_lens, table_stride = lists
-    unit, is_first, width = numbers
-    request, split, num_parts, piece = share_of(unit, kv_lens, batch, pieces, is_first, BLOCK_KEYS)
+    unit, width, num_heads, split_stride = numbers
+    request, split, num_parts = share_of(unit, kv_lens, batch, pieces, OF_PIECES, BLOCK_KEYS)
     request = request.to(tl.int64)
     first, num_rows = query_rows(query_indptr, request, width)
     ids, num_keys = _page_list(page_indptr, page_ids, request, table_stride), tl.load(kv_lens + request)
     least = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
     start, end, _ = part_of(split, least, num_keys, tl.maximum(num_parts, 1), BLOCK_KEYS)
-    return ids, first, num_rows, num_keys, start, tl.where(num_parts == 0, start, end), (split, num_parts, piece)
+    before = rows_before(unit, split, batch[2], split_stride, (first, width, num_heads), OF_PIECES)
+    return ids, first, num_rows, num_keys, start, tl.where(num_parts == 0, start, end), num_parts, before
 
 
 _SHARES = ("bs", "num_splits", "most", "split_stride")
@@ -208,6 +217,7 @@ def _attend(
     window,
     drafted,
     sinks,
+    OF_PIECES: tl.constexpr,
     CAUSAL: tl.constexpr,
     LATENT: tl.constexpr,
     WHOLE_PAGES: tl.constexpr,
@@ -221,15 +231,15 @@ def _attend(
     BLOCK_KEYS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: as of `share_of`."""
+    """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: of `share_of`."""
     group, num_kv_heads, page_size = shape
     program, per_request, batch = tl.program_id(0), num_tiles * num_kv_heads, (bs, 0, num_splits, most)
     tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
-    numbers = (program // per_request, program % per_request == 0, width)
+    numbers = (program // per_request, width, num_kv_heads * group, split_stride)
     lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride)
-    part = _part(lists, pieces, batch, numbers, window, drafted, CAUSAL, BLOCK_KEYS)
-    ids, first, num_rows, num_keys, start, end, share = part
-    if (tile * BLOCK_ROWS >= num_rows * group) | ((share[1] != 1) & (start >= end)):
+    part = _part(lists, pieces, batch, numbers, window, drafted, OF_PIECES, CAUSAL, BLOCK_KEYS)
+    ids, first, num_rows, num_keys, start, end, num_parts, before = part
+    if (tile * BLOCK_ROWS >= num_rows * group) | ((num_parts != 1) & (start >= end)):
         return
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real, token, head = row < num_rows * group, first + row // group, kv_head * group + row % group
@@ -241,8 +251,8 @@ def _attend(
     queries = load_queries(q, token, head, real, DIM, REST, BLOCK_DIM, BLOCK_REST, DOT)
     given = (queries, ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
-    into, share = (out, lse, partial_out, partial_lse), share + (num_splits, split_stride, first, width)  # noqa: RUF005, Triton takes no star
-    write_rows(state, into, share, token, head, num_kv_heads * group, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
+    into, place = (out, lse, partial_out, partial_lse), (token * (num_kv_heads * group) + head, num_parts, before)
+    write_rows(state, into, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
 
 
 def paged_attention(
@@ -287,7 +297,10 @@ def paged_attention(
     shape = (max_query, heads, page_ids.stride(0), num_tiles, bs, num_splits, most, split_stride)
     scales = (scale * k_scale * _LOG2_E, v_scale)
     tensors = (q, k_pages, v_pages, *lists, out, lse, partial_out, partial_lse, pieces, drafted, sinks)
-    _launch(tensors, (bs * num_splits + most) * per_request, shape, scales, window, causal, dims, dot, tiles)
+    for of_pieces, num_units in ((True, most), (False, bs * num_splits)):
+        if num_units:
+            numbers = (num_units * per_request, (*shape, of_pieces), scales, window, causal, dims, dot, tiles)
+            _launch(tensors, *numbers)
     parts, extras = Parts(partial_out, partial_lse, 0, num_splits, split_stride, most, pieces), (window, drafted, sinks)
     if num_splits > 1 or most:
         merge(parts, query_indptr, kv_lens, (out, lse), max_query, tiles.keys, causal, extras)
@@ -316,10 +329,11 @@ def _call(
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
-    _, (_, _, page_size), *_ = shape
+    *shape, of_pieces = shape
+    page_size = shape[1][2]
     *given, drafted, sinks = tensors
-    constants = {"CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0, **sizes_of(*dims)}
-    constants |= {"BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
+    constants = {"OF_PIECES": of_pieces, "CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0}
+    constants |= {**sizes_of(*dims), "BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     options |= {"maxnreg": tiles.registers} if tiles.registers else {}
     arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attn_backends.kernels.devices import gpu_of
 from attn_backends.kernels.triton_launch import LISTS, Call, DirectLaunch
-from attn_backends.kernels.triton_pieces import MERGERS, long_request, num_long
+from attn_backends.kernels.triton_pieces import MERGERS, long_request, num_long, pieces_before
 from attn_backends.kernels.triton_windows import sink_weights, window_start
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -92,7 +92,7 @@ def _join(
     tl.store(out + flat * V_DIM + dim, result.to(out.dtype.element_ty), mask=dim < V_DIM)
 
 
-_SHARES = ("bs", "num_whole", "num_splits", "split_stride", "num_divided", "num_mergers")
+_SHARES = ("bs", "num_whole", "num_splits", "split_stride", "most", "num_divided", "num_mergers")
 
 
 @triton.jit(do_not_specialize=[*LISTS, "partial_lse", "lse", "pieces", "width", *_SHARES])
@@ -110,6 +110,7 @@ def _merge(
     num_whole,
     num_splits,
     split_stride,
+    most,
     num_divided,
     num_mergers,
     window,
@@ -121,22 +122,28 @@ def _merge(
     MERGED: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """Programs of the rows of divided requests come first, so many, and then those that merge pieces."""
+    """Programs of rows of divided requests come first, and join pieces too where all requests are divided. Then come
+    those that merge pieces alone.
+    """
     program = tl.program_id(0)
     parts, into = (partial_out, partial_lse), (out, lse)
     if program < num_divided:
         node, request = program // num_heads % width, (num_whole + program // num_heads // width).to(tl.int64)
         first, num_rows = query_rows(query_indptr, request, width)
         is_due = node < num_rows
-        if num_mergers > 0:
-            is_due = is_due & (tl.load(pieces + request) == 0)
-        if is_due:
+        num = tl.load(pieces + request) * (most > 0)
+        if is_due & ((num == 0) | (num_mergers == 0)):
             num_keys = tl.load(kv_lens + request)
             start = window_start(num_keys, num_rows, window, drafted, CAUSAL, BLOCK_KEYS)
             _, _, num_parts = part_of(0, start, num_keys, num_splits, BLOCK_KEYS)
-            flat = (first + node) * num_heads + program % num_heads
+            flat, stride = (first + node) * num_heads + program % num_heads, split_stride.to(tl.int64)
             own = flat - query_rows(query_indptr, num_whole, width)[0] * num_heads
-            given = (split_stride, num_parts, flat, program % num_heads)
+            if num > 0:
+                _, _, num_parts = part_of(0, 0, num_keys, num, BLOCK_KEYS)
+                stride = (width * num_heads).to(tl.int64)
+                own = (num_splits * split_stride).to(tl.int64) + pieces_before(pieces, request) * stride
+                own += program % (width * num_heads)
+            given = (stride, num_parts, flat, program % num_heads)
             _join(parts, into, sinks, own, *given, V_DIM, BLOCK_V_DIM, MERGED)
     else:
         rows = width * num_heads
@@ -185,9 +192,10 @@ def merge(
     window, drafted, sinks = extras
     num_divided = (bs - parts.num_whole) * max_query * num_heads if parts.num_splits > 1 else 0
     at_once = MERGERS * gpu_of(out.device).num_processors
-    num_mergers = min(at_once, bs * max_query * num_heads) if parts.most else 0
+    by_row = parts.num_splits > 1 and parts.num_whole == 0
+    num_mergers = min(at_once, bs * max_query * num_heads) if parts.most and not by_row else 0
     tensors = (parts.out, parts.lse, query_indptr, kv_lens, out, lse, parts.pieces, drafted, sinks)
-    shares = (bs, parts.num_whole, parts.num_splits, parts.split_stride, num_divided, num_mergers)
+    shares = (bs, parts.num_whole, parts.num_splits, parts.split_stride, parts.most, num_divided, num_mergers)
     _launch(tensors, (max_query, num_heads, *shares), v_dim, block_keys, causal, window)
 
 

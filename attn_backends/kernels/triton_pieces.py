@@ -1,12 +1,13 @@
 """Pieces: the parts of a request that is much longer than the others of its batch.
 
 The sizes of a batch say into how many parts the keys of all its requests are divided, alike, because nothing is read on
-the host. Where one request is much longer than the others, its programs would run long after theirs. So every program
-looks at all lengths, and of what it finds follows who takes what:
+the host. Where one request is much longer than the others, its programs would run long after theirs. So programs look
+at all lengths, and of what they find follows who takes what:
 
     size      blocks of keys of a piece at least: all blocks of the batch, divided by the pieces that run at once
     long      a request whose parts would be of two sizes or more; it has as many pieces as sizes, instead of parts
-    order     pieces first, as programs are begun in their order: those of short requests fill what the long ones leave
+    order     pieces first, as programs are begun in their order. In `triton_decode` they are a launch of their own: a
+              program that could be either keeps more in registers over its keys
 
 Pieces have sizes that add up to no more than all blocks, so `most` of them suffice, and a grid may be fixed. The number
 of pieces of each request is kept for the merge. A batch's lengths decide on the order of sums, as they do in the
@@ -21,8 +22,13 @@ One request of 131,072 tokens among 127 of 1024, in microseconds on an H100 (doc
     the same, width 4                434     3573       370
 
 Where no request is long, programs look at the lengths in vain, and the merge is a launch more. The median of 320 sizes
-takes 1.00 times as long as without, MLA of 16 heads up to 1.12, at 8 requests of 4096 (docs/results/h100/pieces.json).
-On an H200, whose memory is faster, MLA of 16 heads takes 1.15 to 1.25 times as long (`triton_decode`).
+took 1.00 times as long as without in one launch (docs/results/h100/pieces.json). MLA of 16 heads in microseconds on an
+H200, timed by turns; the last is one request of 131,072 among 127 of 1024:
+
+                          8 x 4096   128 x 4096   32 x 32,768   128 x 32,768   skewed
+    a launch of pieces        26          160          290           1097        143
+    pieces in one launch      26          170          312           1205        119
+    without                   24          155          289           1097       3400
 """
 
 from __future__ import annotations
@@ -74,52 +80,55 @@ def _num_pieces(blocks, part, size):
 
 
 @triton.jit
-def share_of(unit, kv_lens, batch, pieces, is_first, BLOCK_KEYS: tl.constexpr):
-    """What the programs of a unit take: a request, which of how many parts, and which piece that is, -1 if it is none.
-    No parts: nothing. batch: requests, those that are not divided, the first ones, parts of the others, and most
-    pieces. pieces: where a unit's first program writes how many its request has; nothing if there are no pieces.
+def _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS: tl.constexpr):
+    """The request of a piece, which of its pieces that is, and how many it has; 0 if there are not so many in all. The
+    first programs write how many pieces each request has.
     """
-    bs, num_whole, num_splits, most = batch
     request, split, num_parts, num = unit * 0, unit * 0, unit * 0, unit * 0
-    piece = num - 1
-    size = num
-    if most > 0:
-        size, largest = _size(kv_lens, batch, BLOCK_KEYS)
-        if largest >= 2 * size:
-            for first in range(0, bs, _REQUESTS):
-                requests, blocks, part = _blocks(kv_lens, first, batch, BLOCK_KEYS)
-                own = _num_pieces(blocks, part, size)
-                begin = num + tl.cumsum(own, axis=0) - own
-                here = (unit >= begin) & (unit < begin + own)
-                request += tl.sum(tl.where(here, requests, 0), axis=0)
-                split += tl.sum(tl.where(here, unit - begin, 0), axis=0)
-                num_parts += tl.sum(tl.where(here, own, 0), axis=0)
-                num += tl.sum(own, axis=0)
-    if unit < num:
-        piece = unit
-    else:
-        unit -= num
-        if unit < num_whole + (bs - num_whole) * num_splits:
-            divided = tl.maximum(bs - num_whole, 1)
-            split = tl.maximum(unit - num_whole, 0) // divided
-            request = unit - split * divided
-            num_parts = tl.where(request < num_whole, 1, num_splits)
-            if most > 0:
-                blocks = tl.cdiv(tl.load(kv_lens + request), BLOCK_KEYS)
-                own = _num_pieces(blocks, tl.cdiv(blocks, num_parts), size)
-                if is_first & (split == 0):
-                    tl.store(pieces + request, own)
-                num_parts = tl.where(own > 0, 0, num_parts)
-    return request, split, num_parts, piece
+    size, largest = _size(kv_lens, batch, BLOCK_KEYS)
+    if (largest >= 2 * size) | (unit == 0):
+        for first in range(0, batch[0], _REQUESTS):
+            requests, blocks, part = _blocks(kv_lens, first, batch, BLOCK_KEYS)
+            own = _num_pieces(blocks, part, size)
+            begin = num + tl.cumsum(own, axis=0) - own
+            here = (unit >= begin) & (unit < begin + own)
+            request += tl.sum(tl.where(here, requests, 0), axis=0)
+            split += tl.sum(tl.where(here, unit - begin, 0), axis=0)
+            num_parts += tl.sum(tl.where(here, own, 0), axis=0)
+            num += tl.sum(own, axis=0)
+            tl.store(pieces + requests, own, mask=requests < tl.where(unit == 0, batch[0], 0))
+    return request, split, num_parts
 
 
 @triton.jit
-def rows_before(split, piece, num_splits, split_stride, first, piece_stride):
-    """Rows times heads from the beginning of all parts to those of one, less its request's first. split_stride: from a
-    split to the next; 0 if there is one. piece_stride: from a piece to the next, which come after the splits.
+def share_of(unit, kv_lens, batch, pieces, OF_PIECES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """What the programs of a unit take: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
+    whether units are pieces, or what is not divided and parts, without the requests that have pieces. batch: requests,
+    those that are not divided, the first ones, parts of the others, and most pieces. pieces: how many each request has,
+    written by the launch of pieces, which is first.
     """
-    of_piece = num_splits * split_stride + piece.to(tl.int64) * piece_stride - first
-    return tl.where(piece < 0, split.to(tl.int64) * split_stride, of_piece)
+    bs, num_whole, num_splits, most = batch
+    divided = tl.maximum(bs - num_whole, 1)
+    split = tl.maximum(unit - num_whole, 0) // divided
+    request = unit - split * divided
+    num_parts = tl.where(request < num_whole, 1, num_splits)
+    if OF_PIECES:
+        request, split, num_parts = _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS)
+    elif most > 0:
+        num_parts = tl.where(tl.load(pieces + request) > 0, 0, num_parts)
+    return request, split, num_parts
+
+
+@triton.jit
+def rows_before(unit, split, num_splits, split_stride, rows, OF_PIECES: tl.constexpr):
+    """Rows times heads from the beginning of all parts to those of one, less its request's first. split_stride: from a
+    split to the next; 0 if there is one. rows: the request's first, its rows at most, heads. Pieces follow the splits.
+    """
+    first, width, num_heads = rows
+    before = split.to(tl.int64) * split_stride
+    if OF_PIECES:
+        before = num_splits.to(tl.int64) * split_stride + (unit.to(tl.int64) * width - first) * num_heads
+    return before
 
 
 @triton.jit
@@ -129,6 +138,16 @@ def num_long(pieces, bs):
     for first in range(0, bs, _REQUESTS):
         request = first + tl.arange(0, _REQUESTS)
         num += tl.sum((tl.load(pieces + request, mask=request < bs, other=0) > 0).to(tl.int32), axis=0)
+    return num
+
+
+@triton.jit
+def pieces_before(pieces, request):
+    """How many pieces the requests before one have."""
+    num = tl.full((), 0, tl.int64)
+    for first in range(0, request, _REQUESTS):
+        before = first + tl.arange(0, _REQUESTS)
+        num += tl.sum(tl.load(pieces + before, mask=before < request, other=0), axis=0)
     return num
 
 

@@ -1,4 +1,4 @@
-"""The rows of a tile of `triton_decode`: queries that are loaded, outputs that are written, whole or as parts."""
+"""The rows of a tile of `triton_decode`: queries that are loaded, outputs that are written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_backends.kernels.triton_pieces import rows_before
 from attn_backends.kernels.triton_windows import sink_weights
 
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
@@ -56,18 +55,14 @@ def _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM: tl.constex
 
 
 @triton.jit
-def write_rows(
-    state, into, share, token, head, num_heads, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr
-):
-    """Rows of a request that is not divided, or of a part. into: outputs and log-sum-exps, then those of parts. share:
-    which of how many parts, which piece, splits, rows times heads from a split to the next, the request's first row and
-    its rows at most. sinks: of requests that are not divided.
+def write_rows(state, into, place, head, real, sinks, v_scale, V_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr):
+    """Rows of a request that is not divided, or of a part. into: outputs and log-sum-exps, then those of parts. place:
+    of a row of a head, parts of its request, and rows times heads before it among those of parts. sinks: of what is not
+    divided.
     """
-    split, num_parts, piece, num_splits, split_stride, first, width = share
+    row, num_parts, before = place
     out, lse, partial_out, partial_lse = into
-    place = token * num_heads + head
     if num_parts == 1:
-        _store(state, out, lse, place, head, real, sinks, v_scale, V_DIM, BLOCK_V_DIM)
+        _store(state, out, lse, row, head, real, sinks, v_scale, V_DIM, BLOCK_V_DIM)
     else:
-        place += rows_before(split, piece, num_splits, split_stride, first * num_heads, width * num_heads)
-        _store(state, partial_out, partial_lse, place, head, real, None, v_scale, V_DIM, BLOCK_V_DIM)
+        _store(state, partial_out, partial_lse, row + before, head, real, None, v_scale, V_DIM, BLOCK_V_DIM)
