@@ -116,7 +116,7 @@ PLANNERS = {
 }
 LAUNCHES = {
     "keys": lambda: launch_keys.attend("page table", False, torch.empty(32), 2**26),
-    "latents": lambda: launch_keys.attend("csr", True, None, 0),
+    "latents": lambda: launch_keys.attend("csr", True, None, 2**26),
     **{each.__name__: each for each in (launch_keys.store, launch_keys.trees, launch_keys.compressed)},
     **{each.__name__: each for each in (share_out, sample)},
     **PLANNERS,
@@ -150,15 +150,16 @@ def for_hopper(*, assemble: bool) -> Any:
 
 
 def main(words: list[str]) -> None:
-    """Compile each launch's kernels, once each, and print what came of it; last what none of them calls."""
+    """Compile each launch's kernels, once each form, and print what came of it; last what none of them calls."""
     import triton
 
-    target, left, done = for_hopper(assemble="ptx" not in words), jitted(), set[str]()
+    target, left, done = for_hopper(assemble="ptx" not in words), jitted(), set[tuple[Any, ...]]()
 
     def compile_it(*, fn: Any, compile: dict[str, Any], **given: Any) -> bool:
         name = f"{fn.jit_function.__module__}.{fn.jit_function.__name__}"
-        if name not in done:
-            done.add(name)
+        form = (name, *(value for value in compile["constants"].values() if isinstance(value, bool)))
+        if form not in done:
+            done.add(form)
             (attributes,), start = compile["configs"], time.perf_counter()
             source = triton.compiler.ASTSource(fn.jit_function, compile["signature"], compile["constants"], attributes)
             options = {key: compile[key] for key in ("num_warps", "num_stages")}

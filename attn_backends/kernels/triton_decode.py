@@ -162,21 +162,13 @@ def _over_keys(
 
 @triton.jit
 def _part(
-    lists,
-    pieces,
-    batch,
-    numbers,
-    window,
-    drafted,
-    OF_PIECES: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    lists, batch, numbers, window, drafted, OF_PIECES: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_KEYS: tl.constexpr
 ):
     """What a program takes: a request's page ids, first query row, rows, keys, first key of a part and the one past its
     last, how many parts there are, and where the part's outputs are. numbers: unit, width, heads, and rows times heads
     from a split to the next.
     """
-    query_indptr, page_indptr, page_ids, kv_lens, table_stride = lists
+    query_indptr, page_indptr, page_ids, kv_lens, table_stride, pieces = lists
     unit, width, num_heads, split_stride = numbers
     request, split, num_parts = share_of(unit, kv_lens, batch, pieces, OF_PIECES, BLOCK_KEYS)
     request = request.to(tl.int64)
@@ -233,11 +225,10 @@ def _attend(
 ):
     """q, pages: (pointer, strides). shape: heads of a KV head, KV heads, page size. bs to most: of `share_of`."""
     group, num_kv_heads, page_size = shape
-    program, per_request, batch = tl.program_id(0), num_tiles * num_kv_heads, (bs, 0, num_splits, most)
-    tile, kv_head = program % num_tiles, (program // num_tiles % num_kv_heads).to(tl.int64)
-    numbers = (program // per_request, width, num_kv_heads * group, split_stride)
-    lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride)
-    part = _part(lists, pieces, batch, numbers, window, drafted, OF_PIECES, CAUSAL, BLOCK_KEYS)
+    unit, heads, batch = tl.program_id(0) // (num_tiles * num_kv_heads), num_kv_heads * group, (bs, 0, num_splits, most)
+    tile, kv_head = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles % num_kv_heads).to(tl.int64)
+    lists = (query_indptr, page_indptr, page_ids, kv_lens, table_stride, pieces)
+    part = _part(lists, batch, (unit, width, heads, split_stride), window, drafted, OF_PIECES, CAUSAL, BLOCK_KEYS)
     ids, first, num_rows, num_keys, start, end, num_parts, before = part
     if (tile * BLOCK_ROWS >= num_rows * group) | ((num_parts != 1) & (start >= end)):
         return
@@ -251,7 +242,7 @@ def _attend(
     queries = load_queries(q, token, head, real, DIM, REST, BLOCK_DIM, BLOCK_REST, DOT)
     given = (queries, ids, k_pages, v_pages, kv_head, (start, end, page_size), visible, scales[0])
     state = _over_keys(*given, LATENT, WHOLE_PAGES, DIM, REST, V_DIM, BLOCK_REST, BLOCK_V_DIM, BLOCK_KEYS, DOT)
-    into, place = (out, lse, partial_out, partial_lse), (token * (num_kv_heads * group) + head, num_parts, before)
+    into, place = (out, lse, partial_out, partial_lse), (token * heads + head, num_parts, before)
     write_rows(state, into, place, head, real, sinks, scales[1], V_DIM, BLOCK_V_DIM)
 
 
