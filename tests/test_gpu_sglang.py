@@ -162,10 +162,18 @@ def test_an_engine_that_failed_is_a_row() -> None:
 
 
 def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
+    given = []
+
+    def ran(case: Case, models: Path, folder: Path, gpu: str) -> dict[str, Any]:
+        given.append(gpu)
+        return run(seen=seen())
+
+    monkeypatch.setattr(correctness, "run", ran)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
     chosen = [case for case in (*OURS, *SGLANG) if case.model == "gqa"]
     assert sorted(names) == sorted({str(each) for case in chosen for each in (case, case.plain)})
+    assert abs(given.count("2") - given.count("5")) <= 1
 
 
 def test_prompts_share_prefixes_and_end_at_other_lengths() -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from tests.engines.sglang.gpu import sampling
 from tests.engines.sglang.gpu.cases import MAX_BS, OURS, SGLANG, TIE, Case, differences, lengths, prompts
-from tests.engines.sglang.gpu.server import EngineFailedError, Server
+from tests.engines.sglang.gpu.server import EngineFailedError, Server, gpus
 
 AT_ONCE = 8
-"""Engines: each keeps three processes busy while it starts."""
+"""Engines of a GPU: each keeps three processes busy while it starts."""
 LIMIT = 420.0
 FEW = 8
 
 
-def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
+def run(case: Case, models: Path, folder: Path, gpu: str) -> dict[str, Any]:
     """What an engine gave: all prompts, twice, and of plain decoding also one by one, where a draft adapts a few; a few
     tokens of a few, for the launches; and these one by one.
     """
@@ -28,7 +29,8 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
     if case == case.plain:
         asked |= {"return_logprob": True, "top_logprobs_num": 2}
     few = {"input_ids": prompts()[:FEW], "sampling_params": greedy[0] | {"max_new_tokens": 32}}
-    with Server(str(case), case.options(models), case.environment, folder, LIMIT) as server:
+    environment = case.environment | {"CUDA_VISIBLE_DEVICES": gpu}
+    with Server(str(case), case.options(models), environment, folder, LIMIT) as server:
         try:
             start = server.wait()
             server.ask(**few)
@@ -57,12 +59,15 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
 
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
-    """One a case, as soon as it and its plain decoding are done. chosen: an expression found in the names of cases."""
+    """One a case, as soon as it and its plain decoding are done; engines take turns on the GPUs. chosen: an expression
+    found in the names of cases.
+    """
     cases = [case for case in (*OURS, *SGLANG) if re.search(chosen, str(case))]
     order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
     done: dict[Case, dict[str, Any]] = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {pool.submit(run, case, models, folder): case for case in order}
+    devices = gpus()
+    with ThreadPoolExecutor(AT_ONCE * len(devices)) as pool:
+        runs = {pool.submit(run, case, models, folder, gpu): case for case, gpu in zip(order, cycle(devices))}
         for finished in as_completed(runs):
             now = runs[finished]
             done[now] = finished.result()
