@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from benchmarks.timing import CudaClock, Work
 from tests.counts import Counts
 from tests.engines.sglang.gpu import correctness, drafts
 from tests.engines.sglang.gpu import plans as sglang_plans
-from tests.engines.sglang.gpu.cases import FA3, OURS, SGLANG, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.cases import FA3, FLASHINFER, OURS, SGLANG, Case, differences, lengths, prompts
 from tests.engines.sglang.gpu.correctness import row
 from tests.engines.sglang.gpu.plans import load_row
 from tests.engines.sglang.gpu.sampling import p_value
@@ -26,7 +27,7 @@ from tests.engines.sglang.gpu.sampling import told as sampled
 from tests.engines.sglang.gpu.server import write_entry_points
 from tests.engines.sglang.gpu.throughput import SIDES, summarized
 from tests.engines.sglang.models import write_all as write_narrow
-from tests.engines.sglang.oracle import draft_of
+from tests.engines.sglang.oracle import BlockDraft, draft_of
 from tests.launches import CountsLaunches
 
 CHAIN = Case("gqa", FA3, "triton", 1)
@@ -41,7 +42,8 @@ def seen(missing: str = "") -> dict[str, Any]:
     attended = {name: count for name, count in attended.items() if not missing or missing not in name}
     target = {"target EXTEND": 2, "target TARGET_VERIFY": 2}
     forwards = target | {"draft EXTEND": 2, "draft draft_decode": 4, "draft draft_extend": 2}
-    return {"attended": attended, "forwards": forwards, "batches": {"target": [2, 1, 4]}}
+    verifies = {"batches": {"target": [2, 1, 4]}, "drafted": {"4:3": 2}, "widths": {}}
+    return {"attended": attended, "forwards": forwards} | verifies
 
 
 def run(**changed: Any) -> dict[str, Any]:
@@ -64,20 +66,59 @@ def test_a_layer_that_did_not_attend_is_told(missing: str) -> None:
 
 
 def test_running_requests_beside_prompts_are_a_decode_of_their_own() -> None:
-    mixed = Case("gqa", FA3, "triton", 0, mixes=True)
+    mixed = Case("gqa", FA3, "triton", 0, mixes=2)
     kinds = {"prefill": 5, "decode": 9}  # of prompts 3 and 2 beside running requests, and 7 of these alone
     attended = {f"fa3.triton/{kind}/{layer}": count for kind, count in kinds.items() for layer in range(4)}
     found = {"attended": attended, "forwards": {"target EXTEND": 3, "target APART": 2, "target DECODE": 7}}
     assert mixed.wrong_counts(found) == []
     as_one_step = attended | {f"fa3.triton/decode/{layer}": 7 for layer in range(4)}
-    assert mixed.wrong_counts(found | {"attended": as_one_step}) == [f"decode/{layer}: 7 of 9" for layer in range(4)]
+    apart = [f"attn_fa3/decode/{layer}: 7 of 9" for layer in range(4)]
+    assert mixed.wrong_counts(found | {"attended": as_one_step}) == apart
+    in_one = replace(mixed, mixes=1)
+    assert in_one.wrong_counts(found | {"attended": as_one_step}) == []
+    assert in_one.wrong_counts(found) == [f"attn_fa3/decode/{layer}: 9 of 7" for layer in range(4)]
     assert mixed.plain.wrong_counts(found | {"attended": as_one_step}) == [], "there it is a short prompt"
     never = {"attended": attended, "forwards": {"target EXTEND": 5, "target DECODE": 9}}
-    assert mixed.wrong_counts(never) == ["no running request came with a prompt"]
+    assert mixed.wrong_counts(never) == []
+    assert mixed.missing(never) == in_one.missing(never) == ["no running request came with a prompt"]
+
+
+def test_a_block_draft_attends_in_two_layers_by_a_backend_of_its_own() -> None:
+    case = Case("mla", FLASHINFER, "triton", 1, drafts="block", of_draft=FA3)
+    attended = {
+        f"flashinfer_mla.triton/{kind}/{layer}": 2 for kind in ("prefill", "target_verify") for layer in range(3)
+    }
+    of_draft = {f"fa3.triton/draft_block/{layer}": 2 for layer in range(2)}
+    forwards = {"target EXTEND": 2, "target TARGET_VERIFY": 2, "draft TARGET_VERIFY": 2}
+    assert case.wrong_counts({"attended": attended | of_draft, "forwards": forwards}) == []
+    alike = {name.replace("fa3", "flashinfer_mla"): count for name, count in of_draft.items()}
+    assert len(case.wrong_counts({"attended": attended | alike, "forwards": forwards})) == 4
+    assert case.plain == Case("mla", FLASHINFER, "triton", 0)
+
+
+def test_verifies_that_are_to_have_rows_of_every_number_are_told_if_they_have_not() -> None:
+    case = Case("gqa", FA3, "triton", 1, drafts="dspark-compact")
+    assert case.missing({"widths": {"1": 5, "2": 1, "4": 2}}) == []
+    assert case.missing({"widths": {"4": 8}}) == ["verifies had {'4': 8} rows of a request"]
+    assert row(case, run(seen=seen() | {"widths": {"4": 8}}), run())["ok"] is False
+
+
+def test_a_draft_that_adapts_is_held_to_the_steps_of_the_graph() -> None:
+    case = Case("gqa", FA3, "triton", 1, drafts="adaptive")
+    right = {"1:5": 1, "2:1": 1, "3:0": 2, "8:0": 1, "9:3": 1, "64:1": 9}
+    assert case.missing({"drafted": right}) == []
+    assert case.missing({"drafted": right | {"7:3": 1}}) == ["7:3 (requests and drafted tokens)"]
+    assert case.missing({"drafted": {"2:1": 1, "9:3": 1, "4:0": 1}}) == ["no draft of 5"]
+    without = {"target EXTEND": 1, "draft EXTEND": 1, "target decode": 6, "draft decode": 6}
+    attended = {
+        f"fa3.triton/{kind}/{layer}": n for kind, n in {"prefill": 1, "decode": 6}.items() for layer in range(4)
+    }
+    attended |= {"fa3.triton/prefill/0": 2, "fa3.triton/decode/0": 12}
+    assert case.wrong_counts({"attended": attended, "forwards": without}) == []
 
 
 def test_mixed_decoding_is_held_to_plain_decoding() -> None:
-    mixed, ids = Case("gqa", FA3, "triton", 0, mixes=True), [{"ids": [1, 7, 3], "cached": 0, "accepted": None}]
+    mixed, ids = Case("gqa", FA3, "triton", 0, mixes=2), [{"ids": [1, 7, 3], "cached": 0, "accepted": None}]
     assert correctness._beside(mixed) == mixed.plain
     assert correctness._beside(mixed.plain) is None
     assert row(mixed, run(answers=ids), run())["differ"] == [[0, 1, 0.06]]
@@ -121,10 +162,18 @@ def test_an_engine_that_failed_is_a_row() -> None:
 
 
 def test_each_case_is_a_row_once_it_and_its_plain_decoding_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run(seen=seen()))
+    given = []
+
+    def ran(case: Case, models: Path, folder: Path, gpu: str) -> dict[str, Any]:
+        given.append(gpu)
+        return run(seen=seen())
+
+    monkeypatch.setattr(correctness, "run", ran)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     names = [told["case"] for told in correctness.rows(Path(), Path(), "gqa")]
     chosen = [case for case in (*OURS, *SGLANG) if case.model == "gqa"]
     assert sorted(names) == sorted({str(each) for case in chosen for each in (case, case.plain)})
+    assert abs(given.count("2") - given.count("5")) <= 1
 
 
 def test_prompts_share_prefixes_and_end_at_other_lengths() -> None:
@@ -163,6 +212,16 @@ def test_errors_of_a_drafts_logits_are_told_by_forward(tmp_path: Path) -> None:
     found = drafts.told(draft, [cycle, cycle])
     assert (found["error_median"], found["error_largest"]) == ([0.0, 0.5], [0.0, 0.5])
     assert found["same_tokens"] == 1.0
+
+
+def test_tokens_of_blocks_are_compared_up_to_the_first_that_differs(tmp_path: Path) -> None:
+    write_narrow(tmp_path)
+    draft = draft_of(tmp_path / "gqa_target", tmp_path / "dspark")
+    assert isinstance(draft, BlockDraft)
+    text = [0, *b"for i in range("]
+    tokens = draft.drafted(text, 1, 3, 4).tokens
+    cycles = [{"text": text, "tokens": tokens}, {"text": text, "tokens": [tokens[0], -1, -1]}]
+    assert drafts.told_blocks(draft, cycles) == {"cycles": 2, "same_tokens": 0.8}
 
 
 def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:

@@ -57,9 +57,9 @@ DFLASH: dict[str, Any] = {
 """A draft of blocks of 4, for either target. A mask is a space, which the target often says."""
 
 
-def write_dflash(folder: Path) -> None:
+def write_dflash(folder: Path, hidden: int = DFLASH["hidden_size"]) -> None:
     """A DFlash draft with random weights: small enough that it often proposes spaces, some of which are accepted, and
-    large enough that it often does not.
+    large enough that it often does not. hidden: the target's hidden size.
     """
     generator = torch.Generator().manual_seed(7)
 
@@ -67,7 +67,7 @@ def write_dflash(folder: Path) -> None:
         return torch.randn(shape, generator=generator) / 22
 
     num_taps = len(DFLASH["dflash_config"]["target_layer_ids"])
-    hidden, dim, inner = (DFLASH[name] for name in ("hidden_size", "head_dim", "intermediate_size"))
+    dim, inner = DFLASH["head_dim"], DFLASH["intermediate_size"]
     heads, kv_heads = (DFLASH[name] * dim for name in ("num_attention_heads", "num_key_value_heads"))
     shapes = {"q_proj": (heads, hidden), "k_proj": (kv_heads, hidden), "v_proj": (kv_heads, hidden)}
     attention = shapes | {"o_proj": (hidden, heads)}
@@ -80,7 +80,7 @@ def write_dflash(folder: Path) -> None:
         tensors |= {f"{name}.self_attn.{part}_norm": torch.ones(dim) for part in "qk"}
         tensors |= {f"{name}.{part}_layernorm": torch.ones(hidden) for part in ("input", "post_attention")}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(DFLASH))
+    (folder / "config.json").write_text(json.dumps(DFLASH | {"hidden_size": hidden}))
     save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
@@ -96,16 +96,16 @@ DSPARK: dict[str, Any] = DFLASH | {
 """A draft of blocks of 3, whose first row is the root's: its verifies have 4 rows at most."""
 
 
-def write_dspark(folder: Path) -> None:
+def write_dspark(folder: Path, hidden: int = DFLASH["hidden_size"]) -> None:
     """A DSpark draft: the weights of the DFlash draft, and random heads."""
-    write_dflash(folder)
+    write_dflash(folder, hidden)
     generator = torch.Generator().manual_seed(11)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    hidden, vocab = DSPARK["hidden_size"], DSPARK["vocab_size"]
-    (folder / "config.json").write_text(json.dumps(DSPARK))
+    vocab = DSPARK["vocab_size"]
+    (folder / "config.json").write_text(json.dumps(DSPARK | {"hidden_size": hidden}))
     tensors = load_file(folder / "model.safetensors") | {
         "markov_head.markov_w1.weight": random(vocab, MARKOV_RANK),
         "markov_head.markov_w2.weight": random(vocab, MARKOV_RANK) / 22,

@@ -41,8 +41,8 @@ def install(log: Log) -> None:
     _around(AttentionBackend, "forward", functools.partial(_attends, attended))
     _around(ModelRunner, "forward", functools.partial(_forwards, attended, log))
     _around(eagle_worker_v2, "build_eagle_verify_input", functools.partial(_drafts, log))
-    _around(DFlashVerifyInput, "prepare_for_verify", functools.partial(_blocks, log))
-    _around(DraftBlockProposer, "propose", functools.partial(_proposals, log))
+    _around(DFlashVerifyInput, "prepare_for_verify", functools.partial(blocks, log))
+    _around(DraftBlockProposer, "propose", functools.partial(proposals, log))
 
 
 def _around(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -88,8 +88,10 @@ def _drafts(
     return original(batch, draft, parents, chosen, tokens, *rest, **named)
 
 
-def _blocks(log: Log, original: Any, verify: Any, batch: Any, target: Any, **named: Any) -> Any:
-    """Of DFLASH; a verify of DSPARK's may leave out tokens that were drafted."""
+def blocks(log: Log, original: Any, verify: Any, batch: Any, target: Any, **named: Any) -> Any:
+    """Around `DFlashVerifyInput.prepare_for_verify`: one entry a block. A verify of DSPARK's may leave out tokens that
+    were drafted.
+    """
     is_whole = not target.model_runner.spec_algorithm.is_dspark()
     blocks = verify.draft_token.view(-1, verify.draft_token_num).tolist() if is_whole else []
     for i, (root, *tokens) in enumerate(blocks):
@@ -97,7 +99,8 @@ def _blocks(log: Log, original: Any, verify: Any, batch: Any, target: Any, **nam
     return original(verify, batch, target, **named)
 
 
-def _proposals(log: Log, original: Any, proposer: Any, *, batch: Any, **named: Any) -> Any:
+def proposals(log: Log, original: Any, proposer: Any, *, batch: Any, **named: Any) -> Any:
+    """Around `DraftBlockProposer.propose`: one entry a block."""
     proposal = original(proposer, batch=batch, **named)
     roots, drafted = proposal.draft_block_ids[:, 0].tolist(), proposal.draft_block.draft_tokens.tolist()
     for i, (root, tokens) in enumerate(zip(roots, drafted, strict=True)):

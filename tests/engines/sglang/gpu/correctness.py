@@ -5,36 +5,39 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import cycle
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from tests.engines.sglang.gpu import sampling
-from tests.engines.sglang.gpu.cases import OURS, SGLANG, TIE, Case, differences, lengths, prompts
-from tests.engines.sglang.gpu.server import EngineFailedError, Server
+from tests.engines.sglang.gpu.cases import MAX_BS, OURS, SGLANG, TIE, Case, differences, lengths, prompts
+from tests.engines.sglang.gpu.server import EngineFailedError, Server, gpus
 
 AT_ONCE = 8
-"""Engines: each keeps three processes busy while it starts."""
+"""Engines of a GPU: each keeps three processes busy while it starts."""
 LIMIT = 420.0
 FEW = 8
 
 
-def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
-    """What an engine gave: all prompts, twice, and of plain decoding also one by one; a few tokens of a few, for the
-    launches; and these one by one.
+def run(case: Case, models: Path, folder: Path, gpu: str) -> dict[str, Any]:
+    """What an engine gave: all prompts, twice, and of plain decoding also one by one, where a draft adapts a few; a few
+    tokens of a few, for the launches; and these one by one.
     """
     greedy = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths()]
     asked: dict[str, Any] = {"input_ids": prompts(), "sampling_params": greedy}
     if case == case.plain:
         asked |= {"return_logprob": True, "top_logprobs_num": 2}
     few = {"input_ids": prompts()[:FEW], "sampling_params": greedy[0] | {"max_new_tokens": 32}}
-    with Server(str(case), case.options(models), case.environment, folder, LIMIT) as server:
+    environment = case.environment | {"CUDA_VISIBLE_DEVICES": gpu}
+    with Server(str(case), case.options(models), environment, folder, LIMIT) as server:
         try:
             start = server.wait()
             server.ask(**few)
             server.ask(flush=True)
             answers = [one for _ in range(2) for one in server.ask(**asked)["answers"]]
-            singly = [] if case != case.plain else [server.ask(**one)["answers"][0] for one in _one_by_one(asked)]
+            num_single = MAX_BS if case == case.plain else FEW * case.adapts
+            singly = [server.ask(**one)["answers"][0] for one in _one_by_one(asked)[:num_single]]
             server.ask(flush=True)
             together = server.ask(**few)["answers"]
             server.ask(flush=True)
@@ -56,12 +59,15 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
 
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
-    """One a case, as soon as it and its plain decoding are done. chosen: an expression found in the names of cases."""
+    """One a case, as soon as it and its plain decoding are done; engines take turns on the GPUs. chosen: an expression
+    found in the names of cases.
+    """
     cases = [case for case in (*OURS, *SGLANG) if re.search(chosen, str(case))]
     order = dict.fromkeys(each for case in cases for each in (_beside(case), case) if each is not None)
     done: dict[Case, dict[str, Any]] = {}
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        runs = {pool.submit(run, case, models, folder): case for case in order}
+    devices = gpus()
+    with ThreadPoolExecutor(AT_ONCE * len(devices)) as pool:
+        runs = {pool.submit(run, case, models, folder, gpu): case for case, gpu in zip(order, cycle(devices))}
         for finished in as_completed(runs):
             now = runs[finished]
             done[now] = finished.result()
@@ -89,8 +95,9 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
     told: dict[str, Any] = {"case": str(case)}
     if "failed" in run:
         return told | {"ok": False, "failed": run["failed"]}
-    wrong = case.wrong_counts(run["seen"])
     is_ours = case.backend.startswith("attn_")
+    wrong = case.wrong_counts(run["seen"])
+    missing = case.missing(run["seen"]) if is_ours else []
     told |= {
         "start_s": run["start"],
         "graphs": run["seen"]["batches"],
@@ -98,10 +105,15 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
         "wrong_counts": wrong if is_ours else len(wrong),
         "cached": sum(one["cached"] > 0 for one in run["answers"]),
         "launches": run["launches"],
+        "missing": missing,
     }
-    ok = (not wrong) if is_ours else bool(wrong)
+    ok = not (wrong or missing) if is_ours else bool(wrong)
     if is_ours:
         ok = ok and run["launches"].get("plans replay", [0, 1])[1] == 0 and run["launches"]["plans eager"][1] > 0
+    if case.is_compact:
+        told["widths"] = run["seen"]["widths"]
+    if is_ours and case.kernel == "auto":
+        told["kernels"] = sorted({"/".join(name.split("/")[:2]) for name in run["seen"]["attended"]})
     if case.topk:
         told |= {
             "acceptance": _acceptance(run["answers"]),
@@ -111,10 +123,11 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any] | None) -> dict[s
     if plain is not None:
         if "failed" in plain:
             return told | {"ok": False, "failed": f"plain decoding: {plain['failed']}"}
-        different = differences([one["ids"] for one in run["answers"]], plain["answers"])
+        right = plain["answers"] + plain["answers"][: len(run["singly"])]
+        different = differences([one["ids"] for one in run["answers"] + run["singly"]], right)
         alone = differences([one["ids"] for one in plain["singly"]], plain["answers"][: len(plain["singly"])])
         told |= {
-            "requests": len(run["answers"]),
+            "requests": len(right),
             "differ": [list(each.values()) for each in different],
             "plain_differs": [list(each.values()) for each in alone],
         }

@@ -1,7 +1,9 @@
-"""The draft's logits beside a float64 recompute, forward by forward: our FlashInfer MLA and SGLang's own.
+"""What is drafted beside a float64 recompute: the logits of chains, forward by forward, of our FlashInfer MLA and
+SGLang's own, and the tokens of blocks.
 
 SGLang's draft forwards of an MLA model do not see the tokens drafted before (D1, D2), and store where they read strides
-as dense (D8). Tokens stay right, because every drafted one is verified. Eight requests at once, eager.
+as dense (D8). Tokens stay right, because every drafted one is verified. Eight requests at once; chains are eager,
+blocks run through graphs.
 """
 
 from __future__ import annotations
@@ -15,12 +17,20 @@ from typing import Any
 
 import torch
 
-from tests.engines.sglang.cases import DRAFTS
-from tests.engines.sglang.gpu.cases import FLASHINFER, Case, prompts
+from tests.engines.sglang.cases import NUM_STEPS
+from tests.engines.sglang.gpu.cases import FA3, FLASHINFER, Case, prompts
 from tests.engines.sglang.gpu.server import EngineFailedError, Server
-from tests.engines.sglang.oracle import Draft, draft_of
+from tests.engines.sglang.oracle import BlockDraft, Draft, draft_of
 
-CASES = (Case("mla", FLASHINFER, "flashinfer_fa3", 1), Case("mla", "flashinfer", "", 1))
+CASES = (
+    Case("mla", FLASHINFER, "flashinfer_fa3", 1),
+    Case("mla", "flashinfer", "", 1),
+    Case("gqa", FA3, "triton", 1, drafts="block"),
+    Case("gqa", FA3, "vllm_flash_attn", 1, 64, drafts="dspark-compact"),
+    Case("mla", FLASHINFER, "triton", 1, drafts="block", of_draft=FA3),
+)
+SAME = 0.9
+"""Of the tokens of blocks, that are the recompute's at least: scores of bfloat16 have ties."""
 BATCH, NUM_TOKENS = 8, 48
 LIMIT = 200.0
 
@@ -34,20 +44,35 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
 
 def row(case: Case, models: Path, folder: Path) -> dict[str, Any]:
     """What a case drafted."""
-    eager = {"disable_cuda_graph": True, "disable_overlap_schedule": True}
+    alone = {"disable_overlap_schedule": True, "disable_cuda_graph": not case.in_blocks}
     environment = case.environment | {"ATTN_PROBE_DRAFTS": "1"}
     sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": NUM_TOKENS}
     name = f"drafts-{case}"
-    with Server(name, case.options(models) | eager, environment, folder, LIMIT) as server:
+    with Server(name, case.options(models) | alone, environment, folder, LIMIT) as server:
         try:
             server.wait()
             answers = server.ask(input_ids=prompts()[:BATCH], sampling_params=sampling)["answers"]
         except EngineFailedError as error:
             return {"case": str(case), "ok": False, "failed": str(error)}
         cycles = server.watched()
-    draft = draft_of(models / f"{case.model}_target", models / DRAFTS[case.model][1])
+    draft = draft_of(models / f"{case.model}_target", models / case.draft[1])
+    of_draft = told_blocks(draft, cycles) if isinstance(draft, BlockDraft) else told(draft, cycles)
+    ok = bool(cycles) and (not case.in_blocks or of_draft["same_tokens"] >= SAME)
     acceptance = round(mean(one["accepted"] for one in answers), 4)
-    return {"case": str(case), "ok": bool(cycles), "acceptance": acceptance} | told(draft, cycles)
+    return {"case": str(case), "ok": ok, "acceptance": acceptance} | of_draft
+
+
+def told_blocks(draft: BlockDraft, cycles: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many tokens of blocks are the recompute's, up to the first of each that is not, by which DSpark chooses the
+    next.
+    """
+    same = compared = 0
+    for cycle in cycles:
+        expected = draft.drafted(cycle["text"], 1, NUM_STEPS, NUM_STEPS + 1).tokens
+        pairs = zip(cycle["tokens"], expected, strict=True)
+        num_same = next((at for at, (found, right) in enumerate(pairs) if found != right), NUM_STEPS)
+        same, compared = same + num_same, compared + min(num_same + 1, NUM_STEPS)
+    return {"cycles": len(cycles), "same_tokens": round(same / max(compared, 1), 4)}
 
 
 def told(draft: Draft, cycles: list[dict[str, Any]]) -> dict[str, Any]:

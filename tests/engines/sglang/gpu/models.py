@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attn_backends_reference.models.exports import MIN_HIDDEN, SGLANG_FIELDS, YARN
 from tests.engines.sglang import models
+from tests.engines.sglang.cases import NUM_STEPS
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -63,6 +64,16 @@ LARGE_MLA = SGLANG_FIELDS | {
     "eos_token_id": 0,
 }
 """DeepSeek-V3's shapes: 4 dense layers, 16 experts in the draft, of which 8 are taken, and a smaller vocabulary."""
+ADAPTIVE = {"1": 5, "2": 1, "8": 0, "24": NUM_STEPS, "64": 1}
+"""Steps of a draft that adapts, by the number of requests of a graph."""
+STEP_TIMES = {
+    "bias_seconds": 1.0,
+    "bs_probes": [1, 64],
+    "alpha_seconds": [0.0, 0.0],
+    "m_probes": [1, 256],
+    "theta_seconds": [0.0, 2.55],
+}
+"""How long SGLang is told that a verify of so many rows takes: so long that it leaves out the least likely ones."""
 LARGE = {
     "llama_target": LLAMA,
     "llama_eagle3": LLAMA
@@ -73,8 +84,17 @@ LARGE = {
 
 
 def write_all(folder: Path) -> None:
-    """The trained models, and the configurations of `LARGE`, which SGLang loads with `load_format` dummy."""
+    """The trained models, block drafts for each, and the configurations of `LARGE`, which SGLang loads with
+    `load_format` dummy.
+    """
     models.write_all(folder, MIN_HIDDEN)
+    for name in ("dflash", "dspark"):
+        (folder / name).rename(folder / f"gqa_{name}")
+    models.write_dflash(folder / "mla_dflash", MIN_HIDDEN)
+    models.write_dspark(folder / "mla_dspark", MIN_HIDDEN)
+    adaptive = {bs: {"candidate_steps": [steps]} for bs, steps in ADAPTIVE.items()}
+    (folder / "adaptive.json").write_text(json.dumps(adaptive))
+    (folder / "step_times.json").write_text(json.dumps(STEP_TIMES))
     for name, config in LARGE.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))

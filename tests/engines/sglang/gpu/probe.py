@@ -5,12 +5,15 @@ though no Python of ours runs in it. SGLang's own forwards are counted on the ho
 cache is emptied, a line of JSON is written, and the counts begin anew:
 
     attended: "backend.kernel/kind/layer" -> calls. forwards: "target EXTEND" or "draft draft_decode" -> forwards; those
-    of prompts before requests of one row, as running ones are, are `APART`.
-    batches: by kind of graph, how many replays there were, of how many real requests at least and at most. launches: by
-    scope, calls of CUDA's runtime that launch or copy, of the part that was profiled: the second after a start.
+    of prompts before requests of one row, as running ones are, are `APART`, and verifies and extends of one row each
+    are "decode". batches: by kind of graph, how many replays there were, of how many real requests at least and at
+    most. drafted: "requests:tokens that were drafted for each" -> verifies. widths: rows of a request -> requests, of
+    verifies whose rows the device divides. launches: by scope, calls of CUDA's runtime that launch or copy, of the part
+    that was profiled: the second after a start.
 
-With ATTN_PROBE_DRAFTS, of an engine without graphs and without its overlap schedule, a line a drafted chain instead:
-the committed text with its root, the drafted tokens, and the draft's logits behind each but the last.
+With ATTN_PROBE_DRAFTS, of an engine without its overlap schedule, a line a drafted chain or block instead: the
+committed text with its root, the drafted tokens, and of a chain, without graphs, the draft's logits behind each but the
+last.
 """
 
 from __future__ import annotations
@@ -27,14 +30,21 @@ from typing import Any
 
 import torch
 
+from tests.engines.sglang.probe import Log, blocks, proposals
+
 EXECUTES = {
     "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner": "target",
     "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner": "draft_decode",
     "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner": "draft_extend",
 }
 VERIFY_INPUT = "sglang.srt.speculative.eagle_worker_v2.build_eagle_verify_input"
+DRAFTED_BLOCKS = {
+    "sglang.srt.speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": blocks,
+    "sglang.srt.speculative.dspark_components.dspark_draft.DraftBlockProposer.propose": proposals,
+}
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset", "cudaGraphLaunch")
 APART = "APART"
+MAX_WIDTH = 64
 PROFILED = 2  # counts are written at the first two, launches at the third
 
 
@@ -45,7 +55,9 @@ class Probe:
         self.path, self.num_flushes = path, 0
         self.indices: dict[str, int] = {}
         self.attended: torch.Tensor | None = None
+        self.widths: torch.Tensor | None = None
         self.forwards: Counter[str] = Counter()
+        self.drafted: Counter[str] = Counter()
         self.batches: dict[str, list[int]] = defaultdict(list)
         self.profile: Any = None
         self.logits: list[list[list[float]]] | None = [] if "ATTN_PROBE_DRAFTS" in os.environ else None
@@ -61,14 +73,28 @@ class Probe:
 
     def runs(self, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
         """Around `ModelRunner.forward`: all of the target's, and those of the draft that no graph holds."""
-        mode, lens = batch.forward_mode.name, batch.extend_seq_lens_cpu
+        mode, lens = mode_of(batch), batch.extend_seq_lens_cpu
         if mode in ("EXTEND", "MIXED") and lens[-1] == 1 < max(lens):
             mode = APART
+        if batch.forward_mode.name == "TARGET_VERIFY" and not runner.is_draft_worker:
+            self._verifies(batch)
         self.forwards[f"{'draft' if runner.is_draft_worker else 'target'} {mode}"] += 1
         out = original(runner, batch, *rest, **named)
         if self.logits is not None and runner.is_draft_worker and mode == "DECODE":
             self.logits.append(out.logits_output.next_token_logits.float().tolist())
         return out
+
+    def _verifies(self, batch: Any) -> None:
+        """One of the target, before it runs."""
+        layout = layout_of(batch)
+        if layout is None:
+            self.drafted[f"{batch.batch_size}:{len(batch.input_ids) // batch.batch_size - 1}"] += 1
+            return
+        widths = layout.verify_lens.long()
+        if self.widths is None:
+            with torch.inference_mode(False):
+                self.widths = torch.zeros(MAX_WIDTH, dtype=torch.int64, device=widths.device)
+        self.widths.index_add_(0, widths, torch.ones_like(widths))
 
     def drafts(
         self, original: Any, batch: Any, draft: Any, parents: Any, chosen: Any, tokens: Any, *rest: Any, **named: Any
@@ -84,10 +110,16 @@ class Probe:
         return original(batch, draft, parents, chosen, tokens, *rest, **named)
 
     def replays(self, kind: str, original: Any, runner: Any, batch: Any, *rest: Any, **named: Any) -> Any:
-        """Around the `execute` of a runner of graphs; one of the draft loop holds all its forwards."""
+        """Around the `execute` of a runner of graphs; one of the draft loop holds all its forwards. `runs` counts those
+        of the target's runner, and of the same for blocks.
+        """
+        is_counted = kind == "target"
+        if is_counted and runner.model_runner.is_draft_worker:
+            kind = "draft_block"
         self.batches[kind].append(batch.batch_size)
-        if kind != "target":
-            self.forwards[f"draft {kind}"] += runner.speculative_num_steps - 1 if kind == "draft_decode" else 1
+        if not is_counted:
+            mode = "decode" if mode_of(batch) == "decode" else kind
+            self.forwards[f"draft {mode}"] += runner.speculative_num_steps - 1 if kind == "draft_decode" else 1
         return original(runner, batch, *rest, **named)
 
     def scoped(self, scope: str, original: Any, *arguments: Any, **named: Any) -> Any:
@@ -102,13 +134,14 @@ class Probe:
         self.num_flushes += 1
         batches = {kind: [len(found), min(found), max(found)] for kind, found in self.batches.items()}
         entry = {"attended": self._read(), "forwards": dict(self.forwards), "batches": batches}
+        entry |= {"drafted": dict(self.drafted), "widths": self._read_widths()}
         if self.profile is not None:
             self.profile.stop()
             entry["launches"], self.profile = launches_of(self.profile), None
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        self.forwards.clear()
-        self.batches.clear()
+        for counted in (self.forwards, self.batches, self.drafted):
+            counted.clear()
         if self.num_flushes == PROFILED:
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             self.profile = torch.profiler.profile(activities=kinds)
@@ -121,6 +154,25 @@ class Probe:
         counts = self.attended.tolist()
         self.attended.zero_()
         return {name: counts[index] for name, index in self.indices.items() if counts[index]}
+
+    def _read_widths(self) -> dict[str, int]:
+        if self.widths is None:
+            return {}
+        counts = self.widths.tolist()
+        self.widths.zero_()
+        return {str(width): count for width, count in enumerate(counts) if count}
+
+
+def layout_of(batch: Any) -> Any:
+    """Of a verify whose rows the device divides; None of all else."""
+    return getattr(batch.spec_info, "ragged_verify_layout", None)
+
+
+def mode_of(batch: Any) -> str:
+    """SGLang's name; of a verify or a draft extend of one row a request "decode"."""
+    mode, may_be_one = batch.forward_mode.name, layout_of(batch) is None
+    is_one = may_be_one and mode in ("TARGET_VERIFY", "DRAFT_EXTEND_V2") and len(batch.input_ids) == batch.batch_size
+    return "decode" if is_one else str(mode)
 
 
 def launches_of(profile: Any) -> dict[str, list[int]]:
@@ -151,6 +203,8 @@ def install() -> None:
     HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", probe.runs, around)
     if probe.logits is not None:
         HookRegistry.register(VERIFY_INPUT, probe.drafts, around)
+        for name, hook in DRAFTED_BLOCKS.items():
+            HookRegistry.register(name, functools.partial(hook, Log(probe.path)), around)
     for owner, kind in EXECUTES.items():
         HookRegistry.register(f"{owner}.execute", functools.partial(probe.replays, kind), around)
     for owner in ("EngineBackend", "DraftLoop"):

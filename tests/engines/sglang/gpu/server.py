@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, NoReturn, Self
 
+import torch
+
 ROOT = Path(__file__).parents[4]
 STUBS = Path(__file__).parent / "stubs"
 GROUP = "sglang.srt.plugins"
@@ -58,6 +60,12 @@ def _write_metadata(folder: Path, name: str, version: str, entry_points: dict[st
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     lines = "".join(f"{key} = {value}\n" for key, value in entry_points.items())
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+
+
+def gpus() -> list[str]:
+    """Those of this process, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(i) for i in range(max(torch.cuda.device_count(), 1))]
 
 
 _RUNNING: set[Server] = set()
