@@ -148,8 +148,8 @@ class Case:
 
     def forwards_of(self, seen: dict[str, Any]) -> dict[str, Mapping[str, int]]:
         """Of each layer of an engine, by kind of step."""
-        drafted = draft_steps(seen["steps"], seen["looped"] if self.forwards > 1 else 0)
-        drafted = {"draft_block": seen["drafting"]} if self.is_block else drafted
+        looped = draft_steps(seen["steps"], seen["looped"] if self.forwards > 1 else 0)
+        drafted = {"draft_block": seen["drafting"]} if self.is_block else looped
         return {name: drafted if name in seen["draft_layers"] else seen["steps"] for name in seen["layers"]}
 
     @property

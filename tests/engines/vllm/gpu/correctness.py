@@ -29,7 +29,7 @@ from tests.engines.vllm.gpu.server import EngineFailedError, Server
 
 AT_ONCE = 20
 """Engines, on up to two GPUs; half as many on each more."""
-LIMIT, COMPILING = 150.0, 450.0
+LIMIT, COMPILING = 240.0, 450.0
 """Seconds of an engine's life, and of one whose kernels are compiled first."""
 
 
