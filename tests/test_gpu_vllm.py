@@ -14,6 +14,7 @@ from attn_backends import results
 from tests.engines.vllm.gpu import correctness
 from tests.engines.vllm.gpu.cases import (
     FA3,
+    FLASHINFER_KERNELS,
     IN_PARALLEL,
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -21,6 +22,7 @@ from tests.engines.vllm.gpu.cases import (
     ROOT,
     SPECULATIVE,
     Case,
+    alike,
     differences,
     lengths,
     prompts,
@@ -46,7 +48,7 @@ def attended(prefills: int = 1, verifies: int = 4, loops: int = 8, kernel: str =
 def answer(**changed: Any) -> dict[str, Any]:
     steps = {"prefill": 1, "target_verify": 4}
     counts = {"steps": steps, "looped": 8, "replays": 7, "layers": ["0", "1", "2"], "draft_layers": ["2"]}
-    counts |= {"ranks": 1, "otherwise": []}
+    counts |= {"ranks": 1, "otherwise": [], "cut": 0, "drafting": 5, "drafts": []}
     told = {"ids": [[1, 2, 3]], "gaps": [[0.5, 0.06, 0.5]], "cached": 0, "accepted": [3, 2, 1], "is_async": False}
     return counts | told | {"attended": attended()} | changed
 
@@ -75,6 +77,7 @@ def test_a_run_in_which_all_is_right() -> None:
         ({"replays": 0}, ["0 replays"]),
         ({"otherwise": [1]}, ["rank 1 counted otherwise"]),
         ({"ranks": 2}, ["2 ranks"]),
+        ({"cut": 3}, ["3 batches were cut"]),
     ],
     ids=[
         "a layer was left out",
@@ -84,6 +87,7 @@ def test_a_run_in_which_all_is_right() -> None:
         "no graph ran",
         "a rank that did less",
         "a rank too many",
+        "rows that the device divided otherwise",
     ],
 )
 def test_counts_that_are_not_the_engines_are_told(changed: dict[str, Any], words: list[str]) -> None:
@@ -121,10 +125,37 @@ def test_a_mixed_batch_may_count_as_either_and_once() -> None:
 def test_where_the_device_cuts_verifies_forwards_are_counted_and_not_their_kinds() -> None:
     case = replace(CASE, drafting="cut")
     told = attended(prefills=3, verifies=2)
-    assert row(case, run(attended=told), run())["wrong_counts"] == []
-    assert row(case, run(attended=attended(prefills=2)), run())["wrong_counts"] == 2 * [
+    assert row(case, run(attended=told, cut=1), run())["wrong_counts"] == []
+    assert row(case, run(attended=told), run())["wrong_counts"] == 2 * ["0 batches were cut"]
+    assert row(case, run(attended=attended(prefills=2), cut=1), run())["wrong_counts"] == 2 * [
         f"{layer}: {found} of {asked} forwards" for layer, found, asked in (("1", 6, 5), ("2", 14, 13))
     ]
+
+
+def test_a_block_is_one_forward_of_its_own_kind() -> None:
+    case, told = replace(CASE, model="gqa-dflash"), attended()
+    assert row(case, run(), run())["wrong_counts"][:3] == [
+        "2: 8 of 0 decode",
+        "2: 0 of 5 draft_block",
+        "2: 1 of 0 prefill",
+    ]
+    told["2"] = {"draft_block": {"backend": "fa3", "kernel": "triton", "forwards": 5}}
+    found = row(case, run(attended=told), run())
+    assert found["wrong_counts"] == []
+    assert found["attended"] == {"target": {"prefill": 2, "target_verify": 8}, "draft": {"draft_block": 5}}
+    told["2"]["draft_block"]["kernel"] = "torch"
+    assert row(case, run(attended=told), run())["wrong_counts"] == 2 * ["verified by torch, triton"]
+
+
+def test_drafts_are_held_to_those_behind_the_same_tokens() -> None:
+    start = len(prompts()[0])
+    exact = {"ids": [[5, 6, 7, 8]], "drafts": [(0, start + 1, [6, 7, 8]), (0, start + 2, [7, 8, 9])]}
+    mine = [(0, start + 1, [6, 7, 8]), (0, start + 2, [7, 1, 9]), (0, start + 3, [1, 1, 1])]
+    assert alike({"ids": [[5, 6, 7, 8]], "drafts": mine}, exact) == (4, 5)
+    assert alike({"ids": [[5, 0, 7, 8]], "drafts": mine}, exact) == (3, 3), "the texts differ before the second"
+    told = row(CASE, run(ids=[[5, 6, 7, 8]], gaps=[[1.0] * 4], drafts=mine), run(ids=[[5, 6, 7, 8]]), {"first": exact})
+    assert (told["drafts"], told["ok"]) == ([(4, 5), (4, 5)], False)
+    assert not row(CASE, run(), run(), {"first": answer()})["ok"], "nothing was compared"
 
 
 def test_an_engine_on_another_backend_has_wrong_counts() -> None:
@@ -151,14 +182,21 @@ def test_an_engine_that_failed_is_a_row() -> None:
 
 
 def test_every_case_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "run", lambda case, models, folder: run())
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder, gpus: run())
     told = {each["case"]: each for each in correctness.rows(Path(), Path(), "")}
     assert set(told) > {*map(str, SPECULATIVE), *map(str, OTHERS)}
     assert [name for name, each in told.items() if "not_run" in each] == [
         *map(str, IN_PARALLEL),
-        "mla-1-flashinfer_mla-flashinfer_fa3-full",
-        "mla-1-flashinfer_mla-flashinfer_fa2-full",
+        *map(str, FLASHINFER_KERNELS),
     ]
+
+
+def test_engines_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[str]] = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder, gpus: taken.append(gpus) or run())
+    assert [told["ranks"] for told in correctness.rows(Path(), Path(), "2-ranks")] == [2, 2]
+    assert sorted(taken) == [["2"], ["2"], ["3"], ["3", "5"], ["5"], ["5", "2"]]
 
 
 def test_prompts_share_prefixes_and_reach_the_ends() -> None:
@@ -189,6 +227,7 @@ def test_entry_points_are_found_on_the_path(tmp_path: Path) -> None:
     assert found["attn_backends"] == "attn_backends.engines.vllm:register"
     assert found["tests_plain"] == "tests.engines.vllm.plain:register"
     assert found["tests_bugs"] == "tests.engines.vllm.defects:register"
+    assert found["tests_given"] == "tests.engines.vllm.given:register"
 
 
 def test_the_pieces_of_a_fat_binary_are_found() -> None:

@@ -25,6 +25,7 @@ attn_backends_tests = tests.engines.vllm.platform:plugin
 [vllm.general_plugins]
 attn_backends_tests = tests.engines.vllm.plain:register
 attn_backends_tests_bugs = tests.engines.vllm.defects:register
+attn_backends_tests_given = tests.engines.vllm.given:register
 """
 
 

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 
 from attn_backends.conformance.foreign.vllm.stand_ins import concat_and_cache_mla
+from tests.engines.vllm import given
 
 _LIBRARIES: list[torch.library.Library] = []
 
@@ -61,8 +62,7 @@ def install_adaptive_verification(patch: pytest.MonkeyPatch) -> None:
         lambda self, probs, batch: record(self, torch.rand(probs.shape, generator=drawn), batch),
     )
     patch.setattr(manager, "batches_to_profile", lambda self, sizes: ())
-    costs = [(1, 1.0)], [(rows, 1.0 + 0.3 * rows) for rows in range(1, 65)]
-    patch.setattr(manager, "set_initial_cost_curves", lambda self, samples: self.set_cost_curves(*costs))
+    patch.setattr(manager, "set_initial_cost_curves", given.costs_by_rows)
 
 
 def _rms_norm(out: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:

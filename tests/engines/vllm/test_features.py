@@ -13,7 +13,7 @@ from vllm.model_executor.layers.attention import attention, mla_attention
 from vllm.model_executor.models import llama
 
 from attn_backends.engines.vllm import builder
-from tests.engines.vllm import stand_ins
+from tests.engines.vllm import given, stand_ins
 from tests.engines.vllm.engine import Row, prompts, run
 from tests.engines.vllm.laws import assert_attended, assert_compared
 from tests.engines.vllm.rows import BOTH, FULL
@@ -24,21 +24,16 @@ SCALE = 0.25
 
 
 def with_sinks(patch: pytest.MonkeyPatch) -> None:
-    """No model of vLLM's that is this small has them: Llama's layers, target and draft, are given some."""
-
-    class Attention(attention.Attention):
-        def __init__(self, num_heads: int, *args: Any, **kwargs: Any) -> None:
-            super().__init__(num_heads, *args, sinks=torch.linspace(-1.0, 2.0, num_heads), **kwargs)
-
-    patch.setattr(llama, "Attention", Attention)
+    """Llama's layers, target and draft, are given some."""
+    patch.setattr(llama, "Attention", given.with_sinks())
 
 
 def with_a_scale(patch: pytest.MonkeyPatch) -> None:
     """As a checkpoint that was calibrated has one."""
-    given = attention.set_default_quant_scales
+    default = attention.set_default_quant_scales
 
     def scaled(layer: Any, register_buffer: bool = False) -> None:
-        given(layer, register_buffer)
+        default(layer, register_buffer)
         layer._k_scale.fill_(SCALE)
         layer._k_scale_float = SCALE
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from spec_metadata import StepKind
+from tests.engines.vllm.given import COSTS, SINKS
 from tests.engines.vllm.kinds import draft_steps, wrong_layers
 
 ROOT = Path(__file__).parents[4]
@@ -15,6 +17,10 @@ TIES = {"bfloat16": 0.25, "float32": 1e-3}
 """Two best scores that are no further apart may come in either order: four steps of bfloat16 between 8 and 16, where
 the scores are, and a thousand of float32. Twice as far with an 8-bit cache, whose steps are a sixteenth of a value: a
 step of bfloat16 may make one of them.
+"""
+ALIKE = {"bfloat16": 0.9, "float32": 0.999}
+"""The part of the drafted tokens that must be those on attention in float64: of drafts no scores are kept, so that a
+tie is not told from a mistake.
 """
 NUM_DRAFTED, MAX_MODEL_LEN, MAX_NUM_SEQS, NUM_PROMPTS = 3, 384, 16, 64
 _GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
@@ -36,6 +42,10 @@ DRAFTING: dict[str, dict[str, Any]] = {
     "cut": {"enable_adaptive_verification": True},
 }
 """How many tokens are drafted, and who says which are verified: the number of requests, or the device."""
+METHODS = {"gqa-eagle": "eagle", "gqa-dflash": "dflash", "gqa-dspark": "dspark", "mla-1": "mtp", "mla-3": "mtp"}
+"""vLLM's names of the speculators of models, of others eagle3."""
+TARGETS = {"gqa-eagle": "gqa", "gqa-dflash": "gqa", "gqa-dspark": "gqa", "mla-3": "mla-1"}
+"""Models with the same target, which one plain decoding serves."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +77,40 @@ class Case:
     @property
     def plain(self) -> Case:
         """What its tokens are held to: plain decoding on vLLM's Triton, or on attention in float64 of a model in
-        float32, and of MLA, since none of vLLM's backends takes the small heads of the trained model; of 8-bit caches
-        on the same backend.
+        float32 or with sinks, and of MLA, since none of vLLM's backends takes the small heads of the trained model; of
+        8-bit caches on the same backend.
         """
-        model = self.model.replace("mla-3", "mla-1")
+        model = TARGETS.get(self.model, self.model)
         same = replace(self, mode="eager", drafts=False, model=model, ranks=1, drafting="")
         if self.cache != "auto":
             return same
-        plain = PLAIN if self.dtype == "float32" else "TRITON_ATTN"
-        return replace(same, backend=PLAIN_MLA if self.model.startswith("mla") else plain, kernel="")
+        is_exact = self.is_mla or self.dtype == "float32" or self.model == "gqa-sinks"
+        return replace(same, backend=self.exact.backend if is_exact else "TRITON_ATTN", kernel="")
+
+    @property
+    def exact(self) -> Case:
+        """What its drafts are held to: the same drafts on attention in float64, eagerly."""
+        backend = PLAIN_MLA if self.is_mla else PLAIN
+        return replace(self, backend=backend, kernel="", mode="eager", ranks=1, drafting="")
+
+    @property
+    def has_exact(self) -> bool:
+        """Whether its drafts are compared: attention in float64 knows no cache of 8 bits."""
+        return self.is_ours and self.drafts and self.cache == "auto"
+
+    @property
+    def is_mla(self) -> bool:
+        return self.model.startswith("mla")
+
+    @property
+    def method(self) -> str:
+        """As of `METHODS`."""
+        return METHODS.get(self.model, "eagle3")
+
+    @property
+    def is_block(self) -> bool:
+        """Whether all tokens are drafted in one forward, and their rows see one another."""
+        return self.method in ("dflash", "dspark")
 
     @property
     def tie(self) -> float:
@@ -89,13 +124,12 @@ class Case:
 
     def options(self, models: Path) -> dict[str, Any]:
         """Of vllm.LLM."""
-        is_mla = self.model.startswith("mla")
         options = MODES[self.mode] | {
             "model": str(models / self.model),
             "attention_backend": self.backend,
             "dtype": self.dtype,
             "kv_cache_dtype": self.cache,
-            "block_size": 64 if is_mla else 16,
+            "block_size": 64 if self.is_mla else 16,
             "max_model_len": MAX_MODEL_LEN,
             "max_num_seqs": MAX_NUM_SEQS,
             "max_num_batched_tokens": 256,
@@ -103,33 +137,46 @@ class Case:
             "kv_cache_memory_bytes": 1 << 28,
         }
         if self.drafts:
-            method, draft = "mtp" if is_mla else "eagle3", str(models / f"{self.model}-draft")
-            drafts = {"method": method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+            draft = str(models / f"{self.model}-draft")
+            drafts = {"method": self.method, "model": draft, "num_speculative_tokens": NUM_DRAFTED}
+            drafts |= {"attention_backend": self.backend} if self.is_block else {}
             options["speculative_config"] = drafts | DRAFTING[self.drafting]
         if self.ranks > 1:
             options |= {"tensor_parallel_size": self.ranks, "distributed_executor_backend": "mp"}
             options["disable_custom_all_reduce"] = True  # NCCL's
         return options
 
+    def forwards_of(self, seen: dict[str, Any]) -> dict[str, Mapping[str, int]]:
+        """Of each layer of an engine, by kind of step."""
+        looped = draft_steps(seen["steps"], seen["looped"] if self.forwards > 1 else 0)
+        drafted = {"draft_block": seen["drafting"]} if self.is_block else looped
+        return {name: drafted if name in seen["draft_layers"] else seen["steps"] for name in seen["layers"]}
+
     @property
     def environment(self) -> dict[str, str]:
         """Of its process."""
-        return {"ATTN_BACKENDS_COUNT": "1"} | ({"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {})
+        given = {"ATTN_BACKENDS_COUNT": "1"} | ({"ATTN_BACKENDS_KERNEL": self.kernel} if self.kernel else {})
+        given |= {COSTS: "1"} if self.drafting == "cut" else {}
+        return given | ({SINKS: "1"} if self.model == "gqa-sinks" else {})
 
     def wrong_counts(self, seen: dict[str, Any]) -> list[str]:
         """Layers of target and draft in which our backend did not attend once a forward of the engine, kind by kind, by
-        kernels other than the case's, or without graphs that were to be replayed.
+        kernels other than the case's, without graphs that were to be replayed, or with rows that the device divided
+        where it was not to, or not where it was to.
         """
-        steps = seen["steps"]
-        drafted = draft_steps(steps, seen["looped"] if self.forwards > 1 else 0)
-        wanted = {name: drafted if name in seen["draft_layers"] else steps for name in seen["layers"]}
+        wanted = self.forwards_of(seen)
         if self.drafting == "cut":  # the host's lengths do not tell a verify from a mixed batch
             wanted = {name: {" or ".join(map(str, StepKind)): sum(kinds.values())} for name, kinds in wanted.items()}
         wrong = wrong_layers(seen["attended"], wanted)
-        verified = {kinds.get("target_verify", {}).get("kernel", "none") for kinds in seen["attended"].values()}
+        blocks = seen["draft_layers"] if self.is_block else []
+        verified = {
+            kinds.get("draft_block" if name in blocks else "target_verify", {}).get("kernel", "none")
+            for name, kinds in seen["attended"].items()
+        }
         wrong += [] if verified == {self.kernel} else [f"verified by {', '.join(sorted(verified))}"]
         wrong += [f"rank {rank} counted otherwise" for rank in seen["otherwise"]]
         wrong += [] if seen["ranks"] == self.ranks else [f"{seen['ranks']} ranks"]
+        wrong += [] if bool(seen["cut"]) == (self.drafting == "cut") else [f"{seen['cut']} batches were cut"]
         return wrong + ([] if bool(seen["replays"]) == (self.mode != "eager") else [f"{seen['replays']} replays"])
 
 
@@ -154,6 +201,22 @@ SPECULATIVE = [
     Case("mla-1", TRTLLM, "flashmla", "async", drafting="by-batch"),
     Case("gqa", FA3, "vllm_flash_attn", "async", drafting="cut"),
     Case("mla-1", FLASHINFER, "triton", "pieces", drafting="cut"),
+    Case("mla-1", FA3_MLA, "vllm_flash_attn", "full", drafting="cut"),
+    Case("gqa", FA3, "triton", "full", dtype="float32", drafting="by-batch"),
+    Case("gqa", FA3, "triton", "full", dtype="float32", drafting="cut"),
+    Case("gqa-dflash", FA3, "vllm_flash_attn", "full"),
+    Case("gqa-dflash", FA3, "vllm_flash_attn", "async"),
+    Case("gqa-dflash", FA3, "triton", "full", dtype="float32"),
+    Case("gqa-dspark", FA3, "vllm_flash_attn", "pieces"),
+    Case("gqa-dspark", FA3, "triton", "full", dtype="float32"),
+    Case("gqa-dspark", FA3, "vllm_flash_attn", "async", drafting="cut"),
+    Case("gqa-dspark", FA3, "triton", "full", dtype="float32", drafting="cut"),
+    Case("gqa-eagle", FA3, "vllm_flash_attn", "full"),
+    Case("gqa-eagle", FA3, "vllm_flash_attn", "async"),
+    Case("gqa-eagle", FA3, "triton", "full", dtype="float32"),
+    Case("gqa-sinks", FA3, "vllm_flash_attn", "full"),
+    Case("gqa-sinks", FA3, "vllm_flash_attn", "pieces"),
+    Case("gqa-sinks", FA3, "triton", "async", dtype="float32"),
 ]
 IN_PARALLEL = [
     Case("gqa", FA3, "vllm_flash_attn", "async", ranks=2),
@@ -162,7 +225,12 @@ IN_PARALLEL = [
 """Of tensor parallelism, where the machine has a GPU for each rank."""
 OTHERS = [Case("gqa", "TRITON_ATTN", mode="full"), Case("gqa", "FLASH_ATTN", mode="full"), Case("mla-1", PLAIN_MLA)]
 """None of ours: their counts are to be wrong. What they accept, and where they differ, stands beside ours."""
-FLASHINFER_KERNELS = [Case("mla-1", FLASHINFER, kernel, "full") for kernel in ("flashinfer_fa3", "flashinfer_fa2")]
+FLASHINFER_KERNELS = [
+    Case("mla-1", FLASHINFER, "flashinfer_fa3", "full"),
+    Case("mla-1", FLASHINFER, "flashinfer_fa2", "full"),
+    Case("mla-1", FLASHINFER, "flashinfer_fa3", "async"),
+    Case("mla-1", FLASHINFER, "flashinfer_fa3", "async", drafting="cut"),
+]
 """FlashInfer compiles them on the machine, for minutes: run when asked for by name."""
 
 
@@ -197,3 +265,28 @@ def differences(found: list[list[int]], plain: dict[str, Any]) -> list[tuple[int
             first = next(at for at, pair in enumerate(zip(ids, wanted, strict=True)) if pair[0] != pair[1])
             different.append((i, first, gaps[first]))
     return different
+
+
+def alike(found: dict[str, Any], exact: dict[str, Any]) -> tuple[int, int]:
+    """Drafted tokens that are those of another engine, and how many were compared: where both knew the same tokens, of
+    each draft up to the first that differs, and none that reaches the end of the context.
+    """
+    given, wanted = prompts(), {(request, known): drafts for request, known, drafts in exact["drafts"]}
+    ends = [
+        min(len(prompt) + _num_equal(*ids), MAX_MODEL_LEN - NUM_DRAFTED - 1)
+        for prompt, *ids in zip(given, found["ids"], exact["ids"], strict=False)
+    ]
+    equal = compared = 0
+    for request, known, drafts in found["drafts"]:
+        other = wanted.get((request, known), [])
+        if known <= ends[request] and other:
+            same = _num_equal(drafts, other)
+            equal += same
+            compared += min(same + 1, len(drafts), len(other))
+    return equal, compared
+
+
+def _num_equal(one: list[int], other: list[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(one, other, strict=False)
+    return next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(one), len(other)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -12,11 +14,13 @@ from typing import Any
 import torch
 
 from tests.engines.vllm.gpu.cases import (
+    ALIKE,
     FLASHINFER_KERNELS,
     IN_PARALLEL,
     OTHERS,
     SPECULATIVE,
     Case,
+    alike,
     differences,
     lengths,
     prompts,
@@ -24,13 +28,19 @@ from tests.engines.vllm.gpu.cases import (
 from tests.engines.vllm.gpu.server import EngineFailedError, Server
 
 AT_ONCE = 20
-LIMIT = 150.0
+"""Engines, on up to two GPUs; half as many on each more."""
+LIMIT, COMPILING = 240.0, 450.0
+"""Seconds of an engine's life, and of one whose kernels are compiled first."""
 
 
-def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
-    """What an engine gave: all prompts, twice, so that the second time they come out of the prefix cache."""
+def run(case: Case, models: Path, folder: Path, gpus: list[str]) -> dict[str, Any]:
+    """What an engine gave: all prompts, twice, so that the second time they come out of the prefix cache. gpus: that it
+    may use, all for none.
+    """
+    limit = COMPILING if case in FLASHINFER_KERNELS else LIMIT
+    environment = case.environment | ({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})
     asked: dict[str, Any] = {"prompts": prompts(), "lengths": lengths(), "gaps": not case.drafts}
-    with Server(str(case), case.options(models), case.environment, folder, LIMIT) as server:
+    with Server(str(case), case.options(models), environment, folder, limit) as server:
         try:
             start = server.wait()
             return {"start": start, "first": server.ask("generate", **asked), "again": server.ask("generate", **asked)}
@@ -40,26 +50,37 @@ def run(case: Case, models: Path, folder: Path) -> dict[str, Any]:
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: a pattern that is in the names of cases."""
-    num_gpus = torch.cuda.device_count()
+    gpus = visible_gpus()
+    num_gpus = len(gpus)
     cases = [case for case in (*SPECULATIVE, *IN_PARALLEL, *OTHERS) if re.search(chosen, str(case))]
     too_many = [case for case in cases if case.ranks > max(1, num_gpus)]
     cases = [case for case in cases if case not in too_many]
     cases += [case for case in FLASHINFER_KERNELS if chosen and re.search(chosen, str(case))]
     slowest_first = sorted(cases, key=lambda case: case.mode != "pieces")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        order = dict.fromkeys([*(case.plain for case in cases), *slowest_first])
-        runs = {case: pool.submit(run, case, models, folder) for case in order}
+    beside = [*(case.plain for case in cases), *(case.exact for case in cases if case.has_exact)]
+    with ThreadPoolExecutor(AT_ONCE * max(2, num_gpus) // 2) as pool:
+        runs = {
+            case: pool.submit(run, case, models, folder, (gpus[i % num_gpus :] + gpus)[: case.ranks] if gpus else [])
+            for i, case in enumerate(dict.fromkeys([*beside, *slowest_first]))
+        }
         for case in cases:
-            yield row(case, runs[case].result(), runs[case.plain].result())
+            exact = runs[case.exact].result() if case.has_exact else None
+            yield row(case, runs[case].result(), runs[case.plain].result(), exact)
     yield from ({"case": str(case), "ok": True, "not_run": f"GPUs: {num_gpus}"} for case in too_many)
     if not chosen:
         yield from ({"case": str(case), "ok": True, "not_run": "not asked for"} for case in FLASHINFER_KERNELS)
 
 
-def row(case: Case, run: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """What is to be said of a case."""
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def row(case: Case, run: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What is to be said of a case. exact: of the engine that its drafts are held to, if they are."""
     told: dict[str, Any] = {"case": str(case), **asdict(case), "beside": str(case.plain)}
-    for which in (run, plain):
+    for which in (run, plain, exact or {}):
         if "failed" in which:
             return told | {"ok": False, "failed": which["failed"]}
     answers = [run["first"], run["again"]]
@@ -67,7 +88,8 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any
     kernels = {kind: done["kernel"] for kinds in answers[0]["attended"].values() for kind, done in kinds.items()}
     different = [each for answer in answers for each in differences(answer["ids"], plain["first"])]
     near = all(gap <= case.tie for _, _, gap in different)
-    attended = sum(kind["forwards"] for kinds in answers[0]["attended"].values() for kind in kinds.values())
+    drafts = [alike(answer, exact["first"]) for answer in answers] if exact else []
+    wrong_drafts = [f"{equal} of {num}" for equal, num in drafts if not 0 < num * ALIKE[case.dtype] <= equal]
     return told | {
         "start_s": run["start"],
         "is_async": answers[0]["is_async"],
@@ -75,10 +97,21 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any
         "replays": [answer["replays"] for answer in answers],
         "cached": [answer["cached"] for answer in answers],
         "accepted": [answer["accepted"] for answer in answers],
-        "attended": attended,
+        "attended": forwards(answers[0]),
+        "drafts": drafts,
+        "cut": [answer["cut"] for answer in answers],
         "kernels": kernels,
         "wrong_counts": wrong if case.is_ours else len(wrong),
         "tokens": sum(len(ids) for answer in answers for ids in answer["ids"]),
         "differ": different,
-        "ok": near and (not wrong if case.is_ours else bool(wrong) and not attended),
+        "ok": near and not wrong_drafts and (not wrong if case.is_ours else bool(wrong) and not answers[0]["attended"]),
     }
+
+
+def forwards(answer: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Of all layers of the target and of the draft, by kind of step, as the device counted them."""
+    found: dict[str, Counter[str]] = {"target": Counter(), "draft": Counter()}
+    for name, kinds in answer["attended"].items():
+        model = "draft" if name in answer["draft_layers"] else "target"
+        found[model] += Counter({kind: done["forwards"] for kind, done in kinds.items()})
+    return {model: dict(kinds) for model, kinds in found.items()}

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from tests.block_formats import BLOCKS, DSPARKS
 from tests.engines.vllm import models
+from tests.engines.vllm.gpu.cases import NUM_DRAFTED
+from tests.head_formats import write
 
 LLAMA_LAYERS, DEEPSEEK_LAYERS = 8, 4
 _COMMON = {
@@ -58,10 +65,26 @@ DEEPSEEK: dict[str, Any] = _COMMON | {
 the library's MLA model.
 """
 
+BLOCK_CONFIG = {
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "head_dim": 64,
+    "vocab_size": 256,
+    "max_position_embeddings": 2048,
+}
+BLOCK_SIZES = {"H": 256, "T": 256, "I": 320, "Q": 256, "K": 128, "V": 256, "HEAD": 64}
+"""Of block drafts for the trained target, gqa; they have random weights."""
+
 
 def write_all(folder: Path) -> Path:
-    """The trained models, and the configurations of llama and deepseek, which vLLM loads with `load_format` dummy."""
+    """The trained models, alone and with block drafts; configurations of llama and deepseek, which vLLM loads with
+    `load_format` dummy.
+    """
     models.write_models(folder)
+    for name in ("gqa-sinks", "gqa-sinks-draft"):
+        (folder / name).symlink_to(name.replace("sinks", "window"))
+    _write_block(folder, "gqa-dflash", "SpecForge DFlash", {"block_size": NUM_DRAFTED + 1})
+    _write_block(folder, "gqa-dspark", "DSpark", {"block_size": NUM_DRAFTED})
     _write(folder / "llama", LLAMA)
     _write(folder / "llama-draft", EAGLE3)
     for name, like in (("deepseek", "mla-1"), ("deepseek-draft", "mla-1-draft")):
@@ -69,6 +92,20 @@ def write_all(folder: Path) -> Path:
         dense = {"first_k_dense_replace": DEEPSEEK_LAYERS + 1}
         _write(folder / name, config | DEEPSEEK | dense)
     return folder
+
+
+def _write_block(folder: Path, name: str, format: str, size: dict[str, int]) -> None:
+    """With the target's embedding where the format has its own. Queries are large, so that a row attends to few others
+    and drafts differ from step to step.
+    """
+    form = (BLOCKS | DSPARKS)[format]
+    wide = BLOCK_SIZES | ({"HR": BLOCK_SIZES["H"] + form.sizes["R"]} if "HR" in form.sizes else {})
+    form = replace(form, config={**form.config, **BLOCK_CONFIG, **size}, sizes={**form.sizes, **wide})
+    given = {key: torch.full(form.shape(size), 4.0) for key, size in form.tensors.items() if "q_norm" in key}
+    if "embed_tokens.weight" in form.tensors:
+        given["embed_tokens.weight"] = load_file(folder / "gqa/model.safetensors")["model.embed_tokens.weight"]
+    write(form, folder / f"{name}-draft", given=given)
+    (folder / name).symlink_to("gqa")
 
 
 def _write(folder: Path, config: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class Engine:
             "ids": [list(text.token_ids) for text in texts],
             "gaps": [[_gap(scores) for scores in text.logprobs] for text in texts] if gaps else [],
             "cached": sum(bool(output.num_cached_tokens) for output in outputs),
+            "drafts": self.drafts(len(prompts)),
         } | self.counted()
 
     def forget(self) -> None:
@@ -74,6 +75,13 @@ class Engine:
             "is_async": self.is_async,
         }
         return dict(first) | found
+
+    def drafts(self, num_prompts: int) -> list[tuple[int, int, list[int]]]:
+        """Since `forget`, of the first rank: number of the prompt, tokens known by then, and drafts. vLLM numbers on
+        from one call to the next.
+        """
+        found = self.llm.collective_rpc(counts.drafts)[0]
+        return [(request % num_prompts, known, drafts) for request, known, drafts in found]
 
     def acceptance(self) -> list[int]:
         """Drafted tokens that were accepted, by position."""

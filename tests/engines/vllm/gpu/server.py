@@ -18,6 +18,7 @@ GROUP = "vllm.general_plugins"
 TESTS_PLUG_INS = {
     "tests_plain": "tests.engines.vllm.plain:register",
     "tests_bugs": "tests.engines.vllm.defects:register",
+    "tests_given": "tests.engines.vllm.given:register",
 }
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
