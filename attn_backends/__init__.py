@@ -23,7 +23,7 @@ from attn_backends.memory.phase_sets import PhaseSet, PhaseSets
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.planning.metadata import ForwardMetadata, Metadata
 from attn_backends.registry import get_backend, list_backends
-from attn_backends.runner import PassThrough, PerRequest, PerToken, Phase, PhaseRunner, Rows, StepResult
+from attn_backends.runner import PassThrough, PerRequest, PerToken, Phase, PhaseRunner, StepResult
 from attn_backends.selection.choose import Workload
 
 __all__ = [
@@ -59,7 +59,6 @@ __all__ = [
     "PhaseSets",
     "PlanError",
     "RecordedGraph",
-    "Rows",
     "Schedule",
     "Scheduled",
     "StaticMemory",

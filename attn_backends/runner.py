@@ -12,10 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
-from typing import Annotated, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_type_hints
+from functools import cache, partial
+from typing import Annotated, Any, Generic, Literal, NoReturn, TypeVar, get_type_hints
 
-import torch
 from torch import Tensor
 
 from attn_backends.backend import AttentionBackend
@@ -23,7 +22,7 @@ from attn_backends.errors import CaptureError
 from attn_backends.graphs import Graph
 from attn_backends.memory.phase_sets import PhaseSet
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import Bucket, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
+from spec_metadata import Bucket, CommittedState, InvalidStepError, Paging, Step, StepKind, TokenBucket, idle_step
 
 Given = TypeVar("Given")
 Inputs = TypeVar("Inputs")
@@ -44,25 +43,14 @@ PerToken = Annotated[Tensor, FieldClass.PER_TOKEN]
 PassThrough = Annotated[Tensor, FieldClass.PASS_THROUGH]
 
 
-class Rows(NamedTuple):
-    """An input that is entries of a table: gathered where the region reads it. table: [n, ...]. rows: [bs] int64."""
-
-    table: Tensor
-    rows: Tensor
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of the entries."""
-        return self.rows.shape + self.table.shape[1:]
-
-
 @dataclass(frozen=True)
 class AnyPhase(Generic[Given, Inputs, Outputs]):
     """A region that a runner runs.
 
     region: (given, inputs) -> outputs, device work without host reads. safe_inputs: size -> inputs of padded rows,
     which are zeros. output: the outputs' dataclass. bucket: size -> the bucket that captures it. A size counts requests
-    of uniform rows, and packed rows.
+    of uniform rows, and packed rows. bound: those inputs that a step on a `CommittedState` has in place, by the names
+    of `CommittedState.bound`.
     """
 
     name: str
@@ -70,6 +58,7 @@ class AnyPhase(Generic[Given, Inputs, Outputs]):
     safe_inputs: Callable[[int], Inputs]
     output: type[Outputs]
     bucket: Callable[[int], Bucket | TokenBucket]
+    bound: Callable[[Inputs], Mapping[str, Tensor]] = lambda inputs: {}
 
 
 Phase = AnyPhase[Metadata, Inputs, Outputs]
@@ -141,7 +130,7 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         if not fitting and step.kind is StepKind.IDLE:
             return self._run_idle(step)
         if not fitting:
-            return StepResult(self._own(self._run_eagerly(step, _gathered(inputs)), step), None)
+            return StepResult(self._own(self._run_eagerly(step, inputs), step), None)
         captured = self._captured[min(fitting)]
         if self._within is not None:
             self._within.revive()
@@ -180,14 +169,8 @@ class Runner(ABC, Generic[Inputs, Outputs]):
             if source.shape[sized] != destination.shape[sized]:
                 captured = f"captured as {list(destination.shape)} ({kind})"
                 self._refuse(name, f"{list(source.shape)}, {captured}; a graph takes no other sizes")
-            if isinstance(source, Rows) and source.table.dtype != destination.dtype:
-                types = f"rows of a {source.table.dtype} table, captured as {destination.dtype}"
-                self._refuse(name, f"{types}; keep the table in that type")
             into = destination if kind is FieldClass.PASS_THROUGH else destination[: source.shape[0]]
-            if isinstance(source, Rows):
-                torch.index_select(source.table, 0, source.rows, out=into)
-            else:
-                into.copy_(source)
+            into.copy_(source)
             if into is not destination:
                 destination[into.shape[0] :].zero_()
 
@@ -195,24 +178,24 @@ class Runner(ABC, Generic[Inputs, Outputs]):
         raise InvalidStepError(f"phase {self.phase.name}: input {name} is {found}")
 
     def _own(self, outputs: Outputs, step: Step) -> Outputs:
-        trimmed = _trim(outputs, step.bs, step.num_tokens)
-        return _map(trimmed, lambda tensor, _: tensor.clone())
+        return _map(_trim(outputs, step.bs, step.num_tokens), lambda tensor, _: tensor.clone())
 
 
 class PhaseRunner(Runner[Inputs, Outputs]):
     """Runs a phase of which a graph holds all, attention too.
 
-    buckets: sizes to capture. paging: the engine's table, which a graph reads in place. planning: "before" a graph
-    runs, or "in_graph", as its first node, which a backend in checking mode can't. within: a set of phases that takes
-    turns with others. sharing: another set's runner, whose graphs' memory its own may reuse: they never run at once.
-    Raises `UnsupportedStepError` if the kernel can't be captured.
+    buckets: sizes to capture. paging: the engine's table, which a graph reads in place; or the state that steps are
+    made of, read in place as well unless the kernel plans on the host. planning: "before" a graph runs, or "in_graph",
+    as its first node, which a backend in checking mode can't. within: a set of phases that takes turns with others.
+    sharing: another set's runner, whose graphs' memory its own may reuse: they never run at once. Raises
+    `UnsupportedStepError` if the kernel can't be captured.
     """
 
     def __init__(
         self,
         phase: Phase[Inputs, Outputs],
         backend: AttentionBackend,
-        paging: Paging,
+        paging: Paging | CommittedState,
         buckets: Sequence[int] = (),
         make_graph: Callable[[], Graph] | None = None,
         planning: Planning = "before",
@@ -226,8 +209,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
                 f"phase {phase.name}: planning is 'in_graph' and {backend.name} checks, which reads the device; no "
                 "graph can hold that. Plan 'before', or build the backend without checking"
             )
-        before = shared[min(shared)].graph if shared else None
-        super().__init__(phase, backend, buckets, make_graph, within, before)
+        super().__init__(phase, backend, buckets, make_graph, within, shared[min(shared)].graph if shared else None)
 
     def _run_eagerly(self, step: Step, inputs: Inputs) -> Outputs:
         return self._region(self.backend.init_forward_metadata(step), inputs)
@@ -235,17 +217,24 @@ class PhaseRunner(Runner[Inputs, Outputs]):
     def _capture(
         self, bucket: Bucket | TokenBucket, inputs: Inputs, make_graph: Callable[[], Graph], before: Any
     ) -> CapturedRegion[Inputs, Outputs]:
-        graph, backend = make_graph(), self.backend
-        meta = backend.capture(bucket, self._paging, within=self._within)
-        plans_itself = self._planning == "in_graph"
+        graph, backend, at = make_graph(), self.backend, self._paging
+        if isinstance(at, CommittedState) and backend.kernel_of(bucket.kind).bound_reasons(bucket.kind):
+            at = at.paging
+        paging, bound = (
+            at.bound(bucket.bs, **self.phase.bound(inputs)) if isinstance(at, CommittedState) else (at, None)
+        )
+        meta = backend.capture(bucket, paging, bound, within=self._within)
+        load = at.take if isinstance(at, CommittedState) else partial(backend.copy_inputs, meta)
 
         def region() -> Outputs:
-            if plans_itself:
+            if self._planning == "in_graph":
                 backend.refresh(meta)
             return self._region(meta, inputs)
 
         def replay(step: Step) -> None:
-            (backend.copy_inputs if plans_itself else backend.replay)(meta, step)
+            load(step)
+            if self._planning == "before":
+                backend.refresh(meta)
             graph.replay()
 
         outputs = graph.capture(region, before)
@@ -278,10 +267,6 @@ def _classes(kind: type) -> Mapping[str, FieldClass]:
 def _map(value: Any, change: Callable[[Tensor, FieldClass], Tensor]) -> Any:
     classes = classify(type(value))
     return type(value)(**{name: change(getattr(value, name), kind) for name, kind in classes.items()})
-
-
-def _gathered(inputs: Any) -> Any:
-    return _map(inputs, lambda given, _: given.table[given.rows] if isinstance(given, Rows) else given)
 
 
 def _trim(value: Any, bs: int, num_tokens: int) -> Any:

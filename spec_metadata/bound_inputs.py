@@ -76,7 +76,7 @@ def check_bound(inputs: BoundInputs | None, bucket: AnyBucket, paging: Paging, c
             "a block table and committed lengths don't tell which requests are real (0 committed tokens may be): pass "
             "num_real, or lengths that include the step's rows"
         )
-    if (inputs.tree_mask is not None) != (bucket.tree and num_steps == 1):
+    if (inputs.tree_mask is not None) != (bucket.tree and bucket.kind is StepKind.TARGET_VERIFY):
         given = describe(inputs.tree_mask)
         raise InvalidStepError(f"inputs.tree_mask of ({bucket}) is {given}; a verify over a tree has one, no other")
     if inputs.tree_mask is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spec_metadata.bound_inputs import BoundInputs
 from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
+from spec_metadata.layout import Step
 from spec_metadata.paging import Paging, RequestTable
 
 Load = Callable[["CommittedState", Tensor, Tensor | None], None]
@@ -54,13 +55,14 @@ class CommittedState:
         lens, num_real = (torch.zeros(size, dtype=torch.int32, device=table.device) for size in (max_bs, 1))
         return cls(lens, num_real, paging.on_static(place))
 
-    def load(self, seq_lens: Tensor, rows: Tensor | None = None) -> None:
+    def load(self, seq_lens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Paging]:
         """Hold the requests of the next cycle: one launch on a GPU where Triton runs, else two copies and a fill, which
         a graph can record. On another stream than the last cycle's graphs, wait for those first
         (`Metadata.wait_for_reads` of each phase).
 
         seq_lens: [bs] int32 or int64, committed tokens. rows: [bs] int32 or int64, of a request table; None of a block
-        table, whose pages the engine writes. bs may be 0. Raises `InvalidStepError` for others, with nothing written.
+        table, whose pages the engine writes. bs may be 0. Returns the lengths and the paging that steps of them are
+        made of. Raises `InvalidStepError` for others, with nothing written.
         """
         most = self.seq_lens.numel()
         if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.numel() > most:
@@ -71,6 +73,14 @@ class CommittedState:
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
         self._load(self, seq_lens, rows)
+        return self._first(seq_lens.numel())
+
+    def take(self, step: Step) -> None:
+        """Hold the requests of a step, which is on the state's table; one made of the state's own lengths is held."""
+        if step.seq_lens.data_ptr() != self.seq_lens.data_ptr():
+            if step.paging.table.data_ptr() != self.paging.table.data_ptr():
+                raise InvalidStepError("a step on another table than the state's")
+            self.load(step.seq_lens, step.paging.rows if isinstance(step.paging, RequestTable) else None)
 
     def bound(
         self,
@@ -85,8 +95,11 @@ class CommittedState:
         """
         if not 1 <= bs <= self.seq_lens.shape[0]:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
-        inputs = BoundInputs(self.seq_lens[:bs], out_cache_loc, self.num_real, tree_mask, widths=widths)
-        return self.paging.on_static(self.paging.static_input()[:bs]), inputs
+        lens, paging = self._first(bs)
+        return paging, BoundInputs(lens, out_cache_loc, self.num_real, tree_mask, widths=widths)
+
+    def _first(self, bs: int) -> tuple[Tensor, Paging]:
+        return self.seq_lens[:bs], self.paging.on_static(self.paging.static_input()[:bs])
 
     def _check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:
         check_tensor(name, given, shape, INTEGERS)

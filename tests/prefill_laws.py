@@ -244,7 +244,11 @@ def check_further_fields(place: Place = PLACE) -> None:
     """A user's fields reach the graph, and come back of the step's size, without a word to the runner."""
     worker = eagle_worker(place)
     model = Model(worker.target, worker.target_caches, worker.backends.prefill)
-    known, width, device = prefill_phase(model, worker.capacity), worker.target.hidden_size, worker.device
+    known, width, device = (
+        prefill_phase(model, worker.capacity, worker._sampling),
+        worker.target.hidden_size,
+        worker.device,
+    )
 
     def region(forward: Forward, given: ImageInputs) -> ImageOutputs:
         embeds = torch.where(given.is_image.unsqueeze(1), given.embeds, worker.target.embedding(given.tokens))
@@ -284,7 +288,7 @@ def check_mixed(place: Place = PLACE) -> None:
     """
     worker = eagle_worker(place)
     model = Model(worker.target, worker.target_caches, worker.backends.prefill)
-    phase = prefill_phase(model, worker.capacity)
+    phase = prefill_phase(model, worker.capacity, worker._sampling)
     eager, pieces = (PiecewiseRunner(phase, model.backend, sizes, graph_of(place)) for sizes in ((), BUCKETS))
     full = PhaseRunner(whole(phase), model.backend, worker._paging(), BUCKETS, graph_of(place))
     lens, widths = (0, 9, 5, 12), (6, 1, 1, 3)

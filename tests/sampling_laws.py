@@ -15,6 +15,7 @@ from attn_backends.backends.reference import ReferenceBackend
 from attn_backends.graphs import RecordedGraph
 from attn_backends.runner import PhaseRunner
 from attn_backends_reference.eagle import phases
+from attn_backends_reference.eagle.tables import keep
 from spec_metadata import (
     CacheGeometry,
     Capacity,
@@ -80,24 +81,28 @@ class Served:
         self.table, self.geometry = torch.zeros(max_bs + 1, self.capacity.max_kv_len, dtype=torch.int32), geometry
         backend = ReferenceBackend(self.capacity, geometry)
         make = phases.decode_phase if shape is None else phases.verify_phase
-        phase = make(phases.Model(MarkovTarget(), [], backend), self.capacity)
+        self.params, self.last = SamplingParams.greedy(max_bs + 1), torch.zeros(max_bs + 1, dtype=torch.int64)
+        tables = (self.params, self.last) if shape is None else (self.params,)
+        phase = make(phases.Model(MarkovTarget(), [], backend), self.capacity, *tables)
         self.runner = PhaseRunner(phase, backend, self.paging(0), buckets, RecordedGraph)
 
     def paging(self, bs: int) -> RequestTable:
         """Every request on the reserved page: nothing attends."""
-        return RequestTable(self.table, torch.zeros(bs, dtype=torch.int64), self.geometry)
+        return RequestTable(self.table, torch.arange(1, bs + 1), self.geometry)
 
     def step(self, roots: Tensor, lens: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
         """One step: tokens [bs, A] and how many of them were emitted [bs]."""
         paging = self.paging(len(roots))
+        keep(self.params, paging.rows, params)
+        self.last[paging.rows] = roots
         if self.shape is None:
-            out = self.runner.run(Step.decode(lens, paging), phases.DecodeInputs.of(roots, params)).value
+            out = self.runner.run(Step.decode(lens, paging), phases.Nothing()).value
             return out.tokens.unsqueeze(1), torch.ones_like(lens)
         tree = drafted(self.shape, roots)
         mask = tree.mask if self.capacity.topk > 1 else None
         step = Step.target_verify(len(self.shape[0]), lens, paging, tree_mask=mask)
         fields = phases.TreeFields(tree.tokens, tree.parents, tree.depths, tree.mask)
-        out = self.runner.run(step, phases.VerifyInputs.of(fields, params)).value
+        out = self.runner.run(step, fields).value
         return out.tokens, out.num_accepted
 
     def texts(self, requests: Sequence[int], num_tokens: int) -> dict[int, list[int]]:

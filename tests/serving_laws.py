@@ -296,15 +296,20 @@ def check_phase_backends() -> None:
     with TemporaryDirectory() as folder:
         engine = build_engine(load_run_config(str(write_run(Path(folder) / "run.toml"))))
     ran: set[tuple[str, str]] = set()
-    admit = AttentionBackend._admit
+    plan = AttentionBackend._metadata, AttentionBackend.refresh
 
-    def logged(backend, step):
+    def planned(backend, step, *given):
         ran.add((str(step.kind), backend.name))
-        admit(backend, step)
+        return plan[0](backend, step, *given)
+
+    def planned_again(backend, meta):
+        ran.add((str(meta.step.kind), backend.name))
+        plan[1](backend, meta)
 
     prompts = [a_prompt(length, length) for length in (5, 11)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionBackend, "_admit", logged)
+        patch.setattr(AttentionBackend, "_metadata", planned)
+        patch.setattr(AttentionBackend, "refresh", planned_again)
         found = [tokens(made) for made in (engine.generate(prompts, 20), engine.generate_plain(prompts, 20))]
     kinds = {"draft": "draft_decode", "verify": "target_verify"}
     assert {(kinds.get(phase, phase), name) for phase, name in PER_PHASE.items()} == ran

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from attn_backends.backend import AttentionBackend
 from attn_backends.graphs import RecordedGraph
 from attn_backends.memory.static_memory import StaticMemory
 from attn_backends.registry import get_backend
@@ -233,19 +232,19 @@ def ends(tokens: Sequence[int], arrival: Arrival, eos_token: int) -> list[int]:
 def shared_pages_are_read_only(slots: SlotAllocator) -> Iterator[list[int]]:
     """While it lasts, refuses steps that write to a page that several rows hold. Yields the refcounts that it met."""
     met: list[int] = []
-    admit = AttentionBackend._admit
+    run = Runner.run
 
-    def check(backend: AttentionBackend, step: Step) -> None:
+    def check(runner: Runner, step: Step, inputs: object) -> object:
         if step.kind is not StepKind.IDLE:
             pages = {slot // slots.geometry.page_size for slot in step.flat_slots().tolist()}
             counts = [slots.refcount(page) for page in pages]
             assert set(counts) == {1}, f"a {step.kind} step writes to pages that {counts} rows hold"
             rows = step.paging.rows.tolist()
             met.extend(max(map(slots.refcount, slots.pages(row)), default=0) for row in rows)
-        admit(backend, step)
+        return run(runner, step, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionBackend, "_admit", check)
+        patch.setattr(Runner, "run", check)
         yield met
 
 

@@ -297,3 +297,16 @@ def test_metadata_on_a_state_takes_no_step() -> None:
     meta = engine.capture(backend, engine.capacity.bucket(StepKind.DECODE, 4))
     with pytest.raises(CaptureError, match="reads the engine's buffers"):
         backend.copy_inputs(meta, engine.step(StepKind.DECODE, [5], [1]))
+
+
+def test_a_step_of_its_own_is_held_and_any_other_on_its_table_is_taken() -> None:
+    engine, lens = Engine("fa3", RequestTable), torch.tensor([5, 9])
+    own = Step.decode(*engine.state.load(lens, torch.tensor([2, 6])))
+    engine.state.take(own)
+    assert (own.seq_lens.tolist(), own.paging.static_input().tolist()) == ([5, 9], [2, 6])
+    engine.state.take(engine.step(StepKind.DECODE, [7], [3]))
+    assert (int(engine.state.num_real), engine.state.seq_lens[:1].tolist()) == (1, [7])
+    other = RequestTable(engine.rows.table.clone(), torch.tensor([1]), engine.rows.geometry)
+    with pytest.raises(InvalidStepError, match="another table"):
+        engine.state.take(Step.decode(torch.tensor([8]), other))
+    assert engine.state.seq_lens[:1].tolist() == [7]

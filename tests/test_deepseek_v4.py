@@ -14,13 +14,13 @@ from attn_backends.backends.dsv4 import DSV4Backend
 from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.eagle.engine import serve
 from attn_backends_reference.eagle.options import PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import VerifyInputs
-from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker, kept
+from attn_backends_reference.eagle.phases import Nothing
+from attn_backends_reference.eagle.worker import EagleWorker, PlainWorker
 from attn_backends_reference.models import load_draft, load_target
 from attn_backends_reference.models.attention import ForwardAttention
 from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends_reference.models.deepseek_v4_draft import MtpDraft
-from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, SamplingParams, Step
+from spec_metadata import BlockTable, CacheGeometry, Capacity, PackedQuery, Step
 from training.compressed_plans import Nodes
 from training.corpus import load_heldout
 from training.cycles import Window
@@ -181,8 +181,8 @@ def test_an_idle_rank_runs_every_phase(target, draft, path):
     idle = Step.idle(worker.slots.paging(rows))
     phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
-        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        tree = worker._run(phases.draft, idle, Nothing())
+        accepted = worker._run(phases.verify, idle, tree)
         extended = worker._run(phases.extend, idle, accepted)
     assert [x.shape[0] for x in (tree.tokens, accepted.hidden, extended.tokens)] == [0, 0, 0]
 

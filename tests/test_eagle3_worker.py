@@ -13,12 +13,11 @@ from attn_backends_reference.config import load_run_config
 from attn_backends_reference.eagle.engine import build_engine
 from attn_backends_reference.eagle.mtp import MtpWorker
 from attn_backends_reference.eagle.options import PrefillGraphs, WorkerOptions
-from attn_backends_reference.eagle.phases import VerifyInputs
+from attn_backends_reference.eagle.phases import Nothing
 from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import EagleWorker
 from attn_backends_reference.models.eagle3 import Eagle3Model, save_eagle3
-from spec_metadata import Capacity, SamplingParams, Step
+from spec_metadata import Capacity, Step
 from tests import eagle3_laws as laws
 from tests.eagle3_models import CONFIG, LAYERS, random_draft
 from tests.eagle3_scenes import Place, workers
@@ -102,8 +101,8 @@ def test_an_idle_rank_runs_every_phase(buckets):
     idle = Step.idle(worker.slots.paging(rows))
     phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
-        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        tree = worker._run(phases.draft, idle, Nothing())
+        accepted = worker._run(phases.verify, idle, tree)
         state = worker._run(phases.extend, idle, accepted)
     assert accepted.hidden.shape == (0, 4, 3 * worker.draft.hidden_size)
     assert state.hidden.shape == (0, worker.draft.hidden_size)

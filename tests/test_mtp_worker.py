@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attn_backends.errors import UnsupportedStepError
-from attn_backends_reference.eagle.phases import VerifyInputs
+from attn_backends_reference.eagle.chains import Chains
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape, RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server
-from spec_metadata import Sampling, SamplingParams, Step, StepKind
+from spec_metadata import Sampling, Step, StepKind
 from tests import mtp_laws as laws
 from tests.mtp_scenes import Place, capacity_of, mtp_worker, random_arrivals, steady
 from tests.no_host_reads import NoHostReads
@@ -183,7 +183,7 @@ def test_an_idle_rank_runs_every_phase_and_writes_nothing(buckets):
     rows = torch.empty(0, dtype=torch.int64)
     idle, reserved = Step.idle(worker.slots.paging(rows)), worker.slots.geometry.reserved_page
     with torch.no_grad():
-        accepted = worker._run(worker._verify, idle, VerifyInputs.of(worker._trees(rows), SamplingParams.greedy(0)))
+        accepted = worker._run(worker._verify, idle, Chains(worker._chains[rows]))
         given = worker._window_inputs(rows, rows.int(), accepted)
         window = worker._run(worker._window, idle, given)
         for runner in worker._further:

@@ -13,12 +13,12 @@ from torch.nested import nested_tensor
 
 from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.config import load_run_config
+from attn_backends_reference.eagle.chains import Chains
 from attn_backends_reference.eagle.engine import build_engine
-from attn_backends_reference.eagle.phases import VerifyInputs
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import RequestError, RequestOptions
 from attn_backends_reference.eagle.serving import Server
-from spec_metadata import Capacity, InvalidStepError, Sampling, SamplingParams, Step
+from spec_metadata import Capacity, InvalidStepError, Sampling, Step
 from tests import mm_laws as laws
 from tests import mm_shipped
 from tests.mm_laws import MAX_BS, PLACEHOLDER, PREFILLS, WORKERS
@@ -141,7 +141,7 @@ def test_an_idle_rank_runs_windows(buckets: tuple[int, ...]) -> None:
     rows = torch.empty(0, dtype=torch.int64)
     idle, width = Step.idle(worker.slots.paging(rows)), worker.target.hidden_size
     with torch.no_grad():
-        accepted = worker._run(worker._verify, idle, VerifyInputs.of(worker._trees(rows), SamplingParams.greedy(0)))
+        accepted = worker._run(worker._verify, idle, Chains(worker._chains[rows]))
         window = worker._run(worker._window, idle, worker._window_inputs(rows, worker._lens[rows], accepted))
     assert window.kept_embeddings.shape == (0, worker.capacity.num_rerun, width)
 

@@ -40,7 +40,7 @@ class Fields:
 def phase_of(worker: TargetWorker) -> PackedPhase[PrefillInputs, Fields]:
     """A target's prefill that returns all of them."""
     target, model = worker.target, Model(worker.target, worker.target_caches, worker.backends.prefill)
-    known = prefill_phase(model, worker.capacity)
+    known = prefill_phase(model, worker.capacity, worker._sampling)
 
     def region(forward: Forward, given: PrefillInputs) -> Fields:
         attention = model.attention(forward)
@@ -60,15 +60,11 @@ def step_of(worker: TargetWorker, rows: Sequence[int], lens: Sequence[int]) -> t
         prompt, embeddings = prompt_of(worker, text(length, range(0, length, 3), 0, seed=length))
         chunks.append(Chunk(row, prompt, 0, length, form.take(prompt, embeddings)))
     step = worker._prefill_step(chunks)
-    zeros = torch.zeros(len(lens))
     inputs = PrefillInputs(
-        temperature=zeros,
-        top_p=zeros,
-        top_k=zeros.int(),
-        seed=zeros.long(),
         tokens=torch.tensor([token for chunk in chunks for token in chunk.tokens]),
         positions=token_positions(step),
         last=last_rows(step),
+        table_rows=step.paging.rows,
     )
     return step, worker._with_embeddings(inputs, chunks)
 

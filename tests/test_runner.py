@@ -26,7 +26,6 @@ from attn_backends.runner import (
     Phase,
     PhaseRunner,
     Planning,
-    Rows,
     StepResult,
     classify,
 )
@@ -44,11 +43,6 @@ class Given:
     q: PerToken
     k: PerToken
     v: PerToken
-    tag: PerRequest
-
-
-@dataclass(frozen=True, eq=False)
-class Tagged:
     tag: PerRequest
 
 
@@ -284,30 +278,6 @@ def test_an_input_that_does_not_depend_on_the_batch_may_be_a_scalar(world: World
     for factor in (2.0, 3.0):
         result = runner.run(scene.step(), Scaled(torch.ones(2 * WIDTH), torch.tensor(factor)))
         assert result.value.q.tolist() == [factor] * 2 * WIDTH
-
-
-@pytest.mark.parametrize("buckets", [(), (3,)], ids=["eager", "graph"])
-def test_an_input_may_be_rows_of_a_table(world: World, buckets: tuple[int, ...]) -> None:
-    """It is gathered as it is read, in any order, and padded; other rows of the table stay as they are."""
-    phase = Phase(
-        "tags",
-        lambda meta, given: Tagged(given.tag + 1),
-        lambda bs: Tagged(torch.zeros(bs, 2)),
-        Tagged,
-        lambda bs: world.capacity.bucket(KIND, bs),
-    )
-    runner = PhaseRunner(phase, world.backend, world.paging(), buckets, RecordedGraph)
-    table, scene = torch.arange(10.0).view(5, 2), Scene(world, Batch(KIND, (5, 3)))
-    scene.reset_memory()
-    for rows in ([3, 1], [4, 4]):
-        result = runner.run(scene.step(), Tagged(Rows(table, torch.tensor(rows))))
-        assert result.value.tag.tolist() == (table[rows] + 1).tolist()
-    assert torch.equal(table, torch.arange(10.0).view(5, 2))
-    with pytest.raises(InvalidStepError, match="this step needs 2, got \\[1\\]"):
-        runner.run(scene.step(), Tagged(Rows(table, torch.tensor([1]))))
-    if buckets:
-        with pytest.raises(InvalidStepError, match=r"is rows of a torch\.float64 table, captured as torch\.float32"):
-            runner.run(scene.step(), Tagged(Rows(table.double(), torch.tensor([3, 1]))))
 
 
 @pytest.mark.parametrize(

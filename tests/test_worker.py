@@ -10,11 +10,11 @@ import torch
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.graphs import RecordedGraph
 from attn_backends_reference.eagle.options import WorkerOptions
-from attn_backends_reference.eagle.phases import VerifyInputs
+from attn_backends_reference.eagle.phases import Nothing
 from attn_backends_reference.eagle.requests import RequestError
 from attn_backends_reference.eagle.serving import serve
-from attn_backends_reference.eagle.worker import EagleWorker, kept
-from spec_metadata import Capacity, InvalidStepError, SamplingParams, Step
+from attn_backends_reference.eagle.worker import EagleWorker
+from spec_metadata import Capacity, InvalidStepError, Step
 from tests.serving_scenes import (
     CHAIN,
     EAGER,
@@ -188,8 +188,8 @@ def test_an_idle_rank_runs_every_phase_and_writes_nothing(path):
     idle, reserved = Step.idle(worker.slots.paging(rows)), geometry.reserved_page
     phases = worker.step_sets[0]
     with torch.no_grad():
-        tree = worker._run(phases.draft, idle, kept(worker._state, rows))
-        accepted = worker._run(phases.verify, idle, VerifyInputs.of(tree, SamplingParams.greedy(0)))
+        tree = worker._run(phases.draft, idle, Nothing())
+        accepted = worker._run(phases.verify, idle, tree)
         extended = worker._run(phases.extend, idle, accepted)
     assert tree.tokens.shape == (0, 16)
     assert accepted.hidden.shape == (0, 4, 256)

@@ -19,8 +19,9 @@ def draft_window_clipped_from_offset_zero(patch: pytest.MonkeyPatch) -> None:
     """A windowed draft reads the right number of tokens, but the first ones of the request."""
 
     def first(self, rows, lens):
-        paging = self.slots.paging(rows)
-        return READ(self, rows, lens)[0], replace(paging, table=self.table.copy_(paging.table))
+        left = READ(self, rows, lens)
+        self.table.copy_(self.slots.table)
+        return left
 
     patch.setattr(DraftWindow, "read", first)
 
@@ -45,7 +46,7 @@ def sink_tokens_left_out(patch: pytest.MonkeyPatch) -> None:
         skipped = self.num_skipped(lens)
         columns = torch.arange(self.table.shape[1])
         self.table[rows] = self.slots.paging(rows).slots(columns + skipped.unsqueeze(1)).int()
-        return lens - skipped, self.paging(rows)
+        return lens - skipped
 
     patch.setattr(DraftWindow, "read", without)
 
@@ -53,7 +54,7 @@ def sink_tokens_left_out(patch: pytest.MonkeyPatch) -> None:
 @mutant("positions of a compact cache taken for a request's", "eagle3.window")
 def windowed_drafts_stand_in_the_window(patch: pytest.MonkeyPatch) -> None:
     """Drafted rows are rotated by their place among the tokens that are left, not in the text."""
-    patch.setattr(phases, "_draft_positions", lambda meta, state, i: phases.token_positions(meta.step, i))
+    patch.setattr(phases, "_draft_positions", lambda meta, committed, i: phases.token_positions(meta.step, i))
 
 
 @mutant("a page table of the first cycle, under a replay", "eagle3.window", graph=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from attn_backends.runner import PhaseRunner
-from attn_backends_reference.eagle import worker
+from attn_backends_reference.eagle import phases, worker
 from attn_backends_reference.eagle.launches import Timings
 from attn_backends_reference.eagle.options import PhaseBackends
 from attn_backends_reference.eagle.phases import DraftState
@@ -35,13 +36,13 @@ def sampling_of_the_last_tenant(patch: pytest.MonkeyPatch) -> None:
 @mutant("batch state kept by place in the batch, which shifts when a request leaves", "serving.random")
 def draft_state_by_place_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     """The draft's state is read at the request's place in the batch, not at its row."""
-    kept = worker.kept
+    kept = phases.kept
 
     def by_place(table, rows):
-        places = rows.new_tensor(range(1, len(rows) + 1))
+        places = torch.arange(1, len(rows) + 1, device=rows.device)
         return kept(table, places if isinstance(table, DraftState) else rows)
 
-    patch.setattr(worker, "kept", by_place)
+    patch.setattr(phases, "kept", by_place)
 
 
 @mutant("index tensors cached by batch size: requests change and the size stays", "serving.random")

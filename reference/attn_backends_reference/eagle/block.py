@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
-from attn_backends.runner import PerRequest, PerToken, Phase
-from attn_backends_reference.eagle.chains import Chains, ChainTrees
+from attn_backends.runner import PerToken, Phase
+from attn_backends_reference.eagle.chains import Chains, chain_verify_phase
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import Accepted, Model, VerifyInputs, verify_phase
+from attn_backends_reference.eagle.phases import Accepted, Model, Nothing
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.tables import kept
+from attn_backends_reference.eagle.tables import rows_of
 from attn_backends_reference.eagle.worker import SpeculativeWorker
 from attn_backends_reference.models.block import BlockModel
 from attn_backends_reference.models.decoder import TargetModel
@@ -39,23 +40,11 @@ from spec_metadata import (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Roots:
-    """root: [bs] int64, the last sampled token."""
-
-    root: PerRequest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ContextRows:
     """hidden: [num_tokens, F], what the draft takes of the target. positions: [num_tokens] int64."""
 
     hidden: PerToken
     positions: PerToken
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Nothing:
-    """A phase that stores, and has no other result."""
 
 
 class BlockWorker(SpeculativeWorker):
@@ -85,34 +74,30 @@ class BlockWorker(SpeculativeWorker):
         drafting, extending, filling = (
             Model(draft, self.draft_caches, each) for each in (backends.draft, backends.draft_extend, backends.prefill)
         )
-        self._draft = self._runner(block_phase(drafting, capacity), backends.draft)
-        self._context = self._runner(context_phase(extending, capacity), backends.draft_extend)
-        self._verify = self._runner(
-            verify_phase(Model(target, self.target_caches, backends.verify), capacity), backends.verify
-        )
-        self._first_context = self._prefill_runner(context_prefill_phase(filling, capacity))
         self._roots = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
-        self._trees = ChainTrees(capacity, self.device)
+        self._draft = self._runner(block_phase(drafting, capacity, self._roots), backends.draft)
+        self._context = self._runner(context_phase(extending, capacity), backends.draft_extend)
+        verifying = Model(target, self.target_caches, backends.verify)
+        self._verify = self._runner(chain_verify_phase(verifying, capacity, self._sampling), backends.verify)
+        self._first_context = self._prefill_runner(context_prefill_phase(filling, capacity))
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One cycle, which emits the accepted drafts and the target's own token after them."""
         timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
-        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
-        block = Step.draft_block(capacity.block_width, lens, paging, **bounds)
-        chains = self._run(self._draft, block, Roots(self._roots[index])).tokens
+        committed, bounds = self._load(index), self._bounds(max_committed)
+        block = Step.draft_block(capacity.block_width, *committed, **bounds)
+        chains = self._run(self._draft, block, Nothing())
         timings.mark("draft")
-        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **bounds)
-        accepted = self._run(
-            self._verify, verifying, VerifyInputs.of(self._trees.of(chains), kept(self._sampling, index))
-        )
+        verifying = Step.target_verify(capacity.num_draft_tokens, *committed, **bounds)
+        accepted = self._run(self._verify, verifying, chains)
         timings.mark("verify")
-        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), lens, paging, **bounds)
+        extending = Step.draft_extend(UniformQuery(capacity.max_accepted), *committed, **bounds)
         self._run(self._context, extending, accepted)
         timings.mark("context")
         launch = Launch(accepted.tokens, accepted.num_accepted, timings)
         self._roots[index] = accepted.tokens[:, -1]
-        self._lens[index] = lens + accepted.num_accepted
+        self._lens.index_add_(0, index, accepted.num_accepted)
         return launch
 
     @torch.no_grad()
@@ -123,19 +108,18 @@ class BlockWorker(SpeculativeWorker):
         self._roots[self._index([chunk.row for chunk in chunks])] = first
 
 
-def block_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Roots, Chains]:
-    """One forward of the draft over a block, and the token that each of its rows proposes."""
+def block_phase(draft: Model[BlockModel], capacity: Capacity, roots: Tensor) -> Phase[Nothing, Chains]:
+    """One forward of the draft over a block, and the token that each of its rows proposes. roots: the table of the last
+    sampled tokens, [n] int64.
+    """
 
-    def region(meta: Metadata, given: Roots) -> Chains:
-        attention = draft.attention(meta.at())
-        rows = draft.model.forward(given.root, token_positions(meta.step), attention)
-        drafted = draft.model.propose(rows, given.root)
-        return Chains(torch.cat((given.root.unsqueeze(1), drafted), dim=1))
+    def region(meta: Metadata, _: Nothing) -> Chains:
+        root, attention = roots[rows_of(meta)], draft.attention(meta.at())
+        rows = draft.model.forward(root, token_positions(meta.step), attention)
+        return Chains(torch.cat((root.unsqueeze(1), draft.model.propose(rows, root)), dim=1))
 
-    def safe_inputs(bs: int) -> Roots:
-        return Roots(torch.zeros(bs, dtype=torch.int64, device=draft.model.device))
-
-    return Phase("draft", region, safe_inputs, Chains, lambda bs: capacity.bucket(StepKind.DRAFT_BLOCK, bs))
+    bucket = partial(capacity.bucket, StepKind.DRAFT_BLOCK)
+    return Phase("draft", region, lambda bs: Nothing(), Chains, bucket)
 
 
 def context_phase(draft: Model[BlockModel], capacity: Capacity) -> Phase[Accepted, Nothing]:

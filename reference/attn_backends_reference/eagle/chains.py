@@ -1,15 +1,16 @@
-"""Chains of drafts between the phases of a cycle: what a draft proposes, and what a verify takes of it."""
+"""Chains of drafts between the phases of a cycle: what a draft proposes, and the phase that verifies them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from attn_backends.runner import PerRequest
-from attn_backends_reference.eagle.phases import TreeFields
-from spec_metadata import Capacity, DraftTree
+from attn_backends.planning.metadata import Metadata
+from attn_backends.runner import PerRequest, Phase
+from attn_backends_reference.eagle.phases import Accepted, Model, TreeFields, verify_phase
+from attn_backends_reference.models.decoder import TargetModel
+from spec_metadata import Capacity, DraftTree, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,16 +19,23 @@ class Chains:
 
     tokens: PerRequest
 
+    @classmethod
+    def empty(cls, bs: int, capacity: Capacity, device: torch.device) -> Chains:
+        """Zeros."""
+        return cls(torch.zeros(bs, capacity.num_draft_tokens, dtype=torch.int64, device=device))
 
-class ChainTrees:
-    """Chains of a capacity as the trees that a verify takes."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
-        chains = torch.zeros(capacity.max_bs, capacity.num_draft_tokens, dtype=torch.int64, device=device)
-        parents = (torch.arange(capacity.num_draft_tokens, device=device) - 1).clamp_min(0).expand_as(chains)
-        self._shape = DraftTree.from_parents(chains, parents, capacity.num_steps)
+def chain_verify_phase(
+    target: Model[TargetModel], capacity: Capacity, sampling: SamplingParams
+) -> Phase[Chains, Accepted]:
+    """`verify_phase` of chains, which are trees of one shape."""
+    known, device = verify_phase(target, capacity, sampling), target.model.device
+    chains = Chains.empty(capacity.max_bs, capacity, device).tokens
+    parents = (torch.arange(capacity.num_draft_tokens, device=device) - 1).clamp_min(0).expand_as(chains)
+    shape = DraftTree.from_parents(chains, parents, capacity.num_steps)
 
-    def of(self, chains: Tensor) -> TreeFields:
-        """The trees of chains [bs, num_draft_tokens] int64."""
-        bs, shape = len(chains), self._shape
-        return TreeFields(chains, shape.parents[:bs], shape.depths[:bs], shape.mask[:bs])
+    def region(meta: Metadata, given: Chains) -> Accepted:
+        bs = len(given.tokens)
+        return known.region(meta, TreeFields(given.tokens, shape.parents[:bs], shape.depths[:bs], shape.mask[:bs]))
+
+    return Phase(known.name, region, lambda bs: Chains.empty(bs, capacity, device), known.output, known.bucket)

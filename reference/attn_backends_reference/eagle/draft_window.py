@@ -19,10 +19,9 @@ from torch import Tensor
 from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
 from attn_backends_reference.eagle.options import WorkerOptions
-from attn_backends_reference.eagle.phases import DraftState, WindowedState, by_name
 from attn_backends_reference.eagle.slots import SlotAllocator
 from attn_backends_reference.models.decoder import DraftModel
-from spec_metadata import Capacity, RequestTable
+from spec_metadata import Capacity, CommittedState, RequestTable
 from spec_metadata.capacity import ceil_div
 
 
@@ -62,9 +61,9 @@ class DraftWindow:
         pages = torch.div(lens - self.size, page_size, rounding_mode="floor") - ceil_div(self.num_sinks, page_size)
         return pages.clamp_min(0) * page_size
 
-    def read(self, rows: Tensor, lens: Tensor) -> tuple[Tensor, RequestTable]:
-        """Lengths [bs] int32 and table of drafts that begin after `lens` [bs] int32 committed tokens. rows: [bs]
-        int64. Device only.
+    def read(self, rows: Tensor, lens: Tensor) -> Tensor:
+        """Write the table of drafts that begin after `lens` [bs] int32 committed tokens, and return their lengths, [bs]
+        int32. rows: [bs] int64. Device only.
         """
         page_size, skipped = self.slots.geometry.page_size, self.num_skipped(lens)
         num_sinks = ceil_div(self.num_sinks, page_size) * page_size
@@ -72,15 +71,12 @@ class DraftWindow:
         columns = torch.arange(min(longest, self.table.shape[1]), device=lens.device)
         positions = columns + (columns >= num_sinks) * skipped.unsqueeze(1)
         self.table[rows, : len(columns)] = self.slots.paging(rows).slots(positions).to(self.table.dtype)
-        return lens - skipped, self.paging(rows)
+        return lens - skipped
 
-    def state(self, state: DraftState, lens: Tensor) -> WindowedState:
-        """What such drafts begin with: their state and how many tokens there are."""
-        return WindowedState(**by_name(state), committed=lens)
-
-    def paging(self, rows: Tensor) -> RequestTable:
-        """The table for a batch. rows: [bs] int64."""
-        return RequestTable(self.table, rows, self.slots.geometry)
+    def state(self, max_bs: int) -> CommittedState:
+        """That of drafts, on their table."""
+        rows = torch.empty(0, dtype=torch.int64, device=self.table.device)
+        return CommittedState.of(RequestTable(self.table, rows, self.slots.geometry), max_bs)
 
     def bounds(self, max_committed: int, seq_lens_cpu: Sequence[int] | None) -> dict[str, Any]:
         """What the host knows of the lengths that `read` returns, from what it knows of all tokens."""

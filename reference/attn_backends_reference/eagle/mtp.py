@@ -20,23 +20,23 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.runner import Phase, PhaseRunner
-from attn_backends_reference.eagle.chains import ChainTrees
+from attn_backends_reference.eagle.chains import Chains, chain_verify_phase
 from attn_backends_reference.eagle.draft_checks import check_drafts
 from attn_backends_reference.eagle.kept_embeddings import KeptEmbeddings
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.mtp_phases import Rows, Window, WindowInputs, chain, module_phase, window_phase
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import Accepted, Model, TreeFields, VerifyInputs, by_name, verify_phase
+from attn_backends_reference.eagle.phases import Accepted, Model, by_name
 from attn_backends_reference.eagle.pool import InputPool
 from attn_backends_reference.eagle.prefill_phases import ModulesPrefillInputs, modules_prefill_phase
 from attn_backends_reference.eagle.protocol import Chunk
 from attn_backends_reference.eagle.requests import DraftShape
-from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import SpeculativeWorker
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     CacheGeometry,
     Capacity,
+    CommittedState,
     Sampling,
     Step,
     StepKind,
@@ -82,8 +82,9 @@ class MtpWorker(SpeculativeWorker):
         self._module_caches = [module.allocate_caches(backends.prefill, options.cache_dtype) for module in self.modules]
         self.draft_caches = [cache for caches in self._module_caches for cache in caches]
         self.pool = InputPool(capacity, target.hidden_size, target.dtype, self.device)
-        verifying = verify_phase(Model(target, self.target_caches, backends.verify), capacity)
-        self._verify = self._runner(verifying, backends.verify)
+        verifying = Model(target, self.target_caches, backends.verify)
+        self._verify = self._runner(chain_verify_phase(verifying, capacity, self._sampling), backends.verify)
+        self._again = CommittedState.of(self._paging(), capacity.max_bs)  # of windows, which begin before its lengths
         extending = self._models(backends.draft_extend)
         num_first = len(extending) if options.draft_graphs == "one" else 1
         further = [module_phase(extending[k], k, capacity) for k in range(num_first, len(extending))]
@@ -95,7 +96,6 @@ class MtpWorker(SpeculativeWorker):
         self._chains = torch.zeros(
             capacity.max_bs + 1, capacity.num_draft_tokens, dtype=torch.int64, device=self.device
         )
-        self._chain_trees = ChainTrees(capacity, self.device)
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""
@@ -107,14 +107,13 @@ class MtpWorker(SpeculativeWorker):
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One cycle, which emits the accepted drafts and the target's own token after them."""
         timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
-        lens, paging = self._lens[index], self.slots.paging(index)
+        lens, paging = self._load(index)
         verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **self._bounds(max_committed))
-        drafted = VerifyInputs.of(self._trees(index), kept(self._sampling, index))
-        accepted = self._run(self._verify, verifying, drafted)
+        accepted = self._run(self._verify, verifying, Chains(self._chains[index]))
         timings.mark("verify")
         starts = [max(committed - capacity.num_rerun, 0) for committed in max_committed]
-        query, bounds = UniformQuery(capacity.extend_width), self._bounds(starts)
-        extending = Step.draft_extend(query, (lens - capacity.num_rerun).clamp_min(0), paging, **bounds)
+        again = self._again.load((lens - capacity.num_rerun).clamp_min(0), index)
+        extending = Step.draft_extend(UniformQuery(capacity.extend_width), *again, **self._bounds(starts))
         window = self._run(self._window, extending, self._window_inputs(index, lens, accepted))
         for runner in self._further:
             window = self._run(runner, extending, window)
@@ -205,14 +204,10 @@ class MtpWorker(SpeculativeWorker):
         """Rows that modules run again, at most: a last chunk of one token begins num_steps - 1 before it."""
         return self.capacity.max_bs * (self.capacity.num_steps - 1)
 
-    def _trees(self, index: Tensor) -> TreeFields:
-        """The chains of some rows, as trees."""
-        return self._chain_trees.of(self._chains[index])
-
     def _window_runner(self, phase: Phase[Inputs, Window]) -> PhaseRunner[Inputs, Window]:
         if self._kept is not None:
             phase = self._kept.phase(phase)
-        return self._runner(phase, self.backends.draft_extend)
+        return self._runner(phase, self.backends.draft_extend, state=self._again)
 
     def _models(self, backend: AttentionBackend) -> list[Model[DraftModel]]:
         """The modules on the backend of a phase."""

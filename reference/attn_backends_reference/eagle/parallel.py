@@ -19,14 +19,13 @@ from torch.nn.functional import pad
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import Phase
-from attn_backends_reference.eagle.chains import Chains, ChainTrees
+from attn_backends_reference.eagle.chains import Chains, chain_verify_phase
 from attn_backends_reference.eagle.draft_checks import check_drafts
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import Accepted, Model, VerifyInputs, extend_phase, verify_phase
+from attn_backends_reference.eagle.phases import Accepted, Model, extend_phase
 from attn_backends_reference.eagle.prefill_phases import DRAFT_PREFILL, MaskedPrefillInputs
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.eagle.worker import SpeculativeWorker, last_rows
 from attn_backends_reference.models.decoder import TargetModel
 from attn_backends_reference.pieces import Forward, PackedPhase
@@ -75,30 +74,28 @@ class ParallelWorker(SpeculativeWorker):
             Model(draft, self.draft_caches, each) for each in (backends.draft_extend, backends.prefill)
         )
         verifying = Model(target, self.target_caches, backends.verify)
-        self._verify = self._runner(verify_phase(verifying, capacity), backends.verify)
+        self._verify = self._runner(chain_verify_phase(verifying, capacity, self._sampling), backends.verify)
         self._extend = self._runner(masked_extend_phase(extending, capacity), backends.draft_extend)
         masks = capacity.max_bs * (capacity.num_steps - 1)
         self._first_chains = self._prefill_runner(masked_prefill_phase(filling, capacity), masks)
         self._chains = torch.zeros(
             capacity.max_bs + 1, capacity.num_draft_tokens, dtype=torch.int64, device=self.device
         )
-        self._trees = ChainTrees(capacity, self.device)
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One cycle, which emits the accepted drafts and the target's own token after them."""
         timings, capacity, index = Timings(self.device), self.capacity, self._index(rows)
-        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
-        tree = self._trees.of(self._chains[index])
-        verifying = Step.target_verify(capacity.num_draft_tokens, lens, paging, **bounds)
-        accepted = self._run(self._verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        committed, bounds = self._load(index), self._bounds(max_committed)
+        verifying = Step.target_verify(capacity.num_draft_tokens, *committed, **bounds)
+        accepted = self._run(self._verify, verifying, Chains(self._chains[index]))
         timings.mark("verify")
-        extending = Step.draft_extend(UniformQuery(capacity.extend_width), lens, paging, **bounds)
+        extending = Step.draft_extend(UniformQuery(capacity.extend_width), *committed, **bounds)
         chains = self._run(self._extend, extending, accepted).tokens
         timings.mark("draft_extend")
         launch = Launch(accepted.tokens, accepted.num_accepted, timings)
         self._chains[index] = chains
-        self._lens[index] = lens + accepted.num_accepted
+        self._lens.index_add_(0, index, accepted.num_accepted)
         return launch
 
     @torch.no_grad()

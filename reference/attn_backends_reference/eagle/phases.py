@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from attn_backends.cache import PagedCache
 from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
 from attn_backends.runner import PerRequest, Phase
+from attn_backends_reference.eagle.tables import kept, rows_of
 from attn_backends_reference.models.attention import Attention, ForwardAttention, PiecewiseAttention
 from attn_backends_reference.models.decoder import DraftModel, PagedModel, TargetModel
 from attn_backends_reference.pieces import Forward, PiecewiseGraph
@@ -46,14 +48,17 @@ class DraftState:
     log_probs: PerRequest
     hidden: PerRequest
 
+    @classmethod
+    def empty(cls, bs: int, topk: int, draft: DraftModel) -> DraftState:
+        """Zeros."""
+        ids = torch.zeros(bs, topk, dtype=torch.int64, device=draft.device)
+        hidden = torch.zeros(bs, draft.hidden_size, dtype=draft.dtype, device=draft.device)
+        return cls(root=ids[:, 0].clone(), tokens=ids, log_probs=ids.float(), hidden=hidden)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WindowedState(DraftState):
-    """What a draft loop starts from if it reads a window. committed: [bs] int32, tokens before it, which its step's
-    lengths do not count all.
-    """
-
-    committed: PerRequest
+class Nothing:
+    """The inputs of a phase that reads all in the worker's tables, or the outputs of one that stores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +70,11 @@ class TreeFields:
     depths: PerRequest
     mask: PerRequest
 
+    @property
+    def tree(self) -> DraftTree:
+        """The fields put together again."""
+        return DraftTree(self.tokens, self.parents, self.depths, self.mask)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafted(TreeFields):
@@ -73,53 +83,6 @@ class Drafted(TreeFields):
     """
 
     scores: PerRequest
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """The `SamplingParams` of a phase that chooses tokens, field by field."""
-
-    temperature: PerRequest
-    top_p: PerRequest
-    top_k: PerRequest
-    seed: PerRequest
-
-    @property
-    def params(self) -> SamplingParams:
-        """The fields put together again."""
-        return SamplingParams(self.temperature, self.top_p, self.top_k, self.seed)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VerifyInputs(Sampled):
-    """A `DraftTree` and how its requests sample."""
-
-    tokens: PerRequest
-    parents: PerRequest
-    depths: PerRequest
-    mask: PerRequest
-
-    @classmethod
-    def of(cls, tree: TreeFields, params: SamplingParams | Sampled) -> VerifyInputs:
-        """What the draft phase made, for requests that sample so."""
-        return cls(**by_name(params), tokens=tree.tokens, parents=tree.parents, depths=tree.depths, mask=tree.mask)
-
-    @property
-    def tree(self) -> DraftTree:
-        """The fields put together again."""
-        return DraftTree(self.tokens, self.parents, self.depths, self.mask)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeInputs(Sampled):
-    """tokens: [bs] int64, the last of each request; and how the requests sample."""
-
-    tokens: PerRequest
-
-    @classmethod
-    def of(cls, tokens: Any, params: SamplingParams | Sampled) -> DecodeInputs:
-        """The last tokens of requests that sample so."""
-        return cls(**by_name(params), tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,22 +119,24 @@ class Model(Generic[M]):
 
 
 def draft_phase(
-    draft: Model[DraftModel], capacity: Capacity, num_best: int = 0, *, windowed: bool = False
-) -> Phase[DraftState, Drafted]:
+    draft: Model[DraftModel], capacity: Capacity, states: DraftState, lens: Tensor
+) -> Phase[Nothing, Drafted]:
     """The whole draft loop: num_steps - 1 forwards from the scores of depth 1, then the tree of the best nodes.
 
-    num_best: tokens of depth 1 that a state has, best first (0: topk). windowed: states are `WindowedState`.
+    states: the table that requests begin from, whose tokens of depth 1 are topk or more, best first. lens: the table of
+    committed tokens, [n] int32; where the draft reads a window, a step's lengths do not count all of them.
     """
     topk, hidden_size = capacity.topk, draft.model.hidden_size
 
-    def region(meta: Metadata, state: DraftState) -> Drafted:
+    def region(meta: Metadata, _: Nothing) -> Drafted:
+        state, committed = kept(states, rows_of(meta)), lens[rows_of(meta)]
         beams = DraftBeams.start(state.tokens[:, :topk], state.log_probs[:, :topk])
         hidden = state.hidden.unsqueeze(1).expand(-1, topk, -1)
         for i in range(capacity.num_steps - 1):
             of_parent = beams.parent_branches.unsqueeze(2).expand(-1, -1, hidden_size)
             rows = hidden.gather(1, of_parent).reshape(-1, hidden_size)
             attention = draft.attention(meta.at(i, beams.ancestors))
-            positions = _draft_positions(meta, state, i)
+            positions = _draft_positions(meta, committed, i)
             out = draft.model.forward(beams.tokens.reshape(-1), rows, positions, attention)
             log_probs, tokens = best_drafts(draft.model, out, topk)
             beams = beams.advance(tokens.view(-1, topk, topk), log_probs.view(-1, topk, topk))
@@ -180,41 +145,30 @@ def draft_phase(
         scores = beams.candidate_scores[:, : capacity.num_draft_tokens - 1]
         return Drafted(tree.tokens, tree.parents, tree.depths, tree.mask, scores)
 
-    def safe_inputs(bs: int) -> DraftState:
-        ids = torch.zeros(bs, num_best or topk, dtype=torch.int64, device=draft.model.device)
-        state = DraftState(
-            root=ids[:, 0].clone(),
-            tokens=ids,
-            log_probs=torch.zeros(bs, num_best or topk, dtype=torch.float32, device=draft.model.device),
-            hidden=torch.zeros(bs, hidden_size, dtype=draft.model.dtype, device=draft.model.device),
-        )
-        if not windowed:
-            return state
-        return WindowedState(**by_name(state), committed=torch.zeros(bs, dtype=torch.int32, device=ids.device))
-
-    return Phase("draft", region, safe_inputs, Drafted, lambda bs: capacity.bucket(StepKind.DRAFT_DECODE, bs))
+    bucket = partial(capacity.bucket, StepKind.DRAFT_DECODE)
+    return Phase("draft", region, lambda bs: Nothing(), Drafted, bucket)
 
 
-def _draft_positions(meta: Metadata, state: DraftState, forward: int) -> Tensor:
-    """[num_tokens] int64, where the rows of a forward stand."""
-    if not isinstance(state, WindowedState):
-        return token_positions(meta.step, forward)
-    return (state.committed.long() + forward).unsqueeze(1).expand(-1, meta.step.width).reshape(-1)
+def _draft_positions(meta: Metadata, committed: Tensor, forward: int) -> Tensor:
+    """[num_tokens] int64, where the rows of a forward stand. committed: [bs] int32."""
+    return (committed.long() + forward).unsqueeze(1).expand(-1, meta.step.width).reshape(-1)
 
 
-def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[VerifyInputs, Accepted]:
+def verify_phase(
+    target: Model[TargetModel], capacity: Capacity, sampling: SamplingParams
+) -> Phase[TreeFields, Accepted]:
     """One target forward over the tree, its choice at every node, acceptance of the path that the choices take, and the
-    accepted KV moved after the committed.
+    accepted KV moved after the committed. sampling: the table of how requests sample.
     """
     num_nodes, max_accepted = capacity.num_draft_tokens, capacity.max_accepted
 
-    def region(meta: Metadata, given: VerifyInputs) -> Accepted:
-        tree = given.tree
+    def region(meta: Metadata, given: TreeFields) -> Accepted:
+        tree, params = given.tree, kept(sampling, rows_of(meta))
         positions = meta.step.seq_lens.long().unsqueeze(1) + tree.depths
         attention = target.attention(meta.at())
         hidden, features = target.model.forward_features(tree.tokens.reshape(-1), positions.reshape(-1), attention)
         logits = target.model.logits(hidden).unflatten(0, (-1, num_nodes))
-        acceptance = accept(tree, choose(logits, given.params, positions), max_accepted)
+        acceptance = accept(tree, choose(logits, params, positions), max_accepted)
         if meta.step.is_tree:
             sources, destinations = compaction_moves(acceptance, meta.step)
             for cache in target.caches:
@@ -223,13 +177,15 @@ def verify_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[Verify
         accepted_features = features.view(-1, num_nodes, features.shape[-1]).gather(1, on_path)
         return Accepted(acceptance.num_accepted, acceptance.tokens, accepted_features)
 
-    def safe_inputs(bs: int) -> VerifyInputs:
-        device = target.model.device
-        ids = torch.zeros(bs, num_nodes, dtype=torch.int64, device=device)
-        mask = torch.zeros(bs, num_nodes, num_nodes, dtype=torch.bool, device=device)
-        return VerifyInputs.of(TreeFields(ids, ids.clone(), ids.clone(), mask), SamplingParams.greedy(bs, device))
+    def safe_inputs(bs: int) -> TreeFields:
+        ids = torch.zeros(bs, num_nodes, dtype=torch.int64, device=target.model.device)
+        return TreeFields(ids, ids.clone(), ids.clone(), ids.new_zeros(bs, num_nodes, num_nodes, dtype=torch.bool))
 
-    return Phase("verify", region, safe_inputs, Accepted, lambda bs: capacity.bucket(StepKind.TARGET_VERIFY, bs))
+    def bound(given: TreeFields) -> dict[str, Tensor]:
+        return {"tree_mask": given.mask} if capacity.topk > 1 else {}
+
+    bucket = partial(capacity.bucket, StepKind.TARGET_VERIFY)
+    return Phase("verify", region, safe_inputs, Accepted, bucket, bound)
 
 
 def extend_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0) -> Phase[Accepted, DraftState]:
@@ -256,20 +212,20 @@ def extend_phase(draft: Model[DraftModel], capacity: Capacity, num_best: int = 0
     return Phase("draft_extend", region, safe_inputs, DraftState, lambda bs: capacity.bucket(StepKind.DRAFT_EXTEND, bs))
 
 
-def decode_phase(target: Model[TargetModel], capacity: Capacity) -> Phase[DecodeInputs, NextTokens]:
-    """One target forward of width 1 and its choice: plain decoding."""
+def decode_phase(
+    target: Model[TargetModel], capacity: Capacity, sampling: SamplingParams, last: Tensor
+) -> Phase[Nothing, NextTokens]:
+    """One target forward of width 1 and its choice: plain decoding. sampling, last: tables of how requests sample, and
+    of the last token of each, [n] int64.
+    """
 
-    def region(meta: Metadata, given: DecodeInputs) -> NextTokens:
-        positions = token_positions(meta.step)
-        hidden = target.model.forward(given.tokens, positions, target.attention(meta.at()))
-        return NextTokens(next_tokens(target.model.logits(hidden), given.params, positions))
+    def region(meta: Metadata, _: Nothing) -> NextTokens:
+        rows, positions = rows_of(meta), token_positions(meta.step)
+        hidden = target.model.forward(last[rows], positions, target.attention(meta.at()))
+        return NextTokens(next_tokens(target.model.logits(hidden), kept(sampling, rows), positions))
 
-    def safe_inputs(bs: int) -> DecodeInputs:
-        device = target.model.device
-        tokens = torch.zeros(bs, dtype=torch.int64, device=device)
-        return DecodeInputs.of(tokens, SamplingParams.greedy(bs, device))
-
-    return Phase("decode", region, safe_inputs, NextTokens, lambda bs: capacity.bucket(StepKind.DECODE, bs))
+    bucket = partial(capacity.bucket, StepKind.DECODE)
+    return Phase("decode", region, lambda bs: Nothing(), NextTokens, bucket)
 
 
 def next_tokens(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:

@@ -18,11 +18,10 @@ from attn_backends_reference.eagle.phases import (
     DraftState,
     Model,
     NextTokens,
-    Sampled,
     best_drafts,
-    by_name,
     next_tokens,
 )
+from attn_backends_reference.eagle.tables import kept
 from attn_backends_reference.models.decoder import DraftModel, MultimodalRows, TargetModel
 from attn_backends_reference.pieces import Forward, PackedPhase
 from spec_metadata import Capacity, SamplingParams
@@ -31,14 +30,15 @@ PREFILL, DRAFT_PREFILL = "prefill", "draft_prefill"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrefillInputs(Sampled):
-    """Rows of prompts, and how their requests sample. tokens, positions: [num_tokens] int64. last: [bs] int64, the last
-    row of each request.
+class PrefillInputs:
+    """Rows of prompts. tokens, positions: [num_tokens] int64. last: [bs] int64, the last row of each request.
+    table_rows: [bs] int64, where the worker's tables have what is kept of each.
     """
 
     tokens: PerToken
     positions: PerToken
     last: PerRequest
+    table_rows: PerRequest
 
     @property
     def multimodal(self) -> MultimodalRows | None:
@@ -92,19 +92,24 @@ class ModulesPrefillInputs(Rows):
         return None
 
 
-def prefill_phase(target: Model[TargetModel], capacity: Capacity) -> PackedPhase[PrefillInputs, Prefilled]:
-    """One target forward over rows of prompts, and its choice after the last of each."""
+def prefill_phase(
+    target: Model[TargetModel], capacity: Capacity, sampling: SamplingParams
+) -> PackedPhase[PrefillInputs, Prefilled]:
+    """One target forward over rows of prompts, and its choice after the last of each. sampling: the table of how
+    requests sample.
+    """
     device = target.model.device
 
     def region(forward: Forward, given: PrefillInputs) -> Prefilled:
         attention = target.attention(forward)
         hidden, features = target.model.forward_features(given.tokens, given.positions, attention, given.multimodal)
         logits = target.model.logits(hidden[given.last])
-        return Prefilled(next_tokens(logits, given.params, given.positions[given.last]), features)
+        params = kept(sampling, given.table_rows)
+        return Prefilled(next_tokens(logits, params, given.positions[given.last]), features)
 
     def safe_inputs(num_tokens: int) -> PrefillInputs:
-        sampling, ids = by_name(SamplingParams.greedy(capacity.max_bs, device)), _ids(num_tokens, device)
-        return PrefillInputs(**sampling, tokens=ids, positions=ids.clone(), last=_ids(capacity.max_bs, device))
+        ids, last = _ids(num_tokens, device), _ids(capacity.max_bs, device)
+        return PrefillInputs(tokens=ids, positions=ids.clone(), last=last, table_rows=last.clone())
 
     return PackedPhase(PREFILL, region, safe_inputs, Prefilled, capacity.prefill_bucket)
 

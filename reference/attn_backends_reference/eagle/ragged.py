@@ -7,7 +7,8 @@ greedy and sampled.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +17,19 @@ from attn_backends.backend import AttentionBackend
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.kernels.sampling_operators import choose
 from attn_backends.planning.metadata import Metadata
-from attn_backends.runner import Phase
+from attn_backends.runner import PerRequest, Phase
 from attn_backends_reference.eagle.options import WorkerOptions
 from attn_backends_reference.eagle.phases import (
     Accepted,
     Drafted,
     DraftState,
     Model,
-    VerifyInputs,
+    TreeFields,
     best_drafts,
-    by_name,
     extend_phase,
     verify_phase,
 )
+from attn_backends_reference.eagle.tables import kept, rows_of
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from spec_metadata import (
     BoundedQuery,
@@ -37,6 +38,7 @@ from spec_metadata import (
     Step,
     StepKind,
     TokenBucket,
+    UniformQuery,
     accept,
     confident_widths,
     packed_rows,
@@ -45,34 +47,50 @@ from spec_metadata import (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedTree(TreeFields):
+    """widths: [bs] int64, nodes of each chain that are verified."""
+
+    widths: PerRequest
+
+
 def num_rows(capacity: Capacity, options: WorkerOptions, bs: int) -> int:
     """Bound on the rows of a verify of so many requests."""
     most = bs * capacity.num_draft_tokens
     return most if options.verify_rows is None else min(most, max(options.verify_rows, bs))
 
 
-def ragged_query(drafted: Drafted, capacity: Capacity, options: WorkerOptions) -> BoundedQuery:
-    """The rows of a verify: the draft is cut where its probability falls under the threshold, and to the bound."""
+def verified_rows(
+    drafted: Drafted, capacity: Capacity, options: WorkerOptions
+) -> tuple[int | BoundedQuery, TreeFields]:
+    """The rows of a verify and its inputs: all nodes, or the draft is cut where its probability falls under the
+    threshold, and to the bound.
+    """
+    if not options.verifies_by_confidence:
+        return capacity.num_draft_tokens, drafted
     bs = drafted.scores.shape[0]
     bound, real = num_rows(capacity, options, bs), drafted.scores.new_ones(bs, dtype=torch.bool)
     widths = confident_widths(drafted.scores, options.verify_threshold or 0.0, bound, real)
-    return BoundedQuery(widths, bound, capacity.num_draft_tokens)
+    tree = RaggedTree(drafted.tokens, drafted.parents, drafted.depths, drafted.mask, widths)
+    return BoundedQuery(widths, bound, capacity.num_draft_tokens), tree
 
 
-def accepted_query(accepted: Accepted, capacity: Capacity, options: WorkerOptions) -> BoundedQuery:
-    """The rows of a draft extend: those of accepted tokens, no more than the verify had."""
+def accepted_rows(accepted: Accepted, capacity: Capacity, options: WorkerOptions) -> UniformQuery | BoundedQuery:
+    """The rows of a draft extend: those of the longest path, or of accepted tokens, no more than the verify had."""
+    if not options.verifies_by_confidence:
+        return UniformQuery(capacity.max_accepted)
     bound = num_rows(capacity, options, accepted.tokens.shape[0])
     return BoundedQuery(accepted.num_accepted, bound, capacity.max_accepted)
 
 
 def verify_phase_of(
-    target: Model[TargetModel], capacity: Capacity, options: WorkerOptions
-) -> Phase[VerifyInputs, Accepted]:
-    """The verify of all drafted tokens, or of those that the draft is sure of."""
+    target: Model[TargetModel], capacity: Capacity, options: WorkerOptions, sampling: SamplingParams
+) -> Phase[Any, Accepted]:
+    """The verify of all drafted tokens, or of those that the draft is sure of. sampling: as of `verify_phase`."""
     if not options.verifies_by_confidence:
-        return verify_phase(target, capacity)
+        return verify_phase(target, capacity, sampling)
     _check(StepKind.TARGET_VERIFY, target.backend, capacity, options)
-    return ragged_verify_phase(target, capacity, options)
+    return ragged_verify_phase(target, capacity, options, sampling)
 
 
 def extend_phase_of(
@@ -101,19 +119,19 @@ def _check(kind: StepKind, backend: AttentionBackend, capacity: Capacity, option
 
 
 def ragged_verify_phase(
-    target: Model[TargetModel], capacity: Capacity, options: WorkerOptions
-) -> Phase[VerifyInputs, Accepted]:
+    target: Model[TargetModel], capacity: Capacity, options: WorkerOptions, sampling: SamplingParams
+) -> Phase[RaggedTree, Accepted]:
     """As `verify_phase`, over chains of which the step says how many rows it has of each."""
-    uniform, num_nodes = verify_phase(target, capacity), capacity.num_draft_tokens
+    uniform, num_nodes = verify_phase(target, capacity, sampling), capacity.num_draft_tokens
 
-    def region(meta: Metadata, given: VerifyInputs) -> Accepted:
+    def region(meta: Metadata, given: RaggedTree) -> Accepted:
         step, bs, tree = meta.step, given.tokens.shape[0], given.tree
         request, node = _rows(step, bs, num_nodes)
         positions = token_positions(step)
         hidden, features = target.model.forward_features(
             given.tokens[request, node], positions, target.attention(meta.at())
         )
-        params = SamplingParams(**{name: each[request] for name, each in by_name(given.params).items()})
+        params = kept(sampling, rows_of(meta)[request])
         chosen = choose(target.model.logits(hidden).unsqueeze(1), params, positions.unsqueeze(1)).squeeze(1)
         rows, is_verified = _rows_of_nodes(query_starts(step).long()[: bs + 1], num_nodes, step.num_tokens)
         tree = replace(tree, tokens=torch.where(is_verified, tree.tokens, -1))  # which no choice is
@@ -121,10 +139,14 @@ def ragged_verify_phase(
         accepted = features[rows.gather(1, acceptance.path)]
         return Accepted(acceptance.num_accepted, acceptance.tokens, accepted)
 
+    def safe_inputs(bs: int) -> RaggedTree:
+        tree = uniform.safe_inputs(bs)
+        return RaggedTree(tree.tokens, tree.parents, tree.depths, tree.mask, tree.tokens.new_zeros(bs))
+
     def bucket(bs: int) -> TokenBucket:
         return capacity.ragged_bucket(StepKind.TARGET_VERIFY, bs, num_rows(capacity, options, bs))
 
-    return replace(uniform, region=region, bucket=bucket)
+    return Phase(uniform.name, region, safe_inputs, Accepted, bucket, lambda given: {"widths": given.widths})
 
 
 def ragged_extend_phase(
@@ -145,7 +167,7 @@ def ragged_extend_phase(
     def bucket(bs: int) -> TokenBucket:
         return capacity.ragged_bucket(StepKind.DRAFT_EXTEND, bs, num_rows(capacity, options, bs))
 
-    return replace(uniform, region=region, bucket=bucket)
+    return replace(uniform, region=region, bucket=bucket, bound=lambda given: {"widths": given.num_accepted})
 
 
 def _rows(step: Step, bs: int, width: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""What a worker keeps of its requests on the device: dataclasses of tables with an entry for each row."""
+"""What a worker keeps of its requests on the device: dataclasses of tables with an entry for each row.
+
+Phases gather what they need of it in their regions, so a graph reads the tables where they lie.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from attn_backends.runner import Rows
+from attn_backends.planning.metadata import Metadata
 from spec_metadata.upload import upload
 
 Table = TypeVar("Table")
@@ -20,5 +23,10 @@ def keep(table: Table, rows: Tensor, values: Table) -> None:
 
 
 def kept(table: Table, rows: Tensor) -> Table:
-    """The entries of some rows as inputs of a phase, which its runner gathers where they are read."""
-    return type(table)(*(Rows(getattr(table, field.name), rows) for field in fields(table)))  # type: ignore[arg-type]
+    """The entries of some rows. rows: [bs] int64."""
+    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))  # type: ignore[arg-type]
+
+
+def rows_of(meta: Metadata) -> Tensor:
+    """[bs] int64, the rows of a step's requests, of padded ones the reserved row."""
+    return meta.step.paging.static_input()

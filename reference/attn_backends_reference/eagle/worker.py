@@ -21,7 +21,7 @@ from torch import Tensor
 from attn_backends.backend import AttentionBackend
 from attn_backends.cache import CacheFormat
 from attn_backends.errors import UnsupportedStepError
-from attn_backends.runner import Phase, PhaseRunner, Rows, Runner
+from attn_backends.runner import Phase, PhaseRunner, Runner
 from attn_backends_reference.eagle.adaptive import StepPolicy
 from attn_backends_reference.eagle.draft_checks import check_eagle
 from attn_backends_reference.eagle.draft_window import DraftWindow
@@ -29,16 +29,7 @@ from attn_backends_reference.eagle.embeddings import EmbeddingForm
 from attn_backends_reference.eagle.launches import Launch, Timings
 from attn_backends_reference.eagle.multimodal import MultimodalPrefill
 from attn_backends_reference.eagle.options import DEFAULTS, PhaseBackends, WorkerOptions
-from attn_backends_reference.eagle.phases import (
-    DecodeInputs,
-    DraftState,
-    Model,
-    Sampled,
-    VerifyInputs,
-    by_name,
-    decode_phase,
-    draft_phase,
-)
+from attn_backends_reference.eagle.phases import DraftState, Model, Nothing, decode_phase, draft_phase
 from attn_backends_reference.eagle.prefill_phases import (
     DraftPrefillInputs,
     Prefilled,
@@ -47,23 +38,23 @@ from attn_backends_reference.eagle.prefill_phases import (
     prefill_phase,
 )
 from attn_backends_reference.eagle.protocol import Chunk
-from attn_backends_reference.eagle.ragged import accepted_query, ragged_query
+from attn_backends_reference.eagle.ragged import accepted_rows, extend_phase_of, verified_rows, verify_phase_of
 from attn_backends_reference.eagle.requests import DraftShape
 from attn_backends_reference.eagle.slots import SlotAllocator
-from attn_backends_reference.eagle.step_sets import StepSets
-from attn_backends_reference.eagle.tables import keep, kept
+from attn_backends_reference.eagle.step_sets import OfPhases, StepSets
+from attn_backends_reference.eagle.tables import keep
 from attn_backends_reference.models.decoder import DraftModel, TargetModel
 from attn_backends_reference.pieces import PackedPhase, PiecewiseRunner, whole
 from spec_metadata import (
     CacheGeometry,
     Capacity,
+    CommittedState,
     PackedQuery,
     Paging,
     Sampling,
     SamplingParams,
     Step,
     StepKind,
-    UniformQuery,
     token_positions,
 )
 from spec_metadata.upload import to_device
@@ -103,13 +94,14 @@ class TargetWorker:
         self.num_eager_steps: dict[str, int] = {}
         num_rows = capacity.max_bs + 1
         self._lens = torch.zeros(num_rows, dtype=torch.int32, device=target.device)
-        self._sampling = Sampled(**by_name(SamplingParams.greedy(num_rows, target.device)))
-        phase = prefill_phase(Model(target, self.target_caches, backends.prefill), capacity)
+        self._sampling = SamplingParams.greedy(num_rows, target.device)
+        self._committed = CommittedState.of(self._paging(), capacity.max_bs)
+        phase = prefill_phase(Model(target, self.target_caches, backends.prefill), capacity, self._sampling)
         self._prefill = self._prefill_runner(phase)
 
     def admit(self, row: int, sampling: Sampling) -> None:
         """A request begins in a table row."""
-        keep(self._sampling, self._index([row]), Sampled(**by_name(SamplingParams.of([sampling]))))
+        keep(self._sampling, self._index([row]), SamplingParams.of([sampling]))
 
     @torch.no_grad()
     def target_prefill(self, chunks: Sequence[Chunk]) -> Prefilled:
@@ -120,10 +112,10 @@ class TargetWorker:
         step, rows = self._prefill_step(chunks), self._index([chunk.row for chunk in chunks])
         self._lens[rows] = to_device([chunk.end for chunk in chunks], torch.int32, self.device)
         inputs = PrefillInputs(
-            **by_name(kept(self._sampling, rows)),
             tokens=to_device([token for chunk in chunks for token in chunk.tokens], torch.int64, self.device),
             positions=token_positions(step),
             last=last_rows(step),
+            table_rows=rows,
         )
         return self._run(self._prefill, step, self._with_embeddings(inputs, chunks))
 
@@ -147,16 +139,20 @@ class TargetWorker:
         return inputs if self._multimodal is None else self._multimodal.inputs(inputs, chunks)
 
     def _runner(
-        self, phase: Phase[Inputs, Outputs], backend: AttentionBackend, *turns: Any, paging: Paging | None = None
+        self, phase: Phase[Inputs, Outputs], backend: AttentionBackend, *turns: Any, state: CommittedState | None = None
     ) -> PhaseRunner[Inputs, Outputs]:
-        """turns: `within` and `sharing` of a phase that takes turns with others. paging: a table of its own."""
+        """turns: `within` and `sharing` of a phase that takes turns with others. state: of lengths of its own."""
         options = self.options
         how = options.buckets, options.make_graph, options.planning
-        return PhaseRunner(phase, backend, paging or self._paging(), *how, *turns)
+        return PhaseRunner(phase, backend, state or self._committed, *how, *turns)
 
     def _paging(self) -> Paging:
         """The table, of no request."""
         return self.slots.paging(self._index([]))
+
+    def _load(self, index: Tensor) -> tuple[Tensor, Paging]:
+        """Begin a cycle of the requests in some rows: what its steps are made of. index: [bs] int64."""
+        return self._committed.load(self._lens[index], index)
 
     def _run(self, runner: Runner[Inputs, Outputs], step: Step, inputs: Inputs) -> Outputs:
         result = runner.run(step, inputs)
@@ -208,9 +204,10 @@ class PlainWorker(TargetWorker):
     ) -> None:
         super().__init__(target, backends, capacity, geometry, options)
         self._check_lag({StepKind.DECODE: backends.decode})
-        phase = decode_phase(Model(target, self.target_caches, backends.decode), capacity)
-        self._decode = self._runner(phase, backends.decode)
         self._last_tokens = torch.zeros(capacity.max_bs + 1, dtype=torch.int64, device=self.device)
+        model = Model(target, self.target_caches, backends.decode)
+        phase = decode_phase(model, capacity, self._sampling, self._last_tokens)
+        self._decode = self._runner(phase, backends.decode)
 
     def prefill(self, chunks: Sequence[Chunk]) -> Launch:
         """Commit the next tokens of prompts; a chunk that ends one emits the first new token."""
@@ -224,9 +221,8 @@ class PlainWorker(TargetWorker):
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
         """One token for each request."""
         timings, index = Timings(self.device), self._index(rows)
-        step = Step.decode(self._lens[index], self.slots.paging(index), **self._bounds(max_committed))
-        inputs = DecodeInputs.of(Rows(self._last_tokens, index), kept(self._sampling, index))
-        tokens = self._run(self._decode, step, inputs).tokens
+        step = Step.decode(*self._load(index), **self._bounds(max_committed))
+        tokens = self._run(self._decode, step, Nothing()).tokens
         timings.mark("decode")
         launch = Launch(tokens.unsqueeze(1), [1] * len(rows), timings)
         self._last_tokens[index] = tokens
@@ -278,19 +274,28 @@ class EagleWorker(SpeculativeWorker):
         target = target.tapped(draft.feature_layers)
         super().__init__(target, backends, capacity, geometry, options)
         steps = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY, StepKind.DRAFT_EXTEND)
-        self._check_lag(dict(zip(steps, (backends.draft, backends.verify, backends.draft_extend), strict=True)))
+        used = backends.draft, backends.verify, backends.draft_extend
+        self._check_lag(dict(zip(steps, used, strict=True)))
         self.draft, self.draft_caches = draft, draft.allocate_caches(backends.prefill, options.cache_dtype)
-        drafts = partial(Model, draft, self.draft_caches)
-        self._first_drafts = self._prefill_runner(draft_prefill_phase(drafts(backends.prefill), capacity))
-        self._state = draft_phase(drafts(backends.draft), capacity).safe_inputs(capacity.max_bs + 1)
+        phase = draft_prefill_phase(Model(draft, self.draft_caches, backends.prefill), capacity)
+        self._first_drafts = self._prefill_runner(phase)
+        self._states = DraftState.empty(capacity.max_bs + 1, capacity.topk, draft)
         adaptive = options.adaptive
         self.policy = None if adaptive is None else StepPolicy(adaptive)
         shapes = [capacity] if adaptive is None else adaptive.capacities(capacity)
-        targets = Model(target, self.target_caches, backends.verify)
-        self._window, own = DraftWindow.of(options, draft, capacity, self.slots), self._paging()
-        read = own if self._window is None else self._window.paging(self._index([]))
-        place = shapes, capacity.topk, options, self._runner, (read, own, own)
-        self.step_sets = StepSets(drafts, targets, backends, *place)
+        self._window = DraftWindow.of(options, draft, capacity, self.slots)
+        self._drafting = self._committed if self._window is None else self._window.state(capacity.max_bs)
+        states, phases = (self._drafting, self._committed, self._committed), [(x, self._phases(x)) for x in shapes]
+        self.step_sets = StepSets(phases, used, states, options.buckets, self._runner)
+
+    def _phases(self, capacity: Capacity) -> OfPhases:
+        """Those of a cycle that drafts in the shape of a capacity."""
+        backends, options, drafts = self.backends, self.options, partial(Model, self.draft, self.draft_caches)
+        return (
+            draft_phase(drafts(backends.draft), capacity, self._states, self._lens),
+            verify_phase_of(Model(self.target, self.target_caches, backends.verify), capacity, options, self._sampling),
+            extend_phase_of(drafts(backends.draft_extend), capacity, options, self.capacity.topk),
+        )
 
     @torch.no_grad()
     def cycle(self, rows: Sequence[int], max_committed: Sequence[int]) -> Launch:
@@ -298,34 +303,30 @@ class EagleWorker(SpeculativeWorker):
         timings, index, policy = Timings(self.device), self._index(rows), self.policy
         number = 0 if policy is None else policy.choose(len(rows))
         phases, capacity = self.step_sets[number], self.step_sets[number].capacity
-        lens, paging, bounds = self._lens[index], self.slots.paging(index), self._bounds(max_committed)
-        tree = self._run(phases.draft, *self._drafting(capacity, index, lens, bounds))
+        committed, bounds = self._load(index), self._bounds(max_committed)
+        tree = self._run(phases.draft, self._draft_step(capacity, committed, index, bounds), Nothing())
         timings.mark("draft")
-        mask, ragged = tree.mask if capacity.topk > 1 else None, self.options.verifies_by_confidence
-        nodes = ragged_query(tree, capacity, self.options) if ragged else capacity.num_draft_tokens
-        verifying = Step.target_verify(nodes, lens, paging, tree_mask=mask, **bounds)
-        accepted = self._run(phases.verify, verifying, VerifyInputs.of(tree, kept(self._sampling, index)))
+        mask, (nodes, given) = tree.mask if capacity.topk > 1 else None, verified_rows(tree, capacity, self.options)
+        accepted = self._run(phases.verify, Step.target_verify(nodes, *committed, tree_mask=mask, **bounds), given)
         timings.mark("verify")
-        query = accepted_query(accepted, capacity, self.options) if ragged else UniformQuery(capacity.max_accepted)
-        extending = Step.draft_extend(query, lens, paging, **bounds)
+        extending = Step.draft_extend(accepted_rows(accepted, capacity, self.options), *committed, **bounds)
         state = self._run(phases.extend, extending, accepted)
         self.step_sets.cycle_ends()
         timings.mark("draft_extend")
         on_read = None if policy is None else partial(policy.observe, number)
         launch = Launch(accepted.tokens, accepted.num_accepted, timings, on_read)
-        keep(self._state, index, state)
-        self._lens[index] = lens + accepted.num_accepted
+        keep(self._states, index, state)
+        self._lens.index_add_(0, index, accepted.num_accepted)
         return launch
 
-    def _drafting(
-        self, capacity: Capacity, index: Tensor, lens: Tensor, bounds: dict[str, Any]
-    ) -> tuple[Step, DraftState]:
-        """The step that drafts, and what it begins with."""
-        state, window, paging = kept(self._state, index), self._window, self.slots.paging(index)
-        if window is not None:
-            state, bounds = window.state(state, lens), window.bounds(**bounds)
-            lens, paging = window.read(index, lens)
-        return Step.draft_decode(capacity.topk, capacity.num_steps, lens, paging, **bounds), state
+    def _draft_step(
+        self, capacity: Capacity, committed: tuple[Tensor, Paging], index: Tensor, bounds: dict[str, Any]
+    ) -> Step:
+        """The step that drafts, on all tokens or on a window of them."""
+        if self._window is not None:
+            committed = self._drafting.load(self._window.read(index, committed[0]), index)
+            bounds = self._window.bounds(**bounds)
+        return Step.draft_decode(capacity.topk, capacity.num_steps, *committed, **bounds)
 
     @torch.no_grad()
     def _draft_prefill(self, chunks: Sequence[Chunk], features: Tensor, first: Tensor) -> None:
@@ -336,7 +337,7 @@ class EagleWorker(SpeculativeWorker):
         last = last_rows(step)
         tokens[last] = torch.where(ends_prompt, first, tokens[last])
         inputs = DraftPrefillInputs(tokens=tokens, features=features, positions=token_positions(step), last=last)
-        keep(self._state, rows, self._run(self._first_drafts, step, self._with_embeddings(inputs, chunks)))
+        keep(self._states, rows, self._run(self._first_drafts, step, self._with_embeddings(inputs, chunks)))
 
 
 def last_rows(step: Step) -> Tensor:
