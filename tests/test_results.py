@@ -55,13 +55,15 @@ def test_rows_of_the_commonest_keys_may_be_lists(tmp_path):
     for path, found in whole.items():
         results.write(path, found.head, found.rows, **found.own)
     __main__.main([str(same), str(mixed)])
-    assert json.loads(same.read_text())["columns"] == list(DEMO_ROW)
+    told = json.loads(same.read_text())
+    assert (told["every"], told["columns"], told["rows"]) == (DEMO_ROW, [], [[]] * 3)
     told = json.loads(mixed.read_text())
+    assert told["every"] == {"backend": "fa3"}
     assert [type(row) for row in told["rows"]] == [dict, list, list], "keys that are not the first columns"
     assert {path: results.read(path) for path in whole} == whole
-    same.write_text(same.read_text().replace('"columns": ["backend",', '"columns": ['))
-    with pytest.raises(ConfigError, match=r"same\.json: not a result"):
-        results.read(same)
+    mixed.write_text(mixed.read_text().replace('"columns": ["', '"columns": [], "x": ["'))
+    with pytest.raises(ConfigError, match=r"mixed\.json: not a result"):
+        results.read(mixed)
 
 
 def test_a_row_that_ends_early_lacks_the_columns_that_follow(tmp_path):

@@ -2,8 +2,9 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Rows may be lists, with `"columns": [...]` before them
-(`Results.in_columns`), in half the room; a row that ends early lacks the columns that follow. Rows are written as they
+A command may add keys of its own before the rows. Rows may be lists (`Results.in_columns`), in half the room or less:
+`"every": {...}` before them is what all rows begin with, `"columns": [...]` names the other values; a row that ends
+early lacks the columns that follow. Rows are written as they
 come (`Recording`): the file of a run that was interrupted or killed holds what was done, and `"incomplete": true`
 before it. Nothing in a result names a path of the machine that it came from.
 """
@@ -23,7 +24,7 @@ from attn_backends.errors import ConfigError
 from attn_backends.results.heads import Head
 
 INCOMPLETE = "incomplete"  # the key of a result whose run has not come to its end
-COLUMNS = "columns"  # the key of the names of rows' values, for rows that are lists
+COLUMNS, EVERY = "columns", "every"  # keys of the names of rows' values, for rows that are lists, and of equal ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,19 @@ class Results:
         return _as_json(self.head, self.own, map(_line, self.rows))
 
     def in_columns(self) -> str:
-        """`to_json` with rows as lists, if their keys are the first columns; those that most rows have come first."""
-        names = [name for name, _ in Counter(name for row in self.rows for name in row).most_common()]
+        """`to_json` with rows as lists, if their keys are the first columns; those that most rows have come first. What
+        all rows have is written once.
+        """
+        first, *others = self.rows or ({},)
+        every = {
+            name: value for name, value in first.items() if others and all(_has(row, name, value) for row in others)
+        }
+        rows = [{name: value for name, value in row.items() if name not in every} for row in self.rows]
+        names = [name for name, _ in Counter(name for row in rows for name in row).most_common()]
         lines = (
-            _line([row[n] for n in names[: len(row)]] if row.keys() == {*names[: len(row)]} else row)
-            for row in self.rows
+            _line([row[n] for n in names[: len(row)]] if row.keys() == {*names[: len(row)]} else row) for row in rows
         )
-        return _as_json(self.head, {**self.own, COLUMNS: names}, lines)
+        return _as_json(self.head, {**self.own, **({EVERY: every} if every else {}), COLUMNS: names}, lines)
 
     @classmethod
     def from_json(cls, text: str) -> Results:
@@ -62,11 +69,11 @@ class Results:
         try:
             own = dict(json.loads(text))
             if COLUMNS in own:
-                names = own.pop(COLUMNS)
-                rows = own["rows"]
-                own["rows"] = [
-                    zip(names[: len(row)], row, strict=True) if isinstance(row, list) else row for row in rows
-                ]
+                names, every, rows = own.pop(COLUMNS), own.pop(EVERY, {}), own["rows"]
+                listed = (
+                    dict(zip(names[: len(row)], row, strict=True)) if isinstance(row, list) else row for row in rows
+                )
+                own["rows"] = [{**every, **row} for row in listed]
             rows, device, versions = (own.pop(name) for name in ("rows", "device", "versions"))
             head = Head(device, dict(versions), *(own.pop(name, "") for name in ("date", "commit", "command")))
             return cls(head, tuple(map(dict, rows)), own)
@@ -165,6 +172,10 @@ def check_output(option: str, path: Path | None) -> None:
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
     if path is not None and path.is_dir():
         raise ConfigError(f"{option} {path} is a folder; name a file in it")
+
+
+def _has(row: Mapping[str, Any], name: str, value: Any) -> bool:
+    return name in row and row[name] == value and type(row[name]) is type(value)
 
 
 def _is_replaceable(path: Path) -> bool:
