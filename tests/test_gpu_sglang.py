@@ -143,6 +143,12 @@ def test_the_first_difference_from_plain_decoding_may_be_a_tie(ids: list[int], g
     assert [each[2] for each in told["differ"]] == [gap]
 
 
+def test_what_plain_decoding_decides_otherwise_alone_a_draft_may_decide_otherwise() -> None:
+    other, elsewhere = ([run()["answers"][0] | {"ids": ids}] for ids in ([1, 2, 9], [9, 2, 3]))
+    assert row(CHAIN, run(answers=other), run(singly=other))["ok"]
+    assert not row(CHAIN, run(answers=other), run(singly=elsewhere))["ok"]
+
+
 def test_plain_decoding_is_compared_with_itself_and_sglangs_own_backends_with_theirs() -> None:
     other = [run()["answers"][0] | {"ids": [1, 2, 9]}]
     assert row(CHAIN, run(), run(singly=other))["plain_differs"] == [[0, 2, 0.5]]
