@@ -2,9 +2,9 @@
 
     {"device": ..., "versions": {...}, "date": ..., "commit": ..., "command": ..., "rows": [...]}
 
-A command may add keys of its own before the rows. Rows may be lists (`Results.in_columns`), in half the room or less:
-`"every": {...}` before them has the values of all rows, `"columns": [...]` names the others; a row that ends early lacks
-the columns that follow. Rows are written as they
+A command may add keys of its own before the rows. Rows may be lists (`Results.in_columns`), in half the room or less.
+Before them `"every": {...}` has the values of all rows, and `"columns": [...]` names the others; a row that ends early
+lacks the columns that follow. Rows are written as they
 come (`Recording`): the file of a run that was interrupted or killed holds what was done, and `"incomplete": true`
 before it. Nothing in a result names a path of the machine that it came from.
 """
