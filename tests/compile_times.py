@@ -1,6 +1,6 @@
 """How long a server waits for kernels of ours to be compiled, from an empty cache, and that no later batch waits.
 
-    python -m tests.compile_times --json docs/results/h200/compile_times.json
+    python -m tests.compile_times --json docs/results/h100/compile_times.json
 
 takes some minutes on a GPU. Each kernel and number of heads has a process and a cache of its own. What is planned and
 attended at `FIRST` batches is compiled; `LATER` batches must compile nothing. Planners count too, as a server waits for

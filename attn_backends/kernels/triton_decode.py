@@ -21,9 +21,10 @@ TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run
     32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
     64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
-It stops at three places. MLA of 16 heads takes 155 us without pieces: their launch, which finds none there, and the
-merge's looking for them are 5 us. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch makes
-fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB and more take up to 1.2 times.
+It stops at three places. MLA of 16 heads took 155 us before programs looked for long requests: the launch of pieces,
+which finds none there, is most of the other 5 (docs/results/h200/pieces.json). Grouped queries of few rows take 1.1 to
+1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB
+and more take up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all warps along the rows, so
