@@ -19,8 +19,9 @@ from attn_backends.engines.vllm.plans import Plan, Plans, Refresh
 from attn_backends.graphs import is_capturing
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import Step, StepKind
+from tests.engines.vllm.given import BUG
 
-SWITCH = "ATTN_BACKENDS_TESTS_BUG"
+SWITCH = BUG
 
 
 class DraftLengthOneShort(Plans):

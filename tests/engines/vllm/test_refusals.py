@@ -162,7 +162,7 @@ def test_a_name_that_is_not_registered_is_refused_where_it_is_read(models: Path)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_deepseek_v4_asks_no_backend_that_is_registered(name: str) -> None:
-    """So nothing of ours can refuse it; the page says so. Where vLLM asks one day, ours refuse, and the page is wrong."""
+    """So nothing of ours can refuse it, as the page says. If vLLM asks one day, the page is wrong."""
     from vllm.models.deepseek_v4.nvidia.model import _select_dsv4_attn_cls
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
