@@ -97,6 +97,7 @@ def row_of(mutant: Mutant, check: str, known: Case | None) -> dict[str, Any]:
 
 def rows(chosen: str, processes: int) -> Iterator[dict[str, Any]]:
     """One row for each mutant of a set and each check that must kill it, in order, so many at a time."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.mutants.matrix"])  # starts no CUDA
     kills = read_kills()
     asked = [
         (mutant, check, kills.get(mutant.name, {}).get(check))
