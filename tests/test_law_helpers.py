@@ -29,6 +29,17 @@ def test_law(monkeypatch):
 """
 
 
+LEAKING = """
+import ctypes
+
+def test_leak():
+    from triton._C.libtriton import ir
+
+    context = ir.context()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
+"""
+
+
 def asserting_helpers() -> list[str]:
     """Modules of the tests that assert and are no test files; tests inside an engine run elsewhere."""
     files = [
@@ -50,6 +61,16 @@ def test_a_failing_law_shows_its_values(tmp_path: Path) -> None:
     assert code == 1, output
     assert "{0: [0, 41]" in output
     assert "{0: [0, 37]" in output
+
+
+def test_workers_list_no_leaks_of_triton_amid_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "test_planted.py").write_text(LEAKING)
+    words = ["pytest", "-n", "1", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    paths = os.pathsep.join((str(TESTS.parent), str(TESTS.parent / "reference")))
+    code, output = run_module(words, tmp_path, {**os.environ, "PYTHONPATH": paths})
+    assert code == 0, output
+    assert "nanobind" not in output
 
 
 @pytest.mark.parametrize("name", asserting_helpers())
