@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from attn_backends.config.toml_options import validated
 from attn_backends_reference.config import load_run_config, preset_names
 from attn_backends_reference.run_options import PHASES, RunOptions, RuntimeOptions
 from spec_metadata import Capacity, StepKind
+from tests.torch_kernels import torch_kernel
 
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
 FA3 = 'backend = "fa3"\n'
@@ -27,6 +29,21 @@ class KeysAndValuesOnly(FA3Backend):
 
     name = "kv_only"
     formats = frozenset({CacheFormat.KV})
+
+
+class NoCommonSize(KeysAndValuesOnly):
+    """Its kernel takes pages of 32 to decode and of 64 to verify."""
+
+    name = "no_common_size"
+    kernels = (
+        replace(
+            torch_kernel(FA3Backend),
+            capabilities={
+                kind: replace(record, page_sizes=frozenset({32 if kind is StepKind.DECODE else 64}))
+                for kind, record in torch_kernel(FA3Backend).capabilities.items()
+            },
+        ),
+    )
 
 
 @pytest.fixture
@@ -195,7 +212,6 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE + "[model]\ntarget = 'gqa'", r"model.draft is missing, .* leave \[eagle\] out to decode plainly"),
         ("backend = 3\n" + EAGLE, r"backend: must be a backend's name, or a table .*, got 3$"),
         ("backend = {prefill = 'fa3'}\n" + EAGLE, "backend.decode is missing"),
-        ("backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE, "runtime.page_size is missing"),
         ("backend = ", "is not valid TOML"),
     ],
 )
@@ -262,11 +278,19 @@ def test_an_unknown_backend_is_named_before_anything_that_it_would_bring(load, l
         load(line + EAGLE)
 
 
-def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load):
+def test_page_size_and_model_of_another_packages_backend_come_from_what_it_declares(load):
     mine = "backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE
-    with pytest.raises(ConfigError, match="model is missing"):
-        load(mine + "[runtime]\npage_size = 4")
-    assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'gqa'\ndraft = 'gqa'").page_size == 4
+    assert (load(mine).page_size, load(mine).model.target) == (16, "gqa")
+    assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'mla'\ndraft = 'mla'").model.target == "mla"
+    with pytest.raises(ConfigError, match=r"runtime.page_size is missing, .* 'no_common_size' declares none for every"):
+        load("backend = 'tests.test_config:NoCommonSize'\n" + EAGLE)
+
+
+def test_a_model_that_the_backend_brought_is_told(load):
+    told = {name: load_run_config("chain", backend=name).notes for name in ("fa3", "trtllm_mla")}
+    assert told["fa3"] == ("model gqa, draft gqa (what fa3 takes; set [model] to keep one)",)
+    assert told["trtllm_mla"] == ("model mla, draft mla (what trtllm_mla takes; set [model] to keep one)",)
+    assert load(FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\n').notes == ()
 
 
 def test_an_unknown_preset_lists_the_known():
