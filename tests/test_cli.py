@@ -87,10 +87,7 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     shown = capsys.readouterr().out
     assert "'attn-backends[flashmla]'" in shown.replace("\n", "")
     (hint,) = re.findall(r"capability means: python (-m pydoc .*)", shown)
-    assert (
-        "page_sizes"
-        in subprocess.run([sys.executable, *hint.split()], capture_output=True, check=True, text=True).stdout
-    )
+    assert "page_sizes" in subprocess.check_output([sys.executable, *hint.split()], text=True)
 
 
 def test_info_says_which_pages_a_compressed_cache_takes(capsys):
