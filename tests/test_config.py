@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from attn_backends.config.toml_options import validated
 from attn_backends_reference.config import load_run_config, preset_names
 from attn_backends_reference.run_options import PHASES, RunOptions, RuntimeOptions
 from spec_metadata import Capacity, StepKind
-from tests.torch_kernels import torch_kernel
 
 EAGLE = "[eagle]\ntopk = 1\nnum_steps = 3\nnum_draft_tokens = 4\n"
 FA3 = 'backend = "fa3"\n'
@@ -29,21 +27,6 @@ class KeysAndValuesOnly(FA3Backend):
 
     name = "kv_only"
     formats = frozenset({CacheFormat.KV})
-
-
-class NoCommonSize(KeysAndValuesOnly):
-    """Its kernel takes pages of 32 to decode and of 64 to verify."""
-
-    name = "no_common_size"
-    kernels = (
-        replace(
-            torch_kernel(FA3Backend),
-            capabilities={
-                kind: replace(record, page_sizes=frozenset({32 if kind is StepKind.DECODE else 64}))
-                for kind, record in torch_kernel(FA3Backend).capabilities.items()
-            },
-        ),
-    )
 
 
 @pytest.fixture
@@ -282,8 +265,6 @@ def test_page_size_and_model_of_another_packages_backend_come_from_what_it_decla
     mine = "backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE
     assert (load(mine).page_size, load(mine).model.target) == (16, "gqa")
     assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'mla'\ndraft = 'mla'").model.target == "mla"
-    with pytest.raises(ConfigError, match=r"runtime.page_size is missing, .* 'no_common_size' declares none for every"):
-        load("backend = 'tests.test_config:NoCommonSize'\n" + EAGLE)
 
 
 def test_a_model_that_the_backend_brought_is_told(load):

@@ -198,7 +198,7 @@ def _check_formats(path: Path, backends: PhaseNames) -> None:
 def _page_size(path: Path, options: Mapping[str, BackendOptions | None], runtime: RuntimeOptions) -> int:
     """That of the backends' files; where none has a file, one that their kernels declare."""
     sizes = {name: found.page_size for name, found in options.items() if found is not None}
-    sizes = sizes or {name: _declared_page_size(path, get_backend(name), runtime) for name in options}
+    sizes = sizes or {name: _declared_page_size(get_backend(name), runtime) for name in options}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
@@ -208,20 +208,16 @@ def _page_size(path: Path, options: Mapping[str, BackendOptions | None], runtime
     return next(iter(sizes.values()))
 
 
-def _declared_page_size(path: Path, backend: type[AttentionBackend], runtime: RuntimeOptions) -> int:
-    """A page size that all kinds of step take on the kernels that run."""
+def _declared_page_size(backend: type[AttentionBackend], runtime: RuntimeOptions) -> int:
+    """A page size that all kinds of step take on the kernels that run; if there is none, what runs is refused."""
     running = [each for each in backend.kernels if not each.unavailable_reasons(torch.device(runtime.device))]
     asked = [each for each in running if runtime.kernel in (None, "auto", each.name)]
     limits = [record.page_sizes for each in asked for record in each.capabilities.values()]
     sizes = [frozenset(limit) for limit in limits if limit is not None]
+    common = frozenset.intersection(*sizes) if sizes else frozenset()
     multiple = backend.page_multiple()
-    common = frozenset.intersection(*sizes) if sizes else frozenset({-(-PAGE_SIZE // multiple) * multiple})
-    if not common:
-        raise ConfigError(
-            f"{path}: runtime.page_size is missing, and backend {backend.name!r} declares none for every kind of "
-            f"step on {runtime.device}"
-        )
-    return PAGE_SIZE if PAGE_SIZE in common else min(common)
+    usual = -(-PAGE_SIZE // multiple) * multiple
+    return usual if usual in common or not common else min(common)
 
 
 def _model(path: Path, options: Mapping[str, BackendOptions | None]) -> ModelOptions:
