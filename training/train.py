@@ -276,9 +276,9 @@ def write_log(path: Path, runs: list[dict[str, Any]]) -> None:
     """Writes runs as JSON with one log row a line."""
     parts = []
     for run in runs:
-        rows = ",\n   ".join(json.dumps(row) for row in run["rows"])
-        fields = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in run.items() if k != "rows"]
-        parts.append(" {\n" + ",\n".join([*fields, f'  "rows": [\n   {rows}\n  ]']) + "\n }")
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in run["rows"])
+        fields = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in run.items() if k != "rows"]
+        parts.append("{" + ",\n".join([*fields, f'"rows":[\n{rows}\n]']) + "}")
     path.write_text("[\n" + ",\n".join(parts) + "\n]\n")
 
 
