@@ -197,16 +197,15 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _cell_details(key: tuple[str, str], rows: Sequence[Row], names: Mapping[str, str], device: str) -> str:
-    """The cases of a check on a kernel, and what runs one of them by its name."""
+    """The cases of a check on a kernel, and what runs them."""
     check, kernel = key
     name, kernel_name = names.get(rows[0].backend, rows[0].backend), rows[0].kernel
-    options = f"--attn-backend {name} --attn-kernel {kernel_name} --attn-device {device}"
-    again = f"pytest --pyargs attn_backends.conformance {options} -k CASE"
+    again = f"attn-backends conformance {name} --kernel {kernel_name} --device {device} --select {check}"
     lines = "".join(map(_case_line, rows))
     title = f"<code>{escape(check)}</code> on {escape(kernel)} {_chips(rows)}"
     columns = "<tr><th>outcome</th><th>case</th><th>path</th><th>largest error</th><th>budget</th><th>ms</th></tr>"
     table = f"<table>{columns}{lines}</table>"
-    hint = f"<p class=quiet>One of these cases alone: <code>{escape(again)}</code></p>" if rows[0].case else ""
+    hint = f"<p class=quiet>These cases alone: <code>{escape(again)}</code></p>" if rows[0].case else ""
     return f'<details id="{_anchor(key)}"><summary>{title}</summary>{hint}{table}</details>'
 
 
