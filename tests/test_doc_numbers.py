@@ -195,6 +195,12 @@ def costs() -> list[str]:
     return found
 
 
+def mebibytes() -> str:
+    """Of the models that the reference ships."""
+    models = (ROOT / "reference" / "attn_backends_reference" / "models").rglob("*.safetensors")
+    return f"{sum(path.stat().st_size for path in models) / 2**20:.1f}"
+
+
 def reported() -> tuple[str, str]:
     """Of the page of bugs that users reported: how many concern a backend, and how many of these are caught."""
     (found,) = re.findall(
@@ -287,6 +293,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (README, r"CPU \| \[(\S+) cases, none failed", lambda: executed("conformance_cpu")[0]),
     (README, r"\[(\S+) planned and (\S+) attended, (\S+) wrong", fuzzed),
     (README, r"of (\S+) that users reported, \[(\S+) are", reported),
+    (MEASURED, r"drafts take (\S+) MiB", mebibytes),
     (MEASURED, r"in all (\S+) cases of \{backend", lambda: all_are("full_cross", "identical", True)),
     (MEASURED, r"in all (\S+) rows of the \[demo\]", lambda: all_are("h200/demo_float32", "identical", True)),
     (MEASURED, r"kernels (\S+) of \[\d+ rows\]", lambda: number("h200/demo_bfloat16", identical=True)),
