@@ -111,7 +111,7 @@ def test_the_html_report_says_what_checks_hold_and_what_runs_a_case_again(tmp_pa
     options = f"my_package:Mine --device cpu --kernel torch --case '{CASE.to_json()}'"
     assert text.count(f"attn-backends conformance {options}") == 2
     assert text.count(f"attn-backends explain {options}") == 2
-    assert "--attn-backend my_package:Mine --attn-kernel torch --attn-device cpu -k CASE" in text
+    assert "attn-backends conformance my_package:Mine --device cpu --kernel torch --select math.decode<" in text
 
 
 def test_failures_after_the_first_three_are_folded(tmp_path):
