@@ -118,3 +118,23 @@ def test_every_graph_mutant_is_in_a_set_and_those_of_streams_are_with_phases() -
     assert found["graphs"] | found["phases"] >= {mutant.name for mutant in MUTANTS.values() if mutant.graph}
     modules = {gpu.module_of(MUTANTS[name]) for name in found["phases"]}
     assert modules == gpu.PHASES
+
+
+MAKE_TENSORS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye"}
+READ_VALUES = {"item", "tolist", "cpu", "numpy", "unique", "nonzero", "new_tensor"}
+
+
+@pytest.mark.parametrize("module", sorted(gpu.PHASES))
+def test_mutants_of_phases_name_their_tensors_device_and_read_no_values(module: str) -> None:
+    """On a GPU they are killed by what they plant, never by a tensor of the CPU's or by what a capture refuses."""
+    source = (Path(__file__).parent / "mutants" / f"{module}.py").read_text(encoding="utf-8")
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    wrong = []
+    for call in calls:
+        name, named = ast.unparse(call.func), {keyword.arg for keyword in call.keywords}
+        of_torch, _, method = name.rpartition(".")
+        converts = name in ("int", "bool", "float") and any(isinstance(node, ast.Call) for node in call.args)
+        makes = of_torch == "torch" and method in MAKE_TENSORS and "device" not in named
+        if makes or converts or (of_torch and method in READ_VALUES):
+            wrong.append(f"line {call.lineno}: {ast.unparse(call)}")
+    assert not wrong

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import le
 
 import torch
 from torch import Tensor
@@ -19,41 +20,46 @@ from spec_metadata import Arena, BufferSpec, Extent, Paging
 
 @dataclass(slots=True, eq=False)
 class SharedTable:
-    """planned: the phases that were planned in it, the last one last, and which bucket of each."""
+    """read_in_place: the engine's table, kept so that no other comes to lie at its address. planned: the phases that
+    were planned in it, the last one last, and which bucket of each.
+    """
 
     arena: Arena
+    read_in_place: Tensor
     planned: dict[object, object] = field(default_factory=dict)
 
 
 class StaticMemory:
     """Tables of the backends that are given it, one for each engine table and form. A table is as large as the largest
-    step of the phase that asked for it first; a phase that needs more has another one.
+    step of the phase that asked for it first. A phase that needs more has another one, so capture first what has the
+    most rows: a ragged step, whose padding has rows of its own.
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Hashable, SharedTable] = {}
-        self._read_in_place: list[Tensor] = []  # kept, so that no other engine table comes to lie at its address
+        self._tables: dict[Hashable, list[SharedTable]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
-        return sum(table.arena.num_bytes for table in self._tables.values())
+        return sum(table.arena.num_bytes for tables in self._tables.values() for table in tables)
 
-    def holds(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> bool:
-        """Whether a table was asked for before."""
-        return _key(spec, extent, paging, device) in self._tables
+    def find(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable | None:
+        """The first table that is large enough."""
+        sizes, alike = spec.sizes(extent), self._tables.get(_key(spec, extent, paging, device), ())
+        return next((each for each in alike if all(map(le, sizes, spec.sizes(each.arena.largest)))), None)
 
     def table(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable:
         """The buffer of a declaration for the phases that read the table of `paging` in place. extent: the largest of
         the phase.
         """
-        key = _key(spec, extent, paging, device)
-        if key not in self._tables:
-            self._tables[key] = SharedTable(Arena((spec,), extent, device))
-            self._read_in_place.append(paging.table)
-        return self._tables[key]
+        found = self.find(spec, extent, paging, device)
+        if found is None:
+            found = SharedTable(Arena((spec,), extent, device), paging.table)
+            self._tables.setdefault(_key(spec, extent, paging, device), []).append(found)
+        return found
 
 
 def _key(spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> Hashable:
+    """Lists of all requests lie one behind the other, of as many pages each."""
     table, place = paging.table, torch.empty(0, device=device).device  # "cuda" has no index
-    return spec, spec.sizes(extent), table.data_ptr(), table.stride(), paging.geometry, place
+    return spec, extent.max_pages, table.data_ptr(), table.stride(), paging.geometry, place

@@ -15,9 +15,9 @@ from attn_backends.backends import fa3
 from attn_backends.backends.fa3 import FA3Backend
 from attn_backends.cache import PagedLatent
 from attn_backends.conformance.compressed_worlds import WINDOW
+from attn_backends.graphs import is_capturing
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.planning import metadata
-from attn_backends.planning.metadata import Metadata
 from spec_metadata import Buffers, Step, StepKind
 from spec_metadata.capacity import TokenBucket
 from spec_metadata.layout import repeat_requests
@@ -44,14 +44,19 @@ def in_windows_of_blocks(patch: pytest.MonkeyPatch, change: Callable[[dict[str, 
     """Let `page_table_attention` of a windowed draft block get other options than it is given. change: of all, by name,
     to those that are others.
     """
-    attend = fa3.page_table_attention
+    attend, windowed, is_block = fa3.page_table_attention, fa3.windowed, [False]
+
+    def looked_at(window: int | None, drafted: Any) -> Any:
+        is_block[0] = window is not None and isinstance(drafted, BlockRows)
+        return windowed(window, drafted)
 
     def changed(q: Any, k: Any, v: Any, starts: Any, table: Any, lens: Any, **options: Any) -> Any:
         given = {"starts": starts, "table": table, "lens": lens, **options}
-        if options["drafted"] is not None and bool((options["drafted"] < 0).any()):
+        if is_block[0]:
             given |= change(given)
         return attend(q, k, v, given.pop("starts"), given.pop("table"), given.pop("lens"), **given)
 
+    patch.setattr(fa3, "windowed", looked_at)
     patch.setattr(fa3, "page_table_attention", changed)
 
 
@@ -148,7 +153,8 @@ def windowed_block_is_causal(patch: pytest.MonkeyPatch) -> None:
 @mutant("one window for all rows, as a tree's branches of one depth have it", "math.window")
 def window_of_a_block_is_its_last_row_s(patch: pytest.MonkeyPatch) -> None:
     """The window of every row of a draft block begins where that of its last one does."""
-    patch.setattr(BlockRows, "behind_end", lambda self: torch.zeros(self.bs * self.width, dtype=torch.int32))
+    behind_end = BlockRows.behind_end
+    patch.setattr(BlockRows, "behind_end", lambda self: torch.zeros_like(behind_end(self)))
 
 
 @mutant("SGLang #39287: a clipped prefix gathered from offset 0", "math.window")
@@ -191,16 +197,20 @@ def rows_behind_the_last_kept_one_are_stored(patch: pytest.MonkeyPatch) -> None:
     keeping(patch, lambda kept, step, slots, *rest: replace(found := kept(step, slots, *rest), slots=slots[found.rows]))
 
 
-@mutant("the host's counts in place of the device's", "cache.keeps_first_rows")
+@mutant("the host's counts in place of the device's", "cache.keeps_first_rows", graph=True)
 def rows_kept_as_at_the_capture(patch: pytest.MonkeyPatch) -> None:
-    """A graph keeps as many rows of each request as when it was captured."""
-    keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, num.new_tensor([step.width] * step.bs), most))
+    """A graph keeps as many rows of each request as when it was captured, all of them."""
+
+    def counted(kept: Callable[..., KeptRows], step: Step, slots: Any, num: Any, most: int) -> KeptRows:
+        return kept(step, slots, torch.full_like(num, step.width) if is_capturing() else num, most)
+
+    keeping(patch, counted)
 
 
 @mutant("packed rows by the number of their request, as if all were kept", "cache.keeps_first_rows")
 def kept_rows_are_not_packed(patch: pytest.MonkeyPatch) -> None:
     """Of kept rows the first ones of the step are stored, whichever request they are of."""
-    keeping(patch, lambda kept, *given: replace(kept(*given), rows=torch.arange(given[-1])))
+    keeping(patch, lambda kept, *given: replace(found := kept(*given), rows=torch.ones_like(found.rows).cumsum(0) - 1))
 
 
 @mutant("sglang-jax #1612: an assistant that mutates a cache", "cache.reads_alone")
@@ -218,15 +228,15 @@ def frozen_draft_writes(patch: pytest.MonkeyPatch) -> None:
 @mutant("vLLM's Gemma-4 speculator: positions stay where they are", "cache.reads_alone")
 def frozen_draft_advances(patch: pytest.MonkeyPatch) -> None:
     """Lengths advance with each forward of a draft on one metadata, as if it had stored a token."""
-    reading, calls = Metadata.reading, {}
+    forward = AttentionBackend.forward
 
-    def advanced(self: Metadata, *given: Any) -> Any:
-        calls[id(self)] = calls.get(id(self), 0) + 1
-        if calls[id(self)] == 2:
-            self.buffers["seqused_k"].add_(1)
-        return reading(self, *given)
+    def advanced(self: AttentionBackend, q: Any, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
+        output = forward(self, q, cache, meta, layer)
+        if meta.reads_alone:
+            meta.schedules._plans[meta.forward].seqused_k.add_(1)
+        return output
 
-    patch.setattr(Metadata, "reading", advanced)
+    patch.setattr(AttentionBackend, "forward", advanced)
 
 
 @mutant("SGLang #24436: a draft without KV of its own, run as one that has", "cache.reads_alone")
@@ -247,9 +257,10 @@ def frozen_branches_of_other_requests(patch: pytest.MonkeyPatch) -> None:
     frozen = Step.frozen_draft
 
     def by_branch(lens: Any, paging: Any, seq_lens_cpu: Any) -> Step:
-        order = [*range(0, len(lens), 2), *range(1, len(lens), 2)]
-        known = [seq_lens_cpu[i] for i in order]
-        return frozen(lens[order], repeat_requests(paging, torch.tensor(order)), seq_lens_cpu=known)
+        order = torch.arange(len(lens), device=lens.device)
+        order = torch.cat((order[::2], order[1::2]))
+        known = [*seq_lens_cpu[::2], *seq_lens_cpu[1::2]]
+        return frozen(lens[order], repeat_requests(paging, order), seq_lens_cpu=known)
 
     patch.setattr(Step, "frozen_draft", by_branch)
 

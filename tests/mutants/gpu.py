@@ -75,12 +75,15 @@ def graph_cases(mutant: Mutant, check: str) -> Iterator[Case]:
 
 
 def case_of(mutant: Mutant, check: str, known: Case | None) -> Case:
-    """What a mutant is run on: a case through a graph if one kills here, else the known one, by which it is killed."""
+    """What a mutant is run on: a case through a graph if one kills here, of the known kind if one does, else the known
+    one, by which it is killed.
+    """
     if known is None:
         return next(graph_cases(mutant, check))
-    if mutant.graph or known.path == "graph":
+    if known.path == "graph":
         return known
-    tried = islice(graph_cases(mutant, check), MOST_TRIED)
+    alike_first = sorted(graph_cases(mutant, check), key=lambda case: case.kind != known.kind)
+    tried = islice(alike_first, MOST_TRIED)
     return next((case for case in tried if outcome(mutant.name, case, "cpu")[0] == Outcome.FAIL), known)
 
 
@@ -94,6 +97,7 @@ def row_of(mutant: Mutant, check: str, known: Case | None) -> dict[str, Any]:
 
 def rows(chosen: str, processes: int) -> Iterator[dict[str, Any]]:
     """One row for each mutant of a set and each check that must kill it, in order, so many at a time."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.mutants.matrix"])  # starts no CUDA
     kills = read_kills()
     asked = [
         (mutant, check, kills.get(mutant.name, {}).get(check))

@@ -58,6 +58,7 @@ def decodes_count_their_own_token(patch: pytest.MonkeyPatch) -> None:
     make = mixed.Step
 
     def counted(kind: StepKind, query: object, lens: Tensor, paging: RequestTable, *rest: object, **host: object):
-        return make(kind, query, lens + (torch.arange(len(lens)) == 1), paging, *rest, **host)
+        is_decode = torch.arange(len(lens), device=lens.device) == 1
+        return make(kind, query, lens + is_decode, paging, *rest, **host)
 
     patch.setattr(mixed, "Step", counted)

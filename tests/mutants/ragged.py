@@ -45,8 +45,9 @@ def slots_are_packed_from_the_first(patch: pytest.MonkeyPatch) -> None:
 
     def packed(static, query, widths, slots):
         fill(static, query, widths, slots)
-        num_rows = min(int(widths.sum()), slots.shape[0])
-        static.out_cache_loc[:num_rows].copy_(slots[:num_rows])
+        row, own = torch.arange(static.num_tokens, device=slots.device), static.out_cache_loc
+        dense = slots[row.clamp(max=slots.shape[0] - 1)].to(own.dtype)
+        own.copy_(torch.where(row < widths.sum(), dense, own))
 
     patch.setattr(static_inputs, "fill_rows", packed)
 
@@ -68,9 +69,9 @@ def widths_of_the_first_step(patch: pytest.MonkeyPatch) -> None:
     first = {}
 
     def once(query, real):
-        seen = first.setdefault("widths", query.widths.tolist())
-        widths = torch.tensor([seen[i % len(seen)] for i in range(len(real))])
-        return FIT(replace(query, widths=widths), real)
+        seen = first.setdefault("widths", query.widths.clone())
+        again = torch.arange(len(real), device=seen.device) % len(seen)
+        return FIT(replace(query, widths=seen[again]), real)
 
     patch.setattr(static_inputs, "fit_widths", once)
 
@@ -101,7 +102,7 @@ def last_row_of_the_bound(patch: pytest.MonkeyPatch) -> None:
     """Drafts begin at the row where the bound on a request's rows ends, not where those that the device gives it do."""
 
     def of_the_bound(step):
-        ends = torch.arange(step.bs + 1, dtype=torch.int32) * step.width
+        ends = torch.arange(step.bs + 1, dtype=torch.int32, device=step.device) * step.width
         return ends.clamp(max=step.num_tokens) if step.kind is StepKind.DRAFT_EXTEND else STARTS(step)
 
     patch.setattr(worker, "query_starts", of_the_bound)

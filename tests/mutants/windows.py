@@ -39,10 +39,12 @@ def prefill_drops_the_window(patch: pytest.MonkeyPatch) -> None:
     """Packed rows attend to all keys."""
     ragged = torch_attention._ragged_over_pages
 
-    def whole(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        is_packed = len(starts.diff().unique()) > 1
+    def whole(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, pages: Tensor, lens: Tensor, most: int, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        is_packed = len(q) < len(lens) * most
         extras = rest[-1]._replace(window=None) if is_packed else rest[-1]
-        return ragged(q, k, v, starts, *rest[:-1], extras)
+        return ragged(q, k, v, starts, pages, lens, most, *rest[:-1], extras)
 
     patch.setattr(torch_attention, "_ragged_over_pages", whole)
 
@@ -54,8 +56,11 @@ def window_by_the_row_and_not_its_depth(patch: pytest.MonkeyPatch) -> None:
 
     def by_row(window: int | None, drafted: Any) -> tuple[int | None, Tensor | None]:
         window, depths = windowed(window, drafted)
-        rows = None if depths is None else torch.arange(1, drafted.shape[1] + 1, dtype=torch.int32)
-        return window, depths if rows is None else rows.repeat(len(drafted))
+        if depths is not None and isinstance(drafted, Tensor):
+            depths = torch.arange(1, drafted.shape[1] + 1, dtype=torch.int32, device=drafted.device).repeat(
+                len(drafted)
+            )
+        return window, depths
 
     patch.setattr(fa3, "windowed", by_row)
 
@@ -108,8 +113,8 @@ def ragged_verify_drops_the_window(patch: pytest.MonkeyPatch) -> None:
     forward = AttentionBackend.forward
 
     def whole(self: AttentionBackend, q: Tensor, cache: Any, meta: Any, layer: AttentionLayer) -> AttentionOutput:
-        lens = meta.schedules._plans[0].cu_seqlens_q.diff()
-        is_ragged = meta.kind is StepKind.TARGET_VERIFY and len(lens.unique()) > 1
+        plan = meta.schedules._plans[0]
+        is_ragged = meta.kind is StepKind.TARGET_VERIFY and len(q) < len(plan.seqused_k) * plan.max_seqlen_q
         return forward(self, q, cache, meta, replace(layer, window=None) if is_ragged else layer)
 
     patch.setattr(AttentionBackend, "forward", whole)
