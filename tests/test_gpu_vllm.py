@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from attn_backends import results
+from tests.engines.vllm.given import BUG
 from tests.engines.vllm.gpu import correctness
 from tests.engines.vllm.gpu.cases import (
+    DEFAULT,
     FA3,
     FLASHINFER_KERNELS,
     IN_PARALLEL,
@@ -21,6 +23,7 @@ from tests.engines.vllm.gpu.cases import (
     OTHERS,
     ROOT,
     SPECULATIVE,
+    WITH_BUGS,
     Case,
     alike,
     differences,
@@ -191,6 +194,43 @@ def test_every_case_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(("accepted", "ok"), [([300, 198, 12], True), ([300, 196, 10], False), ([300, 200, 7], False)])
+def test_as_many_drafts_are_accepted_as_on_attention_in_float64(accepted: list[int], ok: bool) -> None:
+    """In float32, where rounding changes none; in bfloat16 it does."""
+    drafts = [(0, len(prompts()[0]) + 1, [2, 3])]
+    exact = {"first": answer(drafts=drafts, accepted=[300, 200, 10])}
+    case = replace(CASE, dtype="float32")
+    told = row(case, run(drafts=drafts, accepted=accepted), run(), exact)
+    assert told["ok"] is ok, told["why"]
+    assert told["why"] == ([] if ok else 2 * [f"{accepted} accepted for [300, 200, 10]"])
+    assert row(CASE, run(drafts=drafts, accepted=accepted), run(), exact)["ok"]
+
+
+def test_a_planted_bug_is_to_make_its_row_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts = [(0, len(prompts()[0]) + 1, [2, 3])]
+    right, others = run(drafts=drafts), run(drafts=[(0, len(prompts()[0]) + 1, [2, 4])])
+    found = {"no refresh": others, "no replay": {"failed": "CaptureError"}, "": right}
+    monkeypatch.setattr(correctness, "run", lambda case, models, folder, gpus: found.get(case.bug, right))
+    told = {each["bug"]: each for each in correctness.bugs(Path(), Path(), "gqa")}
+    assert len(told) == 6
+    assert [name for name, each in told.items() if each["ok"]] == ["no refresh", "no replay"]
+    assert told["no refresh"]["why"] == 2 * ["1 of 2 drafts are alike"]
+    assert told["no replay"]["why"] == ["CaptureError"]
+    found[""] = {"failed": "out of memory"}
+    assert not any(each["ok"] for each in correctness.bugs(Path(), Path(), "")), "there is nothing to compare with"
+
+
+def test_a_case_says_its_bug_and_its_mode_to_its_process() -> None:
+    assert WITH_BUGS[0].environment[BUG] == "draft length one short"
+    assert str(WITH_BUGS[0]).endswith("full-float32-draft_length_one_short")
+    assert BUG not in WITH_BUGS[0].plain.environment | WITH_BUGS[0].exact.environment
+    default = next(case for case in SPECULATIVE if case.mode == DEFAULT)
+    assert default.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+    assert default.options(Path())["async_scheduling"]
+    assert default.options(Path())["compilation_config"]["mode"] == 3
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in default.plain.environment
+
+
 def test_engines_take_the_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[list[str]] = []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
@@ -244,7 +284,7 @@ TABLE = {
     "FlashAttention-3": ("llama-fa3-vllm_flash_attn", "llama-flash_attn"),
     "Triton, grouped-query": ("llama-fa3-triton", "llama-triton_attn"),
     "FlashMLA": ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
-    "FlashAttention-3 of MLA": ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla"),
+    "FlashAttention-3 of MLA, 24 November": ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla"),
     "Triton, MLA": ("deepseek-trtllm_mla-triton", "deepseek-triton_mla"),
 }
 
@@ -253,7 +293,7 @@ LATER = {
     "FlashAttention-3, Llama": TABLE["FlashAttention-3"],
     "Triton, Llama": TABLE["Triton, grouped-query"],
     "FlashMLA": TABLE["FlashMLA"],
-    "FlashAttention-3, DeepSeek": TABLE["FlashAttention-3 of MLA"],
+    "FlashAttention-3, DeepSeek": TABLE["FlashAttention-3 of MLA, 24 November"],
     "Triton, DeepSeek": TABLE["Triton, MLA"],
 }
 RUNS = {

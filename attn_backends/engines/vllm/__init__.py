@@ -15,7 +15,6 @@ NAMES = {
     "ATTN_BACKENDS_FA3_MLA": "FA3OnLatents",
     "ATTN_BACKENDS_TRTLLM_MLA": "TrtllmMLA",
     "ATTN_BACKENDS_FLASHINFER_MLA": "FlashInferMLA",
-    "ATTN_BACKENDS_DSV4": "DSV4",
 }
 """What `--attention-backend` is given -> the class in `attn_backends.engines.vllm.backends`."""
 

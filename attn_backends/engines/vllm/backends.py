@@ -64,6 +64,11 @@ class _Registered(AttentionBackend):
         return takes_ragged_verifies(cls.impl.library, device, Workload(ANY_PAGE_SIZE))
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Caches that other engines read or write: none was tried."""
+        return False
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -138,19 +143,3 @@ class FlashInferMLA(_OnLatents):
     name = "ATTN_BACKENDS_FLASHINFER_MLA"
     impl = _library(FlashInferMLABackend, LatentImpl)
     block_sizes: ClassVar[list[Any]] = [MultipleOf(16)]
-
-
-class DSV4(_OnLatents):
-    """`ATTN_BACKENDS_DSV4`: refused, with what is missing."""
-
-    name = "ATTN_BACKENDS_DSV4"
-    impl = LatentImpl
-    block_sizes: ClassVar[list[Any]] = [64]
-
-    @classmethod
-    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Always a reason."""
-        return [
-            "dsv4 has no view of vLLM's caches of DeepSeek-V4 yet (compressed entries, indexer keys and windows are "
-            "cache groups of their own layout there); take vLLM's own backend"
-        ]

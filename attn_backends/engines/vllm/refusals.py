@@ -20,6 +20,9 @@ ANY_PAGE_SIZE = 64
 KERNEL = "ATTN_BACKENDS_KERNEL"
 """The environment variable that names a kernel of the backends, for every step that it can run; else "auto"."""
 
+NO_NAME = "vLLM would choose one itself; name one, such as ATTN_BACKENDS_FA3"
+"""Why a draft of blocks needs a name: vLLM hands the target's backend on to other drafts alone."""
+
 
 def asked_kernel() -> str:
     """The kernel that is asked for."""
@@ -42,7 +45,11 @@ def config_reasons(config: Any) -> list[str]:
     spec = config.speculative_config
     if spec is not None and spec.parallel_drafting and not (spec.use_dflash() or spec.use_dspark()):
         reasons.append("parallel drafting other than DFlash's and DSpark's")
+    if spec is not None and (spec.use_dflash() or spec.use_dspark()) and spec.attention_backend is None:
+        reasons.append(f'a {spec.method} draft without "attention_backend" in the speculative configuration: {NO_NAME}')
     parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        reasons.append(f"pipeline parallelism ({parallel.pipeline_parallel_size} ranks), which was not tested")
     ranks = {"decode": parallel.decode_context_parallel_size, "prefill": parallel.prefill_context_parallel_size}
     return reasons + [f"{phase} context parallelism ({each} ranks)" for phase, each in ranks.items() if each > 1]
 

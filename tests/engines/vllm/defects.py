@@ -19,8 +19,9 @@ from attn_backends.engines.vllm.plans import Plan, Plans, Refresh
 from attn_backends.graphs import is_capturing
 from attn_backends.planning.metadata import WRITE_SLOTS, Metadata
 from spec_metadata import Step, StepKind
+from tests.engines.vllm.given import BUG
 
-SWITCH = "ATTN_BACKENDS_TESTS_BUG"
+SWITCH = BUG
 
 
 class DraftLengthOneShort(Plans):
@@ -118,7 +119,7 @@ CAUGHT = {
     "draft length one short": "attention of a draft layer, in a graph",
     FORWARD_0: f"{DRAFT_WRITES}wrote slots",
     "no refresh": f"{DRAFT_WRITES}did not store what it was given",
-    "no replay": "in a graph|overwritten by a replay or capture",
+    "no replay": r"metadata of \(target_verify .* was overwritten by a replay or capture of \(target_verify",
     "slots of padded rows": "writes of a .* layer, in a graph: .* wrote slots",
     "stale block table": "attention of a .* layer, in a graph",
 }

@@ -8,6 +8,8 @@ from typing import Any
 SINKS = "ATTN_BACKENDS_TESTS_SINKS"
 COSTS = "ATTN_BACKENDS_TESTS_COSTS"
 """Environment variables: set where `register` gives them."""
+BUG = "ATTN_BACKENDS_TESTS_BUG"
+"""That names a bug of `defects.py`, which is planted."""
 
 
 def with_sinks() -> Any:

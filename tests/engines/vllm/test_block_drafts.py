@@ -112,7 +112,7 @@ def judged(
     stand_ins.install_block_drafts()
     patch.setattr(engine, "NUM_DRAFTED", num_drafted)
     asked = {"method": method, "model": str(folder / "head"), "num_speculative_tokens": num_drafted}
-    drafting = ("speculative_config", asked | more | {"attention_backend": backend})
+    drafting = ("speculative_config", asked | {"attention_backend": backend} | more)
     others = (drafting, ("num_gpu_blocks_override", 96), ("max_model_len", max_context))
     row = Row("target", backend, graphs, is_async=False, others=others)
     return oracle, run(row, folder, given, NUM_TOKENS, begin)

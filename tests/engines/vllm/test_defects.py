@@ -10,6 +10,7 @@ import pytest
 
 from tests.engines.vllm.defects import CAUGHT, CAUGHT_IN_MLA, SWITCH, planted
 from tests.engines.vllm.engine import EngineFailed, Row, prompts, run
+from tests.engines.vllm.gpu.cases import WITH_BUGS
 from tests.engines.vllm.laws import assert_attended
 from tests.engines.vllm.shadow import compared
 
@@ -34,6 +35,11 @@ def test_a_verify_that_is_planned_as_a_prefill_is_counted(models: Path, monkeypa
     found = run(row, models, prompts(2), 8)
     with pytest.raises(AssertionError, match=r"layers.0.self_attn.attn: 0 of \d target_verify"):
         assert_attended(row, found)
+
+
+def test_a_gpu_runs_with_each() -> None:
+    found = {model: {case.bug for case in WITH_BUGS if case.model == model} for model in ("gqa", "mla-1")}
+    assert found == {"gqa": CAUGHT.keys(), "mla-1": CAUGHT_IN_MLA.keys()}
 
 
 def test_a_bug_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

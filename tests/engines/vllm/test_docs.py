@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.doc_desk import write_tokenizer
 from tests.engines.doc_commands import check_runs, commands
 from tests.engines.vllm.engine import Row, arguments
 
+ROOT = Path(__file__).parents[3]
 BLOCKS = [text for text in commands(GPU) if text.startswith("from vllm import")]
 NAMED = {"model", "attention_backend", "skip_tokenizer_init"}  # by the block, or left out by it
 
@@ -33,3 +35,11 @@ def test_python_of_the_documents_runs(block, models, tmp_path, monkeypatch, caps
     monkeypatch.setattr(vllm, "LLM", lambda name, of=vllm.LLM, **given: of(str(model), **options, **given))
     exec(block, {})
     assert "{'prefill': {'backend': 'fa3', 'kernel': 'torch', 'forwards': 1}" in capsys.readouterr().out
+
+
+def test_the_page_has_every_operator_that_is_replaced():
+    source, page = ((ROOT / name).read_text() for name in ("tests/engines/vllm/stand_ins.py", "docs/vllm.md"))
+    defined = re.findall(r'_define\(\s*"\w+",\s*"(\w+)\(', source)
+    told = page.partition("- operators that vLLM compiles")[2].partition(";")[0]
+    assert len(defined) == source.count("_define(") - 1 == 5
+    assert sorted(re.findall(r"`(\w+)`", told)) == sorted(defined)

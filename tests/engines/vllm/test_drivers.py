@@ -16,11 +16,12 @@ from tests.engines.vllm import drivers
 
 CHECKS = ("math.decode", "math.draft_decode", "math.target_verify", "math.draft_extend", "cache.writes_owned_slots")
 COMMITTED_ALONE = "drafted since, its own token last: the length is that of the committed tokens"
-QUICK = ("FlashMLA", "FlashAttn")
-EACH = [
-    pytest.param(driver, marks=() if driver.__name__ in QUICK else pytest.mark.full, id=driver.__name__)
-    for driver in drivers.DRIVEN
-]
+
+
+def each(quick: type) -> list[Any]:
+    """All drivers. quick: the one of which a test is quick."""
+    marks = {driver: () if driver is quick else pytest.mark.full for driver in drivers.DRIVEN}
+    return [pytest.param(driver, marks=marks[driver], id=driver.__name__) for driver in drivers.DRIVEN]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def rows_of() -> Iterator[Any]:
         yield lambda *given: pool.submit(drivers.rows_of, *given).result()
 
 
-@pytest.mark.parametrize("driver", EACH)
+@pytest.mark.parametrize("driver", each(quick=drivers.FlashMLA))
 def test_what_vllm_plans_is_right(rows_of, driver):
     rows = rows_of(driver, CHECKS)
     assert {row.status for row in rows} == {Outcome.PASS}
@@ -38,7 +39,7 @@ def test_what_vllm_plans_is_right(rows_of, driver):
     assert {row.case.path for row in rows if row.case.kind == "draft_decode"} == paths
 
 
-@pytest.mark.parametrize("driver", EACH)
+@pytest.mark.parametrize("driver", each(quick=drivers.FlashAttn))
 @pytest.mark.parametrize("bug", ["DriverCountsOneLess", "DriverTurnsPagesRound"])
 def test_the_drivers_mistake_is_an_error_and_no_failure(rows_of, bug, driver):
     found = rows_of(drivers.BUGS[bug, driver.__name__], ("math.decode", "cache.writes_owned_slots"), "decode")
@@ -48,7 +49,7 @@ def test_the_drivers_mistake_is_an_error_and_no_failure(rows_of, bug, driver):
     assert all("a mistake of the driver, not of vLLM" in row.reason for row in broken)
 
 
-@pytest.mark.parametrize("driver", EACH)
+@pytest.mark.parametrize("driver", each(quick=drivers.FlashMLA))
 @pytest.mark.parametrize(
     ("bug", "check", "path", "cause"),
     [

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from attn_backends.engines.vllm.api import version_reason
 from attn_backends.engines.vllm.refusals import KERNEL
 from tests.engines.vllm.engine import EngineFailed, Row, arguments, run
 from tests.engines.vllm.rows import FULL
+from tests.engines.vllm.test_block_drafts import judged
 
 GQA, MLA = Row("gqa", "ATTN_BACKENDS_FA3"), Row("mla-1", "ATTN_BACKENDS_TRTLLM_MLA", block_size=32)
 
@@ -32,10 +34,9 @@ REFUSED = {
     "a grouped-query model on a backend of latents": (replace(MLA, model="gqa"), "non-MLA not supported"),
     "pages that the metadata has not": (replace(MLA, block_size=16), "block_size not supported"),
     "a cache type": (with_options(GQA, kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype not supported"),
-    "DeepSeek-V4": (replace(MLA, backend="ATTN_BACKENDS_DSV4"), "dsv4 has no view of vLLM's caches"),
     "a dtype": (with_options(GQA, dtype=torch.float64), "dtype not supported"),
 }
-IN_PARALLEL: dict[str, tuple[dict[str, int], str]] = {
+CONFIGURED: dict[str, tuple[dict[str, Any], str]] = {
     "decode": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
         r"\['DCP not supported', 'decode context parallelism \(2 ranks\)'\]",
@@ -44,8 +45,13 @@ IN_PARALLEL: dict[str, tuple[dict[str, int], str]] = {
         {"prefill_context_parallel_size": 2},
         r"\['PCP not supported', 'prefill context parallelism \(2 ranks\)'\]",
     ),
+    "pipeline": ({"pipeline_parallel_size": 2}, r"\['pipeline parallelism \(2 ranks\), which was not tested'\]"),
+    "KV connector": (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        r"\['KV connector not supported'\]",
+    ),
 }
-"""Context parallelism of a phase: what an engine of latents is given, and all reasons against it."""
+"""What an engine of latents is given, and all reasons against it. Two are context parallelism, of a phase."""
 DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "parallel drafting": ({"parallel_drafting": True}, r"serves V2 alone\); parallel drafting"),
 }
@@ -90,14 +96,14 @@ def test_an_engine_is_refused(what: str, models: Path) -> None:
         run(row, models, [[1, 2, 3]], 1)
 
 
-@pytest.mark.parametrize("phase", IN_PARALLEL)
-def test_context_parallelism_is_refused(phase: str, models: Path) -> None:
+@pytest.mark.parametrize("what", CONFIGURED)
+def test_a_configuration_is_refused(what: str, models: Path) -> None:
     """By what each rank does before it makes a layer. No rank is started here."""
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.selector import get_attn_backend
 
-    more, words = IN_PARALLEL[phase]
+    more, words = CONFIGURED[what]
     config = EngineArgs(**arguments(with_options(MLA, **more), models)).create_engine_config()
     with set_current_vllm_config(config), pytest.raises(ValueError, match=words):
         get_attn_backend(80, torch.float32, "auto", use_mla=True, num_heads=4)
@@ -108,7 +114,7 @@ def test_ranks_refuse_context_parallelism(
     models: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    more, words = IN_PARALLEL["decode"]
+    more, words = CONFIGURED["decode"]
     with pytest.raises(EngineFailed):
         run(with_options(MLA, distributed_executor_backend="mp", **more), models, [[1, 2, 3]], 1)
     told = "".join(capfd.readouterr())
@@ -135,6 +141,33 @@ def test_a_way_of_drafting_is_refused(what: str, models: Path, tmp_path: Path) -
     drafts = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     with pytest.raises(EngineFailed, match=words):
         run(with_options(replace(GQA, graphs=FULL), speculative_config=drafts | more), models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_draft_for_which_vllm_would_choose_is_refused(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, ours = {"dflash": "SpecForge DFlash", "dspark": "DSpark"}[method], "ATTN_BACKENDS_FA3"
+    with pytest.raises(EngineFailed, match=f'a {method} draft without "attention_backend"'):
+        judged(name, tmp_path, monkeypatch, ours, attention_backend=None)
+
+
+def test_a_name_that_is_not_registered_is_refused_where_it_is_read(models: Path) -> None:
+    """As of `dsv4`, which has no view of vLLM's caches."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    with pytest.raises(ValueError, match="ATTN_BACKENDS_DSV4"):
+        EngineArgs(**arguments(replace(GQA, backend="ATTN_BACKENDS_DSV4"), models)).create_engine_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_deepseek_v4_asks_no_backend_that_is_registered(name: str) -> None:
+    """So nothing of ours can refuse it, as the page says. If vLLM asks one day, the page is wrong."""
+    from vllm.models.deepseek_v4.nvidia.model import _select_dsv4_attn_cls
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    config = SimpleNamespace(attention_config=SimpleNamespace(backend=AttentionBackendEnum[name]))
+    assert _select_dsv4_attn_cls(config).__name__ == "DeepseekV4FlashMLAAttention"
 
 
 @pytest.mark.one_in(2)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, prompts
+from tests.engines.vllm.engine import MAX_MODEL_LEN, MAX_NUM_SEQS, Row, Run, prompts, run
 from tests.engines.vllm.laws import assert_attended, check, wrong_drafts
 from tests.engines.vllm.recompute import NUM_PROMPTS, greedy_by_transformers, plain
 from tests.engines.vllm.rows import BOTH, EAGLE, FULL, QUICK, full_product, pairs
+
+NONE_OF_OURS = r"layers\.0\.self_attn\.attn: 0 of .* prefill; .*layers\.4\.self_attn\.attn: 0 of \d+ target_verify"
 
 
 @pytest.mark.parametrize("row", [*QUICK, EAGLE], ids=str)
@@ -44,8 +47,19 @@ def test_what_is_asked_reaches_the_ends(model: str, models: Path) -> None:
 
 def test_an_engine_on_another_backend_fails(models: Path) -> None:
     row = Row("gqa", "ATTN_BACKENDS_FA3")
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=NONE_OF_OURS):
         assert_attended(row, plain("gqa", models, NUM_PROMPTS, True))
+
+
+@pytest.mark.full
+def test_vllms_own_backend_gives_the_same_and_fails(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Triton's interpreter, on no device: vLLM asks one for its capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    found, wanted = (run(Row("gqa", name), models, prompts(2), 4) for name in ("TRITON_ATTN", "TESTS_PLAIN"))
+    assert found.drafts
+    assert (found.tokens, found.drafts) == (wanted.tokens, wanted.drafts)
+    with pytest.raises(AssertionError, match=NONE_OF_OURS):
+        assert_attended(Row("gqa", "ATTN_BACKENDS_FA3"), found)
 
 
 def test_a_draft_may_lack_where_none_is_wanted_and_nowhere_else() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from attn_backends import results
 from tests.engines.vllm.gpu import correctness, models, throughput
 
-PARTS = {"correctness": correctness.rows, "throughput": throughput.rows}
+PARTS = {"correctness": correctness.rows, "bugs": correctness.bugs, "throughput": throughput.rows}
 
 
 def main() -> int:

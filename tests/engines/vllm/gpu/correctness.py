@@ -15,12 +15,15 @@ import torch
 
 from tests.engines.vllm.gpu.cases import (
     ALIKE,
+    DEFAULT,
     FLASHINFER_KERNELS,
     IN_PARALLEL,
     OTHERS,
     SPECULATIVE,
+    WITH_BUGS,
     Case,
     alike,
+    as_many,
     differences,
     lengths,
     prompts,
@@ -50,13 +53,29 @@ def run(case: Case, models: Path, folder: Path, gpus: list[str]) -> dict[str, An
 
 def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
     """One a case, as soon as it and its plain decoding are done. chosen: a pattern that is in the names of cases."""
-    gpus = visible_gpus()
-    num_gpus = len(gpus)
+    num_gpus = len(visible_gpus())
     cases = [case for case in (*SPECULATIVE, *IN_PARALLEL, *OTHERS) if re.search(chosen, str(case))]
     too_many = [case for case in cases if case.ranks > max(1, num_gpus)]
     cases = [case for case in cases if case not in too_many]
     cases += [case for case in FLASHINFER_KERNELS if chosen and re.search(chosen, str(case))]
-    slowest_first = sorted(cases, key=lambda case: case.mode != "pieces")
+    yield from judged(cases, models, folder)
+    yield from ({"case": str(case), "ok": True, "not_run": f"GPUs: {num_gpus}"} for case in too_many)
+    if not chosen:
+        yield from ({"case": str(case), "ok": True, "not_run": "not asked for"} for case in FLASHINFER_KERNELS)
+
+
+def bugs(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
+    """One a planted bug: as it should be where the case fails. `why` says how."""
+    cases = [case for case in WITH_BUGS if re.search(chosen, str(case))]
+    for told in judged(cases, models, folder):
+        yield told | {"ok": bool(told.get("why"))}
+
+
+def judged(cases: list[Case], models: Path, folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of cases, as soon as each and what it is held to are done."""
+    gpus = visible_gpus()
+    num_gpus = len(gpus)
+    slowest_first = sorted(cases, key=lambda case: case.mode not in ("pieces", DEFAULT))
     beside = [*(case.plain for case in cases), *(case.exact for case in cases if case.has_exact)]
     with ThreadPoolExecutor(AT_ONCE * max(2, num_gpus) // 2) as pool:
         runs = {
@@ -66,9 +85,6 @@ def rows(models: Path, folder: Path, chosen: str) -> Iterator[dict[str, Any]]:
         for case in cases:
             exact = runs[case.exact].result() if case.has_exact else None
             yield row(case, runs[case].result(), runs[case.plain].result(), exact)
-    yield from ({"case": str(case), "ok": True, "not_run": f"GPUs: {num_gpus}"} for case in too_many)
-    if not chosen:
-        yield from ({"case": str(case), "ok": True, "not_run": "not asked for"} for case in FLASHINFER_KERNELS)
 
 
 def visible_gpus() -> list[str]:
@@ -80,23 +96,34 @@ def visible_gpus() -> list[str]:
 def row(case: Case, run: dict[str, Any], plain: dict[str, Any], exact: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is to be said of a case. exact: of the engine that its drafts are held to, if they are."""
     told: dict[str, Any] = {"case": str(case), **asdict(case), "beside": str(case.plain)}
-    for which in (run, plain, exact or {}):
+    for which in (plain, exact or {}):
         if "failed" in which:
             return told | {"ok": False, "failed": which["failed"]}
+    if "failed" in run:
+        return told | {"ok": False, "failed": run["failed"], "why": [run["failed"]]}
     answers = [run["first"], run["again"]]
     wrong = [reason for answer in answers for reason in case.wrong_counts(answer)]
     kernels = {kind: done["kernel"] for kinds in answers[0]["attended"].values() for kind, done in kinds.items()}
     different = [each for answer in answers for each in differences(answer["ids"], plain["first"])]
-    near = all(gap <= case.tie for _, _, gap in different)
+    far = [gap for _, _, gap in different if gap > case.tie]
     drafts = [alike(answer, exact["first"]) for answer in answers] if exact else []
-    wrong_drafts = [f"{equal} of {num}" for equal, num in drafts if not 0 < num * ALIKE[case.dtype] <= equal]
+    accepted = [answer["accepted"] for answer in answers]
+    wanted = exact["first"]["accepted"] if exact and case.accepts_as_exact else None
+    why = [f"{len(far)} texts differ, the two best scores up to {max(far)} apart"] if far else []
+    why += [f"{equal} of {num} drafts are alike" for equal, num in drafts if not 0 < num * ALIKE[case.dtype] <= equal]
+    why += [f"{each} accepted for {wanted}" for each in accepted if wanted and not as_many(each, wanted)]
+    if case.is_ours:
+        why += wrong
+    elif not wrong or answers[0]["attended"]:
+        why += ["our backends attended"]
     return told | {
         "start_s": run["start"],
         "is_async": answers[0]["is_async"],
         "steps": [answer["steps"] for answer in answers],
         "replays": [answer["replays"] for answer in answers],
         "cached": [answer["cached"] for answer in answers],
-        "accepted": [answer["accepted"] for answer in answers],
+        "accepted": accepted,
+        "accepted_exactly": wanted,
         "attended": forwards(answers[0]),
         "alike": drafts,
         "cut": [answer["cut"] for answer in answers],
@@ -104,7 +131,8 @@ def row(case: Case, run: dict[str, Any], plain: dict[str, Any], exact: dict[str,
         "wrong_counts": wrong if case.is_ours else len(wrong),
         "tokens": sum(len(ids) for answer in answers for ids in answer["ids"]),
         "differ": different,
-        "ok": near and not wrong_drafts and (not wrong if case.is_ours else bool(wrong) and not answers[0]["attended"]),
+        "why": why,
+        "ok": not why,
     }
 
 

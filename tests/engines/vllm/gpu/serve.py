@@ -23,8 +23,9 @@ class Engine:
 
         self.building = Stopwatch()
         self.llm: Any = LLM(**options)
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.is_async = getattr(core, "batch_queue", None) is not None
+        core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)  # of this process
+        asked = self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        self.is_async = asked if core is None else getattr(core, "batch_queue", None) is not None
         self.llm.collective_rpc(counts.watch)
         self._time_builders()
 
