@@ -41,6 +41,7 @@ TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
 MOST_CROSSED = 2**18  # requests times heads times rows of a case on a GPU, whose queries are drawn on the CPU
 MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
+MOST_DRAFTED = 90_000  # requests times heads times branches of a graph on a CPU, which holds a draft's scores twice
 LONGEST_SELECTED = 32_768  # tokens: over four times as many an oracle that selects entries takes 4 s on a CPU
 
 
@@ -66,6 +67,7 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
     kind = StepKind(case.kind)
     context = capacity_of(case.page_size, case.topk, case.size).max_context
     case, declared = replace(case, lens=tuple(min(n, context) for n in lens)), subject.capabilities[kind]
+    heads = size_of(case.size).heads[0]
     packed = kind is StepKind.PREFILL or (kind is StepKind.DRAFT_EXTEND and declared.packed and turn % 3 == 0)
     if packed:
         most = size_of(case.size).num_steps + 1
@@ -74,7 +76,8 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
         case = replace(case, lens=tuple(prefixes), widths=widths)
     if (
         turn % 2
-        and not (packed and len(lens) * size_of(case.size).heads[0] > MOST_PACKED)
+        and not (packed and len(lens) * heads > MOST_PACKED)
+        and not (subject.device == "cpu" and case.topk > 1 and len(lens) * heads * case.topk > MOST_DRAFTED)
         and (declared.captures_packed if packed else declared.graph)
     ):
         bs = max(size_of(case.size).max_bs, len(lens))
@@ -109,6 +112,8 @@ def _together(subject: Subject, kind: StepKind, turn: int, bs: int, heads: int, 
     size = f"long.bs{bs + turn % 2}.{{}}.tokens520.full2.spare1.heads{heads}"
     if kind is StepKind.DRAFT_DECODE:
         topk, least = min(rows, 16), 3 if bs <= 33 else 2
+        if subject.device == "cpu" and bs > 33:
+            topk += topk == least  # another step would take 5 s and 3.5 GB
         tree = _with(subject, kind, turn, size.format(f"steps{_steps(topk, least)}"), topk)
         return tree or _with(subject, kind, turn, size.format(f"steps{least}"))
     tree = None
