@@ -5,7 +5,8 @@
 Each process runs whole checks, or a share of one that has more cases than a process should run, and writes its report
 to the folder. A report of this commit that is complete is not made again. FILE gets the joined summary
 (`attn_backends.conformance.summary`). That of a whole run on a GPU has the floors, which are measured when all
-processes are done. `wall_s` is how long the run took, if no process had left a report. Exit code 1: a case is wrong. 2: a case broke, none ran, or a process ended without a report.
+processes are done. `wall_s` is how long the run took, if no process had left a report. Exit code 1: a case is wrong.
+2: a case broke, none ran, or a process ended without a report.
 """
 
 from __future__ import annotations
