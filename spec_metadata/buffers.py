@@ -23,7 +23,11 @@ from spec_metadata.errors import InvalidStepError
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """A size: a number or an expression of an extent that can print itself, such as `bs * width + 1`."""
+    """A size: a number or an expression of an extent that can print itself, such as `bs * width + 1`.
+
+    Those of a step: BS, WIDTH, NUM_TOKENS, NUM_FORWARDS, NUM_WRITES, MAX_PAGES, NUM_PAGES, MAX_KV_LEN, ONE. They take
+    `*` with another and `+` with a number.
+    """
 
     text: str
     of: Callable[[Extent], int]

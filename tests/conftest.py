@@ -4,6 +4,7 @@ Asserts of helpers are rewritten too, so that a law that fails shows its values;
 test files only.
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -24,6 +25,9 @@ gc.disable()  # while tests are collected, which stay: a fifth of that time
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # triton reads it when it is imported, which no test may do before
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # triton's nanobind lists leaks at exit, amid the result; it has no switch
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 
     python -m tests.hot_path
 
-prints the table that CONTRIBUTING has. Then is b0a2d93, before states were planned once; `THEN` has its lines.
+prints a table. Then is b0a2d93, before states were planned once; `THEN` has its lines.
 """
 
 from __future__ import annotations

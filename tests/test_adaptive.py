@@ -103,7 +103,7 @@ def pieces_of(worker: EagleWorker, number: int) -> list[Tensor]:
 def held_by(worker: EagleWorker) -> dict[int, int]:
     """Bytes of each allocation that captured phases of any set hold, by address: tables that phases share, too."""
     used = {worker.backends.draft, worker.backends.verify, worker.backends.draft_extend}
-    tables = [table.arena._memory for each in used for table in each.memory._tables.values()]
+    tables = [one.arena._memory for each in used for alike in each.memory._tables.values() for one in alike]
     own = [piece for number in range(len(worker.policy.adaptive.sets)) for piece in pieces_of(worker, number)]
     storages = [piece.untyped_storage() for piece in (*tables, *own)]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

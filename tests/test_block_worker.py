@@ -125,7 +125,7 @@ def test_another_shape_of_drafting_is_refused(shape: dict[str, int], reason: str
 
 @pytest.mark.parametrize("cut", [{"verify_threshold": 0.5}, {"verify_rows": 4}])
 def test_a_verify_that_is_cut_by_confidence_is_refused(cut: dict[str, float]) -> None:
-    with pytest.raises(UnsupportedStepError, match="a block has no probability of a path"):
+    with pytest.raises(UnsupportedStepError, match="verifying by confidence"):
         block_worker("fa3", Capacity(2, 96, 16, **SHAPE), **cut)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -83,7 +84,10 @@ def test_info_gives_reasons_capabilities_and_buffers(capsys):
     assert info["buffers"]["decode"][0].startswith("block_table [bs, ")
     assert info["planners"]["cpu"] == {"name": "torch", "reason": "no fused planner: runs on CUDA devices, not on cpu"}
     assert main(["info", "trtllm_mla"]) == 0
-    assert "'attn-backends[flashmla]'" in capsys.readouterr().out.replace("\n", "")
+    shown = capsys.readouterr().out
+    assert "'attn-backends[flashmla]'" in shown.replace("\n", "")
+    (hint,) = re.findall(r"capability means: python (-m pydoc .*)", shown)
+    assert "page_sizes" in subprocess.check_output([sys.executable, *hint.split()], text=True)
 
 
 def test_info_says_which_pages_a_compressed_cache_takes(capsys):
@@ -246,7 +250,12 @@ def test_demo_makes_a_row_of_each_backend_draft_and_path(monkeypatch, tmp_path, 
     output = capsys.readouterr().out
     assert output.count("identical") == 22
     assert output.startswith("flashinfer_mla chain, eager: after 'def read_file(path, encoding=' comes\n'")
-    assert "fa3, kernel torch: prefill, decode, draft, verify, draft_extend" in output
+    assert "trtllm_mla, kernel torch: prefill, decode, draft, verify, draft_extend\n" in output
+    assert (
+        "fa3 (chain, tree, eagle3, eagle3-tree), kernel torch: prefill, decode, draft, verify, draft_extend" in output
+    )
+    assert "fa3 (block), kernel torch: prefill, decode, draft, verify\n" in output
+    assert "flashinfer_mla (mtp), kernel torch: prefill, decode, verify, draft_extend\n" in output
     assert output.count("sgl_kernel, vllm_flash_attn, gluon_mla, triton: runs on CUDA devices, not on cpu") == 2, (
         "by fa3 and by its run of blocks, which has other phases"
     )
@@ -336,9 +345,19 @@ def test_demo_decodes_on_another_packages_backend(monkeypatch, capsys):
     assert "theirs, kernel torch: prefill, decode, draft, verify, draft_extend" in output
 
 
+def test_generate_runs_another_packages_backend_and_tells_its_model(tmp_path, capsys):
+    path = tmp_path / "texts.json"
+    words = ["--prompt", "import os", "--max-new-tokens", "2", "--json", str(path)]
+    assert main(["generate", "--backend", "tests.test_cli:ChainsOnly", *words]) == 0
+    assert "\nmodel mla, draft mla (what tests.test_cli:ChainsOnly takes; set [model]" in capsys.readouterr().out
+    written = json.loads(path.read_text())
+    assert (written["model"], written["draft"]) == ("mla", "mla")
+    assert written["backends"] == dict.fromkeys(written["kernels"], "tests.test_cli:ChainsOnly")
+
+
 def test_demo_says_which_caches_it_has_a_model_for(capsys):
     assert main(["demo", "--backend", "tests.test_cli:Compressed"]) == 2
-    assert "whose cache is compressed; it has models for kv and latent" in capsys.readouterr().err
+    assert "whose cache is compressed, there is none; there are models for kv and latent" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,6 @@ def test_phases_without_a_common_format_are_refused(load):
         (FA3 + EAGLE + "[model]\ntarget = 'gqa'", r"model.draft is missing, .* leave \[eagle\] out to decode plainly"),
         ("backend = 3\n" + EAGLE, r"backend: must be a backend's name, or a table .*, got 3$"),
         ("backend = {prefill = 'fa3'}\n" + EAGLE, "backend.decode is missing"),
-        ("backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE, "runtime.page_size is missing"),
         ("backend = ", "is not valid TOML"),
     ],
 )
@@ -262,11 +261,17 @@ def test_an_unknown_backend_is_named_before_anything_that_it_would_bring(load, l
         load(line + EAGLE)
 
 
-def test_a_backend_of_another_package_needs_page_size_and_model_in_the_file(load):
+def test_page_size_and_model_of_another_packages_backend_come_from_what_it_declares(load):
     mine = "backend = 'tests.test_config:KeysAndValuesOnly'\n" + EAGLE
-    with pytest.raises(ConfigError, match="model is missing"):
-        load(mine + "[runtime]\npage_size = 4")
-    assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'gqa'\ndraft = 'gqa'").page_size == 4
+    assert (load(mine).page_size, load(mine).model.target) == (16, "gqa")
+    assert load(mine + "[runtime]\npage_size = 4\n[model]\ntarget = 'mla'\ndraft = 'mla'").model.target == "mla"
+
+
+def test_a_model_that_the_backend_brought_is_told(load):
+    told = {name: load_run_config("chain", backend=name).notes for name in ("fa3", "trtllm_mla")}
+    assert told["fa3"] == ("model gqa, draft gqa (what fa3 takes; set [model] to keep one)",)
+    assert told["trtllm_mla"] == ("model mla, draft mla (what trtllm_mla takes; set [model] to keep one)",)
+    assert load(FA3 + EAGLE + '[model]\ntarget = "gqa"\ndraft = "gqa"\n').notes == ()
 
 
 def test_an_unknown_preset_lists_the_known():

@@ -38,6 +38,7 @@ from attn_backends.conformance.summary import joined, summary
 from attn_backends.conformance.summary import main as summarize
 from attn_backends.errors import ConfigError
 from attn_backends.results import Results, read
+from spec_metadata import Dim
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -110,7 +111,7 @@ def test_the_html_report_says_what_checks_hold_and_what_runs_a_case_again(tmp_pa
     options = f"my_package:Mine --device cpu --kernel torch --case '{CASE.to_json()}'"
     assert text.count(f"attn-backends conformance {options}") == 2
     assert text.count(f"attn-backends explain {options}") == 2
-    assert "--attn-backend my_package:Mine --attn-kernel torch --attn-device cpu -k CASE" in text
+    assert "attn-backends conformance my_package:Mine --device cpu --kernel torch --select math.decode<" in text
 
 
 def test_failures_after_the_first_three_are_folded(tmp_path):
@@ -332,6 +333,13 @@ def test_a_private_name_is_seen():
 
 def test_every_public_name_is_there():
     assert [name for package in PUBLIC for name in package.__all__ if not hasattr(package, name)] == []
+
+
+def test_the_guide_for_backends_lists_every_size():
+    sizes = {name for name in spec_metadata.__all__ if isinstance(getattr(spec_metadata, name), Dim)}
+    (table,) = re.findall(r"\| size \|.*?\n\n", (DOCS / "write-a-backend.md").read_text(), flags=re.DOTALL)
+    assert sizes == set(re.findall("`(.*?)`", table))
+    assert [name for name in sizes - {"NOTHING"} if name not in Dim.__doc__] == []
 
 
 @pytest.mark.parametrize("name", ["conformance.md", "write-a-backend.md", "matrix.md"])

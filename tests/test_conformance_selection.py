@@ -205,5 +205,10 @@ def test_the_results_page_refuses_a_report_of_another_contract():
 def test_patterns_are_joined_by_commas_and_each_must_select_something():
     of_both = {case.check for case in selected_cases(FA3, "math.decode, plan.*", 2)}
     assert of_both == {"math.decode"} | {case.check for case in selected_cases(FA3, "plan.*", 2)}
-    with pytest.raises(ConfigError, match=r"no check's id matches 'maths\.\*'"):
+    with pytest.raises(
+        ConfigError, match=r"matches 'maths\.\*'. Did you mean 'math\.\*'\? The groups are plan\.\*, math\.\*, "
+    ) as error:
         selected_cases(FA3, "plan.*,maths.*")
+    assert "math.decode" not in str(error.value), "the groups alone"
+    with pytest.raises(ConfigError, match=r"Did you mean 'math\.target_verify'\?"):
+        selected_cases(FA3, "math.target_verfy")

@@ -52,6 +52,7 @@ def test_shares_are_the_whole_and_no_case_is_in_two() -> None:
 def test_processes_together_report_what_one_does_and_are_not_run_twice(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv(results.COMMIT_VARIABLE, "a" * 40)
     assert run(tmp_path) == 0
+    assert capsys.readouterr().err.count(" is done: ") == 2
     found = Report.of(results.read(tmp_path / "whole.json"))
     assert 0.1 < found.wall_s < 600
     assert found.counts == run_conformance("fa3", kernel="torch", select=SELECTED).counts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch._C._autograd import DeviceType
 
@@ -44,6 +45,7 @@ def test_the_device_is_counted_until_it_was_waited_for_and_the_host_until_it_wai
     assert counts_by_mark(["first", "second"], EVENTS) == [Counts(6.5, 2, 1, 2, 1), Counts(7, 1, 0, 0)]
 
 
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_times_are_medians_and_counts_the_most(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     assert count_on_cuda([Work.of(lambda: torch.zeros(3) + 1)]) == [Counts(0.0, 0, 0, 0)], "the marks are found"

@@ -11,7 +11,7 @@ import pytest
 
 import attn_backends
 import spec_metadata
-from attn_backends import conformance
+from attn_backends import conformance, explain
 from tests.doc_blocks import BLOCK, DOCUMENTS, ROOT
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -74,7 +74,9 @@ def test_the_api_s_pages_show_names_that_exist(page):
         assert hasattr(import_module(module), attribute) or import_module(name), name
 
 
-@pytest.mark.parametrize("package", [spec_metadata, attn_backends, conformance], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    "package", [spec_metadata, attn_backends, conformance, explain], ids=lambda package: package.__name__
+)
 def test_the_api_s_pages_show_every_public_class_and_function(package):
     shown = {name for page in API for name in NAME.findall((ROOT / page).read_text())}
     public = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from attn_backends.errors import ConfigError, UnsupportedStepError
 from attn_backends.explain import Reader, examples, explain, to_html, to_svg, to_text
 from attn_backends.explain.examples import EXAMPLES, example_picture
 from attn_backends.explain.from_case import case_picture
+from attn_backends.explain.tables import Line, Wrong, _shortened
 from attn_backends.registry import get_backend
 from spec_metadata import BlockTable, CacheGeometry, Capacity, Step, StepKind
 from tests.test_report import OneKeyShort
@@ -112,6 +114,32 @@ def test_a_wrong_tree_mask_is_marked(path):
     assert [(row.number, len(row.faults)) for _, row in picture.wrong_rows] == [(6, 1)]
     (table,) = (table for table in picture.buffers if table.name == "tree.mask")
     assert [line.label for line in table.lines if any(line.marked)] == ["request 1"]
+
+
+@pytest.mark.parametrize(("name", "buffer", "index", "wrong"), [
+    ("reference", "slots", (5, 30), 77),
+    ("fa3", "page_table", (1, 30), 77),
+    ("fa3", "write_slots", (0, 30), 77),
+])  # fmt: skip
+def test_a_wrong_value_behind_the_first_ones_is_shown_with_its_position(name, buffer, index, wrong):
+    capacity = Capacity(max_bs=12, max_context=64, page_size=1, topk=1, num_steps=3, num_draft_tokens=4)
+    geometry = CacheGeometry(12 * capacity.max_pages + 3, 1)
+    pages = torch.arange(1, 1 + 12 * capacity.max_pages).view(12, -1)
+    step = Step.target_verify(4, torch.tensor([40] * 12), BlockTable(pages, geometry))
+    reader = reader_of(get_backend(name)(capacity, geometry, kernel="torch"), step, "eager")
+    reader.meta.buffers[buffer][index] = wrong
+    picture = explain(reader, step)
+    assert f"… [30] >{wrong}< " in to_text([picture])
+    for drawn in (to_svg([picture]), to_html([picture])):
+        assert re.search(rf"… \[30\] <[^>]*>{wrong}</", drawn)
+
+
+def test_of_many_marked_lines_the_one_with_a_wrong_value_is_shown_and_others_are_counted():
+    lines = [Line(f"row {n}", ("1", "77" if n == 40 else "2"), (True, True)) for n in range(50)]
+    shown = _shortened(lines, Wrong(values={77}))
+    assert [line.label for line in shown[7:9]] == ["row 7", "row 8"]
+    assert shown[15].label == "row 40"
+    assert shown[-1].label == "34 lines more, 34 of them marked"
 
 
 class KeepsOldLengths(FA3Backend):

@@ -29,6 +29,17 @@ def test_law(monkeypatch):
 """
 
 
+LEAKING = """
+import ctypes
+
+def test_leak():
+    from triton._C.libtriton import ir
+
+    context = ir.context()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
+"""
+
+
 def asserting_helpers() -> list[str]:
     """Modules of the tests that assert and are no test files; tests inside an engine run elsewhere."""
     files = [
@@ -42,14 +53,26 @@ def asserting_helpers() -> list[str]:
     return [".".join(path.relative_to(TESTS.parent).with_suffix("").parts) for path in asserting]
 
 
-def test_a_failing_law_shows_its_values(tmp_path: Path) -> None:
-    (tmp_path / "test_planted.py").write_text(PLANTED)
-    words = ["pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+def run_planted(folder: Path, test: str, *words: str) -> tuple[int | None, str]:
+    """A test of the text's, run by pytest with what all tests here have."""
+    (folder / "test_planted.py").write_text(test)
+    words = ("pytest", *words, "-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(folder))
     paths = os.pathsep.join((str(TESTS.parent), str(TESTS.parent / "reference")))
-    code, output = run_module(words, tmp_path, {**os.environ, "PYTHONPATH": paths})
+    return run_module(words, folder, {**os.environ, "PYTHONPATH": paths})
+
+
+def test_a_failing_law_shows_its_values(tmp_path: Path) -> None:
+    code, output = run_planted(tmp_path, PLANTED)
     assert code == 1, output
     assert "{0: [0, 41]" in output
     assert "{0: [0, 37]" in output
+
+
+def test_workers_list_no_leaks_of_triton_amid_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    code, output = run_planted(tmp_path, LEAKING, "-n", "1")
+    assert code == 0, output
+    assert "nanobind" not in output
 
 
 @pytest.mark.parametrize("name", asserting_helpers())

@@ -22,6 +22,7 @@ from attn_backends.errors import CaptureError, UnsupportedStepError
 from attn_backends.kernels import device_memory
 from attn_backends.memory.static_memory import StaticMemory
 from spec_metadata import (
+    AnyBucket,
     BlockTable,
     BoundInputs,
     Bucket,
@@ -103,6 +104,27 @@ def test_bound_tables_are_shared_whatever_their_form() -> None:
         for kind in UNIFORM_KINDS
     ]
     assert len(places(metas, "page_table")) == len(places(metas, "paging")) == 1
+
+
+def test_uniform_phases_lie_in_the_table_of_a_ragged_one_that_was_first() -> None:
+    """Its padding has rows of its own. The other way round they are two tables, and each phase is right."""
+    world = world_of(checking=False)
+    ragged = world.capacity.ragged_bucket(StepKind.TARGET_VERIFY, MAX_BS, 2 * MAX_BS)
+    lens, num_real = torch.zeros(MAX_BS, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    widths, paging = torch.ones_like(lens), world.paging(torch.zeros(MAX_BS, dtype=torch.int64))
+
+    def captured(memory: StaticMemory, *buckets: AnyBucket) -> list[Metadata]:
+        world.backend = FA3Backend(world.capacity, world.geometry, world.device, kernel="torch", memory=memory)
+        given = {True: BoundInputs(lens, num_real=num_real, widths=widths), False: BoundInputs(lens, num_real=num_real)}
+        return [world.backend.capture(each, paging, given[each is ragged]) for each in buckets]
+
+    uniform = [world.capacity.bucket(kind, MAX_BS) for kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND)]
+    memory = StaticMemory()
+    assert len(places(captured(memory, ragged, *uniform), "page_table")) == 1
+    least = memory.num_bytes
+    memory = StaticMemory()
+    assert len(places(captured(memory, uniform[0], ragged, uniform[1]), "page_table")) == 2
+    assert memory.num_bytes > least
 
 
 @pytest.mark.parametrize("block_table", [False, True])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from attn_backends.cache import PagedKV
 from attn_backends.engines.vllm.ragged_plans import RaggedPlans
 from attn_backends.engines.vllm.refusals import takes_ragged_verifies
 from attn_backends.graphs import RecordedGraph
+from attn_backends.layer import AttentionLayer
 from attn_backends.registry import get_backend
-from attn_backends.selection.choose import Workload
+from attn_backends.selection.choose import Choice, Workload
 from spec_metadata import StepKind
 from tests.test_vllm_plans import COLUMNS, NUM_DRAFT_TOKENS, PAGE_SIZE, Engine, assert_describes, metadata
 
@@ -65,6 +68,28 @@ def test_verifies_beside_prompts_have_the_lengths_of_the_device_too() -> None:
     assert verify.seqused_k.tolist()[:3] == [7, 32, 32]
     for rows, part in parts:
         assert part.write_slots.tolist() == engine.slots[rows].tolist()
+
+
+@pytest.mark.parametrize(("lens", "committed"), [([3, 1, 2, 5], [4, 31, 30, 0]), ([1, 3, 7], [9, 29, 4])])
+def test_verifies_and_prompts_are_one_step_where_that_is_not_slower(lens: list[int], committed: list[int]) -> None:
+    """To the end of the context, the host's shares being others. Outputs are those of two steps."""
+    engine, shares = Cutting(), [2] * (len(lens) - 1) + lens[-1:]
+    layer, torch_seed = AttentionLayer(0, 4, 2, 8, 8, 0.5), torch.Generator().manual_seed(3)
+    q, pages = (torch.randn(*size, generator=torch_seed) for size in ((sum(lens), 4, 8), (2, 64, PAGE_SIZE, 2, 8)))
+    outputs = []
+    for slower in ("packed rows have no split", ""):
+        kernel = replace(engine.backend.kernel_of(StepKind.PREFILL), slower_mixed=lambda *_, slower=slower: slower)
+        engine.backend.choices[StepKind.PREFILL] = Choice(kernel, layers=[layer])
+        torch.manual_seed(3)
+        parts = engine.plans.of(engine.cut(lens, committed, shares)).current()
+        assert [rows.stop for rows, _ in parts][-1] == sum(lens)
+        assert [part.kind for _, part in parts] == [StepKind.TARGET_VERIFY] * bool(slower) + [StepKind.PREFILL]
+        assert [slot for rows, part in parts for slot in part.write_slots.tolist()] == engine.slots[
+            : sum(lens)
+        ].tolist()
+        given = (engine.backend.forward(q[rows], PagedKV(*pages), part, layer).out for rows, part in parts)
+        outputs.append(torch.cat(list(given)))
+    assert torch.allclose(*outputs, atol=1e-6)
 
 
 def test_a_batch_with_a_prompt_is_not_taken_for_a_captured_one() -> None:

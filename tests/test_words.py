@@ -35,6 +35,7 @@ def test_every_sentence_is_plain(source):
         ("What it took once it takes again, and says so.", 2),
         ("Their entries are told whose they are now.", 2),
         ("Layers that somebody is to run shall go on.", 3),
+        ("For who asks: the file that is gone is without rows.", 3),
         ("x [bs, width, num_tokens], " * 12, 0),
     ],
 )

@@ -184,5 +184,5 @@ def lists_of(folder: Path) -> Mapping[str, Any]:
 
 
 if __name__ == "__main__":
-    text = json.dumps(lists_of(Path(sys.argv[1])), indent=1)
-    LISTS.write_text(re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), text) + "\n")
+    text = json.dumps(lists_of(Path(sys.argv[1])), indent=0, separators=(",", ":"))
+    LISTS.write_text(re.sub(r"\[[^][{}]*\]", lambda found: "".join(found[0].split()), text) + "\n")

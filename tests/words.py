@@ -62,6 +62,9 @@ IDIOMS = (
     r"\bwhat lies behind\b",
     r"\bbut for (?:a|those)\b",
     r"^Kept, because\b",
+    r"\bfor who\b",
+    r"\bis without\b",
+    r"\bthat is gone\b",
 )
 PACKAGES = (
     "spec_metadata",

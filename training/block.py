@@ -156,7 +156,7 @@ def main() -> None:
             print(json.dumps(log[-1]), flush=True)
             save_block(draft, args.out)
     if args.log:
-        args.log.write_text("".join(json.dumps(row) + "\n" for row in log), encoding="utf-8")
+        args.log.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in log), encoding="utf-8")
 
 
 if __name__ == "__main__":

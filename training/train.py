@@ -61,7 +61,7 @@ def train_target(
         return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, first + 1 :].flatten())
 
     def losses(ids: Tensor, selected: bool) -> Tensor:
-        """The loss, and behind it those of DeepSeek-V4's routers and indexers."""
+        """The loss, then those of DeepSeek-V4's routers and indexers."""
         if not models.is_v4(model):
             return cross_entropy(ids)[None]
         plan = compressed_plans.Training(selected)
@@ -94,17 +94,14 @@ def unroll(
     head: Callable[[Tensor], Tensor],
     steps: int,
 ) -> list[Tensor]:
-    """The draft's logits over unrolled steps.
+    """The draft's logits of each unrolled step ``s``, ``[B, T - s, V]`` over rows ``s..T-1``; row ``t`` predicts token
+    ``t + 2``.
 
     Args:
-        draft: the head, on the training attention function.
+        draft: on the training attention function.
         embeds: ``[B, T, H]``, row ``t`` embeds token ``t + 1``.
         hidden: ``[B, T, H]``, what the draft takes of the target at ``t``.
         head: maps the draft's outputs to logits.
-        steps: how many steps; step ``s`` covers rows ``s..T-1``.
-
-    Returns:
-        For each step the logits ``[B, T - s, V]``; row ``t`` predicts token ``t + 2``.
     """
     length = embeds.shape[1]
     positions = torch.arange(length, device=embeds.device)[None]
@@ -119,15 +116,8 @@ def unroll(
 
 
 def teacher(model: transformers.PreTrainedModel, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the draft learns from: next-token embeddings, hidden states and the target's distributions.
-
-    Args:
-        model: the frozen target.
-        ids: ``[B, T + 1]``.
-
-    Returns:
-        ``[B, T, H]`` embeddings of tokens ``1..T``, ``[B, T, H]`` hidden states of positions
-        ``0..T-1``, ``[B, T, V]`` distributions at positions ``1..T``.
+    """What the draft learns of a frozen target and ``ids`` ``[B, T + 1]``: ``[B, T, H]`` embeddings of tokens ``1..T``,
+    ``[B, T, H]`` hidden states of positions ``0..T-1``, ``[B, T, V]`` distributions at positions ``1..T``.
     """
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     hidden = models.target_hidden(model, ids, positions)
@@ -201,7 +191,7 @@ def distil(
     fast: bool,
     stage: str,
 ) -> list[Row]:
-    """Trains a draft to give a frozen target's distributions at every step.
+    """Trains a draft to give a frozen target's distributions at every step. Returns the log rows.
 
     Args:
         draft: whose parameters are trained.
@@ -214,9 +204,6 @@ def distil(
         recipe: the stage's settings.
         fast: whether to compile the target.
         stage: label of the log rows.
-
-    Returns:
-        The log rows.
     """
     held = Windows(valid, model.device, seed=1, from_start=0.0).sample(32, VALID_LENGTH + 1)
     compiled = torch.compile(teach) if fast and not models.is_v4(model) else teach
@@ -276,9 +263,9 @@ def write_log(path: Path, runs: list[dict[str, Any]]) -> None:
     """Writes runs as JSON with one log row a line."""
     parts = []
     for run in runs:
-        rows = ",\n   ".join(json.dumps(row) for row in run["rows"])
-        fields = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in run.items() if k != "rows"]
-        parts.append(" {\n" + ",\n".join([*fields, f'  "rows": [\n   {rows}\n  ]']) + "\n }")
+        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in run["rows"])
+        fields = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in run.items() if k != "rows"]
+        parts.append("{" + ",\n".join([*fields, f'"rows":[\n{rows}\n]']) + "}")
     path.write_text("[\n" + ",\n".join(parts) + "\n]\n")
 
 

@@ -66,7 +66,7 @@ def _show_info(name: str, *, as_json: bool) -> int:
         console.print(_capability_table(kernel, kinds))
         for buffer in described["workspaces"][kernel]:
             console.print(f"  {buffer}", markup=False, soft_wrap=True)
-    console.print("\nWhat each capability means: pydoc attn_backends.Capabilities")
+    console.print("\nWhat each capability means: python -m pydoc attn_backends.Capabilities")
     for kinds, buffers in _grouped(described["buffers"]):
         console.print(f"\n[bold]buffers of {kinds}[/]")
         for buffer in buffers:

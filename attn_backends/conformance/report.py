@@ -77,7 +77,7 @@ def html_page(report: Report, names: Mapping[str, str] | None = None) -> str:
         "<h2>How fast</h2>",
         *_floors(of_report(report.floors)),
         "<h2>Checks and kernels</h2>",
-        "<p class=quiet>A coloured cell leads to its cases, and to the command that runs one of them again.</p>",
+        "<p class=quiet>A coloured cell leads to its cases, and to the command that runs them again.</p>",
         *_matrix(cells),
         *(["<h2>Refused, expected and not run</h2>", *_reasons(listed)] if listed else []),
         "<h2>Cases</h2>",
@@ -197,16 +197,15 @@ def _reasons(rows: Sequence[Row]) -> Iterable[str]:
 
 
 def _cell_details(key: tuple[str, str], rows: Sequence[Row], names: Mapping[str, str], device: str) -> str:
-    """The cases of a check on a kernel, and what runs one of them by its name."""
+    """The cases of a check on a kernel, and what runs them."""
     check, kernel = key
     name, kernel_name = names.get(rows[0].backend, rows[0].backend), rows[0].kernel
-    options = f"--attn-backend {name} --attn-kernel {kernel_name} --attn-device {device}"
-    again = f"pytest --pyargs attn_backends.conformance {options} -k CASE"
+    again = f"attn-backends conformance {name} --device {device} --kernel {kernel_name} --select {check}"
     lines = "".join(map(_case_line, rows))
     title = f"<code>{escape(check)}</code> on {escape(kernel)} {_chips(rows)}"
     columns = "<tr><th>outcome</th><th>case</th><th>path</th><th>largest error</th><th>budget</th><th>ms</th></tr>"
     table = f"<table>{columns}{lines}</table>"
-    hint = f"<p class=quiet>One of these cases alone: <code>{escape(again)}</code></p>" if rows[0].case else ""
+    hint = f"<p class=quiet>These cases alone: <code>{escape(again)}</code></p>" if rows[0].case else ""
     return f'<details id="{_anchor(key)}"><summary>{title}</summary>{hint}{table}</details>'
 
 

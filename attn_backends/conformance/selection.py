@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from attn_backends.config.toml_options import closest_to
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, Subject, group_of
 from attn_backends.conformance.foreign.driver import exemptions
@@ -96,7 +97,9 @@ def selected_cases(
     patterns = [pattern.strip() for pattern in select.split(",")]
     unknown = [pattern for pattern in patterns if not any(fnmatchcase(id, pattern) for id in CATALOGUE)]
     if unknown:
-        raise ConfigError(f"no check's id matches {unknown[0]!r}; there are {', '.join(CATALOGUE)}")
+        groups = [f"{group}.*" for group in GROUPS]
+        meant = closest_to(unknown[0], [*groups, *CATALOGUE])
+        raise ConfigError(f"no check's id matches {unknown[0]!r}{meant or '.'} The groups are {', '.join(groups)}")
     chosen = [check for id, check in CATALOGUE.items() if any(fnmatchcase(id, pattern) for pattern in patterns)]
     chosen.sort(key=lambda check: GROUPS.index(group_of(check.id)))
     exempt = [pattern for each in exemptions(subject.backend) for pattern in each.checks]

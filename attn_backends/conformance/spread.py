@@ -110,6 +110,7 @@ def _report(args: argparse.Namespace, number: int, selected: Sequence[str]) -> r
     if not _is_done(path, named, of_any_commit=True):
         said = path.with_suffix(".log").read_text(errors="replace").strip()[-500:]
         raise ConfigError(f"process {number} wrote no whole report to {path}; run this again. It said: {said}")
+    sys.stderr.write(f"process {number} is done: {path}\n")
     return results.read(path)
 
 

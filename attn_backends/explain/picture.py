@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -178,12 +178,23 @@ def _tables(
     writing = {(forward, row.number) for forward, row in rows if row.writing}
     seeing = {(forward, row.number) for forward, row in rows if row.seeing}
     request_of = _request_of_rows(reader)
-    wrong = Wrong(seeing, {(forward, request_of[number]) for forward, number in seeing if number in request_of})
+    requests = {(forward, request_of[number]) for forward, number in seeing if number in request_of}
+    strange = {value for _, row in rows if row.seeing for value in _strange(row, reader.backend.geometry)}
+    wrong = Wrong(seeing, requests, strange)
     extent = meta.buffers.extent
     tables = [table_of(WRITE_SLOTS, meta.buffers[WRITE_SLOTS.name], extent, Wrong(writing))]
     specs = reader.backend.buffers(meta.step.kind)
     tables += [table_of(spec, meta.buffers[spec.name], extent, wrong) for spec in specs]
     return (*tables, *tree_tables([reading.tree for reading in readings], wrong))
+
+
+def _strange(row: RowPicture, geometry: CacheGeometry) -> Iterator[int]:
+    """Slots that a row must not see, or sees too often, and their pages."""
+    for ratio, got in row.seen.items():
+        for slot in got - Counter(row.law.sees[ratio] if row.law else ()):
+            page = slot // (geometry.page_size // max(ratio, 1))
+            if row.law or page != geometry.reserved_page:
+                yield from (slot, page)
 
 
 def _request_of_rows(reader: Reader) -> dict[int, int]:

@@ -36,10 +36,13 @@ COLUMNS = (
 
 
 class Canvas:
-    """Elements of an SVG from top to bottom. y: where the next goes. width: of the widest so far, in pixels."""
+    """Elements of an SVG from top to bottom. y: where the next goes. width: of the widest so far, in pixels. Boxes are
+    behind all others, those of one look in one path.
+    """
 
     def __init__(self) -> None:
         self.parts: list[str] = []
+        self._boxes: dict[str, list[str]] = {}
         self.y, self.width = float(MARGIN), 0.0
 
     def text(self, x: float, y: float, words: str, style: str = "") -> None:
@@ -51,7 +54,8 @@ class Canvas:
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, more: str = "") -> None:
         """A rectangle."""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{more}/>')
+        outline = f"M{x:g} {y:g}h{width:g}v{height:g}h-{width:g}z"
+        self._boxes.setdefault(f'fill="{fill}"{more}', []).append(outline)
         self.width = max(self.width, x + width)
 
     def line(self, words: str, style: str = "", x: float = MARGIN, height: float = 16) -> None:
@@ -68,10 +72,11 @@ class Canvas:
     def to_svg(self) -> str:
         """The document."""
         width, height = max(self.width, 440) + MARGIN, self.y + MARGIN
+        boxes = [f'<path {look} d="{"".join(outlines)}"/>' for look, outlines in self._boxes.items()]
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img"><style>{_STYLE}</style><rect width="100%" height="100%" fill="#fff"/>\n'
-            + "\n".join(self.parts)
+            + "\n".join([*boxes, *self.parts])
             + "\n</svg>\n"
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import compress, product
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch import Tensor
 from spec_metadata import BufferSpec, Extent
 from spec_metadata.buffers import BS, MAX_PAGES, NUM_FORWARDS, NUM_TOKENS
 
-SHOWN, LINES = 12, 8  # values of a line, lines of a buffer; what is marked is always shown
+SHOWN, LINES = 12, 8  # values of a line, lines of a buffer; of what is marked, as many more lines
+AROUND = 3  # values from the first one that is wrong behind those
 _INDPTR = (BS + 1).text
 _LISTS = (BS * MAX_PAGES).text
 
@@ -43,10 +44,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Rows that are wrong: (forward, row), and the requests that they are of, (forward, request)."""
+    """Rows that are wrong: (forward, row), and the requests that they are of, (forward, request). values: slots that
+    such rows must not see, and the pages of those.
+    """
 
     rows: Collection[tuple[int, int]] = ()
     requests: Collection[tuple[int, int]] = ()
+    values: Collection[int] = ()
 
 
 def table_of(spec: BufferSpec, tensor: Tensor, extent: Extent, wrong: Wrong) -> Table:
@@ -55,9 +59,8 @@ def table_of(spec: BufferSpec, tensor: Tensor, extent: Extent, wrong: Wrong) -> 
     if axes == [_LISTS]:
         tensor, axes = tensor.view(extent.bs, extent.max_pages), [BS.text, MAX_PAGES.text]
     shape = f"[{', '.join(dim.text for dim in spec.shape)}] {str(spec.dtype).removeprefix('torch.')}"
-    return Table(
-        spec.name, shape, spec.doc, _shortened(list(_lines(tensor, _outside(spec, tensor, extent), axes, wrong)))
-    )
+    lines = list(_lines(tensor, _outside(spec, tensor, extent), axes, wrong))
+    return Table(spec.name, shape, spec.doc, _shortened(lines, wrong))
 
 
 def tree_tables(trees: Sequence[Mapping[str, Tensor]], wrong: Wrong) -> list[Table]:
@@ -75,8 +78,8 @@ def tree_tables(trees: Sequence[Mapping[str, Tensor]], wrong: Wrong) -> list[Tab
             slots.append(_line(label, own, is_wrong))
             masks.append(_line(label, ["".join(map(str, row)) for row in mask], is_wrong))
     return [
-        Table("tree.slots", "[bs, keys] int64", "slots of drafted tokens", _shortened(slots)),
-        Table("tree.mask", "[bs, width, keys] bool", "of each row, the keys that it sees", _shortened(masks)),
+        Table("tree.slots", "[bs, keys] int64", "slots of drafted tokens", _shortened(slots, wrong)),
+        Table("tree.mask", "[bs, width, keys] bool", "of each row, the keys that it sees", _shortened(masks, wrong)),
     ]
 
 
@@ -122,17 +125,37 @@ def _label(at: Mapping[str, int], tensor: Tensor, axes: list[str]) -> str:
     )
 
 
-def _shortened(lines: list[Line]) -> tuple[Line, ...]:
-    """The first lines and all that are marked, with the first of their values."""
-    shown = [line for number, line in enumerate(lines) if number < LINES or any(line.marked)][: 2 * LINES]
-    cut = [_cut(line) for line in shown]
+def _shortened(lines: list[Line], wrong: Wrong) -> tuple[Line, ...]:
+    """The first lines and those that are marked, of many the ones with a value of `wrong` before others."""
+    strange = frozenset(map(str, wrong.values))
+    cut = [_cut(line, strange) for line in lines]
+
+    def rank(number: int) -> tuple[bool, bool, int]:
+        line = lines[number]
+        return number >= LINES, not strange.intersection(compress(line.values, line.marked)), number
+
+    wanted = sorted((n for n, line in enumerate(lines) if n < LINES or any(line.marked)), key=rank)
+    shown = [cut[number] for number in sorted(wanted[: 2 * LINES])]
     if len(lines) > len(shown):
-        cut.append(Line(f"{len(lines) - len(shown)} lines more", (), ()))
-    return tuple(cut)
+        marked = f", {more} of them marked" if (more := len(wanted[2 * LINES :])) else ""
+        shown.append(Line(f"{len(lines) - len(shown)} lines more{marked}", (), ()))
+    return tuple(shown)
 
 
-def _cut(line: Line) -> Line:
-    more = len(line.values) - SHOWN
-    if more <= 1:
+def _cut(line: Line, strange: Collection[str]) -> Line:
+    """The first values, and behind them, with their position, those from the first one that is wrong. That is a marked
+    one of `strange` or, where not all are marked, any.
+    """
+    if len(line.values) <= SHOWN + 1:
         return line
-    return Line(line.label, (*line.values[:SHOWN], f"+{more}"), (*line.marked[:SHOWN], any(line.marked[SHOWN:])))
+    marked = [i for i in range(SHOWN, len(line.values)) if line.marked[i]]
+    wrong = [i for i in marked if line.values[i] in strange] or ([] if all(line.marked) else marked)
+    end, values, marks = SHOWN, list(line.values[:SHOWN]), list(line.marked[:SHOWN])
+    if wrong:
+        start, end = wrong[0], wrong[0] + AROUND
+        values += [*["…"] * (start > SHOWN), f"[{start}]", *line.values[start:end]]
+        marks += [*[False] * (1 + (start > SHOWN)), *line.marked[start:end]]
+    if more := len(line.values[end:]):
+        values.append(f"+{more}")
+        marks.append(any(line.marked[end:]))
+    return Line(line.label, tuple(values), tuple(marks))

@@ -321,14 +321,13 @@ def _call(
     dot: torch.dtype,
     tiles: Tiles,
 ) -> Call:
-    *shape, of_pieces = shape
-    page_size = shape[1][2]
-    *given, drafted, sinks = tensors
+    (*numbers, of_pieces), (*given, drafted, sinks) = shape, tensors
+    page_size = numbers[1][2]
     constants = {"OF_PIECES": of_pieces, "CAUSAL": causal, "WHOLE_PAGES": page_size % tiles.keys == 0}
     constants |= {**sizes_of(*dims), "BLOCK_ROWS": tiles.rows, "BLOCK_KEYS": tiles.keys, "DOT": _DOT_TYPES[dot]}
     options = {**constants, "num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     options |= {"maxnreg": tiles.registers} if tiles.registers else {}
-    arguments = (*strided(given[:3]), *given[3:], *shape, scales, window, drafted, sinks)
+    arguments = (*strided(given[:3]), *given[3:], *numbers, scales, window, drafted, sinks)
     return Call((num_programs,), arguments, options)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from attn_backends.backend import AttentionBackend
+from attn_backends.cache import CacheFormat
 from attn_backends.config.backend_files import BackendOptions, Count, backend_options
 from attn_backends.config.toml_options import Options, closest_to, read_toml, validated
 from attn_backends.contract.capabilities import DTYPES
@@ -33,6 +35,8 @@ from spec_metadata import Capacity, StepKind
 CACHE_DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn}
 NOTHING: Mapping[str, object] = MappingProxyType({})
 NO_FLAGS: Mapping[str, str] = MappingProxyType({})
+PAGE_SIZE = 16  # of a backend without a file in configs/backends, if its kernels take it
+MODELS = {CacheFormat.KV: "gqa", CacheFormat.LATENT: "mla"}  # of such a backend, by its cache
 
 
 class RunConfig(Options):
@@ -111,17 +115,21 @@ def load_run_config(
     _check_draft(path, run)
     backends = {name: get_backend(name) for name in run.backend.distinct}
     options = {name: backend_options(name) for name in backends}
-    page_size = run.runtime.page_size or _page_size(path, options)
+    page_size = run.runtime.page_size or _page_size(path, options, run.runtime)
     kernels = {name: run.runtime.kernel or (found.kernel if found else "auto") for name, found in options.items()}
     for name, found in backends.items():
         choose_kernels(name, found.kernels, kernels[name], torch.device(run.runtime.device), Workload(page_size))
     _check_formats(path, run.backend)
+    if (chosen := run.model) is None:
+        chosen = _model(path, options)
+        takes = f"what {' and '.join(options)} {'takes' if len(options) == 1 else 'take'}; set [model] to keep one"
+        notes = (*notes, f"model {chosen.target}, draft {chosen.draft} ({takes})")
     return RunConfig(
         source=str(path),
         backends=run.backend,
         kernels=kernels,
         page_size=page_size,
-        model=run.model or _model(path, options),
+        model=chosen,
         eagle=run.eagle,
         runtime=run.runtime,
         notes=notes,
@@ -187,10 +195,10 @@ def _check_formats(path: Path, backends: PhaseNames) -> None:
         raise ConfigError(f"{path}: backend: the phases share one cache and agree on no format: {', '.join(taken)}")
 
 
-def _page_size(path: Path, options: Mapping[str, BackendOptions | None]) -> int:
+def _page_size(path: Path, options: Mapping[str, BackendOptions | None], runtime: RuntimeOptions) -> int:
+    """That of the backends' files; where none has a file, one that their kernels declare."""
     sizes = {name: found.page_size for name, found in options.items() if found is not None}
-    if not sizes:
-        raise ConfigError(f"{path}: runtime.page_size is missing; {', '.join(options)} has no file that gives one")
+    sizes = sizes or {name: _declared_page_size(get_backend(name), runtime) for name in options}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
@@ -200,10 +208,35 @@ def _page_size(path: Path, options: Mapping[str, BackendOptions | None]) -> int:
     return next(iter(sizes.values()))
 
 
+def _declared_page_size(backend: type[AttentionBackend], runtime: RuntimeOptions) -> int:
+    """A page size that all kinds of step take on the kernels that run; if there is none, what runs is refused."""
+    running = [each for each in backend.kernels if not each.unavailable_reasons(torch.device(runtime.device))]
+    asked = [each for each in running if runtime.kernel in (None, "auto", each.name)]
+    limits = [record.page_sizes for each in asked for record in each.capabilities.values()]
+    sizes = [frozenset(limit) for limit in limits if limit is not None]
+    common = frozenset.intersection(*sizes) if sizes else frozenset()
+    multiple = backend.page_multiple()
+    usual = -(-PAGE_SIZE // multiple) * multiple
+    return usual if usual in common or not common else min(common)
+
+
 def _model(path: Path, options: Mapping[str, BackendOptions | None]) -> ModelOptions:
+    """The embedded model that the backends' files name; where none has a file, one of their cache."""
     names = {name: found.model for name, found in options.items() if found is not None}
+    names = names or {name: _model_of(path, get_backend(name)) for name in options}
     if len(set(names.values())) != 1:
-        listed = ", ".join(f"{name} {model}" for name, model in names.items()) or "no file of a backend gives one"
+        listed = ", ".join(f"{name} {model}" for name, model in names.items())
         raise ConfigError(f"{path}: model is missing, and backends don't agree on one ({listed}). Add [model]")
     model = next(iter(names.values()))
     return ModelOptions(target=model, draft=model)
+
+
+def _model_of(path: Path, backend: type[AttentionBackend]) -> str:
+    for form, model in MODELS.items():
+        if form in backend.formats:
+            return model
+    raise ConfigError(
+        f"{path}: model is missing, and for backend {backend.name!r}, whose cache is "
+        f"{' or '.join(sorted(backend.formats))}, there is none; there are models for {' and '.join(MODELS)}. "
+        f"Add [model]"
+    )

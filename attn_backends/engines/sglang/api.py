@@ -1,6 +1,6 @@
 """All that is imported of SGLang, once the version was found to be the supported one.
 
-A name that is gone raises here; `plugin.register_all` keeps the reason for whoever asks for one of the backends.
+A missing name raises here; `plugin.register_all` keeps the reason for whoever asks for one of the backends.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attn_backends.adapters import vllm as adapter
+from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.engines.vllm.plans import Batch, Plans, Refresh
 from attn_backends.planning.metadata import Metadata
-from spec_metadata import BlockTable, BoundInputs, StepKind
+from spec_metadata import BlockTable, BoundedQuery, BoundInputs, Step, StepKind
 
 
 class RaggedPlans(Plans):
@@ -50,21 +51,33 @@ class RaggedPlans(Plans):
         return refresh
 
     def eager(self, common: Batch) -> Sequence[Metadata]:
-        """Of rows that may be cut: verifies, then prompts."""
+        """Of rows that may be cut: verifies, then prompts, or one step of both where that is not slower."""
         if not _may_be_cut(common):
             return super().eager(common)
         batch, most = adapter.read(common, self.backend.geometry), max(self.verified)
         num_cut = len(list(takewhile(lambda length: length <= most, batch.query_lens)))
         cut, prompts = batch.split(num_cut)
+        if cut.bs and prompts.bs and not self._mixed.are_apart(cut.bs, sum(prompts.query_lens)):
+            return [self.backend.init_forward_metadata(self._whole(batch, num_cut, common))]
         steps = []
         if cut.bs:
-            geometry, columns = self.backend.geometry, self._tables.shape[1] - cut.paging.table.shape[1]
-            wider = BlockTable(pad(cut.paging.table, (0, max(columns, 0)), value=geometry.reserved_page), geometry)
-            cut = replace(cut, paging=wider, max_committed=common.max_seq_len - 1)
+            cut = replace(cut, paging=self._wider(cut.paging), max_committed=common.max_seq_len - 1)
             steps.append(cut.ragged_verify(common.query_start_loc[: num_cut + 1].diff(), most))
         if prompts.bs:
             steps.append(replace(prompts, max_committed=common.max_seq_len - min(prompts.query_lens)).prefill())
         return [self.backend.init_forward_metadata(step) for step in steps or [batch.idle()]]
+
+    def _whole(self, batch: BlockTableBatch, num_cut: int, common: Batch) -> Step:
+        """Verifies and prompts as one step, of as many rows as the host says and of widths as the device has them."""
+        most = (max(self.verified),) * num_cut + tuple(batch.query_lens[num_cut:])
+        query = BoundedQuery(common.query_start_loc[: batch.bs + 1].diff(), sum(batch.query_lens), max(most), most)
+        given = batch.committed, self._wider(batch.paging), None, batch.bs
+        return Step(StepKind.PREFILL, query, *given, max_committed=common.max_seq_len - 1)
+
+    def _wider(self, paging: BlockTable) -> BlockTable:
+        """With room for drafts at the end of a context."""
+        geometry, columns = self.backend.geometry, self._tables.shape[1] - paging.table.shape[1]
+        return BlockTable(pad(paging.table, (0, max(columns, 0)), value=geometry.reserved_page), geometry)
 
     @cached_property
     def _tables(self) -> Tensor:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
-import torch
 from rich.markup import escape
 from rich.table import Column, Table
 
 from attn_backends import results
 from attn_backends.backend import AttentionBackend
-from attn_backends.cache import CacheFormat
 from attn_backends.cli import Command
 from attn_backends.cli.consoles import output_console, progress
-from attn_backends.config.backend_files import backend_options
-from attn_backends.errors import ConfigError
 from attn_backends.registry import get_backend
 from attn_backends_reference.cli.options import add_runtime, choices_in_words, load_config
-from attn_backends_reference.config import RunConfig
 from attn_backends_reference.eagle.engine import Engine, build_engine
 from attn_backends_reference.eagle.report import ExactScores, Row, demo_prompts, run_row
-from attn_backends_reference.run_options import PHASES, PhaseNames
 from spec_metadata import StepKind
 
 DENSE_BACKENDS = ("flashinfer_mla", "trtllm_mla", "fa3")
@@ -40,20 +35,21 @@ RUNS = (
 BACKENDS = tuple(dict.fromkeys(backend for backend, _ in RUNS))
 PATHS = ("eager", "graph")
 BUCKETS = (8,)  # one graph of each phase, which every batch of the prompts fits; each more takes time to compile
-OURS = {CacheFormat.KV: "fa3", CacheFormat.LATENT: "flashinfer_mla"}  # whose model a backend without a file is shown on
 SHOWN_TOKENS = 48  # of the text that is printed first
-PAGE_SIZE = 16  # of such a backend, if it takes it
 
 
 def run(args: argparse.Namespace) -> int:
     """Run every row, write each as it comes, print the table and why which kernel ran; 1 if a row failed."""
     results.check_output("--json", args.json)
     runs = list(_runs(args.backend or BACKENDS))
-    configs = [_config(args, *run, path) for run, path in product(runs, PATHS)]
+    configs = [
+        load_config(args, preset, backend, path=path, buckets=BUCKETS)
+        for (backend, preset), path in product(runs, PATHS)
+    ]
     prompts = demo_prompts()
     num_tokens = sum(2 * len(prompts) * config.runtime.max_new_tokens for config in configs)
     rows: list[Row] = []
-    chosen: dict[tuple[str, ...], None] = {}
+    chosen: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     exact = ExactScores()
     head = results.head(args.words, str(configs[0].device))
     with results.Recording(args.json, head) as recording, progress("decoding", "tokens", num_tokens) as bar:
@@ -66,8 +62,9 @@ def run(args: argparse.Namespace) -> int:
                 _show_text(engine, what, min(prompts, key=len))
             rows.append(run_row(engine, prompts, bar.advance, exact))
             recording.add(asdict(rows[-1]))
-            chosen[tuple(choices_in_words(engine.backends, config.phases))] = None
-    lines = [line for of_backend in chosen for line in of_backend]
+            words = tuple(choices_in_words(engine.backends, config.phases))
+            chosen.setdefault((backend, words), {})[preset] = None
+    lines = list(_with_modes(chosen))
     try:
         recording.finish(kernels=lines)
     finally:
@@ -84,6 +81,14 @@ def _runs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, "tree"
 
 
+def _with_modes(chosen: Mapping[tuple[str, tuple[str, ...]], Iterable[str]]) -> Iterator[str]:
+    """The choices of each backend; where its modes differ in them, the modes are named. chosen: modes of choices."""
+    several = Counter(backend for backend, _ in chosen)
+    for (backend, words), modes in chosen.items():
+        named = f" ({', '.join(modes)}), kernel " if several[backend] > 1 else ", kernel "
+        yield from (line if line.startswith(" ") else line.replace(", kernel ", named, 1) for line in words)
+
+
 def _left_out(runs: Sequence[tuple[str, str]]) -> Iterator[str]:
     for backend, _ in runs:
         if not any(run == (backend, "tree") for run in runs) and backend not in BACKENDS:
@@ -93,40 +98,6 @@ def _left_out(runs: Sequence[tuple[str, str]]) -> Iterator[str]:
 def _has_trees(backend: type[AttentionBackend]) -> bool:
     kinds = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
     return all(any(kind in k.capabilities and k.capabilities[kind].tree for k in backend.kernels) for kind in kinds)
-
-
-def _config(args: argparse.Namespace, backend: str, preset: str, path: str) -> RunConfig:
-    """A row's run. A backend without a file in configs/backends runs as ours of its cache does, on pages it takes."""
-    if backend_options(backend) is not None:
-        return load_config(args, preset, backend, path=path, buckets=BUCKETS)
-    found = get_backend(backend)
-    ours = next((OURS[format] for format in OURS if format in found.formats), None)
-    if ours is None:
-        raise ConfigError(
-            f"the demo has no model for backend {backend!r}, whose cache is {' or '.join(sorted(found.formats))}; it "
-            f"has models for {' and '.join(OURS)}"
-        )
-    kernel = args.kernel or "auto"
-    config = load_config(argparse.Namespace(**vars(args) | {"kernel": None}), preset, ours, path=path, buckets=BUCKETS)
-    changes = {
-        "backends": PhaseNames(**dict.fromkeys(PHASES, backend)),
-        "kernels": {backend: kernel},
-        "page_size": _page_size(found, kernel, config.device),
-    }
-    return config.model_copy(update=changes)
-
-
-def _page_size(backend: type[AttentionBackend], kernel: str, device: torch.device) -> int:
-    """A page size that all kinds of step take on the kernels that run."""
-    running = [each for each in backend.kernels if not each.unavailable_reasons(device)]
-    asked = [each for each in running if kernel in ("auto", each.name)]
-    limits = [record.page_sizes for each in asked for record in each.capabilities.values()]
-    sizes = [frozenset(limit) for limit in limits if limit is not None]
-    multiple = backend.page_multiple()
-    common = frozenset.intersection(*sizes) if sizes else frozenset({-(-PAGE_SIZE // multiple) * multiple})
-    if not common:
-        raise ConfigError(f"backend {backend.name}: no page size is declared for every kind of step on {device}")
-    return PAGE_SIZE if PAGE_SIZE in common else min(common)
 
 
 def _show_text(engine: Engine, what: str, prompt: str) -> None:

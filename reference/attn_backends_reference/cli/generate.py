@@ -59,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
                 view.update()
             if request.finish is not None:
                 recording.add(_as_row(prompts[requests.index(request)], request))
-        recording.finish(ran=engine.ran, kernels=engine.kernels)
+        recording.finish(
+            model=config.model.target,
+            draft=config.model.draft,
+            backends={phase: config.backends.of(phase) for phase in config.phases},
+            ran=engine.ran,
+            kernels=engine.kernels,
+        )
     _tell(console, engine, requests)
     return 0
 

@@ -169,7 +169,7 @@ def _check(draft: BlockModel, capacity: Capacity, options: WorkerOptions) -> Non
     if options.adaptive is not None:
         reasons.append("adaptive steps (a block has the draft's own number of masks)")
     if options.verifies_by_confidence:
-        reasons.append("verifying by confidence (a block has no probability of a path)")
+        reasons.append("verifying by confidence (EagleWorker does)")
     if options.draft_window is not None:
         reasons.append(f"draft_window={options.draft_window} (a window is that of the draft's own layers)")
     if options.placeholder_token is not None:

@@ -54,8 +54,9 @@ class StepSets:
         for number in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
             within = None if self._phase_sets is None else self._phase_sets.add()
             capacity, own = phases[number]
-            every = zip(own, used, before, states, strict=True)
-            made = [make(phase, backend, within, beside, state=state) for phase, backend, beside, state in every]
+            # The draft last, which is never ragged: a table that ragged phases fit in serves all (`StaticMemory`).
+            every = reversed(list(zip(own, used, before, states, strict=True)))
+            made = [make(phase, backend, within, beside, state=state) for phase, backend, beside, state in every][::-1]
             found[number], before = StepSet(capacity, *made), made
         self._sets = [found[number] for number in range(len(phases))]
 
