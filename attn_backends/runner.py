@@ -241,14 +241,8 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         return CapturedRegion(bucket, inputs, outputs, graph, replay)
 
 
-def classify(kind: type) -> Mapping[str, FieldClass]:
-    """The class of every field of a dataclass of tensors; refuses a field without one."""
-    return _classes(kind)
-
-
-@cache
 def _classes(kind: type) -> Mapping[str, FieldClass]:
-    """Cached, because `get_type_hints` is slow."""
+    """The class of every field of a dataclass of tensors; refuses a field without one."""
     if not is_dataclass(kind):
         raise CaptureError(f"{kind.__name__} must be a dataclass of classified tensors")
     hints = get_type_hints(kind, include_extras=True)
@@ -262,6 +256,9 @@ def _classes(kind: type) -> Mapping[str, FieldClass]:
             )
         classes[field.name] = found[0]
     return classes
+
+
+classify: Callable[[type], Mapping[str, FieldClass]] = cache(_classes)  # because `get_type_hints` is slow
 
 
 def _map(value: Any, change: Callable[[Tensor, FieldClass], Tensor]) -> Any:

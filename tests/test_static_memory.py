@@ -127,6 +127,17 @@ def test_uniform_phases_lie_in_the_table_of_a_ragged_one_that_was_first() -> Non
     assert memory.num_bytes > least
 
 
+def test_lists_of_another_capacity_lie_elsewhere() -> None:
+    """Those of a shorter context would fit, but each request's begin at another place."""
+    world, memory, metas = world_of(FlashInferMLABackend, checking=False), StaticMemory(), []
+    for shorter in (0, world.geometry.page_size):
+        capacity = replace(world.capacity, max_context=world.capacity.max_context - shorter)
+        backend = FlashInferMLABackend(capacity, world.geometry, world.device, kernel="torch", memory=memory)
+        metas.append(backend.capture(capacity.bucket(StepKind.DECODE, MAX_BS), world.paging()))
+    (name,) = (spec.name for spec in FlashInferMLABackend.buffers(StepKind.DECODE) if spec.shared)
+    assert len(places(metas, name)) == 2
+
+
 @pytest.mark.parametrize("block_table", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_was_captured_stays_right_beside_larger_and_wider_buckets(

@@ -36,8 +36,8 @@ COLUMNS = (
 
 
 class Canvas:
-    """Elements of an SVG from top to bottom. y: where the next goes. width: of the widest so far, in pixels. Boxes are
-    behind all others, those of one look in one path.
+    """Elements of an SVG from top to bottom. y: where the next goes. width: of the widest so far, in pixels. Boxes lie
+    below words and circles, those of one look in one path.
     """
 
     def __init__(self) -> None:

@@ -191,7 +191,7 @@ class BackendMemory:
         shared = [spec for spec in specs if shares and spec.shared]
         own = [spec for spec in specs if spec not in shared]
         place = extent, paging, self.device
-        missing = [spec for spec in shared if not self.tables.holds(spec, *place)]
+        missing = [spec for spec in shared if self.tables.find(spec, *place) is None]
         needed = allocation_size(own, extent, checking=self.checking) + allocation_size(missing, extent)
         sizes = {spec.name: spec.num_bytes(extent) for spec in (*own, *missing)}
         with room_for(needed, self.device, lambda found: CaptureError(self._too_large(largest, needed, sizes, found))):

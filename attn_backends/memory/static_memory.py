@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import le
 
 import torch
 from torch import Tensor
@@ -19,9 +20,12 @@ from spec_metadata import Arena, BufferSpec, Extent, Paging
 
 @dataclass(slots=True, eq=False)
 class SharedTable:
-    """planned: the phases that were planned in it, the last one last, and which bucket of each."""
+    """read_in_place: the engine's table, kept so that no other comes to lie at its address. planned: the phases that
+    were planned in it, the last one last, and which bucket of each.
+    """
 
     arena: Arena
+    read_in_place: Tensor
     planned: dict[object, object] = field(default_factory=dict)
 
 
@@ -33,38 +37,29 @@ class StaticMemory:
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, list[SharedTable]] = {}
-        self._read_in_place: list[Tensor] = []  # kept, so that no other engine table comes to lie at its address
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated so far."""
         return sum(table.arena.num_bytes for tables in self._tables.values() for table in tables)
 
-    def holds(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> bool:
-        """Whether a table is there that is large enough."""
-        return self._find(spec, extent, paging, device) is not None
+    def find(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable | None:
+        """The first table that is large enough."""
+        sizes, alike = spec.sizes(extent), self._tables.get(_key(spec, extent, paging, device), ())
+        return next((each for each in alike if all(map(le, sizes, spec.sizes(each.arena.largest)))), None)
 
     def table(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable:
         """The buffer of a declaration for the phases that read the table of `paging` in place. extent: the largest of
         the phase.
         """
-        found = self._find(spec, extent, paging, device)
+        found = self.find(spec, extent, paging, device)
         if found is None:
-            found = SharedTable(Arena((spec,), extent, device))
-            self._tables.setdefault(_key(spec, paging, device), []).append(found)
-            self._read_in_place.append(paging.table)
+            found = SharedTable(Arena((spec,), extent, device), paging.table)
+            self._tables.setdefault(_key(spec, extent, paging, device), []).append(found)
         return found
 
-    def _find(self, spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> SharedTable | None:
-        """The first that was allocated with the rows of an extent or more, and with rows as wide."""
-        rows, *width = spec.sizes(extent)
-        for table in self._tables.get(_key(spec, paging, device), ()):
-            most, *own = spec.sizes(table.arena.largest)
-            if rows <= most and own == width:
-                return table
-        return None
 
-
-def _key(spec: BufferSpec, paging: Paging, device: torch.device) -> Hashable:
+def _key(spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> Hashable:
+    """Lists of all requests lie one behind the other, of as many pages each."""
     table, place = paging.table, torch.empty(0, device=device).device  # "cuda" has no index
-    return spec, table.data_ptr(), table.stride(), paging.geometry, place
+    return spec, extent.max_pages, table.data_ptr(), table.stride(), paging.geometry, place

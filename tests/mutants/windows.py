@@ -16,7 +16,7 @@ from attn_backends.backends import fa3
 from attn_backends.kernels import torch_attention
 from attn_backends.layer import AttentionLayer, AttentionOutput
 from attn_backends.memory import static_memory
-from spec_metadata import BlockTable, BufferSpec, Paging, StepKind
+from spec_metadata import BlockTable, BufferSpec, Extent, Paging, StepKind
 from spec_metadata.visibility import TreePart
 from tests.mutants.mutant import mutant
 
@@ -146,9 +146,9 @@ def bound_groups_share_page_ids(patch: pytest.MonkeyPatch) -> None:
     """Captured phases share the page ids of bound page tables, as if one were given to every group."""
     key = static_memory._key
 
-    def of_any(spec: BufferSpec, paging: Paging, device: torch.device) -> Hashable:
-        found = key(spec, paging, device)
-        return (found[0], *found[3:]) if isinstance(paging, BlockTable) else found
+    def of_any(spec: BufferSpec, extent: Extent, paging: Paging, device: torch.device) -> Hashable:
+        found = key(spec, extent, paging, device)
+        return (*found[:2], *found[4:]) if isinstance(paging, BlockTable) else found
 
     patch.setattr(static_memory, "_key", of_any)
 
