@@ -54,12 +54,14 @@ def test_processes_together_report_what_one_does_and_are_not_run_twice(tmp_path,
     assert run(tmp_path) == 0
     assert capsys.readouterr().err.count(" is done: ") == 2
     found = Report.of(results.read(tmp_path / "whole.json"))
+    assert 0.1 < found.wall_s < 600
     assert found.counts == run_conformance("fa3", kernel="torch", select=SELECTED).counts
     parts = sorted((tmp_path / "parts").glob("*.json"))
     times = [part.stat().st_mtime_ns for part in parts]
     assert len(parts) == 2
     parts[0].write_text("{")
     assert run(tmp_path) == 0
+    assert "wall_s" not in results.read(tmp_path / "whole.json").own, "a part of the run was an earlier one"
     assert [part.stat().st_mtime_ns > before for part, before in zip(parts, times, strict=True)] == [True, False]
     named = ["fa3", "--kernel", "torch", "--device", "cpu", "--select"]
     (selected,) = re.findall(r"--select (\S+)", results.read(parts[1]).head.command)

@@ -30,6 +30,7 @@ from attn_backends.conformance import (
     checks_unwritten,
     checks_windows,
     checks_worker,
+    worker_laws,
 )
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, Check, CheckFailure, Measured, Subject, check
@@ -91,4 +92,5 @@ __all__ = [
     "run_case",
     "run_conformance",
     "selected_cases",
+    "worker_laws",
 ]

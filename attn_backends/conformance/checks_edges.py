@@ -14,7 +14,6 @@ from math import prod
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs
-from attn_backends.conformance.compressed_worlds import is_compressed
 from attn_backends.conformance.exercise import run_case
 from attn_backends.conformance.situations import TREE_KINDS, formats_of, is_declared, situations
 from attn_backends.conformance.sizes import size_of
@@ -42,16 +41,19 @@ TOGETHER = {9: (5, 2, 17), 33: (2, 17, 5), 128: (17, 5, 2), 257: (17, 5, 2)}
 """Query rows of a request by the batch and, in the order of `HEADS`, the heads: any two values of the three meet."""
 MOST_CROSSED = 2**18  # requests times heads times rows of a case on a GPU, whose queries are drawn on the CPU
 MOST_PACKED = 384  # requests times heads of a graph of packed rows, whose torch kernels pad each request to all rows
-LONGEST_COMPRESSED = 1100  # tokens: the oracle of compressed keys makes every entry anew
+MOST_DRAFTED = 90_000  # requests times heads times branches of a graph on a CPU, which holds a draft's scores twice
+LONGEST_SELECTED = 32_768  # tokens: over four times as many an oracle that selects entries takes 4 s on a CPU
 
 
 def _with(
     subject: Subject, kind: StepKind, turn: int, size: str, topk: int = 1, format: AnyFormat | None = None
 ) -> Case | None:
     """A situation of a kind in a size, of the turn's page size, table and path, and of a format (None: the turn's);
-    None if it is not declared.
+    None if it is not declared. Layers of selected entries have no context over `LONGEST_SELECTED`.
     """
     found = [case for case in situations(subject, kind, (topk,), size) if format in (None, case.format)]
+    if size_of(size).tokens > LONGEST_SELECTED:
+        found = [case for case in found if case.layer != "selected"]
     if not found:
         return None
     case = replace(found[(turn * 5 + turn // len(found)) % len(found)], size=size, topk=topk, seed=turn)
@@ -65,6 +67,7 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
     kind = StepKind(case.kind)
     context = capacity_of(case.page_size, case.topk, case.size).max_context
     case, declared = replace(case, lens=tuple(min(n, context) for n in lens)), subject.capabilities[kind]
+    heads = size_of(case.size).heads[0]
     packed = kind is StepKind.PREFILL or (kind is StepKind.DRAFT_EXTEND and declared.packed and turn % 3 == 0)
     if packed:
         most = size_of(case.size).num_steps + 1
@@ -73,7 +76,8 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
         case = replace(case, lens=tuple(prefixes), widths=widths)
     if (
         turn % 2
-        and not (packed and len(lens) * size_of(case.size).heads[0] > MOST_PACKED)
+        and not (packed and len(lens) * heads > MOST_PACKED)
+        and not (subject.device == "cpu" and case.topk > 1 and len(lens) * heads * case.topk > MOST_DRAFTED)
         and (declared.captures_packed if packed else declared.graph)
     ):
         bs = max(size_of(case.size).max_bs, len(lens))
@@ -82,10 +86,8 @@ def _filled(subject: Subject, case: Case | None, lens: tuple[int, ...], turn: in
     yield case
 
 
-def _longest(subject: Subject, kind: StepKind) -> int:
+def _longest(kind: StepKind) -> int:
     """Tokens of the longest context of a kind."""
-    if is_compressed(subject.backend):
-        return LONGEST_COMPRESSED
     return max(map(max, CONTEXTS)) if kind in (StepKind.DECODE, StepKind.TARGET_VERIFY) else 32_768
 
 
@@ -93,6 +95,11 @@ def _other_sizes(subject: Subject) -> list[tuple[AnyFormat, int]]:
     """Formats and elements of query-key heads that a kernel declares, but for the least and the most."""
     declared = {each: sizes_of(subject.backend, subject.chosen, each) for each in formats_of(subject)}
     return [(each, dim) for each, sizes in declared.items() for dim, _ in sorted(sizes or ())[1:-1]]
+
+
+def _steps(topk: int, least: int) -> int:
+    """Steps of a draft, some or a few more: neither they nor its forwards are as many as its branches."""
+    return next(steps for steps in count(least) if topk == 1 or topk not in (steps, steps - 1))
 
 
 def _one_long(bs: int) -> tuple[int, ...]:
@@ -104,8 +111,11 @@ def _together(subject: Subject, kind: StepKind, turn: int, bs: int, heads: int, 
     """Requests, heads and rows at once: of a draft its branches, of every other verify a tree."""
     size = f"long.bs{bs + turn % 2}.{{}}.tokens520.full2.spare1.heads{heads}"
     if kind is StepKind.DRAFT_DECODE:
-        of_draft = size.format(f"steps{3 if bs <= 33 else 2}")
-        return _with(subject, kind, turn, of_draft, min(rows, 16)) or _with(subject, kind, turn, of_draft)
+        topk, least = min(rows, 16), 3 if bs <= 33 else 2
+        if subject.device == "cpu" and bs > 33:
+            topk += topk == least  # another step would take 5 s and 3.5 GB
+        tree = _with(subject, kind, turn, size.format(f"steps{_steps(topk, least)}"), topk)
+        return tree or _with(subject, kind, turn, size.format(f"steps{least}"))
     tree = None
     if kind is StepKind.TARGET_VERIFY and turn % 2 and rows > 2:
         tree = _with(subject, kind, turn, size.format(f"steps5.nodes{rows}"), 2 if rows <= 17 else 4)
@@ -118,7 +128,7 @@ def _edges(subject: Subject) -> Iterator[Case]:
         turns = count(list(subject.capabilities).index(kind))
         for lens in CONTEXTS:
             longest = max(lens)
-            if longest > _longest(subject, kind):
+            if longest > _longest(kind):
                 continue
             turn = next(turns)
             steps = 3 if kind is StepKind.DRAFT_DECODE or longest > 8192 else 4 + 3 * (turn % 2)
@@ -162,7 +172,7 @@ def _widths(subject: Subject) -> Iterator[Case]:
         for width in WIDTHS:
             turn = next(turns)
             if kind is StepKind.DRAFT_DECODE:
-                size, topk = "long.steps3.tokens600", width
+                size, topk = f"long.steps{_steps(width, 3)}.tokens600", width
             else:
                 size, topk = f"long.steps{width - 1}.tokens1030", 1
             if topk <= 16 or kind is not StepKind.DRAFT_DECODE:

@@ -22,7 +22,7 @@ from attn_backends.conformance.situations import (
     packed_graph,
     situations,
 )
-from attn_backends.conformance.worlds import with_extra
+from attn_backends.conformance.worlds import World, with_extra
 from spec_metadata import StepKind
 
 
@@ -129,10 +129,17 @@ def _cache_types(subject: Subject) -> list[Case]:
     return cases
 
 
+def extra_world_of(subject: Subject, case: Case) -> World:
+    """The world of a case, whose layer has what it asks for."""
+    world = world_of(setup_of(subject, case))
+    if case.feature:
+        world.layer = with_extra(world.layer, case.feature, world.setup)
+    return world
+
+
 def measure_extra(subject: Subject, case: Case) -> Measured:
     """Outputs and memory of a case whose layer has what it asks for."""
-    world = world_of(setup_of(subject, case))
-    world.layer = with_extra(world.layer, case.feature, world.setup)
+    world = extra_world_of(subject, case)
     if case.path == "graph":
         ran = Captured(world, case).run(scene_of(world, batch_of(case), case.seed + 1), case)
     else:

@@ -10,6 +10,7 @@ import torch
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_math import extra_world_of
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import (
     Captured,
@@ -18,12 +19,9 @@ from attn_backends.conformance.exercise import (
     prepare_memory,
     run_forwards,
     scene_of,
-    setup_of,
-    world_of,
 )
 from attn_backends.conformance.scenes import Scene
-from attn_backends.conformance.situations import around_pages, one_page_size, situations
-from attn_backends.conformance.worlds import with_extra
+from attn_backends.conformance.situations import around_pages, in_8_bits, joined, one_page_size, situations
 from spec_metadata import BoundedQuery, HostBounds, PackedQuery, Step, StepKind, mixed_step
 
 WIDTHS = (5, 1, 3, 2, 1)  # of a chunk, a decode, a verify, and two that are ragged
@@ -98,12 +96,10 @@ class _Mixing(Captured):
         return mixed_step(_parts_of(scene))
 
 
-@check("math.mixed", _mixed)
+@check("math.mixed", joined(_mixed, in_8_bits(_mixed)))
 def mixed(subject: Subject, case: Case) -> Measured:
     """Rows of a chunk, a decode, a verify and a ragged verify in one step see what they see in steps of their own."""
-    world = world_of(setup_of(subject, case))
-    if case.feature:
-        world.layer = with_extra(world.layer, case.feature, world.setup)
+    world = extra_world_of(subject, case)
     if case.path == "graph":
         captured = _Mixing(world, case)
         return nearest([_measured(captured.run(scene_of(world, batch_of(case), case.seed + i), case)) for i in (1, 2)])

@@ -6,19 +6,16 @@ from dataclasses import replace
 
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.checks_math import extra_world_of, measure_extra
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
-from attn_backends.conformance.exercise import (
-    Captured,
-    Ran,
-    batch_of,
-    run_case,
-    run_eagerly,
-    scene_of,
-    setup_of,
-    world_of,
-)
-from attn_backends.conformance.situations import one_page_size, ragged_kinds, ragged_steps
+from attn_backends.conformance.exercise import Captured, Ran, batch_of, run_eagerly, scene_of
+from attn_backends.conformance.situations import Cases, in_8_bits, joined, one_page_size, ragged_kinds, ragged_steps
 from spec_metadata import StepKind
+
+
+def _of_kind(kind: StepKind) -> Cases:
+    """Ragged steps of a kind, and at one page size those over caches of 8-bit floats and with scales."""
+    return joined(ragged_steps(kind), in_8_bits(ragged_steps(kind)))
 
 
 def _measured(ran: Ran) -> Measured:
@@ -26,16 +23,16 @@ def _measured(ran: Ran) -> Measured:
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
 
 
-@check("math.ragged_verify", ragged_steps(StepKind.TARGET_VERIFY))
+@check("math.ragged_verify", _of_kind(StepKind.TARGET_VERIFY))
 def ragged_verify(subject: Subject, case: Case) -> Measured:
     """Row j of a verify sees the committed tokens and j + 1 more, however many rows the device gives its request."""
-    return _measured(run_case(subject, case))
+    return measure_extra(subject, case)
 
 
-@check("math.ragged_draft_extend", ragged_steps(StepKind.DRAFT_EXTEND))
+@check("math.ragged_draft_extend", _of_kind(StepKind.DRAFT_EXTEND))
 def ragged_draft_extend(subject: Subject, case: Case) -> Measured:
     """A draft extend has and writes the rows that the device says were accepted, and no row of a rejected token."""
-    return _measured(run_case(subject, case))
+    return measure_extra(subject, case)
 
 
 def _over_the_bound(subject: Subject) -> list[Case]:
@@ -46,12 +43,12 @@ def _over_the_bound(subject: Subject) -> list[Case]:
     return cases
 
 
-@check("math.ragged_cut", _over_the_bound)
+@check("math.ragged_cut", joined(_over_the_bound, in_8_bits(_over_the_bound)))
 def ragged_cut(subject: Subject, case: Case) -> Measured:
     """Widths over the bound are cut by the rule: the deepest rows go, of equally deep ones those of later requests, and
     the root of each stays.
     """
-    world, found = world_of(setup_of(subject, case)), []
+    world, found = extra_world_of(subject, case), []
     captured = Captured(world, case) if case.path == "graph" else None
     for turn, (asked, kept) in enumerate((((4, 4, 4), (3, 2, 2)), ((1, 9, 3), (1, 3, 2)), ((0, 4, 4), (1, 2, 1)))):
         batch = replace(batch_of(case), widths=kept, asked=asked)

@@ -22,17 +22,22 @@ from attn_backends.conformance.comparisons import compare_memory, compare_output
 from attn_backends.conformance.exercise import Captured, Ran, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import (
+    RAGGED_KINDS,
+    any_graph,
     graph,
     graphable,
     growing,
     is_declared,
+    joined,
     one_page_size,
+    ragged_steps,
 )
 from attn_backends.conformance.stream_order import Name, Streams, streams_of
 from attn_backends.layer import AttentionOutput
 from attn_backends.memory.phase_sets import PhaseSets
-from spec_metadata import Step
+from spec_metadata import BoundedQuery, Step
 from spec_metadata.capacity import UNIFORM_KINDS
+from spec_metadata.query import packed_starts
 
 Call = Callable[[], None]
 _ROOM_BYTES = 2**28
@@ -115,14 +120,21 @@ def _planned_beside(subject: Subject, case: Case, others: Sequence[str]) -> Meas
     return nearest(found)
 
 
-@check("streams.planned_again", one_page_size(graph(growing)))
+def _any_rows(subject: Subject) -> list[Case]:
+    """Graphs of uniform, packed and ragged rows, at one page size."""
+    ragged = [case for case in ragged_steps(*RAGGED_KINDS)(subject) if case.path == "graph"]
+    return one_page_size(joined(any_graph(), lambda _: ragged))(subject)
+
+
+@check("streams.planned_again", _any_rows)
 def planned_again(subject: Subject, case: Case) -> Measured:
     """A phase is planned for its next step on a second stream, from a copy or an engine's buffers. The plan waits for
     the event that ends the reads of its graph on the main stream, and the graph for an event of the plan. Either stream
     may lag.
     """
     world, found = world_of(setup_of(subject, case)), []
-    forms = [Captured, BoundGraph] if not case.refresh and is_bindable(subject, case) else [Captured]
+    binds = not (case.refresh or case.widths) and is_bindable(subject, case)
+    forms = [Captured, BoundGraph] if binds else [Captured]
     for form, late in product(forms, Name):
         captured, scenes = form(world, case), same_pages(world, case, [case.kind])
         graphs = [_OnStream(captured, scene, prepare_memory(scene, case)) for scene in scenes]
@@ -158,7 +170,7 @@ def _read_then_overwritten(
     return nearest(found)
 
 
-@check("streams.copied_inputs", one_page_size(graph(growing)))
+@check("streams.copied_inputs", _any_rows)
 def copied_inputs(subject: Subject, case: Case) -> Measured:
     """A step's tensors are overwritten once a replay has copied them, before the graph runs: in stream order, and on
     another stream after an event.
@@ -200,7 +212,8 @@ def bound_inputs(subject: Subject, case: Case) -> Measured:
 
 def _inputs_of(step: Step) -> list[Tensor]:
     """The tensors of a step that a replay copies. A request table itself is read in place."""
-    found = [step.seq_lens, step.paging.static_input(), step.out_cache_loc, step.tree_mask]
+    widths = step.query.widths if isinstance(step.query, BoundedQuery) else packed_starts(step.query)
+    found = [step.seq_lens, step.paging.static_input(), step.out_cache_loc, step.tree_mask, widths]
     return [tensor for tensor in found if tensor is not None]
 
 

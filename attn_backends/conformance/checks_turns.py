@@ -205,8 +205,11 @@ def planned_ahead(subject: Subject, case: Case) -> Measured:
 
 
 def same_pages(world: World, case: Case, others: Sequence[str]) -> list[Scene]:
-    """A step of a case's kind and some of other kinds, of the same requests and pages; these of fewer tokens."""
-    lens = tuple(length - min(2, min(case.lens)) for length in case.lens)
+    """A step of a case's kind and some of other kinds, of the same requests and pages; these of fewer tokens, but for
+    requests without any.
+    """
+    fewer = min(2, min(case.lens)) or 2
+    lens = tuple(max(length - fewer, 0) for length in case.lens)
     batches = [batch_of(case), *(batch_of(replace(case, kind=kind, lens=lens)) for kind in others)]
     room = world.table.shape[1]  # all pages of a row
     return [scene_of(world, batch, case.seed + i, case.seed, room) for i, batch in enumerate(batches)]

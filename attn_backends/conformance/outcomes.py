@@ -34,6 +34,7 @@ _OWN = (
     "profiles",
     "profile_cases",
     "floors",
+    "wall_s",
 )  # of a report, beside the head and rows of every result
 EXECUTED = frozenset({Outcome.PASS, Outcome.FAIL, Outcome.REFUSED, Outcome.XFAIL})
 
@@ -94,7 +95,8 @@ class Report:
     contract: that was checked, "" in reports from before it had a version. profiles: that each `backend/kernel` passes,
     of those that the run has all cases of. profile_cases: how many cases of each profile each `backend/kernel` has,
     whatever was selected, but in a quick run. floors: how fast kernels are beside what their device allows (`Floor`),
-    of a run of all cases on a GPU.
+    of a run of all cases on a GPU. wall_s: seconds of a run over several processes, floors included; 0.0 where it went
+    on with what an earlier run had left.
     """
 
     suite_version: str
@@ -108,6 +110,7 @@ class Report:
     profiles: Mapping[str, Sequence[str]] = field(default_factory=dict)
     profile_cases: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     floors: Sequence[Mapping[str, Any]] = ()
+    wall_s: float = 0.0
 
     @property
     def head(self) -> Head:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from attn_backends.compressed_cache import CompressedFormat
-from attn_backends.conformance.cases import Case
+from attn_backends.conformance.cases import CACHE_DTYPES, Case
 from attn_backends.conformance.catalogue import Subject
 from attn_backends.conformance.compressed_worlds import BLOCK_LAYER, COMPRESSIONS, LAYERS, is_compressed
 from attn_backends.conformance.sizes import MAX_BS
@@ -232,6 +232,27 @@ def in_every_dtype(cases: Cases) -> Cases:
     return lambda subject: [
         replace(case, dtype=dtype) for case in cases(subject) for dtype in dtypes(subject, StepKind(case.kind))[1:]
     ]
+
+
+def in_8_bits(cases: Cases) -> Cases:
+    """The cases of one page size over a cache of 8-bit floats and, apart, with scales of keys and values, where these
+    are declared. Eager ones have the finest type of queries, graphs bfloat16.
+    """
+
+    def found(subject: Subject) -> list[Case]:
+        chosen = []
+        for case in one_page_size(cases)(subject):
+            kind = StepKind(case.kind)
+            declared = subject.capabilities[kind]
+            types = dtypes(subject, kind)
+            graphs = "bfloat16" if "bfloat16" in types else types[0]
+            of_path = replace(case, dtype=graphs if case.path == "graph" else types[0])
+            names = [name for name, dtype in CACHE_DTYPES.items() if dtype in declared.cache_dtypes]
+            chosen += [replace(of_path, cache_dtype=name) for name in names[:1] if not case.cache_dtype]
+            chosen += [replace(of_path, feature="kv_scales")] if declared.kv_scales and not case.feature else []
+        return chosen
+
+    return found
 
 
 def ragged_kinds(subject: Subject) -> list[Case]:

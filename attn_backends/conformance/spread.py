@@ -5,7 +5,8 @@
 Each process runs whole checks, or a share of one that has more cases than a process should run, and writes its report
 to the folder. A report of this commit that is complete is not made again. FILE gets the joined summary
 (`attn_backends.conformance.summary`). That of a whole run on a GPU has the floors, which are measured when all
-processes are done. Exit code 1: a case is wrong. 2: a case broke, none ran, or a process ended without a report.
+processes are done. `wall_s` is how long the run took, if no process had left a report. Exit code 1: a case is wrong.
+2: a case broke, none ran, or a process ended without a report.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def spread(args: argparse.Namespace) -> Report:
     """The joined report of all processes, with every case. Raises ConfigError where one has no report."""
     args.folder.mkdir(parents=True, exist_ok=True)
+    begin, is_first = time.monotonic(), not any(args.folder.glob("part*.json"))
     subject = Subject(resolve(args.backend), args.kernel, args.device)
     num_cases = Counter(case.check for case in selected_cases(subject, args.select))
     weights = Counter({check: number * WEIGHTS.get(check, 1) for check, number in num_cases.items()})
@@ -70,9 +73,8 @@ def spread(args: argparse.Namespace) -> Report:
     asked = f"{args.backend} --kernel {args.kernel} --device {args.device} --select '{args.select}'"
     command = f"{COMMAND} {asked} --processes {args.processes} --folder FOLDER --json FILE"
     whole = replace(joined([Report.of(report) for report in reports]), command=command)
-    if args.select != ALL:
-        return whole
-    return replace(whole, floors=floors_of([args.backend], args.kernel, args.device))
+    floors = floors_of([args.backend], args.kernel, args.device) if args.select == ALL else ()
+    return replace(whole, floors=floors, wall_s=round(time.monotonic() - begin, 1) if is_first else 0.0)
 
 
 def shares(num_cases: Counter[str], processes: int) -> list[list[str]]:

@@ -77,7 +77,7 @@ def joined(reports: Sequence[Report]) -> Report:
     for kernel, known in (item for report in reports for item in report.profile_cases.items()):
         if sizes.setdefault(kernel, known) != known:
             raise ConfigError(f"reports of different runs: {kernel} has other numbers of cases in them")
-    whole = replace(first, rows=tuple(dict.fromkeys(rows)), command=command, floors=())
+    whole = replace(first, rows=tuple(dict.fromkeys(rows)), command=command, floors=(), wall_s=0.0)
     return replace(whole, profiles=passed(rows, sizes), profile_cases=sizes)
 
 

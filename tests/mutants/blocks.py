@@ -101,6 +101,20 @@ def packed_extends_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
     read_stored_bytes(patch, is_packed)
 
 
+RAGGED = "math.ragged_verify", "math.ragged_cut"
+
+
+@mutant("our own: no ragged verify had an 8-bit cache", *RAGGED, backend="flashinfer_mla", graph=True)
+def ragged_verifies_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Captured verifies of packed rows read an 8-bit cache without its scales."""
+
+    def is_packed(_: Any, meta: Any) -> bool:
+        verifies = meta.kind is StepKind.TARGET_VERIFY and meta.captured is not None
+        return verifies and isinstance(meta.captured.bucket, TokenBucket)
+
+    read_stored_bytes(patch, is_packed)
+
+
 @mutant("our own: the mode without a mask that trees have", "math.draft_block", backend="flashinfer_mla")
 def block_is_not_among_the_keys(patch: pytest.MonkeyPatch) -> None:
     """Rows of a draft block see the committed tokens alone, as those of a tree do in the prefix."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from attn_backends.backend import AttentionBackend
 from spec_metadata import BoundedQuery, RequestTable, Step, StepKind, mixed
+from tests.mutants.blocks import read_stored_bytes
 from tests.mutants.mutant import mutant
 
 
@@ -62,3 +65,16 @@ def decodes_count_their_own_token(patch: pytest.MonkeyPatch) -> None:
         return make(kind, query, lens + is_decode, paging, *rest, **host)
 
     patch.setattr(mixed, "Step", counted)
+
+
+@mutant("our own: no mixed batch had an 8-bit cache", "math.mixed", backend="flashinfer_mla")
+def mixed_batches_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
+    """Mixed batches with a ragged part read an 8-bit cache without its scales."""
+    plan, is_mixed = AttentionBackend.init_forward_metadata, [False]
+
+    def looked_at(self: AttentionBackend, step: Step) -> Any:
+        is_mixed[0] = isinstance(step.query, BoundedQuery) and step.query.most is not None
+        return plan(self, step)
+
+    patch.setattr(AttentionBackend, "init_forward_metadata", looked_at)
+    read_stored_bytes(patch, lambda cache, meta: is_mixed[0])

@@ -58,6 +58,18 @@ def requests_past_the_fourth_zeroed(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant(FOUND, *SCALE)
+def tables_past_the_seventh_request_repeated(patch: pytest.MonkeyPatch) -> None:
+    """From the eighth on, requests read the pages of the seventh."""
+    over_pages = torch_attention._over_pages
+
+    def seven_rows(q: Tensor, lens: Tensor, k: Tensor, v: Tensor, pages: Tensor, *rest: Any) -> Any:
+        request = torch.arange(len(pages), device=pages.device)
+        return over_pages(q, lens, k, v, pages[request.clamp(max=6)], *rest)
+
+    patch.setattr(torch_attention, "_over_pages", seven_rows)
+
+
+@mutant(FOUND, *SCALE)
 def heads_past_the_fourth_zeroed(patch: pytest.MonkeyPatch) -> None:
     """Query heads past the 4th give zeros."""
     change_outputs(patch, lambda out: out[:, 4:].zero_())
@@ -77,6 +89,16 @@ def entries_past_two_pages_not_seen(patch: pytest.MonkeyPatch) -> None:
         with_visible(plan, plan.num_visible.clamp(max=2 * rows.page_size // ratio))
 
     change_entries(patch, two_pages)
+
+
+@mutant("our own: no context over compressed keys was over 1,025 tokens", "scale.edges", backend="dsv4")
+def compressed_keys_past_4096_not_seen(patch: pytest.MonkeyPatch) -> None:
+    """A row sees no entry of tokens past the 4,096th."""
+
+    def first_tokens(plan: Any, rows: Any, ratio: int) -> None:
+        with_visible(plan, plan.num_visible.clamp(max=4096 // ratio))
+
+    change_entries(patch, first_tokens)
 
 
 @mutant(FOUND, *SCALE, backend="dsv4")
