@@ -295,9 +295,14 @@ def test_rows_that_see_one_another_are_a_block_draft(width: int) -> None:
         assert_describes(meta, engine, lens, committed)
 
 
+def drafts(*, blocks: bool = False, **fields: object) -> SimpleNamespace:
+    known = {"parallel_drafting": False, "attention_backend": None, "method": "dspark" if blocks else "mtp"}
+    return SimpleNamespace(use_dflash=lambda: False, use_dspark=lambda: blocks, **known | fields)
+
+
 def config(**fields: object) -> SimpleNamespace:
-    spec = SimpleNamespace(parallel_drafting=False)
-    ranks = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    spec = drafts()
+    ranks = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
     known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
     return SimpleNamespace(**known | fields)
 
@@ -305,10 +310,14 @@ def config(**fields: object) -> SimpleNamespace:
 def test_engines_that_we_do_not_serve_are_named() -> None:
     assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
     assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
-    for blocks in (True, False):
-        spec = SimpleNamespace(parallel_drafting=True, use_dflash=lambda: False, use_dspark=lambda is_so=blocks: is_so)
-        reasons = config_reasons(config(speculative_config=spec))
-        assert reasons == ([] if blocks else ["parallel drafting other than DFlash's and DSpark's"])
+    for blocks, wrong in ((True, []), (False, ["parallel drafting other than DFlash's and DSpark's"])):
+        spec = drafts(blocks=blocks, parallel_drafting=True, attention_backend="ATTN_BACKENDS_FA3")
+        assert config_reasons(config(speculative_config=spec)) == wrong
+    (reason,) = config_reasons(config(speculative_config=drafts(blocks=True, parallel_drafting=True)))
+    assert 'a dspark draft without "attention_backend"' in reason
+    ranks = config().parallel_config
+    ranks.pipeline_parallel_size = 2
+    assert config_reasons(config(parallel_config=ranks)) == ["pipeline parallelism (2 ranks), which was not tested"]
 
 
 def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
