@@ -224,7 +224,7 @@ class PhaseRunner(Runner[Inputs, Outputs]):
             at.bound(bucket.bs, **self.phase.bound(inputs)) if isinstance(at, CommittedState) else (at, None)
         )
         meta = backend.capture(bucket, paging, bound, within=self._within)
-        load = at.take if isinstance(at, CommittedState) else partial(backend.copy_inputs, meta)
+        load = partial(at.take, meta.step) if isinstance(at, CommittedState) else partial(backend.copy_inputs, meta)
 
         def region() -> Outputs:
             if self._planning == "in_graph":

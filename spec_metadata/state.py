@@ -19,6 +19,7 @@ from spec_metadata.bound_inputs import BoundInputs
 from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.layout import Step
 from spec_metadata.paging import Paging, RequestTable
+from spec_metadata.static_inputs import misfit
 
 Load = Callable[["CommittedState", Tensor, Tensor | None], None]
 """What loads a state from lengths and rows that were checked."""
@@ -75,11 +76,16 @@ class CommittedState:
         self._load(self, seq_lens, rows)
         return self._first(seq_lens.numel())
 
-    def take(self, step: Step) -> None:
-        """Hold the requests of a step, which is on the state's table; one made of the state's own lengths is held."""
+    def take(self, static: Step, step: Step) -> None:
+        """Hold the requests of a step that a captured one takes, on the state's table; one made of the state's own
+        lengths is held. Raises `InvalidStepError` for others.
+        """
+        reasons = misfit(static, step)
+        if step.bs and step.paging.table.data_ptr() != self.paging.table.data_ptr():
+            reasons.append("it is on another table than the state's")
+        if reasons:
+            raise InvalidStepError(f"a graph on a state can't take this step: {'; '.join(reasons)}")
         if step.seq_lens.data_ptr() != self.seq_lens.data_ptr():
-            if step.paging.table.data_ptr() != self.paging.table.data_ptr():
-                raise InvalidStepError("a step on another table than the state's")
             self.load(step.seq_lens, step.paging.rows if isinstance(step.paging, RequestTable) else None)
 
     def bound(
@@ -95,8 +101,8 @@ class CommittedState:
         """
         if not 1 <= bs <= self.seq_lens.shape[0]:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
-        lens, paging = self._first(bs)
-        return paging, BoundInputs(lens, out_cache_loc, self.num_real, tree_mask, widths=widths)
+        given = self.seq_lens[:bs], out_cache_loc, self.num_real, tree_mask
+        return self._first(bs)[1], BoundInputs(*given, widths=widths)
 
     def _first(self, bs: int) -> tuple[Tensor, Paging]:
         return self.seq_lens[:bs], self.paging.on_static(self.paging.static_input()[:bs])

@@ -301,12 +301,22 @@ def test_metadata_on_a_state_takes_no_step() -> None:
 
 def test_a_step_of_its_own_is_held_and_any_other_on_its_table_is_taken() -> None:
     engine, lens = Engine("fa3", RequestTable), torch.tensor([5, 9])
+    static = engine.capture(engine.make(), engine.capacity.bucket(StepKind.DECODE, 4)).step
     own = Step.decode(*engine.state.load(lens, torch.tensor([2, 6])))
-    engine.state.take(own)
+    engine.state.take(static, own)
     assert (own.seq_lens.tolist(), own.paging.static_input().tolist()) == ([5, 9], [2, 6])
-    engine.state.take(engine.step(StepKind.DECODE, [7], [3]))
+    engine.state.take(static, engine.step(StepKind.DECODE, [7], [3]))
     assert (int(engine.state.num_real), engine.state.seq_lens[:1].tolist()) == (1, [7])
     other = RequestTable(engine.rows.table.clone(), torch.tensor([1]), engine.rows.geometry)
     with pytest.raises(InvalidStepError, match="another table"):
-        engine.state.take(Step.decode(torch.tensor([8]), other))
+        engine.state.take(static, Step.decode(torch.tensor([8]), other))
+    with pytest.raises(InvalidStepError, match=r"captured for \(decode.*, the step is \(target_verify"):
+        engine.state.take(static, engine.step(StepKind.TARGET_VERIFY, [7], [3]))
     assert engine.state.seq_lens[:1].tolist() == [7]
+
+
+def test_a_state_on_a_block_table_takes_an_idle_step() -> None:
+    engine = Engine("fa3", BlockTable)
+    static = engine.capture(engine.make(), engine.capacity.bucket(StepKind.DECODE, 4)).step
+    engine.state.take(static, Step.idle(BlockTable(engine.state.paging.table[:0], engine.state.paging.geometry)))
+    assert int(engine.state.num_real) == 0

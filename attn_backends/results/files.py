@@ -175,7 +175,7 @@ def check_output(option: str, path: Path | None) -> None:
 
 
 def _has(row: Mapping[str, Any], name: str, value: Any) -> bool:
-    return name in row and row[name] == value and type(row[name]) is type(value)
+    return name in row and _line(row[name]) == _line(value)  # 1, 1.0 and True are equal
 
 
 def _is_replaceable(path: Path) -> bool:
