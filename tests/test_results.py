@@ -74,6 +74,15 @@ def test_a_row_that_ends_early_lacks_the_columns_that_follow(tmp_path):
     assert results.read(path).rows == rows
 
 
+def test_values_that_are_equal_but_of_another_type_are_not_what_all_rows_have(tmp_path):
+    path, rows = tmp_path / "rows.json", ({"a": [1], "b": 2}, {"a": [1.0], "b": 2}, {"a": [True], "b": 2})
+    results.write(path, HEAD, rows)
+    __main__.main([str(path)])
+    told = json.loads(path.read_text())
+    assert (told["every"], told["rows"]) == ({"b": 2}, [[[1]], [[1.0]], [[True]]])
+    assert [type(row["a"][0]) for row in results.read(path).rows] == [int, float, bool]
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", "nonsense", '{"rows": 3, "device": "x", "versions": {}}'])
 def test_what_is_no_result_is_refused_by_name(text, tmp_path):
     path = tmp_path / "rows.json"
