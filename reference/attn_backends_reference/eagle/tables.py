@@ -6,25 +6,28 @@ Phases gather what they need of it in their regions, so a graph reads the tables
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
 from attn_backends.planning.metadata import Metadata
 from spec_metadata.upload import upload
 
-Table = TypeVar("Table")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Table = TypeVar("Table", bound="DataclassInstance")
 
 
 def keep(table: Table, rows: Tensor, values: Table) -> None:
     """Write the entries of some rows. rows: [bs] int64."""
-    for field in fields(values):  # type: ignore[arg-type]
+    for field in fields(values):
         getattr(table, field.name)[rows] = upload(getattr(values, field.name), rows.device)
 
 
 def kept(table: Table, rows: Tensor) -> Table:
     """The entries of some rows. rows: [bs] int64."""
-    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))  # type: ignore[arg-type]
+    return type(table)(*(getattr(table, field.name)[rows] for field in fields(table)))
 
 
 def rows_of(meta: Metadata) -> Tensor:
