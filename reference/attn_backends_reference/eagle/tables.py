@@ -6,17 +6,21 @@ Phases gather what they need of it in their regions, so a graph reads the tables
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor
 
 from attn_backends.planning.metadata import Metadata
 from spec_metadata.upload import upload
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-Table = TypeVar("Table", bound="DataclassInstance")
+class Dataclass(Protocol):
+    """An instance of any dataclass, as `dataclasses.fields` knows one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Table = TypeVar("Table", bound=Dataclass)
 
 
 def keep(table: Table, rows: Tensor, values: Table) -> None:
