@@ -88,10 +88,9 @@ def eager_row(backend: type[AttentionBackend], kernel: str, raw: RawCall, size: 
     layers_us, raw_us, metadata_us, loop_us = take_host_turns(works, asked.stage.rounds, asked.stage.device)
     place = {"bench": "eager", "backend": backend.name, "kernel": kernel, "layers": NUM_LAYERS}
     place |= {"batch_size": size.batch_size, "width": WIDTH}
-    ours, theirs = layers_us / NUM_LAYERS, raw_us / NUM_LAYERS
-    times = {"over_us": ours - theirs, "metadata_us": metadata_us, "loop_us": loop_us}
-    row = place | {"layer_us": round(ours, 1), "peer": f"scatter and {name}", "peer_us": round(theirs, 1)}
-    return row | {of: round(us, 1) for of, us in times.items()}
+    us = {"layer_us": layers_us, "peer_us": raw_us, "over_us": layers_us - raw_us}
+    us = {of: time / NUM_LAYERS for of, time in us.items()} | {"metadata_us": metadata_us, "loop_us": loop_us}
+    return place | {"peer": f"scatter and {name}"} | {of: round(time, 1) for of, time in us.items()}
 
 
 def _inputs(asked: Problem, cache: PagedCache) -> CacheInputs:
@@ -123,9 +122,8 @@ def steps(asked: Asked) -> Iterator[Row]:
         for (table, slots, bounds), us in zip(named, times, strict=True):
             with Operators() as operators:
                 named[table, slots, bounds]()
-            made_of = {"table": table, "slots": slots, "bounds": bounds, "batch_size": batch_size}
-            measured = {"us": round(us, 2), "operators": operators.num, "loop_us": round(loop_us, 1)}
-            yield {"bench": "steps", **made_of, **measured}
+            row = {"bench": "steps", "table": table, "slots": slots, "bounds": bounds, "batch_size": batch_size}
+            yield row | {"us": round(us, 2), "operators": operators.num, "loop_us": round(loop_us, 1)}
 
 
 class Operators(TorchDispatchMode):

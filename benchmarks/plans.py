@@ -1,10 +1,10 @@
 """What planning a cycle costs: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
 
-A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4 and a ragged verify
-of at most 4 rows, of kernels that capture them. Each phase is captured with `BoundInputs`, on an engine's own buffers,
-for layers of the shape that the row names (heads, kv_heads), so that their kernel's vendor plans along, if it has a
-schedule (has_schedule). The cycle is of one backend. A phase alone has a backend of its own, as engines make them; all
-of these are given one `StaticMemory`.
+A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4, and the cycle whose
+verify and extend are ragged, of at most 4 rows a request, of kernels that capture them. Each phase is captured with
+`BoundInputs`, on an engine's own buffers, for layers of the shape that the row names (heads, kv_heads), so that their
+kernel's vendor plans along, if it has a schedule (has_schedule). The cycle is of one backend. A phase alone has a
+backend of its own, as engines make them; all of these are given one `StaticMemory`.
 
 us: elapsed device time of a graph of `COPIES` plans less that of a graph of one empty kernel, divided by their number;
 medians of rounds in which all take turns. A single plan runs for less than its launch takes the host. kernel_us: the
@@ -22,6 +22,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attn_backends.backend import AttentionBackend
@@ -36,11 +37,11 @@ from benchmarks.shapes import DTYPE, LAYERS, LLAMA_8_GPUS
 from benchmarks.speculation import CYCLE, NUM_STEPS, PHASES, Batch, Tables, speculative
 from benchmarks.timing import CALIBRATION, Work, take_host_turns, take_turns
 from spec_metadata import BoundInputs, CommittedState, Step, StepKind
-from spec_metadata.capacity import ceil_div
+from spec_metadata.capacity import PACKED_KINDS, ceil_div
 from spec_metadata.plans.compressed import Compression
 
 PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
-BLOCK, RAGGED, INSTANCES = "block", "ragged_verify", "instances"
+BLOCK, RAGGED, INSTANCES = "block", "ragged_", "instances"
 KINDS = PHASES | {BLOCK: StepKind.DRAFT_BLOCK}
 COPIES = 10  # of a plan in a graph
 NUM_FILLS = 400  # of a round's first graph: the device is busy while the host launches the others
@@ -93,6 +94,8 @@ def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: 
     make = partial(backend, batch.capacity, batch.paging.geometry, stage.device, kernel=chosen)
     held, whole = alone(make, shape, batch), make()
     held[CYCLE] = [_bound(whole, batch.step(kind), shape) for kind in PHASES.values()]
+    if steps := [batch.step(kind) for phase, kind in PHASES.items() if RAGGED + phase in held]:
+        held[RAGGED + CYCLE] = [held[CYCLE][0], *(_bound(whole, s, shape, torch.ones_like(s.seq_lens)) for s in steps)]
     found = _timed(held, stage)
     found[INSTANCES] = {name: round(sum(found[phase][name] for phase in PHASES), 2) for name in found[CYCLE]}
     held[INSTANCES] = [held[phase][0] for phase in PHASES]
@@ -111,18 +114,19 @@ def alone(make: Callable[..., AttentionBackend], shape: LayerShape, batch: Batch
         backend, step = make(memory=memory), batch.step(kind)
         if kind in backend.choices:
             held[phase] = [_bound(backend, step, shape)]
-        if kind is StepKind.TARGET_VERIFY and backend.kernel_of(kind).capabilities[kind].captures_packed:
-            bucket = backend.capacity.ragged_bucket(kind, step.bs, step.num_tokens)
-            inputs = BoundInputs(step.seq_lens, widths=torch.ones_like(step.seq_lens))
-            held[RAGGED] = [backend.capture(bucket, step.paging, inputs, layers=[shape])]
+            if kind in PACKED_KINDS and backend.kernel_of(kind).capabilities[kind].captures_packed:
+                held[RAGGED + phase] = [_bound(backend, step, shape, torch.ones_like(step.seq_lens))]
     return held
 
 
-def _bound(backend: AttentionBackend, step: Step, shape: LayerShape) -> Metadata:
-    """A phase that reads an engine's own buffers. A layer of DeepSeek-V4 that drafts blocks selects no entries."""
+def _bound(backend: AttentionBackend, step: Step, shape: LayerShape, widths: Tensor | None = None) -> Metadata:
+    """A phase that reads an engine's own buffers. A layer of DeepSeek-V4 that drafts blocks selects no entries. widths:
+    of a ragged one.
+    """
     if step.kind is StepKind.DRAFT_BLOCK and shape.variant:
         shape = shape._replace(variant=(None, 0))
-    return backend.capture(step.bucket(), step.paging, BoundInputs(step.seq_lens), layers=[shape])
+    bucket = step.bucket() if widths is None else backend.capacity.ragged_bucket(step.kind, step.bs, step.num_tokens)
+    return backend.capture(bucket, step.paging, BoundInputs(step.seq_lens, widths=widths), layers=[shape])
 
 
 def num_bytes(metas: Iterable[Metadata]) -> int:
