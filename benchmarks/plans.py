@@ -41,7 +41,7 @@ from spec_metadata.capacity import PACKED_KINDS, ceil_div
 from spec_metadata.plans.compressed import Compression
 
 PAGE_SIZES = {"trtllm_mla": (64,), "fa3": (64, 1), "flashinfer_mla": (1,), "dsv4": (256,)}
-BLOCK, RAGGED, INSTANCES = "block", "ragged_", "instances"
+BLOCK, INSTANCES, RAGGED = "block", "instances", {phase: f"ragged_{phase}" for phase in (*PHASES, CYCLE)}
 KINDS = PHASES | {BLOCK: StepKind.DRAFT_BLOCK}
 COPIES = 10  # of a plan in a graph
 NUM_FILLS = 400  # of a round's first graph: the device is busy while the host launches the others
@@ -94,8 +94,8 @@ def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: 
     make = partial(backend, batch.capacity, batch.paging.geometry, stage.device, kernel=chosen)
     held, whole = alone(make, shape, batch), make()
     held[CYCLE] = [_bound(whole, batch.step(kind), shape) for kind in PHASES.values()]
-    if steps := [batch.step(kind) for phase, kind in PHASES.items() if RAGGED + phase in held]:
-        held[RAGGED + CYCLE] = [held[CYCLE][0], *(_bound(whole, s, shape, torch.ones_like(s.seq_lens)) for s in steps)]
+    if steps := [batch.step(kind) for phase, kind in PHASES.items() if RAGGED[phase] in held]:
+        held[RAGGED[CYCLE]] = [held[CYCLE][0], *(_bound(whole, s, shape, torch.ones_like(s.seq_lens)) for s in steps)]
     found = _timed(held, stage)
     found[INSTANCES] = {name: round(sum(found[phase][name] for phase in PHASES), 2) for name in found[CYCLE]}
     held[INSTANCES] = [held[phase][0] for phase in PHASES]
@@ -112,10 +112,10 @@ def alone(make: Callable[..., AttentionBackend], shape: LayerShape, batch: Batch
     memory, held = StaticMemory(), {}
     for phase, kind in KINDS.items():
         backend, step = make(memory=memory), batch.step(kind)
-        if kind in backend.choices:
+        if able := kind in backend.choices and backend.kernel_of(kind).capabilities[kind]:
             held[phase] = [_bound(backend, step, shape)]
-            if kind in PACKED_KINDS and backend.kernel_of(kind).capabilities[kind].captures_packed:
-                held[RAGGED + phase] = [_bound(backend, step, shape, torch.ones_like(step.seq_lens))]
+            if able.captures_packed and kind in PACKED_KINDS:
+                held[RAGGED[phase]] = [_bound(backend, step, shape, torch.ones_like(step.seq_lens))]
     return held
 
 

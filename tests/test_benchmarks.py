@@ -499,7 +499,7 @@ def test_a_cycle_is_planned_by_graphs_that_read_an_engines_buffers(name, stage, 
     assert not absent, absent
     told = {row["phase"]: row for row in found}
     three, cycle = told.pop(plans.INSTANCES), told[CYCLE]
-    ragged = [plans.RAGGED + of for of in ("verify", "draft_extend", CYCLE)] * (name != "trtllm_mla")
+    ragged = [plans.RAGGED[of] for of in ("verify", "draft_extend", CYCLE)] * (name != "trtllm_mla")
     assert told.keys() == {*plans.KINDS, CYCLE, *ragged}
     assert {(row["kernel"], row["us"], row["kernel_us"], row["nodes"]) for row in told.values()} == {("torch", 2, 2, 4)}
     assert [phase for phase, row in told.items() if "host_us" in row] == [CYCLE]

@@ -24,7 +24,7 @@ from docs.pages import plot
 
 COMMAND = "python -m docs.pages"
 OUT, FOLDER = Path("docs"), Path("docs/results")
-COPY, OTHERS = "copy", (BLOCK, RAGGED, INSTANCES)
+COPY, OTHERS = "copy", (BLOCK, *RAGGED.values(), INSTANCES)
 _DECODES = ((1, 4096), (8, 4096), (32, 4096), (128, 4096), (1, 32768), (32, 32768), (128, 32768), (128, 131072))
 _PREFILLS = ((1, 1024), (8, 1024), (1, 8192), (8, 8192), (1, 32768), (8, 32768))
 _VERDICTS = {True: "met", False: "**missed**", None: ""}
@@ -67,9 +67,9 @@ _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
 replay less that of an empty graph; kernels is the sum of what its kernels take. A graph holds ten plans, and elapsed is
-a tenth of its time. A second table has a draft block of four tokens and a
-ragged verify of four rows at most. Its `instances` are the three phases, each planned alone by a backend of its own;
-these share one memory for their tables."""
+a tenth of its time. A second table has a draft block of four tokens, and ragged phases of four rows a request at most.
+Its `instances` are the three phases, each planned alone by a backend of its own; these share one memory for their
+tables."""
 
 
 class Page(NamedTuple):
