@@ -19,7 +19,7 @@ from benchmarks.targets import Reached
 
 ROOT = Path(__file__).parent.parent
 README, MEASURED, KERNELS = "README.md", "docs/measured.md", "docs/kernels.md"
-DESIGN, RECORDED, SGLANG = "docs/design.md", "docs/recorded-graphs.md", "docs/sglang.md"
+SERVING, RECORDED, SGLANG = "docs/serving.md", "docs/recorded-graphs.md", "docs/sglang.md"
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
 BATCHES = (1, 32, 128)
 
@@ -319,7 +319,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: spread((row["ratio"] for row in rows("h200/bench_attention")), 2),
     ),
     (MEASURED, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
-    (DESIGN, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
+    (SERVING, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
     (SGLANG, r"(?s)In all\s+(\S+) engines on our.* 0 in (\S+) replays", in_sglang),
     (SGLANG, r"Of the (\S+) texts, (\S+) are", texts_in_sglang),
     (SGLANG, r"(\S+) of (\S+) texts are those of plain decoding without mixed", mixed_texts_in_sglang),
