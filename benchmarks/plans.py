@@ -1,7 +1,7 @@
 """What planning a cycle costs: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
 
 A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4, and the cycle whose
-verify and extend are ragged, of at most 4 rows a request, of kernels that capture them. Each phase is captured with
+verify and extend are ragged, of at most 4 rows per request, of kernels that capture them. Each phase is captured with
 `BoundInputs`, on an engine's own buffers, for layers of the shape that the row names (heads, kv_heads), so that their
 kernel's vendor plans along, if it has a schedule (has_schedule). The cycle is of one backend. A phase alone has a
 backend of its own, as engines make them; all of these are given one `StaticMemory`.

@@ -67,9 +67,9 @@ _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
 replay less that of an empty graph; kernels is the sum of what its kernels take. A graph holds ten plans, and elapsed is
-a tenth of its time. A second table has a draft block of four tokens, and ragged phases of four rows a request at most.
-Its `instances` are the three phases, each planned alone by a backend of its own; these share one memory for their
-tables."""
+a tenth of its time. A second table has a draft block of four tokens, and ragged phases of at most four rows per
+request. Its `instances` are the three phases, each planned alone by a backend of its own; these share one memory for
+their tables."""
 
 
 class Page(NamedTuple):
