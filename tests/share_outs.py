@@ -1,9 +1,9 @@
-"""FlashMLA's schedules as its kernels read them: which blocks of keys every part of the GPU works on.
+"""Vendors' schedules as their kernels read them: which blocks of keys every part of the GPU works on.
 
     python -m tests.share_outs --json FILE [--sets 10000] [--device cpu]
 
-shares random sets of lengths out as we do for FlashMLA's dense and sparse kernels, and fails if one of them is no
-partition: a block of keys that no part reads, or that two do. A row is a kernel.
+shares random sets of lengths out as we do for FlashMLA's dense and sparse kernels, and for FlashInfer's. It fails if
+one is no partition: a block of keys that no part reads, or that two do. A row is a kernel.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attn_backends import results
 from attn_backends.kernels.schedule_operators import share_out
+from tests import work_lists
 
 NUM_PARTS = (1, 2, 16, 33, 66, 132, 144)
 WINDOW = 128  # of DeepSeek-V4's layers
@@ -153,12 +154,14 @@ DRAWN: dict[str, Callable[[random.Random], Lens]] = {"flashmla": random_lens, "f
 
 def rows(num_sets: int, device: str = "cpu") -> Iterator[dict[str, Any]]:
     """Each kernel's sets, on every number of parts in turn."""
-    for kernel, draw in DRAWN.items():
+    for kernel in (*DRAWN, "flashinfer"):
         rng, wrong = random.Random(0), []
         for number in range(num_sets):
-            given, num_parts = draw(rng), NUM_PARTS[number % len(NUM_PARTS)]
             try:
-                check_partition(given, num_parts, device)
+                if kernel in DRAWN:
+                    check_partition(DRAWN[kernel](rng), NUM_PARTS[number % len(NUM_PARTS)], device)
+                else:
+                    work_lists.check_random(rng)
             except AssertionError as error:
                 wrong.append({"set": number, "reason": str(error)})
         found = {"kernel": kernel, "sets": num_sets, "wrong": len(wrong), "first_wrong": wrong[:1]}
