@@ -145,6 +145,7 @@ class AttentionBackend(BackendDefinition[Plan]):
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         phase = self.phases.phase(bucket, paging, bound=inputs is not None, within=within)
         phase.reads.wait()
+        phase.take(None)  # memory of a set is alive before it is written; a capture that fails leaves no step
         buffers = phase.view(self.phases.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
@@ -155,7 +156,9 @@ class AttentionBackend(BackendDefinition[Plan]):
         return meta
 
     def replay(self, meta: Metadata[Plan], step: Step) -> None:
-        """Make captured metadata describe another step: copy its raw inputs, padded, and plan again."""
+        """Make captured metadata describe another step: copy its raw inputs, padded, and plan again. step: of the
+        caller's own tensors, no view of the static inputs (`meta.step`), which are overwritten.
+        """
         self.copy_inputs(meta, step)
         self.refresh(meta)
 
@@ -180,15 +183,14 @@ class AttentionBackend(BackendDefinition[Plan]):
             captured.admit(step)
         known = replace(meta.step, seq_lens_cpu=()) if step.kind is StepKind.IDLE else step
         lens = self._host_lens(known, meta.step.bs) if meta.schedules.needs_lens else None
+        captured.phase.take(None)  # until all is written, which may fail
         if self.checking:
             self.phases.check()
             captured.phase.reset()
-        captured.take_phase()
         captured.copy_inputs(step)
         if lens is not None:
-            captured.phase.planned = None  # until the host has planned, which may fail
             meta.schedules.plan_host(lens)
-            captured.take_phase()
+        captured.take_phase()
 
     def refresh(self, meta: Metadata[Plan]) -> None:
         """Plan captured metadata again from its static inputs, or the engine's buffers if it is bound to those. In
@@ -196,17 +198,20 @@ class AttentionBackend(BackendDefinition[Plan]):
         """
         if not isinstance(meta, Metadata) or meta.owner is not self:
             refuse_metadata(self, meta)
-        if meta.captured is not None:
-            if meta.captured.bound is not None:
-                meta.captured.phase.reads.wait()
-            meta.captured.begin()
+        if (captured := meta.captured) is not None:
+            if captured.bound is not None:
+                captured.phase.reads.wait()
+            captured.begin()
+            captured.phase.planned = None  # until all is written, which may fail
         meta.write()
         meta.schedules.refresh()
         if self.checking:
-            if meta.captured is not None:
-                meta.captured.check_bound()
+            if captured is not None:
+                captured.check_bound()
             check_ranges(meta, self.buffers(meta.step.kind))
             check_frozen(meta.plans, self.plans(meta.step, meta.buffers))
+        if captured is not None:
+            captured.phase.planned = captured
 
     def store(self, inputs: CacheInputs, cache: PagedCache, meta: ForwardMetadata[Plan], layer: AttentionLayer) -> None:
         """Write the keys and values of this forward's rows to their slots."""

@@ -220,11 +220,12 @@ class PhaseRunner(Runner[Inputs, Outputs]):
         graph, backend, at = make_graph(), self.backend, self._paging
         if isinstance(at, CommittedState) and backend.kernel_of(bucket.kind).bound_reasons(bucket.kind):
             at = at.paging
-        paging, bound = (
-            at.bound(bucket.bs, **self.phase.bound(inputs)) if isinstance(at, CommittedState) else (at, None)
-        )
+        own = self.phase.bound(inputs)
+        paging, bound = at.bound(bucket.bs, **own) if isinstance(at, CommittedState) else (at, None)
         meta = backend.capture(bucket, paging, bound, within=self._within)
-        load = partial(at.take, meta.step) if isinstance(at, CommittedState) else partial(backend.copy_inputs, meta)
+        load = partial(backend.copy_inputs, meta)
+        if isinstance(at, CommittedState) and meta.captured is not None and meta.captured.bound is not None:
+            load = partial(at.take, meta.captured.bound)
 
         def region() -> Outputs:
             if self._planning == "in_graph":

@@ -171,8 +171,10 @@ def _check_packed(lens: tuple[int, ...], bs: int) -> None:
 
 def _check_bounds(query: BoundedQuery, bs: int) -> None:
     check_tensor(f"widths of {bs} requests", query.widths, (bs,), INTEGERS)
-    if query.most is not None and len(query.most) != bs:
-        raise InvalidStepError(f"most bounds the rows of each of {bs} requests, got {len(query.most)} bounds")
     if not isinstance(query.width, Integral) or query.width < 1:
         raise InvalidStepError(f"width bounds the rows of a request and must be at least 1, got {query.width!r}")
+    if query.most is not None and (len(query.most) != bs or max(query.most, default=0) > query.width):
+        raise InvalidStepError(
+            f"most bounds the rows of each of {bs} requests by up to {query.width}, got {describe(query.most)}"
+        )
     check_room(query.num_tokens, bs)

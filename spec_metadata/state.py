@@ -6,8 +6,8 @@ or copies of its own: each graph plans itself, alone or beside the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Self
@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from spec_metadata.bound_inputs import BoundInputs
+from spec_metadata.bound_inputs import BoundInputs, BoundStep
+from spec_metadata.capacity import StepKind
 from spec_metadata.errors import INTEGERS, InvalidStepError, check_tensor, describe
 from spec_metadata.layout import Step
 from spec_metadata.paging import Paging, RequestTable
@@ -28,7 +29,7 @@ LOADS: dict[str, Callable[[CommittedState], Load]] = {}
 """What binds the load of a state, by type of device; on others `copy_requests` is it. `attn_backends` brings CUDA's."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CommittedState:
     """The requests of a cycle, at most max_bs.
 
@@ -40,6 +41,7 @@ class CommittedState:
     seq_lens: Tensor
     num_real: Tensor
     paging: Paging
+    _held: tuple[Tensor | None, Paging | None] = field(default=(None, None), init=False, repr=False)
 
     @classmethod
     def of(cls, paging: Paging, max_bs: int) -> Self:
@@ -63,30 +65,44 @@ class CommittedState:
 
         seq_lens: [bs] int32 or int64, committed tokens. rows: [bs] int32 or int64, of a request table; None of a block
         table, whose pages the engine writes. bs may be 0. Returns the lengths and the paging that steps of them are
-        made of. Raises `InvalidStepError` for others, with nothing written.
+        made of. Raises `InvalidStepError` for others, and for views of the state's own, with nothing written.
         """
         most = self.seq_lens.numel()
         if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.numel() > most:
             raise InvalidStepError(f"seq_lens must be [bs] of at most {most} requests, got {describe(seq_lens)}")
-        self._check("seq_lens", seq_lens, seq_lens.shape)
+        _check("seq_lens", seq_lens, seq_lens.shape, self.seq_lens)
         if isinstance(self.paging, RequestTable):
-            self._check("rows", rows, seq_lens.shape)
+            _check("rows", rows, seq_lens.shape, self.paging.rows)
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
         self._load(self, seq_lens, rows)
-        return self._first(seq_lens.numel())
+        self._held = found = self._first(seq_lens.numel())
+        return found
 
-    def take(self, static: Step, step: Step) -> None:
-        """Hold the requests of a step that a captured one takes, on the state's table; one made of the state's own
-        lengths is held. Raises `InvalidStepError` for others.
+    def take(self, bound: BoundStep, step: Step) -> None:
+        """Hold the requests of a step that a captured phase takes, on the state's table. One made of what the last load
+        returned is held. A tree mask and widths are read where the phase is bound to them. Raises `InvalidStepError`
+        for others.
         """
-        reasons = misfit(static, step)
-        if step.bs and step.paging.table.data_ptr() != self.paging.table.data_ptr():
-            reasons.append("it is on another table than the state's")
-        if reasons:
+        if step.kind is StepKind.IDLE:
+            self.load(step.seq_lens, step.seq_lens if isinstance(self.paging, RequestTable) else None)
+            return
+        if reasons := [*misfit(bound.static, step), *self._misfit(bound, step)]:
             raise InvalidStepError(f"a graph on a state can't take this step: {'; '.join(reasons)}")
-        if step.seq_lens.data_ptr() != self.seq_lens.data_ptr():
+        if step.seq_lens is not self._held[0] or step.paging is not self._held[1]:
             self.load(step.seq_lens, step.paging.rows if isinstance(step.paging, RequestTable) else None)
+
+    def _misfit(self, bound: BoundStep, step: Step) -> Iterator[str]:
+        """What of a step the state has no place for."""
+        table, own, lens = step.paging.table, self.paging.table, step.seq_lens_cpu or ()
+        if step.bs and (table.data_ptr(), table.stride()) != (own.data_ptr(), own.stride()):
+            yield "it is on another table than the state's"
+        if isinstance(step.num_real, Tensor) or step.num_real != step.bs:
+            yield f"{step.num_real} of its {step.bs} requests are real, a state's all are"
+        if step.out_cache_loc is not None and bound.inputs.out_cache_loc is None:
+            yield "it brings slots, the graph writes to those after the committed tokens (leave out_cache_loc out)"
+        if max(lens, default=0) > bound.most:
+            yield f"a request has {max(lens)} committed tokens, the graph takes {bound.most}"
 
     def bound(
         self,
@@ -107,11 +123,6 @@ class CommittedState:
     def _first(self, bs: int) -> tuple[Tensor, Paging]:
         return self.seq_lens[:bs], self.paging.on_static(self.paging.static_input()[:bs])
 
-    def _check(self, name: str, given: Any, shape: tuple[int, ...]) -> None:
-        check_tensor(name, given, shape, INTEGERS)
-        if given.device != self.seq_lens.device:
-            raise InvalidStepError(f"{name} is on {given.device} and the state on {self.seq_lens.device}")
-
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_load"}  # a copy binds its own
 
@@ -119,6 +130,14 @@ class CommittedState:
     def _load(self) -> Load:
         bind = LOADS.get(self.seq_lens.device.type)
         return copy_requests if bind is None else bind(self)
+
+
+def _check(name: str, given: Any, shape: tuple[int, ...], own: Tensor) -> None:
+    check_tensor(name, given, shape, INTEGERS)
+    if given.device != own.device:
+        raise InvalidStepError(f"{name} is on {given.device} and the state on {own.device}")
+    if given.numel() and 0 <= given.data_ptr() - own.data_ptr() < own.nbytes:
+        raise InvalidStepError(f"{name} is a view of the state's own: make the step of what its last load returned")
 
 
 def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from spec_metadata import (
     AnyBucket,
     BlockTable,
     BoundedQuery,
+    BoundStep,
     CacheGeometry,
     Capacity,
     CommittedState,
@@ -299,24 +301,82 @@ def test_metadata_on_a_state_takes_no_step() -> None:
         backend.copy_inputs(meta, engine.step(StepKind.DECODE, [5], [1]))
 
 
+def bound_of(engine: Engine, state: CommittedState | None = None) -> BoundStep:
+    """What a captured decode of four requests on the engine's state is bound to."""
+    captured: Any = engine.capture(engine.make(), engine.capacity.bucket(StepKind.DECODE, 4), state).captured
+    assert isinstance(captured.bound, BoundStep)
+    return captured.bound
+
+
 def test_a_step_of_its_own_is_held_and_any_other_on_its_table_is_taken() -> None:
     engine, lens = Engine("fa3", RequestTable), torch.tensor([5, 9])
-    static = engine.capture(engine.make(), engine.capacity.bucket(StepKind.DECODE, 4)).step
+    bound = bound_of(engine)
     own = Step.decode(*engine.state.load(lens, torch.tensor([2, 6])))
-    engine.state.take(static, own)
+    engine.state.take(bound, own)
     assert (own.seq_lens.tolist(), own.paging.static_input().tolist()) == ([5, 9], [2, 6])
-    engine.state.take(static, engine.step(StepKind.DECODE, [7], [3]))
+    engine.state.take(bound, engine.step(StepKind.DECODE, [7], [3]))
     assert (int(engine.state.num_real), engine.state.seq_lens[:1].tolist()) == (1, [7])
-    other = RequestTable(engine.rows.table.clone(), torch.tensor([1]), engine.rows.geometry)
-    with pytest.raises(InvalidStepError, match="another table"):
-        engine.state.take(static, Step.decode(torch.tensor([8]), other))
-    with pytest.raises(InvalidStepError, match=r"captured for \(decode.*, the step is \(target_verify"):
-        engine.state.take(static, engine.step(StepKind.TARGET_VERIFY, [7], [3]))
-    assert engine.state.seq_lens[:1].tolist() == [7]
 
 
-def test_a_state_on_a_block_table_takes_an_idle_step() -> None:
+@pytest.mark.parametrize("table", [RequestTable, BlockTable])
+def test_a_state_takes_an_idle_step_on_any_table(table: type) -> None:
+    engine = Engine("fa3", table)
+    bound = bound_of(engine)
+    for paging in (engine.rows, engine.blocks):
+        engine.load([7], [3])
+        engine.state.take(bound, Step.idle(paging.on_static(paging.static_input()[:0])))
+        assert int(engine.state.num_real) == 0
+
+
+def unheld(engine: Engine, lens: Tensor, paging: RequestTable) -> dict[str, Step]:
+    """Steps that a state can't hold, by what it says of them. lens, paging: of its last load, of three requests."""
+    table, rows, geometry = paging.table, torch.tensor([3]), paging.geometry
+    other, given = RequestTable(table.clone(), rows, geometry), RequestTable(table, rows, geometry)
+    first, one = paging.on_static(paging.static_input()[:2]), torch.tensor([9])
+    view = "seq_lens is a view of the state's own: make the step of what its last load returned"
+    return {
+        "it is on another table": Step.decode(one, other),
+        r"captured for \(decode.*, the step is \(target_verify": engine.step(StepKind.TARGET_VERIFY, [7], [3]),
+        view: Step.decode(lens[:2], first),
+        f".*{view}": Step.decode(lens, paging.on_static(torch.tensor([6, 5, 4]))),
+        "rows is a view of the state's own": Step.decode(torch.tensor([3, 4]), first),
+        "0 of its 1 requests are real, a state's all are": replace(Step.decode(one, given), num_real=0),
+        "it brings slots, the graph writes to those after": Step.decode(one, given, torch.tensor([40])),
+    }
+
+
+def test_what_a_state_can_not_hold_of_a_step_is_refused_and_nothing_is_written() -> None:
+    engine = Engine("fa3", RequestTable)
+    bound = bound_of(engine)
+    lens, paging = engine.state.load(torch.tensor([5, 6, 7]), torch.tensor([4, 5, 6]))
+    assert isinstance(paging, RequestTable)
+    for words, step in unheld(engine, lens, paging).items():
+        with pytest.raises(InvalidStepError, match=words):
+            engine.state.take(bound, step)
+        assert (engine.state.seq_lens.tolist(), int(engine.state.num_real)) == ([5, 6, 7, 0], 3)
+
+
+def test_a_step_of_an_earlier_load_is_refused() -> None:
+    engine = Engine("fa3", RequestTable)
+    bound = bound_of(engine)
+    step = Step.decode(*engine.state.load(torch.tensor([5, 6]), torch.tensor([4, 5])))
+    engine.load([7], [3])
+    with pytest.raises(InvalidStepError, match="seq_lens is a view of the state's own"):
+        engine.state.take(bound, step)
+
+
+def test_rows_of_a_block_table_of_other_strides_are_another_table() -> None:
     engine = Engine("fa3", BlockTable)
-    static = engine.capture(engine.make(), engine.capacity.bucket(StepKind.DECODE, 4)).step
-    engine.state.take(static, Step.idle(BlockTable(engine.state.paging.table[:0], engine.state.paging.geometry)))
-    assert int(engine.state.num_real) == 0
+    bound, table = bound_of(engine), engine.state.paging.table
+    with pytest.raises(InvalidStepError, match="another table"):
+        engine.state.take(bound, Step.decode(torch.tensor([5, 6]), BlockTable(table[::2], engine.rows.geometry)))
+
+
+def test_lengths_of_the_host_over_the_capacity_are_refused_on_a_wider_table() -> None:
+    engine = Engine("fa3", RequestTable)
+    wide = RequestTable(engine.rows.table.repeat(1, 2), torch.tensor([3]), engine.rows.geometry)
+    state = CommittedState.of(wide, MAX_BS)
+    bound = bound_of(engine, state)
+    state.take(bound, Step.decode(torch.tensor([51]), wide, seq_lens_cpu=[51]))
+    with pytest.raises(InvalidStepError, match="a request has 52 committed tokens, the graph takes 51"):
+        state.take(bound, Step.decode(torch.tensor([52]), wide, seq_lens_cpu=[52]))

@@ -154,3 +154,10 @@ def test_what_cannot_be_mixed() -> None:
             mixed_step(given)
     with pytest.raises(InvalidStepError, match="a step is what"):
         mixed_step([chunk, 3])
+
+
+@pytest.mark.parametrize("most", [(4,), (4, 5)])
+def test_bounds_of_another_number_or_over_the_width_are_refused(most: tuple[int, ...]) -> None:
+    query = BoundedQuery(torch.tensor([4, 4]), 8, 4, most)
+    with pytest.raises(InvalidStepError, match=r"most bounds the rows of each of 2 requests by up to 4, got \(4,"):
+        part_of(StepKind.TARGET_VERIFY, [8, 5], [4, 20], query)

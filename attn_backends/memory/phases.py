@@ -56,7 +56,7 @@ class PhaseMemory:
         return Buffers(views, extent)
 
     def take(self, captured: object) -> None:
-        """Hold the step of what was captured in it, in memory that is alive."""
+        """Hold the step of what was captured in it, None for none yet, in memory that is alive."""
         if self.within is not None:
             self.within.revive()
         self.planned = captured

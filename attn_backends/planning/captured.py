@@ -46,8 +46,9 @@ class Captured:
             return False
         if being_recorded():
             repeat_at_replays(self.take_phase)
-        self.phase.take(self)
+        self.phase.take(None)  # until all is written, which may fail
         self.copy_inputs(step)
+        self.phase.planned = self
         return True
 
     def admits(self, step: Step) -> bool:
@@ -114,7 +115,7 @@ class Captured:
             if isinstance(other, Captured):
                 by = f"by a replay or capture of ({other.bucket}), which is of the same phase"
             elif self.phase.within is None or self.phase.within.is_alive:
-                by = "by a replay whose plan on the host failed"
+                by = "by a replay or capture that failed"
             raise CaptureError(f"metadata of ({self.bucket}) was overwritten {by}: replay it again")
 
     def _check_replay(self) -> None:
