@@ -49,8 +49,6 @@ CAPACITY_CONTEXT = 131072
 DENSE = {CacheFormat.KV: (LAYERS[CacheFormat.KV][0], LLAMA_8_GPUS), CacheFormat.LATENT: LAYERS[CacheFormat.LATENT]}
 OF_DSV4 = LayerShape(64, 1, 512, 512, 512**-0.5, DTYPE, torch.float8_e4m3fn, 128, (Compression(4, True, True), 512))
 
-Captures = Mapping[str, Sequence[Metadata]]  # what a graph plans, by phase
-
 
 def plans(asked: Asked) -> Iterator[Row | Missing]:
     """The graphs of the best vendor's kernel and the best of ours of each backend, at every size."""
@@ -96,7 +94,7 @@ def _rows(backend: Any, kernel: Kernel, shape: LayerShape, batch: Batch, stage: 
     held[CYCLE] = [_bound(whole, batch.step(kind), shape) for kind in PHASES.values()]
     if steps := [batch.step(kind) for phase, kind in PHASES.items() if RAGGED[phase] in held]:
         held[RAGGED[CYCLE]] = [held[CYCLE][0], *(_bound(whole, s, shape, torch.ones_like(s.seq_lens)) for s in steps)]
-    found = _timed(held, stage)
+    found = timed({phase: partial(_plan, metas) for phase, metas in held.items()}, stage)
     found[INSTANCES] = {name: round(sum(found[phase][name] for phase in PHASES), 2) for name in found[CYCLE]}
     held[INSTANCES] = [held[phase][0] for phase in PHASES]
     more = {CYCLE: _copying(whole, batch, stage), INSTANCES: {"cycle_us": found[CYCLE]["us"]}}
@@ -135,15 +133,15 @@ def num_bytes(metas: Iterable[Metadata]) -> int:
     return sum(arena.num_bytes for arena in {a for each in phases for a in (*each.arenas, *each.workspaces.values())})
 
 
-def _timed(held: Captures, stage: Stage) -> dict[str, dict[str, float]]:
-    """Of each phase's plan, captured `COPIES` times: elapsed time, the sum of its kernels, and nodes."""
-    graphs = [_captured(partial(_plan, metas), stage) for metas in held.values()]
+def timed(regions: Mapping[str, Callable[[], object]], stage: Stage) -> dict[str, dict[str, float]]:
+    """Of regions that plan `COPIES` times: elapsed time of their graphs, the sum of the kernels, and nodes."""
+    graphs = [_captured(region, stage) for region in regions.values()]
     fill = torch.zeros(1, device=stage.device).zero_
     empty, busy = _captured(fill, stage), _captured(lambda: [fill() for _ in range(NUM_FILLS)], stage)
     replays = [graph.replay for graph in (busy, *graphs, empty)]
     _, *times, least = take_turns(replays, stage.rounds, stage.clock)
     found = {}
-    for phase, us, nodes in zip(held, times, map(nodes_of, graphs), strict=True):
+    for phase, us, nodes in zip(regions, times, map(nodes_of, graphs), strict=True):
         device = {"us": (us - least) / COPIES, "kernel_us": sum(nodes) / COPIES, "nodes": ceil_div(len(nodes), COPIES)}
         found[phase] = {name: round(value, 2) for name, value in device.items()}
     return found

@@ -13,7 +13,7 @@ import torch
 from attn_backends.graphs import RecordedGraph
 from attn_backends.registry import get_backend
 from benchmarks import plans
-from benchmarks.rows import Asked, Stage
+from benchmarks.rows import Asked, Size, Stage
 from benchmarks.speculation import Batch, Tables, speculative
 from benchmarks.timing import CudaClock, Work
 from tests.counts import Counts
@@ -278,3 +278,20 @@ def test_entry_points_are_found_on_the_path(tmp_path: Path, monkeypatch: pytest.
     found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
     assert found["attn_backends"] == "attn_backends.engines.sglang:register"
     assert found["probe"] == "tests.engines.sglang.gpu.probe:install"
+
+
+def test_what_sglangs_graph_holds_is_timed_as_ours_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed, lens, none, device = [], torch.zeros(1), Work.of(lambda: None), torch.device("cpu")
+    half = Work(lambda: lambda: None, lambda: replayed.append(lens.add_(1)))
+    monkeypatch.setattr(sglang_plans, "works", lambda *_: {"verify": ("Captured", half), "extend": ("Eager", none)})
+    monkeypatch.setattr(sglang_plans, "count_on_cuda", lambda works: [Counts(3.0, 2, 1, 0)] * len(works))
+    monkeypatch.setattr(plans, "take_turns", lambda replays, *_: [0, *[2 * plans.COPIES + 1] * (len(replays) - 2), 1])
+    monkeypatch.setattr(plans, "nodes_of", lambda graph: [0.5] * 4 * plans.COPIES)
+    stage, tables = Stage(device, RecordedGraph, CudaClock(), 10), Tables.of(speculative(2, 64, 4, 1, 3), device)
+    rows = list(sglang_plans._theirs("fa3", tables, Size(2, 64), stage))
+    assert len(replayed) >= plans.COPIES
+    assert [(row["phase"], row["kernel_us"], row["nodes"], row.get("graph_us")) for row in rows] == [
+        ("verify", 3.0, 3, 2.0),
+        ("extend", 3.0, 3, None),
+    ]
+    assert (rows[0]["graph_kernel_us"], rows[0]["graph_nodes"]) == (2.0, 4)

@@ -8,9 +8,10 @@ int64, as in its engine. What its graph holds of the work, as the kit runs it, i
 the host. FlashInfer's draft extend has no graph there, and so runs eagerly; the lengths that FlashInfer reads on the
 host are there already, which an engine has to fetch.
 
-Rows are `sglang`, of its classes; `loads`, of what our plug-in does on the host before the replays of a cycle; and
-`plans`, of our graphs (`benchmarks.plans`). Of FlashAttention-3 ours run on sgl-kernel's, which has no schedule
-(has_schedule). `missing` says why SGLang's DeepSeek-V4 has no rows.
+Rows `sglang` are of its classes: kernel_us and nodes of all that they launch, and graph_us, graph_kernel_us and
+graph_nodes of what its graph holds of that, timed as ours is (`benchmarks.plans.timed`). Rows `loads` are of what our
+plug-in does on the host before the replays of a cycle, rows `plans` of our graphs. Of FlashAttention-3 ours run on
+sgl-kernel's, which has no schedule (has_schedule). `missing` says why SGLang's DeepSeek-V4 has no rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -260,11 +261,19 @@ def _theirs(backend: str, tables: Tables, size: Size, stage: Stage) -> Iterator[
     found = works(backend, Batch(tables, size.batch_size, size.context))
     prepared = [work for _, work in found.values()]
     *times, loop_us = take_host_turns([*prepared, CALIBRATION], stage.rounds // 10, stage.device)
+    in_graph = {phase: partial(_repeated, work) for phase, (_, work) in found.items() if work.in_graph is not nothing}
+    graphs = plans.timed(in_graph, stage)
     place = {"page_size": tables.capacity.page_size, "heads": HEADS, **size._asdict()}
     for (phase, (name, _)), host_us, count in zip(found.items(), times, count_on_cuda(prepared), strict=True):
         device = {"kernel_us": round(count.gpu_us, 2), "nodes": count.launches + count.copies}
+        device |= {f"graph_{of}": value for of, value in graphs.get(phase, {}).items()}
         host = {"host_us": round(host_us, 2), "loop_us": round(loop_us, 1)}
         yield {"bench": "sglang", "backend": backend, "kernel": name, "phase": phase, **place, **device, **host}
+
+
+def _repeated(work: Work) -> None:
+    for _ in range(plans.COPIES):
+        work.in_graph()
 
 
 def load_row(
