@@ -1,4 +1,4 @@
-"""What engines call of an attention backend: the metadata interface that follows from its definition.
+"""The interface that engines call: metadata, stores and forwards, derived from a backend's definition.
 
 Eager, capture and replay all run the one `write` of the definition (rule R1) and differ only in the destination:
 

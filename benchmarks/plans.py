@@ -1,4 +1,4 @@
-"""What planning a cycle costs: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
+"""Costs of planning a cycle: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
 
 A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4 and a ragged verify
 of at most 4 rows, of kernels that capture them. Each phase is captured with `BoundInputs`, on an engine's own buffers,
@@ -173,7 +173,7 @@ def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str,
 
 
 def nodes_of(graph: Graph) -> list[float]:
-    """What each kernel, copy and fill of a replay takes on the device, in microseconds, by torch's profiler."""
+    """Device times of each kernel, copy and fill of a replay, in microseconds, by torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the choice at every row costs on a GPU beside an argmax, and whether it is the definition's in float64.
+"""Cost of the choice at every row on a GPU, beside an argmax, and whether it is the definition's in float64.
 
 Times are of CUDA graphs of one call that take turns, median; memory is the peak beyond the logits of an eager call. A
 choice that is not the definition's is a tie in float32: of two races (`close_races`), or of the mass of top_p

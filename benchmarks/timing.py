@@ -22,7 +22,7 @@ MIN_ROUNDS = 3
 
 
 class Clock(Protocol):
-    """What tells the time of a device."""
+    """A clock of a device."""
 
     def mark(self) -> Any:
         """A mark in the current stream, after the work that is queued there."""
@@ -82,8 +82,8 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What the host does for one step. ready: makes its arguments, which are not timed, and returns the call that is.
-    in_graph: what the model's graph does of the same work, which costs the host nothing more.
+    """The host's work for one step. ready: makes its arguments, which are not timed, and returns the call that is.
+    in_graph: the same work as part of the model's graph, which costs the host nothing more.
     """
 
     ready: Callable[[], Callable[[], object]]

@@ -22,7 +22,7 @@ from spec_metadata.step_checks import check_paging, check_requests, check_step, 
 
 
 class HostBounds(TypedDict, total=False):
-    """What the host knows of a step's lengths.
+    """Bounds of a step's lengths, known on the host.
 
     max_committed: bound on seq_lens, which makes the buffers of an eager step smaller (None says the same as the
     capacity's max_context). seq_lens_cpu: exact committed lengths of the real requests, which kernels that plan on the

@@ -111,7 +111,7 @@ class RequestTable:
 
     @property
     def padding(self) -> int:
-        """What the per-step part of a padded request holds: the reserved row."""
+        """The per-step entry of a padded request: the reserved row."""
         return self.geometry.reserved_row
 
     def on_static(self, buffer: Tensor) -> Self:
@@ -162,7 +162,7 @@ class BlockTable:
 
     @property
     def padding(self) -> int:
-        """What the per-step part of a padded request holds: the reserved page."""
+        """The per-step entry of a padded request: the reserved page."""
         return self.geometry.reserved_page
 
     def on_static(self, buffer: Tensor) -> Self:

@@ -96,8 +96,8 @@ class CommittedState:
         tree_mask: Tensor | None = None,
         widths: Tensor | None = None,
     ) -> tuple[Paging, BoundInputs]:
-        """What a phase of a bucket of bs requests is captured with: the paging and the inputs. The rest are buffers of
-        the phase's own, as of `BoundInputs`.
+        """Paging and inputs for the capture of a phase, with a bucket of bs requests. The others are the phase's own
+        buffers, as in `BoundInputs`.
         """
         if not 1 <= bs <= self.seq_lens.shape[0]:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")

@@ -1,4 +1,4 @@
-"""What a step is refused for when it is made: types, shapes and devices of what it is made of, and host lengths."""
+"""Checks of a step when it is made: types, shapes and devices of its fields, and lengths on the host."""
 
 from __future__ import annotations
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.words import MOST_WORDS, of_docstrings, of_documents, of_messages, public, sentences, wrong
+from tests.words import (
+    MOST_WORDS,
+    of_docstrings,
+    of_documents,
+    of_messages,
+    public,
+    sentences,
+    without_subject,
+    wrong,
+)
 
 ROOT = Path(__file__).parent.parent
 PASSAGES = tomllib.loads((ROOT / "tests" / "passages.toml").read_text())
@@ -25,6 +34,10 @@ def test_every_sentence_is_plain(source):
     found = list(source())
     assert len(found) > 400
     assert [(each.place, complaint, each.text) for each in found for complaint in wrong(each.text)] == []
+
+
+def test_docstrings_begin_with_a_noun():
+    assert [(each.place, each.text) for each in without_subject()] == []
 
 
 @pytest.mark.parametrize(

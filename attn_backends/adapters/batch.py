@@ -1,4 +1,4 @@
-"""What batches of vLLM and TensorRT-LLM have in common: a block table, and query lengths that are known on the host.
+"""The common part of vLLM's and TensorRT-LLM's batches: a block table, and query lengths known on the host.
 
 Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
 worker knows, so it splits the batch and names the situation of each part:

@@ -66,7 +66,7 @@ _GLUON = replace(_TORCH, dtypes=frozenset({torch.bfloat16}), head_sizes=_SIZES)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """What a kernel of this backend is launched on.
+    """The arguments of a kernel's launch in this backend.
 
     planned: the plan, or a vendor's `Scheduled`. entry_slots: [num_tokens, num_entries] int32, the entries that a row
     attends to and then -1; None for a layer without compression.

@@ -1,4 +1,4 @@
-"""What only compressed keys have: rolling back, states, blocks and their edges, and layers of several kinds."""
+"""Checks of compressed keys alone: rollbacks, states, blocks and their edges, and layers of several kinds."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def run_case_through_graph(subject: Subject, case: Case) -> Ran:
 
 
 def bucket_of(world: World, case: Case) -> Bucket | TokenBucket:
-    """What a case's graph is captured in."""
+    """The bucket of a case's graph."""
     kind = StepKind(case.kind)
     return TokenBucket(kind, case.bs, case.num_tokens) if case.num_tokens else world.capacity.bucket(kind, case.bs)
 

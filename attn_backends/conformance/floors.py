@@ -39,8 +39,8 @@ NO_SPLIT = "as of a kernel that does not split its keys over the device where a 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is timed. requests, context: of a batch. long: keys of a request that is alone. copied: bytes of a copy.
-    product: rows of a matrix.
+    """Sizes of timed work. requests, context: of a batch. long: keys of a request that is alone. copied: bytes of a
+    copy. product: rows of a matrix.
     """
 
     requests: int = 32

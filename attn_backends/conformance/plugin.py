@@ -52,7 +52,7 @@ class Suite:
 
     @property
     def selection(self) -> Selection:
-        """What is asked for."""
+        """The selection that pytest's options ask for."""
         names = ("select", "quick", "profile", "effort", "seed", "contract")
         given = {name: self._config.getoption(f"attn_{name}") for name in names}
         return Selection(**{name: value for name, value in given.items() if value is not None})
@@ -148,7 +148,7 @@ def parameters(
     require_run: bool,
     asked: Mapping[str, Any],
 ) -> dict[str, Callable[[], None]]:
-    """What `attn_backends_pytest.parametrize_with_checks` gives to a test: what runs and ends each item, by its id."""
+    """Functions that run and conclude each item, by its id, for `attn_backends_pytest.parametrize_with_checks`."""
     check_expectations(expected)
     selection = Selection(**asked)
     planned = [item for each in backends for item in items(each, kernel, device, selection, expected, "")]

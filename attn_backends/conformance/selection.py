@@ -20,7 +20,7 @@ QUICK_CASES = 3  # of each check
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run is asked for. select: pattern of check ids. quick: three cases of each check, one of which `seed`
+    """Cases of a run. select: pattern of check ids. quick: three cases of each check, one of which `seed`
     picks. profile: the name of one ("" for all cases). effort: random cases more of each group of checks, drawn from
     `seed`. contract: the version that is asked for. share: of "2/5", the second of every five cases ("": all). Raises
     `ConfigError` for what is not there.

@@ -37,7 +37,7 @@ class Streams(Protocol):
         """Run device work on a stream, after all that was launched there."""
 
     def order(self, before: Name, after: Name) -> None:
-        """What is launched on `after` from now on runs after an event of `before`, recorded now."""
+        """Have later launches on `after` wait for an event of `before`, recorded now."""
 
     def end_reads(self, stream: Name, meta: Metadata) -> None:
         """Call `Metadata.reads_end` on a stream, after all that was launched there."""

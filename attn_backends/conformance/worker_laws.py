@@ -1,4 +1,4 @@
-"""What any acceptance, any draft beams and any tree of them must give: walks over Python lists, which share no code
+"""Laws of any acceptance, any draft beams and any tree of them: walks over Python lists, which share no code
 with them. A law raises `CheckFailure`.
 """
 
@@ -60,7 +60,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -
 
 
 def walked(tree: DraftTree, choices: Tensor, max_accepted: int) -> Acceptance:
-    """What `spec_metadata.accept` must give, on the CPU."""
+    """The expected result of `spec_metadata.accept`, on the CPU."""
     paths, emitted, lengths = [], [], []
     for tokens, parents, chosen in zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True):
         path = walk(tokens, parents, chosen)

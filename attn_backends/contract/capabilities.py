@@ -1,4 +1,4 @@
-"""What a kernel of a backend can do, as one record that selection, refusal, documentation and the tests share."""
+"""Capabilities of a kernel, in one record that selection, refusals, documentation and tests share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LseBase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one (backend, kernel, step kind) supports. None in a field means no limit.
+    """Limits and features of a kernel for one step kind. None in a field means no limit.
 
     page_sizes: tokens. max_width: query rows of a request. packed: query layouts of differing lengths. non_causal: can
     show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
@@ -180,13 +180,13 @@ TORCH = Capabilities(
 
 
 def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
-    """What a dense kernel can do, by step kind: of prompts, verifies and draft extends it takes packed rows, too."""
+    """Capabilities of a dense kernel, by step kind: prompts, verifies and draft extends may be packed, too."""
     packed = replace(uniform, packed=True, packed_graph=True)
     return dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), uniform) | dict.fromkeys(PACKED_KINDS, packed)
 
 
 def of_listed(able: Capabilities) -> dict[StepKind, Capabilities]:
-    """What a kernel can do that is given the slots which each row sees, by step kind: in a draft block any tokens."""
+    """Capabilities of a kernel that gets the visible slots of each row, by step kind: non-causal in draft blocks."""
     kinds = dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), able)
     return kinds | {StepKind.DRAFT_BLOCK: replace(able, non_causal=True)}
 

@@ -222,9 +222,9 @@ def _copy_inputs(
 
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
-    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one. It
-    returns what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's
-    tensors lie on one device, so an address is enough.
+    """A function of a step that fits the static one (`spec_metadata.misfit`), or of an idle one. It returns a function
+    that fills the static step, as `copy_step` does, from steps of that one's types, shapes and strides, of packed rows
+    from that one. A step's tensors lie on one device, so an address is enough.
     """
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)

@@ -104,7 +104,7 @@ def _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def share_of(unit, kv_lens, batch, pieces, OF_PIECES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """What the programs of a unit take: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
+    """The share of a unit's programs: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
     whether units are pieces, or what is not divided and parts, without the requests that have pieces. batch: requests,
     those that are not divided, the first ones, parts of the others, and most pieces. pieces: how many each request has,
     written by the launch of pieces, which is first.

@@ -186,7 +186,7 @@ def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, p
 
 @triton.jit
 def copy_mask(given, stride, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
-    """What the nodes of a request see; a padded one's see themselves. given, into: of all requests."""
+    """Copy the tree mask of a request; nodes of a padded one see themselves. given, into: of all requests."""
     given += tl.program_id(0).to(tl.int64) * stride
     into += tl.program_id(0) * width * width
     for start in range(0, width * width, BLOCK):
@@ -226,7 +226,7 @@ def store_step(
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request;
+    """Write a request's part of a bound step. row: as of `page_ids`. part, num_parts: programs that share the request;
     after the last one is how many are real.
     """
     is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)

@@ -223,7 +223,7 @@ def sizes_of(lists: WorkLists, n: int, num_tokens: int, num_heads: int) -> ListS
 
 
 def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int | bool, ...]:
-    """What kernels are compiled for, from `SIZE` on."""
+    """Constants that kernels are compiled for, from `SIZE` on."""
     block = min(triton.next_power_of_2(sizes.slots), _MOST_SLOTS)
     num_blocks = triton.next_power_of_2(lists.merges.shape[1] + 1)
     return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, block, sizes.slots <= block, num_blocks

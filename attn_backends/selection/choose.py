@@ -16,7 +16,7 @@ from spec_metadata import Capacity, StepKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """What a backend will be asked for, as far as it is known when kernels are chosen.
+    """The steps and layers that kernels are chosen for, as far as they are known.
 
     page_size: tokens. layers, dtype, cache_dtype: of the models, none if unknown. capacity: of the steps, which a
     backend fills in.

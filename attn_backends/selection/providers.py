@@ -171,7 +171,7 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
 
 @cache
 def load(path: str) -> Any:
-    """What `module:attribute.attribute` names, imported now, or by an earlier call; a launch asks for it every time."""
+    """The object that `module:attribute.attribute` names; imports its module. Cached: a launch calls it every time."""
     module, _, attributes = path.partition(":")
     found = import_module(module)
     for attribute in attributes.split("."):

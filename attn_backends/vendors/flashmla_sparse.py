@@ -124,7 +124,7 @@ def _schedule(plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Ten
 
 
 class Selection(Protocol):
-    """What the backend launches this kernel on."""
+    """The arguments of a launch, from the backend."""
 
     @property
     def planned(self) -> CompressedPlan | Scheduled[CompressedPlan]:

@@ -66,7 +66,7 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def begin(self, forward: int) -> None:
-        """What the runner does on the device before a forward; recorded into a graph."""
+        """Run the engine's work on the device before a forward; recorded into a graph."""
 
     @abstractmethod
     def store(self, forward: int, inputs: CacheInputs, layer: AttentionLayer) -> None:
@@ -78,8 +78,8 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def read_slots(self, forward: int) -> list[list[int]] | None:
-        """What the metadata says that each row of a forward attends to, its own token last, `NOWHERE` where it says
-        nothing; None if it is not known. Reads the device.
+        """Slots in the metadata that each row of a forward attends to, its own token last, `NOWHERE` where a slot is
+        not named; None if they are not known. Reads the device.
         """
 
     @abstractmethod
@@ -255,7 +255,7 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
 
 
 def exemptions(backend: type[AttentionBackend]) -> tuple[Exempt, ...]:
-    """What is not run on a backend; nothing of one with the suite's own interface."""
+    """Cases that are not run on a backend; none for one with the suite's own interface."""
     return backend.exempt if issubclass(backend, ForeignBackend) else ()
 
 

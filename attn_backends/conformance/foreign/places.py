@@ -30,14 +30,14 @@ def missing_reasons(package: str, known: tuple[str, ...]) -> list[str]:
 
 
 def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
-    """What all backends of a project can do in a step kind."""
+    """Capabilities that all backends of a project share in a step kind."""
     sizes, heads, dtype = where
     given = {"head_sizes": frozenset({sizes}), "query_heads": frozenset({heads}), "needs_host_lens": True, **others}
     return Capabilities(frozenset(pages), frozenset({dtype}), **given)
 
 
 class OnCpu(TorchFunctionMode):
-    """What asks for a CUDA device or for page-locked memory is given neither."""
+    """A mode in which calls for a CUDA device get the CPU, and page-locked memory is ordinary."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})

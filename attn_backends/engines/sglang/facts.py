@@ -1,4 +1,4 @@
-"""What a backend needs to know of one model runner of SGLang, read once when the server starts."""
+"""Facts about one model runner of SGLang, read once when the server starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backends lack inside SGLang, found when the server starts. Nothing falls back to another backend."""
+"""Reasons why the backends refuse an SGLang server, found when it starts. Nothing falls back to another backend."""
 
 from __future__ import annotations
 

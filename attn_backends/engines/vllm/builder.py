@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.attn_backends")
 
 @dataclass(eq=False)
 class GroupMetadata:
-    """What vLLM hands from the builder to the layers of a group.
+    """Metadata that vLLM hands from the builder to the layers of a group.
 
     backend: of the library, which made the plan. The counts are what vLLM's MLA layer reads: to it every row is a
     decode, so that all of them, prompts too, come absorbed and in one call.

@@ -1,4 +1,4 @@
-"""What is refused before an engine runs: reasons that vLLM prints together with its own."""
+"""Reasons for a refusal before an engine runs; vLLM prints them together with its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page_size_of(config: Any) -> int:
 
 
 def config_reasons(config: Any) -> list[str]:
-    """What of an engine's configuration is not served. config: a `VllmConfig`, or None, of which nothing is known."""
+    """Parts of an engine's configuration that are not served. config: a `VllmConfig`, or None if there is none."""
     if config is None:
         return []
     reasons = []

@@ -51,7 +51,9 @@ class AdaptiveSteps:
             )
 
     def capacities(self, largest: Capacity) -> list[Capacity]:
-        """What each set is captured for. Raises `InvalidStepError` for a set that is larger than the capacity."""
+        """The capacity that each set is captured for. Raises `InvalidStepError` for a set that is larger than the
+        capacity.
+        """
         return [largest.with_draft(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets]
 
     def costs(self, bs: int) -> list[float]:

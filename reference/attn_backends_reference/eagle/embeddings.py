@@ -34,8 +34,8 @@ class PromptEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """What embeddings a worker takes. placeholder_token: the token that each stands for in a prompt; the others are of
-    the target.
+    """The form of embeddings that a worker takes. placeholder_token: the token that each stands for in a prompt; the
+    others are of the target.
     """
 
     placeholder_token: int

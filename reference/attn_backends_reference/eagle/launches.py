@@ -39,7 +39,7 @@ class Timings:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """What was launched since the last mark was this phase."""
+        """Count all launches since the last mark to a phase."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -80,7 +80,7 @@ class Launch:
         self._timings, self._on_read = timings, on_read
 
     def read(self) -> tuple[list[list[int]], dict[str, float]]:
-        """What each request emitted, and the seconds of each phase; waits for the step."""
+        """The tokens that each request emitted, and the seconds of each phase; waits for the step."""
         tokens, *copied = self._copy.read()
         counts = copied[0] if self._known is None else self._known
         if self._on_read is not None:

@@ -1,4 +1,4 @@
-"""What MTP keeps of the first module's inputs: a ring of the last positions for each row of the request table.
+"""The first MTP module's last inputs: a ring of positions for each row of the request table.
 
 `docs/mtp.md` derives that nothing else must be kept. An entry at a position is the target's hidden state there and the
 token after it, and lies at `position % num_rerun` of its row.

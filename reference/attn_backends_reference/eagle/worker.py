@@ -64,7 +64,7 @@ Outputs = TypeVar("Outputs")
 
 
 class TargetWorker:
-    """What plain and speculative decoding share: the target, its cache, prompts, and the tables of requests.
+    """Base of workers for plain and speculative decoding: the target, its cache, prompts, and the tables of requests.
 
     num_graph_steps, num_eager_steps: graph and eager steps of each phase, by its name.
     """
@@ -231,7 +231,7 @@ class PlainWorker(TargetWorker):
 
 
 class SpeculativeWorker(TargetWorker, ABC):
-    """What EAGLE and MTP share: something drafts, with KV in the slots of the target."""
+    """Base of workers that draft, with the draft's KV in the slots of the target."""
 
     def __init__(
         self,

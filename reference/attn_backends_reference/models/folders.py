@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds: its configuration and its tensors, checked before anything is computed."""
+"""Configuration and tensors of a checkpoint's folder, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def read_architecture(
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """What a JSON file of a checkpoint says."""
+    """Fields of a JSON file of a checkpoint. Raises `CheckpointError` if it is missing or no JSON object."""
     if not file.is_file():
         raise CheckpointError(
             f"{file.parent} has no {file.name}; a checkpoint is a folder in transformers' format on this machine"

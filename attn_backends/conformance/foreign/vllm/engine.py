@@ -129,7 +129,7 @@ class Engine:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def impl_of(self, layer: AttentionLayer) -> Any:
-        """What attends in layers of a scale."""
+        """vLLM's implementation of attention for layers of a scale."""
         if layer.scale not in self._impls:
             self._impls[layer.scale] = self._impl(layer)
         return self._impls[layer.scale]

@@ -1,4 +1,4 @@
-"""What differs between vLLM's backends: their modules and classes, their missing kernels, and their metadata."""
+"""Differences between vLLM's backends: their modules and classes, their missing kernels, and their metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MOST_TOKENS = 8192  # that a server schedules at once
 
 @dataclass(frozen=True)
 class Listed:
-    """What metadata says, on the device. starts: [bs + 1]. table: [bs, max_blocks]. lens: [bs]."""
+    """Tensors of vLLM's metadata. starts: [bs + 1]. table: [bs, max_blocks]. lens: [bs]."""
 
     starts: Tensor
     table: Tensor
