@@ -67,12 +67,12 @@ class LatentQuery(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of both, joined."""
+        """Shape of both parts, joined in their last dimension."""
         return torch.Size((*self.rope.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of both."""
+        """Type of both parts."""
         return self.rope.dtype
 
 

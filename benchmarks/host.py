@@ -1,4 +1,4 @@
-"""How long the host is kept: by the layers of an eager step and its metadata, and by making the steps of a cycle."""
+"""Host times: of the layers of an eager step and its metadata, and of making the steps of a cycle."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Ke
 
 
 def layer_shapes(backend: type[AttentionBackend]) -> list[LayerShape]:
-    """Of two layers that attend: of Llama-3-8B, and of 70B on 8 GPUs; MLA with 16 and 128 heads; or indexed ones of
+    """Shapes of two layers: of Llama-3-8B, and of 70B on 8 GPUs; MLA with 16 and 128 heads; or indexed ones of
     DeepSeek-V4 with 64 and 128. A kernel without a schedule plans alike for both.
     """
     found = [layers for format, layers in DENSE.items() if format in backend.formats]

@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Where to measure. rounds: timed replays of each graph."""
+    """The place of a measurement. rounds: timed replays of each graph."""
 
     device: torch.device
     make_graph: Callable[[], Graph]

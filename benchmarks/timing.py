@@ -1,4 +1,4 @@
-"""How times are taken: contenders take turns in one process, by the device's own clock or by the host's.
+"""Measurement of times: contenders take turns in one process, by the device's own clock or by the host's.
 
 Clocks, power and other users of a machine drift. Taking turns spreads the drift over all contenders alike, and the
 median forgets the turns that something disturbed. Hosts differ more than devices do, so a fixed loop of Python is timed

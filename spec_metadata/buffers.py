@@ -55,7 +55,7 @@ NOTHING = Dim("0", lambda e: 0)
 
 
 class Producer(StrEnum):
-    """Who writes a buffer: recordable device code, or a host half that can't be part of a graph (rule R9)."""
+    """The writer of a buffer: recordable device code, or a host half that can't be part of a graph (rule R9)."""
 
     DEVICE = "device"
     HOST = "host"
@@ -137,7 +137,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Layout:
-    """Where declared buffers lie in one allocation at one extent. Steps of that extent have fresh buffers made by it.
+    """Offsets of declared buffers in one allocation at one extent. Steps of that extent have fresh buffers made by it.
 
     guard: words before and after each buffer. num_bytes: of the allocation, each buffer aligned, guard words included.
     """

@@ -138,7 +138,7 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Where the step's tensors live."""
+        """Device of the step's tensors."""
         return self.seq_lens.device
 
     @property

@@ -1,4 +1,4 @@
-"""Where a request's tokens live: cache geometry and the two forms of table that engines keep.
+"""Paging of requests' tokens: cache geometry and the two forms of table that engines keep.
 
 `RequestTable` is a request-to-token table (SGLang's req_to_token): a row per request slot, an entry per token position.
 `BlockTable` is a padded block table (vLLM): a row per request of the batch, an entry per page. A plan asks either for

@@ -36,7 +36,7 @@ _UNIT = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request chooses its tokens.
+    """Sampling options of one request.
 
     temperature: logits are divided by it; 0 is greedy. top_k: the most likely tokens that may be chosen; 0 is all.
     top_p: of those, renormalised, the fewest most likely that hold this much probability. seed: any int64; requests of

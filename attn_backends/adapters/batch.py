@@ -55,7 +55,7 @@ class BlockTableBatch:
         return slice(self.first_row, self.first_row + sum(self.query_lens))
 
     def leading(self, width: int) -> int:
-        """How many requests at the front have exactly `width` query rows."""
+        """The number of requests at the front that have exactly `width` query rows."""
         return len(list(takewhile(lambda length: length == width, self.query_lens)))
 
     def split(self, num_requests: int) -> tuple[Self, Self]:
@@ -94,8 +94,8 @@ class BlockTableBatch:
         )
 
     def ragged_verify(self, widths: Tensor, width: int) -> Step:
-        """Of rows that the device divides among requests, by widths, [bs], of at most width each. query_lens is a guess
-        of the host, of as many rows in all. Slots are those of the table.
+        """A verify whose rows the device divides among requests, by widths, [bs], at most width each. query_lens is a
+        guess of the host, of as many rows in all. Slots are those of the table.
         """
         query = BoundedQuery(widths, sum(self.query_lens), width)
         return Step.target_verify(query, self.committed, self.paging, max_committed=self.max_committed)

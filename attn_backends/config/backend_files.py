@@ -23,7 +23,7 @@ class ExpectedFailureOptions(Options):
 
 
 class BackendOptions(Options):
-    """How a backend runs by default. model: the embedded model that it is shown on. expected_failures: of the
+    """Defaults of a backend. model: the embedded model that it is shown on. expected_failures: of the
     conformance suite.
     """
 

@@ -1,4 +1,4 @@
-"""How failures are printed: the most basic group of checks first, and of each all that is needed to debug it."""
+"""Failures as text: the most basic group of checks first, and of each all that is needed to debug it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a kernel is beside what its device allows: floors, which stand in a report and never fail a run.
+"""Speed of a kernel beside its device's limits: floors, which stand in a report and never fail a run.
 
 Roofs are measured in the same run: a copy of memory, and a product of matrices in the queries' type. What they allow a
 step is the longer of its bytes and its operations. Times are medians of replays of CUDA graphs that hold one call each.

@@ -114,7 +114,7 @@ class Report:
 
     @property
     def head(self) -> Head:
-        """Where the rows come from."""
+        """The origin of the rows."""
         return Head(self.device, self.versions, self.date, self.commit, self.command)
 
     @property

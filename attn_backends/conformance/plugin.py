@@ -59,7 +59,7 @@ class Suite:
 
     @property
     def report(self) -> Report:
-        """Of what has run so far."""
+        """The report of all that has run so far."""
         command = ("pytest", *map(str, self._config.invocation_params.args))
         device = self._config.getoption("attn_device")
         sizes = self._profile_cases if self._rows else {}  # without rows, perhaps because a name is of no backend

@@ -123,14 +123,14 @@ def profile_of(name: str) -> Profile:
 
 
 def totals(cases: Iterable[Case | None]) -> dict[str, int]:
-    """How many of some cases each profile holds, without those drawn at random."""
+    """The number of cases that each profile holds, without those drawn at random."""
     known = {case for case in cases if case is not None and not case.drawn}
     return {name: sum(map(profile.holds, known)) for name, profile in PROFILES.items()}
 
 
 def lacking(rows: Iterable[Row], profile_cases: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """How many cases each `backend/kernel` lacks of each profile: those in no row. A profile that lacks none is left
-    out. profile_cases: how many cases there are.
+    """The number of cases that each `backend/kernel` lacks of each profile: those in no row. A profile that lacks none
+    is left out. profile_cases: how many cases there are.
     """
     by_kernel = _by_kernel(rows)
     ran = {kernel: totals(row.case for row in by_kernel.get(kernel, ())) for kernel in profile_cases}

@@ -172,7 +172,7 @@ class Scene:
         return found
 
     def paging(self) -> Paging:
-        """Where the requests live."""
+        """The paging of the requests."""
         if self.world.setup.block_table:
             pages = self.pages[self.table_rows].to(self.world.device, self.world.setup.index)
             return BlockTable(pages, self.world.geometry)
@@ -289,7 +289,7 @@ class Scene:
         return isinstance(name, int) and name < request.length
 
     def slots_of(self, forward: int) -> list[int]:
-        """Where the rows of a forward write."""
+        """The slots that the rows of a forward write."""
         return [self.requests[row.request].slots[row.token] for row in self.rows[forward]]
 
     def owner(self, slot: int) -> str:

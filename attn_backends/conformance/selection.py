@@ -1,4 +1,4 @@
-"""Which cases of the suite are run: of which checks, how many, of which profile, and random ones more."""
+"""Selection of the suite's cases: by check, number and profile, with more random ones."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _PASSES = 200  # over it: milliseconds, in which the host launches all the rest
 
 
 class Name(StrEnum):
-    """Of a stream."""
+    """The name of a stream."""
 
     MAIN = "main"
     SIDE = "side"

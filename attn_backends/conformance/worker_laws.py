@@ -89,7 +89,7 @@ class Draft:
         self.known: dict[Node, list[tuple[int, float]]] = {}
 
     def children(self, node: Node) -> list[tuple[int, float]]:
-        """Of a node."""
+        """The children of a node, best first: token and log-probability."""
         if node not in self.known:
             tokens = torch.randperm(VOCAB, generator=self.rng)[: self.topk].tolist()
             if self.levels is None:

@@ -28,7 +28,7 @@ AnyFormat = CacheFormat | CompressedFormat
 
 @dataclass(frozen=True)
 class Setup:
-    """Which backend, on what cache, in what arithmetic.
+    """The setup of a world: backend, cache and arithmetic.
 
     topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
     8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the

@@ -50,7 +50,7 @@ class Reader:
 
     @property
     def path(self) -> str:
-        """How the metadata is used: eager or graph."""
+        """The use of the metadata: eager or graph."""
         return "eager" if self._graph is None else "graph"
 
     def problems(self) -> list[str]:

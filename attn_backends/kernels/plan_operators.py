@@ -74,7 +74,7 @@ class StepInputs(NamedTuple):
 
     @staticmethod
     def of(step: Step, bound: BoundStep | None) -> StepInputs:
-        """Of a step, or of the engine's buffers that it is bound to."""
+        """Inputs of a step, or of the engine's buffers that it is bound to."""
         if bound is not None:
             return _bound_inputs(bound)
         num_real = step.num_real if isinstance(step.num_real, Tensor) else None

@@ -27,8 +27,9 @@ _MOST_PROGRAMS = 2048
 
 
 class StaticSizes(NamedTuple):
-    """Of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no padding of
-    packed rows. num_columns, paging_stride: of a block table. row_stride, slot_stride, row_tokens: of a table of slots.
+    """Sizes of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no
+    padding of packed rows. num_columns, paging_stride: of a block table. row_stride, slot_stride, row_tokens: of a
+    table of slots.
     """
 
     width: int
@@ -60,7 +61,7 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 @triton.jit
 def padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
-    """Where the rows of a request of a ragged step begin and end, and those of all real ones end. Requests from
+    """First and end row of a request of a ragged step, and the end of all real ones' rows. Requests from
     `max_real` on have what is left, up to `bound` rows each of num_rows. The rest as of `fitted_rows`.
     """
     begin, end, total = fitted_rows(widths, stride, count, request, width, room, BLOCK)

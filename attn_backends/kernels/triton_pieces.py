@@ -135,7 +135,7 @@ def rows_before(unit, split, num_splits, split_stride, rows, OF_PIECES: tl.const
 
 @triton.jit
 def num_long(pieces, bs):
-    """How many requests have pieces."""
+    """The number of requests that have pieces."""
     num = tl.full((), 0, tl.int32)
     for first in range(0, bs, _REQUESTS):
         request = first + tl.arange(0, _REQUESTS)
@@ -145,7 +145,7 @@ def num_long(pieces, bs):
 
 @triton.jit
 def pieces_before(pieces, request):
-    """How many pieces the requests before one have."""
+    """The number of pieces of the requests before one."""
     num = tl.full((), 0, tl.int64)
     for first in range(0, request, _REQUESTS):
         before = first + tl.arange(0, _REQUESTS)

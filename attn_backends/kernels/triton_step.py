@@ -1,4 +1,4 @@
-"""How planners read a step: from its own tensors, or from the buffers of an engine that it is bound to.
+"""Reads of a step by planners: from its own tensors, or from the buffers of an engine that it is bound to.
 
 Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
 requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
@@ -119,7 +119,7 @@ def row_number(rows, real, step, bound, request):
 
 @triton.jit
 def page_row(table, rows, real, step, bound, request):
-    """Where the row of a request's table begins. rows: of a table of slots, None of one of pages."""
+    """Address of the row of a request's table. rows: of a table of slots, None of one of pages."""
     if rows is None:
         row = tl.where(request < number(step.bs), request, 0).to(tl.int64)
     else:

@@ -230,7 +230,7 @@ def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int 
 
 
 def num_warps(sizes: ListSizes) -> int:
-    """Of the program that writes lists: sums of few tiles are slower among more warps."""
+    """Warps of the program that writes lists: sums of few tiles are slower among more warps."""
     return 2 if sizes.slots <= 64 else 4 if sizes.slots <= 256 else 8
 
 

@@ -1,4 +1,4 @@
-"""Where the reads of a memory end: an event of each stream. What overwrites the memory waits for all of them."""
+"""Ends of the reads of a memory: an event of each stream. Its next writer waits for all of them."""
 
 from __future__ import annotations
 

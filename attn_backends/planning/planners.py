@@ -1,4 +1,4 @@
-"""Which planner writes a backend's metadata: its definition in torch, or one fused launch a phase."""
+"""Choice of the planner of a backend's metadata: its definition in torch, or one fused launch per phase."""
 
 from __future__ import annotations
 

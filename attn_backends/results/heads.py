@@ -33,7 +33,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where rows come from. device: its name. versions: of what matters. date: UTC day, ISO. commit: of the code, with
+    """The origin of rows. device: its name. versions: of what matters. date: UTC day, ISO. commit: of the code, with
     "+dirty" if files beside docs differ from it. command: what to type, without paths of a machine.
     """
 

@@ -1,4 +1,4 @@
-"""Which kernel of a backend runs a step kind: the best that runs on the device and suits what it will be asked for."""
+"""Choice of a backend's kernel for a step kind: the best that runs on the device and suits the `Workload`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where kernels come from, and why one can't run here: the only module that looks for vendor packages and loads them.
+"""Vendors' kernels, and reasons why one can't run here: the only module that looks for their packages and loads them.
 
 Looking imports nothing. Loading a call checks that it takes the arguments that we pass, so that another version of a
 package is refused with that reason before anything is computed.

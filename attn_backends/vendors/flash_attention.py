@@ -93,7 +93,7 @@ class Source:
 
     @property
     def prepare(self) -> str:
-        """Where its function is that makes scheduler metadata; empty if it has none."""
+        """The path of its function that makes scheduler metadata; empty if it has none."""
         calls = providers.VENDOR_KERNELS[self.name].calls
         return calls[1].path if len(calls) > 1 else ""
 

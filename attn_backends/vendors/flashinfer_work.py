@@ -196,8 +196,8 @@ def listed_along(planner: object, csr: CsrPlan, shape: LayerShape, buffers: Mapp
 
 
 def layout_of(lists: WorkLists, work: Tensor) -> list[int]:
-    """Where a run finds lists in the integer workspace, as FlashInfer's `MLAPlanInfo`: its grid, then offsets in bytes
-    from the begin of either workspace.
+    """Offsets of lists in the integer workspace, as FlashInfer's `MLAPlanInfo`: its grid, then offsets in bytes from
+    the begin of either workspace.
     """
     q_indptr, kv_indptr, partial_indptr, *others = (row.data_ptr() - work.data_ptr() for row in lists.items)
     merges = [row.data_ptr() - work.data_ptr() for row in lists.merges]

@@ -108,8 +108,8 @@ def _wanted(scene: Scene, forward: int) -> list[list[int]]:
 
 
 def told_list(expected: list[int], got: list[int], before: list[list[int]], drafted: int) -> str:
-    """How a list of slots is wrong. before: those of the rows before it. drafted: tokens that it must have which are
-    not committed.
+    """The cause of a wrong list of slots. before: those of the rows before it. drafted: tokens that it must have which
+    are not committed.
     """
     missing = len(expected) - len(got)
     if NOWHERE in got:

@@ -87,7 +87,7 @@ class ForeignStep(ABC):
         """The slots that the pool has to write in a forward."""
 
     def latent_slots(self, forward: int) -> list[LatentSlots]:
-        """Where the metadata says that other layers, which are not driven here, write what a forward makes."""
+        """Slots in the metadata to which other layers, which are not driven here, write a forward's latents."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Where another project's backends are driven: with which version of it, in which sizes, on a CPU and on a GPU."""
+"""Versions and sizes in which another project's backends are driven, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which set of steps to draft with next: the one that promises most tokens per second.
+"""Choice of the set of steps to draft with next: the one that promises most tokens per second.
 
 What a cycle costs is measured once and given. How much of a draft is accepted is learnt from the cycles that the host
 has read: nothing is waited for.
@@ -96,7 +96,7 @@ class StepPolicy:
             self._seen[key].add(counts, _depth(of), decay)
 
     def rates(self, shape: DraftShape) -> list[float]:
-        """How often a draft of each depth is accepted where the one before it was."""
+        """Acceptance rate of drafts at each depth, where the one before was accepted."""
         found, before = list[float](), PRIOR
         for tried, accepted in self._seen[shape.topk].pairs:
             before = (accepted + WEIGHT * before) / (tried + WEIGHT)

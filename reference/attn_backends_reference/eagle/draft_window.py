@@ -74,7 +74,7 @@ class DraftWindow:
         return lens - skipped
 
     def state(self, max_bs: int) -> CommittedState:
-        """That of drafts, on their table."""
+        """The committed state of drafts, on their table."""
         rows = torch.empty(0, dtype=torch.int64, device=self.table.device)
         return CommittedState.of(RequestTable(self.table, rows, self.slots.geometry), max_bs)
 

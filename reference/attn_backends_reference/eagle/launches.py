@@ -48,7 +48,7 @@ class Timings:
             self._marks.append((phase, perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """How long each phase took. On a GPU, only once the step was read."""
+        """Seconds of each phase. On a GPU, only once the step was read."""
         spans = zip(self._marks[:-1], self._marks[1:], strict=True)
         return {phase: _between(start, end) for (_, start), (phase, end) in spans}
 

@@ -23,7 +23,7 @@ class RequestError(AttnBackendsError):
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How a worker drafts. num_draft_tokens counts the root, which is the last sampled token."""
+    """The shape of drafting. num_draft_tokens counts the root, which is the last sampled token."""
 
     topk: int
     num_steps: int

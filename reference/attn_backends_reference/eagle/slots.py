@@ -72,7 +72,7 @@ class SlotAllocator:
         return tuple(self._pages[row])
 
     def refcount(self, page: int) -> int:
-        """How many rows hold a page."""
+        """The number of rows that hold a page."""
         return self._refcounts[page]
 
     def prefix_keys(self, prompt: Sequence[int], digests: Mapping[int, bytes] = NO_DIGESTS) -> list[bytes]:

@@ -88,12 +88,12 @@ class PagedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and hidden states."""
+        """Type of weights and hidden states."""
         return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Device of the weights."""
         return self.head.weight.device
 
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:

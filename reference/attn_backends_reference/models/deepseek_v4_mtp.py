@@ -147,7 +147,7 @@ def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:
 
 
 def module_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """That of a model of the module's one layer: it has no compressor, and a router that is learned."""
+    """Configuration of a model of the module's one layer, without a compressor and with a learned router."""
     own = copy.deepcopy(config)
     own.num_hidden_layers, own.layer_types, own.mlp_layer_types = 1, ["sliding_attention"], ["moe"]
     own._attn_implementation = own._experts_implementation = IMPLEMENTATION

@@ -136,7 +136,7 @@ def positions(fields: Fields, where: object) -> int:
 
 
 def block_drafts(names: list[str]) -> list[str]:
-    """Those of `names` that are a block draft's."""
+    """The `names` of block drafts."""
     return [name for name in names if any(kind in name.lower() for kind in BLOCK_DRAFTS)]
 
 

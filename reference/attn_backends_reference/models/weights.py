@@ -41,16 +41,16 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files."""
+        """Bytes of the files."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def num_elements(self) -> int:
-        """Of all weights."""
+        """Elements of all weights."""
         return sum(prod(weight.shape) for weight in self.tensors.values())
 
     def chosen(self, keep: Callable[[str], bool]) -> Weights:
-        """Those of the names that are kept."""
+        """The weights whose names `keep` accepts."""
         return replace(self, tensors={name: weight for name, weight in self.tensors.items() if keep(name)})
 
     def read(self) -> dict[str, Tensor]:
