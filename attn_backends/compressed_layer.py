@@ -137,7 +137,7 @@ class CompressedLayer(AttentionLayer):
         return inputs
 
     def check_query(self, q: Tensor, index: IndexQuery | None, num_tokens: int) -> None:
-        """Refuse queries of a forward of so many rows that are not this layer's."""
+        """Raise `UnsupportedStepError` unless q is [num_tokens, num_heads, head_dim] and index suits the indexer."""
         expected = (num_tokens, self.num_heads, self.head_dim)
         reasons = [] if q.shape == expected else [f"q is {list(q.shape)}, not {list(expected)}"]
         if (index is None) != (self.indexer is None):

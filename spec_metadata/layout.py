@@ -325,7 +325,7 @@ def check_is_step(step: Step) -> None:
 
 
 def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
-    """The slots right after the committed tokens, in out_cache_loc order.
+    """The slots right after the committed tokens, in out_cache_loc order: 1-D int64. seq_lens: [bs] int32 or int64.
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """

@@ -122,7 +122,10 @@ class CommittedState:
 
 
 def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:
-    """Load a state by copies and a fill: the definition. Entries after the requests are padding and stay as is."""
+    """Load a state by copies and a fill: the definition. Entries after the requests are padding and stay as is.
+
+    seq_lens, rows: as of `CommittedState.load`, checked.
+    """
     bs = seq_lens.numel()
     for given, own in ((seq_lens, state.seq_lens), (rows, state.paging.static_input())):
         if given is not None:

@@ -181,7 +181,7 @@ def with_rows(parts: Sequence[ForwardMetadata]) -> list[tuple[slice, ForwardMeta
 
 
 def host_list(name: str, tensor: Tensor | None) -> list[int]:
-    """The values of a host mirror. Refuses a missing one and one that lives on a device, which would be read back."""
+    """The values of a host mirror, 1-D of integers. Refuses None, and one on a device, which would be read back."""
     if tensor is None:
         raise InvalidStepError(f"{name} is None; it is needed on the host and is not read back from the device")
     if tensor.device.type != "cpu":

@@ -110,7 +110,11 @@ class MLASchedule(Schedule):
     def run(
         self, q: Tensor, latent: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, latent_scale: float
     ) -> None:
-        """Write attention into out and lse. latent_scale: of an fp8 cache's entries; of others it is not read."""
+        """Write attention into out, [num_tokens, num_heads, rank], and lse, [num_tokens, num_heads] float32.
+
+        q: [num_tokens, num_heads, rank + rope]. latent: [num_pages, page_size, rank + rope]. latent_scale: of an fp8
+        cache's entries; of others it is not read.
+        """
         rank, causal = self._shape.v_head_dim, int(self._csr.causal)
         queries, latents = (q[..., :rank], q[..., rank:]), (latent[..., :rank], latent[..., rank:])
         scales, natural_lse, scales_by_block = (latent_scale, latent_scale), True, None
