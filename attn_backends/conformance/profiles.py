@@ -14,7 +14,6 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.contract import CONTRACT
-from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
 DRAFTED = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
@@ -112,14 +111,6 @@ PROFILES = {
 
 def _is_prefill_graph(case: Case) -> bool:
     return case.kind == StepKind.PREFILL and case.path == "graph"
-
-
-def profile_of(name: str) -> Profile:
-    """A profile by its name; `ConfigError` lists all for another."""
-    if name not in PROFILES:
-        known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
-        raise ConfigError(f"there is no profile {name!r}; there are {known}")
-    return PROFILES[name]
 
 
 def totals(cases: Iterable[Case | None]) -> dict[str, int]:

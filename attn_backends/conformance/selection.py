@@ -10,7 +10,7 @@ from attn_backends.config.toml_options import closest_to
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, Subject, group_of
 from attn_backends.conformance.foreign.driver import exemptions
-from attn_backends.conformance.profiles import PROFILES, profile_of
+from attn_backends.conformance.profiles import PROFILES
 from attn_backends.conformance.random_cases import random_cases
 from attn_backends.contract import CONTRACT
 from attn_backends.errors import ConfigError
@@ -35,8 +35,9 @@ class Selection:
     share: str = ""
 
     def __post_init__(self) -> None:
-        if self.profile:
-            profile_of(self.profile)
+        if self.profile and self.profile not in PROFILES:
+            known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
+            raise ConfigError(f"there is no profile {self.profile!r}; there are {known}")
         if self.effort < 0:
             raise ConfigError(f"effort is a number of random cases of each group of checks, got {self.effort}")
         if self.contract != CONTRACT:

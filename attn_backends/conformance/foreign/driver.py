@@ -112,13 +112,9 @@ class ForeignPlan:
         return self.held.step
 
 
-class FirstUse(Schedule):
-    """Says that kernels are compiled by a first forward, which no graph may hold."""
-
-
 def first_use(plan: ForeignPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> Schedule:
-    """The `Kernel.schedule` of a foreign kernel."""
-    return FirstUse()
+    """The `Kernel.schedule` of a foreign kernel, an empty one: a first forward compiles, which no graph may hold."""
+    return Schedule()
 
 
 def launch(q: Tensor, cache: PagedCache, planned: Scheduled[ForeignPlan], layer: AttentionLayer) -> AttentionOutput:

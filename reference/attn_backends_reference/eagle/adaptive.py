@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from attn_backends_reference.eagle.requests import DraftShape
-from spec_metadata import Capacity, InvalidStepError
+from spec_metadata import InvalidStepError
 
 PRIOR = 0.5  # acceptance of a draft token before anything was seen
 WEIGHT = 6.0  # drafts that the rate of the depth before is worth, where a depth was seen seldom
@@ -49,12 +49,6 @@ class AdaptiveSteps:
             raise InvalidStepError(
                 f"window must be at least 1 cycle and margin at least 0, got {self.window} and {self.margin}"
             )
-
-    def capacities(self, largest: Capacity) -> list[Capacity]:
-        """The capacity that each set is captured for. Raises `InvalidStepError` for a set that is larger than the
-        capacity.
-        """
-        return [largest.with_draft(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets]
 
     def costs(self, bs: int) -> list[float]:
         """Milliseconds of a cycle of each set."""

@@ -282,7 +282,8 @@ class EagleWorker(SpeculativeWorker):
         self._states = DraftState.empty(capacity.max_bs + 1, capacity.topk, draft)
         adaptive = options.adaptive
         self.policy = None if adaptive is None else StepPolicy(adaptive)
-        shapes = [capacity] if adaptive is None else adaptive.capacities(capacity)
+        sets = [] if adaptive is None else adaptive.sets
+        shapes = [capacity.with_draft(x.topk, x.num_steps, x.num_draft_tokens) for x in sets] or [capacity]
         self._window = DraftWindow.of(options, draft, capacity, self.slots)
         self._drafting = self._committed if self._window is None else self._window.state(capacity.max_bs)
         states, phases = (self._drafting, self._committed, self._committed), [(x, self._phases(x)) for x in shapes]

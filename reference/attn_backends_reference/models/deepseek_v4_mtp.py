@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,6 @@ class V4MtpModel(DraftModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of the next token, [T, vocab_size]. hidden: [T, hc_mult * H]."""
         return self.head(self._draft.joined(hidden))
-
-
-def is_published(names: Collection[str]) -> bool:
-    """Whether a folder's tensors have such modules among them."""
-    return any(name.startswith(PREFIX) for name in names)
 
 
 def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:

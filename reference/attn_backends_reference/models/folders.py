@@ -45,12 +45,6 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
     return path
 
 
-def read_config(path: Path, known: Mapping[str, Family], own: Collection[str] = ()) -> tuple[str, PreTrainedConfig]:
-    """As `read_architecture`, of weights that are floats."""
-    refuse_quantized(path, read_fields(path / "config.json"))
-    return read_architecture(path, known, own)
-
-
 def refuse_quantized(path: object, fields: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if config.json, which says `fields`, says that weights are of fewer bits."""
     for key in ("quantization_config", "compression_config"):

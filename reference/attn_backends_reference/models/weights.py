@@ -10,7 +10,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
@@ -99,11 +99,6 @@ def read_headers(path: Path, quantization: Quantization | None) -> Weights:
             )
         found[name] = Weight(stored.shape, (stored,))
     return Weights(path, found)
-
-
-def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The names of a transformers model's tensors, and their shapes."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def experts_apart(
