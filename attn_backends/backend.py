@@ -233,7 +233,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 
     def unsupported_reasons(self, step: Step) -> list[str]:
-        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        """Reasons why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
         if step.kind is StepKind.IDLE:
             return []
         if step.kind not in self.choices:
@@ -251,7 +251,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         return reasons
 
     def capture_reasons(self, bucket: AnyBucket) -> list[str]:
-        """Why the kernel of a bucket's kind can't be captured in it; empty if it can."""
+        """Reasons why the kernel of a bucket's kind can't be captured in it; empty if it can."""
         kernel = self.kernel_of(bucket.kind)
         reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
         return [f"kernel {kernel.name} {reason}" for reason in reasons]

@@ -150,7 +150,9 @@ def pool_shapes(geometry: CacheGeometry, layer: CompressedLayer, ring: int) -> d
 
 
 def cache_reasons(cache: CompressedCache, geometry: CacheGeometry, layer: CompressedLayer, ring: int) -> list[str]:
-    """Why a cache is not that of a layer, or not what metadata indexes; empty if it is. ring: state rows of a page."""
+    """Reasons why a cache is not that of a layer, or not what metadata indexes; empty if it is. ring: state rows of a
+    page.
+    """
     needed, reasons = pool_shapes(geometry, layer, ring), []
     if needed.keys() != cache.shapes.keys():
         return [f"a cache of {', '.join(cache.shapes)} (its layer has {', '.join(needed)})"]

@@ -64,7 +64,7 @@ def compared(logits: Tensor, params: SamplingParams, positions: Tensor, tokens: 
 
 
 def reason(logits: Tensor, params: SamplingParams, position: Tensor, pair: list[int]) -> str:
-    """Why one token of a pair was chosen, and the other by the definition. logits: [vocab] float64."""
+    """The reason why one token of a pair was chosen, and the other by the definition. logits: [vocab] float64."""
     if float(params.temperature) == 0:
         return "wrong"
     best_first, order = logits.sort(descending=True, stable=True)

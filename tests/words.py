@@ -66,7 +66,7 @@ IDIOMS = (
     r"\bis without\b",
     r"\bthat is gone\b",
 )
-NO_SUBJECT = re.compile(r"(?:What|Which|Whose|Who|Where|How|Of|That|Those)\b")  # "Whether x holds." is plain
+NO_SUBJECT = re.compile(r"(?:What|Which|Whose|Who|Where|Why|How|Of|That|Those)\b")  # "Whether x holds." is plain
 PACKAGES = (
     "spec_metadata",
     "attn_backends",

@@ -239,7 +239,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         return launch(q, cache, selected, layer)
 
     def unsupported_reasons(self, step: Step) -> list[str]:
-        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        """Reasons why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
         reasons = super().unsupported_reasons(step)
         if step.is_tree:
             reasons.append("topk > 1: a compressor's states are those of one chain; draft with topk = 1")

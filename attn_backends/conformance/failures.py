@@ -67,7 +67,9 @@ def explained(row: Row, again: str, picture: str = "") -> str:
 
 
 def lost_refusals(subject: Subject) -> str:
-    """Why a refusal that the base class makes may be missing: the methods that make it and that a backend replaces."""
+    """The reason why a refusal that the base class makes may be missing: the methods that make it and that a backend
+    replaces.
+    """
     replaced = [name for name in REFUSING if getattr(subject.backend, name) is not getattr(AttentionBackend, name)]
     if not replaced:
         return ""

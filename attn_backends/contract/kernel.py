@@ -119,13 +119,15 @@ class Kernel(Generic[Plan]):
         *,
         is_tree: bool,
     ) -> list[str]:
-        """Why a layer is not supported in a step of a kind, with queries of a type and a cache; empty if it is."""
+        """Reasons why a layer is not supported in a step kind, with queries of a type and a cache; empty if it is."""
         able = self.capabilities[kind]
         reasons = able.layer_reasons(layer, dtype, cache_dtype) + extras_reasons(layer, format)
         return reasons + (able.tree_reasons(layer) if is_tree else [])
 
     def bound_reasons(self, kind: StepKind) -> list[str]:
-        """Why it can't be planned from an engine's own buffers, whose values the host does not see; empty if so."""
+        """Reasons why it can't be planned from an engine's own buffers, whose values the host does not see; empty if it
+        can.
+        """
         if self.capabilities[kind].needs_host_lens:
             return [f"kernel {self.name} plans lengths on the host, which buffers of the device do not tell"]
         return []

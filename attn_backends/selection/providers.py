@@ -214,7 +214,7 @@ def _installation(kernel: str) -> str:
 
 
 def device_reasons(kernel: str, device: torch.device) -> list[str]:
-    """Why a vendor kernel can't run on a GPU of this machine; empty if it can."""
+    """Reasons why a vendor kernel can't run on a GPU of this machine; empty if it can."""
     return _sm_reasons(device, *VENDOR_KERNELS[kernel].architectures)
 
 

@@ -240,7 +240,7 @@ def _room_reasons(num_tokens: int, num_heads: int, tiles: int, num_blocks: int) 
 
 
 def work_reasons(lens: HostLens, num_heads: int) -> list[str]:
-    """Why FlashInfer's work list is too short for a batch; empty if it is not.
+    """Reasons why FlashInfer's work list is too short for a batch; empty if it is not.
 
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
     divided. The parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.

@@ -194,7 +194,7 @@ def _pages(pool: object, layer: AttentionLayer) -> Tensor:
 
 
 def unavailable_reasons(device: torch.device) -> list[str]:
-    """Why it can't run on a device: as any vendor's kernel, or as FlashMLA's other legacy kernel."""
+    """Reasons why it can't run on a device: as any vendor's kernel, or as FlashMLA's other legacy kernel."""
     return providers.vendor_reasons(NAME)(device) or flashmla.unavailable_reasons(device)
 
 

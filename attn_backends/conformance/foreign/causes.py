@@ -1,4 +1,4 @@
-"""Why a foreign backend failed a case: its metadata and its writes, compared with the scene's rows.
+"""Causes of a foreign backend's failed cases: its metadata and its writes, compared with the scene's rows.
 
 The case's batch is run once more. What the metadata says that a row reads, and where its token was found afterwards,
 are compared with the scene's own lists. The first difference of each sort is described: rows that see other keys, lists

@@ -20,7 +20,7 @@ DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
 def missing_reasons(package: str, known: tuple[str, ...]) -> list[str]:
-    """Why a package can't be driven here; empty if it can. known: versions that the driver knows."""
+    """Reasons why a package can't be driven here; empty if it can. known: versions that the driver knows."""
     told = f"the driver knows {', '.join(known)}"
     try:
         found = version(package)

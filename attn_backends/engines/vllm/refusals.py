@@ -57,7 +57,7 @@ def config_reasons(config: Any) -> list[str]:
 def kernel_reasons(
     backend: type[AttentionBackend], device: torch.device, workload: Workload, kinds: Collection[StepKind] = KINDS
 ) -> list[str]:
-    """Why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
+    """Reasons why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
 
     vLLM gives no exact lengths on the host, so a kernel that plans on the host is none.
     """

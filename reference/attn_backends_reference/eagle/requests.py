@@ -77,8 +77,8 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: an end-of-text token, a stop string, its length, a cancellation, or a step that raised and
-    can't be run again.
+    """The reason why a request ended: an end-of-text token, a stop string, its length, a cancellation, or a step that
+    raised and can't be run again.
     """
 
     EOS = "eos"
