@@ -63,7 +63,7 @@ class Floor:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured."""
+        """Whether the value is at most `most`; None where nothing was measured."""
         return None if self.value is None else self.value <= self.most
 
     def to_dict(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def walked(tree: DraftTree, choices: Tensor, max_accepted: int) -> Acceptance:
 
 
 def check_acceptance(got: Acceptance, tree: DraftTree, choices: Tensor) -> None:
-    """It is what a walk accepts."""
+    """Raise `CheckFailure` unless got is what a walk accepts. choices: [bs, num_nodes] int64."""
     expected = walked(tree, choices, got.path.shape[1])
     for name in ("num_accepted", "path", "tokens", "bonus"):
         compare_identical(f"accepted {name}", getattr(got, name).cpu(), getattr(expected, name))

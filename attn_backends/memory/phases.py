@@ -42,7 +42,7 @@ class PhaseMemory:
 
     @property
     def own(self) -> tuple[Arena, ...]:
-        """Its arenas but for shared tables."""
+        """Its arenas without shared tables."""
         return self.arena, *self.workspaces.values()
 
     @property

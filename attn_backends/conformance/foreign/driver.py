@@ -185,7 +185,7 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """None: the other project has its own."""
+        """No buffers: the other project has its own."""
         return ()
 
     def plans(self, step: Step, buffers: Buffers) -> tuple[ForeignPlan, ...]:

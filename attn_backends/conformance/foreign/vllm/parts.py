@@ -69,7 +69,7 @@ class Listed:
         return cls(planned.query_start_loc, table, part.seq_lens)
 
     def copied(self) -> Listed:
-        """As it is now."""
+        """A copy of the tensors."""
         return Listed(self.starts.clone(), self.table.clone(), self.lens.clone())
 
     def rows(self, block_size: int) -> Rows:
