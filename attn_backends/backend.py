@@ -1,4 +1,4 @@
-"""What engines call of an attention backend: the metadata interface that follows from its definition.
+"""The interface that engines call: metadata, stores and forwards, derived from a backend's definition.
 
 Eager, capture and replay all run the one `write` of the definition (rule R1) and differ only in the destination:
 
@@ -238,7 +238,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         return AttentionOutput(*tree_join(q, *cache.pages, tree.slots, mask, *dense, *scales, layer.sinks))
 
     def unsupported_reasons(self, step: Step) -> list[str]:
-        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        """Reasons why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
         if step.kind is StepKind.IDLE:
             return []
         if step.kind not in self.choices:
@@ -256,7 +256,7 @@ class AttentionBackend(BackendDefinition[Plan]):
         return reasons
 
     def capture_reasons(self, bucket: AnyBucket) -> list[str]:
-        """Why the kernel of a bucket's kind can't be captured in it; empty if it can."""
+        """Reasons why the kernel of a bucket's kind can't be captured in it; empty if it can."""
         kernel = self.kernel_of(bucket.kind)
         reasons = kernel.capabilities[bucket.kind].capture_reasons(bucket)
         return [f"kernel {kernel.name} {reason}" for reason in reasons]

@@ -21,7 +21,7 @@ from spec_metadata import CacheGeometry
 
 
 class CacheFormat(StrEnum):
-    """What a token's entry holds. Phases that share a cache must agree on it."""
+    """Contents of a token's cache entry: key and value, or MLA's latent. Phases that share a cache agree on it."""
 
     KV = "kv"
     LATENT = "latent"
@@ -29,7 +29,7 @@ class CacheFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyValues:
-    """What a grouped-query layer stores. k: [num_tokens, num_kv_heads, head_dim], after RoPE; v: likewise."""
+    """Rows that a grouped-query layer stores. k: [num_tokens, num_kv_heads, head_dim], after RoPE; v: likewise."""
 
     k: Tensor
     v: Tensor
@@ -42,7 +42,7 @@ class KeyValues:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """What an MLA layer stores. latent: [num_tokens, rank + rope], normalised c_kv then rotated k_pe."""
+    """Rows that an MLA layer stores. latent: [num_tokens, rank + rope], normalised c_kv then rotated k_pe."""
 
     latent: Tensor
 
@@ -204,8 +204,8 @@ Caches = TypeVar("Caches", bound=Sized)
 def allocate_caches(
     geometry: CacheGeometry, make: Callable[[torch.device], list[Caches]], device: torch.device
 ) -> list[Caches]:
-    """What `make` makes on a device, a cache for each layer, if there is room for all; else `MemoryLimitError` before
-    any of them is allocated. make: any device, meta too, which tells the bytes and takes none -> the caches.
+    """Caches on a device, one for each layer. Raises `MemoryLimitError`, before it allocates any, if not all fit.
+    make: from a device to the caches; it is called on meta first, for their bytes.
     """
     sizes = [cache.num_bytes for cache in make(torch.device("meta"))]
     layers = f"{len(sizes)} layer{'' if len(sizes) == 1 else 's'}"

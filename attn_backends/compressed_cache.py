@@ -98,7 +98,7 @@ Pages = FloatPages | Fp8Pages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryPools:
-    """What one compressor keeps. entries: of blocks, a slot each. states: values and gates of recent tokens,
+    """Pools of one compressor. entries: of compressed blocks, one slot each. states: values and gates of recent tokens,
     [num_pages, ring, 2 * channels] float32.
     """
 
@@ -139,7 +139,7 @@ class CompressedCache:
 
 
 def pool_shapes(geometry: CacheGeometry, layer: CompressedLayer, ring: int) -> dict[str, tuple[int, ...]]:
-    """What `CompressedCache.shapes` of a layer's cache must be. ring: state rows of a page."""
+    """The required `CompressedCache.shapes` of a layer's cache. ring: state rows of a page."""
     shapes: dict[str, tuple[int, ...]] = {"rows": (geometry.num_pages, geometry.page_size, layer.head_dim)}
     for name, compressor in (("compressor", layer.compressor), ("indexer", layer.indexer)):
         if layer.compression is not None and compressor is not None:
@@ -150,7 +150,9 @@ def pool_shapes(geometry: CacheGeometry, layer: CompressedLayer, ring: int) -> d
 
 
 def cache_reasons(cache: CompressedCache, geometry: CacheGeometry, layer: CompressedLayer, ring: int) -> list[str]:
-    """Why a cache is not that of a layer, or not what metadata indexes; empty if it is. ring: state rows of a page."""
+    """Reasons why a cache is not that of a layer, or not what metadata indexes; empty if it is. ring: state rows of a
+    page.
+    """
     needed, reasons = pool_shapes(geometry, layer, ring), []
     if needed.keys() != cache.shapes.keys():
         return [f"a cache of {', '.join(cache.shapes)} (its layer has {', '.join(needed)})"]

@@ -44,8 +44,8 @@ class Compressor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Projections:
-    """What a compressor reads of a layer's input. values, gates: [num_tokens, channels], not normed, not rotated. Of
-    blocks of one token, which have no gates (DeepSeek-V4.1), the values again: the mean of one is it.
+    """Projections of a layer's input for a compressor. values, gates: [num_tokens, channels], not normed, not rotated.
+    Blocks of one token have no gates (DeepSeek-V4.1): pass the values twice.
     """
 
     values: Tensor
@@ -54,8 +54,8 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedInputs:
-    """What a compressed layer stores. rows: [num_tokens, head_dim], normed and rotated. compressor, indexer: of the
-    compressors that the layer has.
+    """Rows that a compressed layer stores. rows: [num_tokens, head_dim], normed and rotated. compressor, indexer:
+    projections for the compressors that the layer has.
     """
 
     rows: Tensor
@@ -70,7 +70,7 @@ class CompressedInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexQuery:
-    """What selects entries: their score is the sum over heads of weights * relu(q · key).
+    """The indexer's query, which selects entries by score: the sum over heads of weights * relu(q · key).
 
     q: [num_tokens, index_heads, index_dim], rotated. weights: [num_tokens, index_heads], the model's scales of heads
     and of dot products multiplied in.
@@ -117,7 +117,7 @@ class CompressedLayer(AttentionLayer):
             raise UnsupportedStepError(f"layer {self.id}", reasons)
 
     def checked_inputs(self, inputs: object, num_tokens: int) -> CompressedInputs:
-        """What a forward of so many rows stores, or a refusal."""
+        """The inputs. Raises `UnsupportedStepError` if their types or shapes are not those of num_tokens rows."""
         if not isinstance(inputs, CompressedInputs):
             raise UnsupportedStepError(f"layer {self.id}", [f"it can't store {type(inputs).__name__}"])
         reasons = []
@@ -137,7 +137,7 @@ class CompressedLayer(AttentionLayer):
         return inputs
 
     def check_query(self, q: Tensor, index: IndexQuery | None, num_tokens: int) -> None:
-        """Refuse queries of a forward of so many rows that are not this layer's."""
+        """Raise `UnsupportedStepError` unless q is [num_tokens, num_heads, head_dim] and index suits the indexer."""
         expected = (num_tokens, self.num_heads, self.head_dim)
         reasons = [] if q.shape == expected else [f"q is {list(q.shape)}, not {list(expected)}"]
         if (index is None) != (self.indexer is None):

@@ -73,8 +73,8 @@ class Graph(Protocol):
         """Run a region as often as it must have run before it is captured."""
 
     def recording(self, sharing: Self | None = None) -> AbstractContextManager[None]:
-        """What runs inside becomes the graph, as in `capture`, after a warm-up and without gradients. sharing: another
-        graph, whose unreferenced memory this one may reuse. The two never run at once.
+        """A context whose operations become the graph, as in `capture`, after a warm-up and without gradients. sharing:
+        another graph, whose unreferenced memory this one may reuse. The two never run at once.
         """
 
     def replay(self) -> None:
@@ -282,7 +282,7 @@ def _poison(tensor: Tensor) -> None:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """What an operator takes or gives, out of its tuples, lists and dictionaries."""
+    """The values in an operator's arguments or results, out of tuples, lists and dictionaries."""
     if isinstance(tree, (tuple, list)):
         for each in tree:
             yield from leaves(each)

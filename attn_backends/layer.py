@@ -67,23 +67,23 @@ class LatentQuery(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of both, joined."""
+        """Shape of both parts, joined in their last dimension."""
         return torch.Size((*self.rope.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1]))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of both."""
+        """Type of both parts."""
         return self.rope.dtype
 
 
 def joined(q: Tensor | LatentQuery) -> Tensor:
-    """A query as one tensor."""
+    """A query as one tensor, [num_tokens, num_heads, head_dim]."""
     # torch copies dense parts several times as fast as views, and the rotated part is one in vLLM
     return torch.cat((q.latent, q.rope.contiguous()), dim=-1) if isinstance(q, LatentQuery) else q
 
 
 def query_reasons(q: Tensor | LatentQuery, num_rows: int, layer: AttentionLayer) -> list[str]:
-    """Why a query is not that of so many rows of a layer; empty if it is."""
+    """Reasons why a query is not [num_rows, num_heads, head_dim] of a layer; empty if it is."""
     expected = (num_rows, layer.num_heads, layer.head_dim)
     if q.shape != expected:
         return [f"q is {list(q.shape)}, not {list(expected)}"]

@@ -31,7 +31,7 @@ Planning = Literal["before", "in_graph"]
 
 
 class FieldClass(StrEnum):
-    """What the leading dimension of a field counts."""
+    """The unit of a field's leading dimension."""
 
     PER_REQUEST = "per request"
     PER_TOKEN = "per token"
@@ -67,7 +67,7 @@ Phase = AnyPhase[Metadata, Inputs, Outputs]
 
 @dataclass(frozen=True, slots=True)
 class StepResult(Generic[Outputs]):
-    """What a step produced, in memory of its own, and how. bucket: of the graph that ran, None if it ran eagerly."""
+    """A step's outputs, in memory of their own. bucket: of the graph that ran, None if it ran eagerly."""
 
     value: Outputs
     bucket: Bucket | TokenBucket | None
@@ -80,8 +80,8 @@ class StepResult(Generic[Outputs]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CapturedRegion(Generic[Inputs, Outputs]):
-    """What a runner captured for a bucket. graph: others may share its memory. replay: runs it for a step whose inputs
-    are in place.
+    """A region captured for a bucket. graph: others may share its memory. replay: runs it for a step whose inputs are
+    in place.
     """
 
     bucket: Bucket | TokenBucket

@@ -30,7 +30,7 @@ QUICK_ROUNDS = 5
 
 
 class Set(NamedTuple):
-    """What can be measured. backends: empty where none is. options: further ones that it takes."""
+    """A set of measurements. backends: empty where none is. options: further ones that it takes."""
 
     measure: Callable[[Asked], Iterator[Row | Missing]]
     about: str

@@ -1,4 +1,4 @@
-"""How long the host is kept: by the layers of an eager step and its metadata, and by making the steps of a cycle."""
+"""Host times: of the layers of an eager step and its metadata, and of making the steps of a cycle."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def eager(asked: Asked) -> Iterator[Row | Missing]:
 
 
 def raw_call(kernel: str) -> RawCall:
-    """What a kernel's layers are compared with."""
+    """The vendor's own call, or our launcher's, to compare a kernel's layers with."""
 
     def vendor(asked: Problem, meta: Any) -> tuple[str, Callable[[PagedCache], object]]:
         peer = PEERS[kernel](asked)
@@ -139,7 +139,7 @@ class Operators(TorchDispatchMode):
 def cycles(
     batch_size: int, context: int, device: torch.device
 ) -> Iterator[tuple[tuple[str, str, str], Callable[[], list[Step]]]]:
-    """What makes the steps of a cycle, and from what."""
+    """Functions that make the steps of a cycle, by their inputs."""
     tables = Tables.of(speculative(batch_size, context, PAGE_SIZE, 1, NUM_STEPS), device)
     request = tables.paging(batch_size)
     block = BlockTable(request.pages(tables.capacity.max_pages).int(), tables.geometry)

@@ -84,7 +84,7 @@ PREFILLS: Problems = {
 
 
 def everywhere(asked: Asked, found: Runnable, problems: Problems, measure: Measure) -> Iterator[Row | Missing]:
-    """What is measured of each backend on the problems of its formats, at every size."""
+    """Measurements of each backend on the problems of its formats, at every size."""
     for format, make in problems.items():
         takers = {backend: own for backend, own in found.items() if format in backend.formats}
         for size in asked.sizes if takers else ():
@@ -213,7 +213,7 @@ def _with_rates(backend: str, kernel: str, problem: Any, us: float, peer: str, p
 
 
 def measure_ceilings(stage: Stage) -> dict[str, float]:
-    """What the device reaches at best, in turn: a copy of memory, reads and writes; a square product in bfloat16."""
+    """The device's best rates, measured in turn: a copy of memory, reads and writes; a square product in bfloat16."""
     source = torch.ones(COPY_BYTES // 2, dtype=DTYPE, device=stage.device)
     target = torch.empty_like(source)
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=DTYPE, device=stage.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What planning a cycle costs: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
+"""Costs of planning a cycle: on the device, as graphs that hold nothing else; on the host, where inputs are copied.
 
 A cycle is 3 drafted tokens, a verify of 4, a draft extend of 4. Beside it stand a draft block of 4, and the cycle whose
 verify and extend are ragged, of at most 4 rows per request, of kernels that capture them. Each phase is captured with
@@ -78,7 +78,7 @@ def kernels_of(backend: type[AttentionBackend], device: torch.device) -> list[Ke
 
 
 def layer_shapes(backend: type[AttentionBackend]) -> list[LayerShape]:
-    """Of two layers that attend: of Llama-3-8B, and of 70B on 8 GPUs; MLA with 16 and 128 heads; or indexed ones of
+    """Shapes of two layers: of Llama-3-8B, and of 70B on 8 GPUs; MLA with 16 and 128 heads; or indexed ones of
     DeepSeek-V4 with 64 and 128. A kernel without a schedule plans alike for both.
     """
     found = [layers for format, layers in DENSE.items() if format in backend.formats]
@@ -175,7 +175,7 @@ def _copying(backend: AttentionBackend, batch: Batch, stage: Stage) -> dict[str,
 
 
 def nodes_of(graph: Graph) -> list[float]:
-    """What each kernel, copy and fill of a replay takes on the device, in microseconds, by torch's profiler."""
+    """Device times of each kernel, copy and fill of a replay, in microseconds, by torch's profiler."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         graph.replay()
         torch.cuda.synchronize()

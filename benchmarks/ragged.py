@@ -31,7 +31,7 @@ CHUNKS, VERIFIED = (512, 2048), 4
 
 
 class Place(NamedTuple):
-    """What rows are of. width: query rows of a request."""
+    """The batch and layer of rows. width: query rows of a request."""
 
     pool: Pool
     layer: AttentionLayer

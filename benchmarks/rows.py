@@ -1,4 +1,4 @@
-"""What a set of measurements is asked for, and what it gives: rows as they are written, and why others are missing."""
+"""Request and results of a set of measurements: rows as they are written, and the reasons why others are missing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Runnable = Mapping[type[AttentionBackend], Sequence[Kernel]]
 
 
 class Missing(NamedTuple):
-    """What has no row, and why. case: a description; empty where the whole kernel is missing. failed: neither not here,
-    refused nor too large.
+    """A missing row, and its reason. case: a description; empty where the whole kernel is missing. failed: it could run
+    here and was neither refused nor too large.
     """
 
     backend: str
@@ -45,7 +45,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage:
-    """Where to measure. rounds: timed replays of each graph."""
+    """The place of a measurement. rounds: timed replays of each graph."""
 
     device: torch.device
     make_graph: Callable[[], Graph]
@@ -55,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """What to measure, and where. own: what a set says besides its rows, by key of the result."""
+    """A request for measurements. own: further results of a set, by key of the result."""
 
     stage: Stage
     backends: Sequence[type[AttentionBackend]]
@@ -94,7 +94,7 @@ def compared(bench: str, backend: str, kernel: str, problem: Any, us: float, pee
 
 
 def missing(backend: type[AttentionBackend], kernel: str, case: object, error: Exception) -> Missing:
-    """What an error says. A refusal, a kernel that has no such step, and too little memory are no failures."""
+    """The missing row of an error. A refusal, a kernel that has no such step, and too little memory are no failures."""
     reason = str(error) if isinstance(error, AttnBackendsError) else f"{type(error).__name__}: {error}"
     is_full = any(isinstance(x, torch.OutOfMemoryError) for x in (error, error.__cause__))
     if is_full:
@@ -115,7 +115,7 @@ def each(
 
 
 def by_reason(absent: Iterable[Missing]) -> list[dict[str, Any]]:
-    """What has no row, in the order of the first of each kernel and reason, with all its cases."""
+    """Missing rows by kernel and reason, in the order of the first of each, with all its cases."""
     found: dict[tuple[str, str, str, bool], list[str]] = {}
     for one in absent:
         cases = found.setdefault((one.backend, one.kernel, one.reason, one.failed), [])

@@ -1,4 +1,4 @@
-"""What the choice at every row costs on a GPU beside an argmax, and whether it is the definition's in float64.
+"""Cost of the choice at every row on a GPU, beside an argmax, and whether it is the definition's in float64.
 
 Times are of CUDA graphs of one call that take turns, median; memory is the peak beyond the logits of an eager call. A
 choice that is not the definition's is a tie in float32: of two races (`close_races`), or of the mass of top_p
@@ -64,7 +64,7 @@ def compared(logits: Tensor, params: SamplingParams, positions: Tensor, tokens: 
 
 
 def reason(logits: Tensor, params: SamplingParams, position: Tensor, pair: list[int]) -> str:
-    """Why one token of a pair was chosen, and the other by the definition. logits: [vocab] float64."""
+    """The reason why one token of a pair was chosen, and the other by the definition. logits: [vocab] float64."""
     if float(params.temperature) == 0:
         return "wrong"
     best_first, order = logits.sort(descending=True, stable=True)

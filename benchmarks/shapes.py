@@ -1,4 +1,4 @@
-"""What the benchmarks run on: layers of published models, full batches, and caches that no L2 holds."""
+"""Problems of the benchmarks: layers of published models, full batches, and caches that no L2 holds."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Problem:
         return 2 * self.pool.batch_size * num_seen * layer.num_heads * (layer.head_dim + layer.v_head_dim)
 
     def call(self, backend: type[AttentionBackend], kernel: str) -> Callable[..., Tensor]:
-        """What an engine does in a layer: `forward` on metadata that holds the step; cache -> output."""
+        """An engine's call in a layer: `forward` on metadata that holds the step; cache -> output."""
         made, meta = planned(self.pool, self.step, backend, kernel)
         return lambda cache: made.forward(self.q, cache, meta.at(), self.layer).out
 

@@ -1,4 +1,4 @@
-"""What is meant to be reached on an H200, and whether measured rows do."""
+"""Targets for measured rows on an H200, and whether they reach them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Reached(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a row must be to count (values allowed for its fields), the value of it, and its bounds. of_median: of the
-    rows of a kernel, that with the median value alone counts.
+    """A target. fields: allowed values in the fields of a row that counts. value: its value, with bounds. of_median: of
+    the rows of a kernel, that with the median value alone counts.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""How times are taken: contenders take turns in one process, by the device's own clock or by the host's.
+"""Measurement of times: contenders take turns in one process, by the device's own clock or by the host's.
 
 Clocks, power and other users of a machine drift. Taking turns spreads the drift over all contenders alike, and the
 median forgets the turns that something disturbed. Hosts differ more than devices do, so a fixed loop of Python is timed
@@ -22,7 +22,7 @@ MIN_ROUNDS = 3
 
 
 class Clock(Protocol):
-    """What tells the time of a device."""
+    """A clock of a device."""
 
     def mark(self) -> Any:
         """A mark in the current stream, after the work that is queued there."""
@@ -82,8 +82,8 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What the host does for one step. ready: makes its arguments, which are not timed, and returns the call that is.
-    in_graph: what the model's graph does of the same work, which costs the host nothing more.
+    """The host's work for one step. ready: makes its arguments, which are not timed, and returns the call that is.
+    in_graph: the same work as part of the model's graph, which costs the host nothing more.
     """
 
     ready: Callable[[], Callable[[], object]]

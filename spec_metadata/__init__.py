@@ -1,4 +1,4 @@
-"""What a step of speculative decoding is: layouts, trees, paging, acceptance, declared buffers and plans.
+"""Steps of speculative decoding: layouts, trees, paging, acceptance, declared buffers and plans.
 
 Needs torch only. How attention is computed is `attn_backends`' part.
 """

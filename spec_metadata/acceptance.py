@@ -1,4 +1,4 @@
-"""What the target accepts of a draft tree, and where the accepted KV goes: fixed-shape device code, no host read."""
+"""Acceptance of a draft tree by the target, and moves of the accepted KV: fixed shapes on the device, no host read."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def _no_path(node: int, paths: Sequence[Sequence[int]]) -> str | None:
 def check_ancestors(step: Step, ancestors: Tensor) -> None:
     """Check the paths of a draft's branches, of real requests. Reads the device back: for checking mode.
 
-    ancestors: as of `spec_metadata.tree_part`, which refuses other shapes.
+    ancestors: [bs, topk, forward + 1] int64, as of `spec_metadata.tree_part`, which refuses other shapes.
     """
     for request, paths in enumerate(ancestors[: int(step.num_real)].tolist()):
         for branch, path in enumerate(paths):
@@ -248,7 +248,10 @@ def check_ancestors(step: Step, ancestors: Tensor) -> None:
 
 
 def check_kept(step: Step, num_kept: Tensor) -> None:
-    """Refuse to keep the first rows of requests where these are no positions one after the other. Reads no values."""
+    """Refuse to keep the first rows of requests where these are no positions one after the other. Reads no values.
+
+    num_kept: [bs] int32 or int64.
+    """
     if not isinstance(step.query, UniformQuery) or step.is_tree or step.kind is StepKind.DRAFT_DECODE:
         rows = "branches or nodes of a draft" if isinstance(step.query, UniformQuery) else "packed rows"
         raise InvalidStepError(
@@ -260,7 +263,10 @@ def check_kept(step: Step, num_kept: Tensor) -> None:
 
 
 def check_num_kept(step: Step, num_kept: Tensor, num_rows: int) -> None:
-    """Refuse counts of real requests that `kept_rows` would cut. Reads the device back: for checking mode."""
+    """Refuse counts of real requests that `kept_rows` would cut. Reads the device back: for checking mode.
+
+    num_kept: [bs] int32 or int64. num_rows: rows that are kept.
+    """
     counts = num_kept[: int(step.num_real)].tolist()
     if any(not 0 <= count <= step.width for count in counts) or sum(counts) > num_rows:
         raise InvalidStepError(

@@ -55,7 +55,7 @@ NOTHING = Dim("0", lambda e: 0)
 
 
 class Producer(StrEnum):
-    """Who writes a buffer: recordable device code, or a host half that can't be part of a graph (rule R9)."""
+    """The writer of a buffer: recordable device code, or a host half that can't be part of a graph (rule R9)."""
 
     DEVICE = "device"
     HOST = "host"
@@ -137,7 +137,7 @@ def aligned(num_bytes: int) -> int:
 
 
 class Layout:
-    """Where declared buffers lie in one allocation at one extent. Steps of that extent have fresh buffers made by it.
+    """Offsets of declared buffers in one allocation at one extent. Steps of that extent have fresh buffers made by it.
 
     guard: words before and after each buffer. num_bytes: of the allocation, each buffer aligned, guard words included.
     """
@@ -170,7 +170,7 @@ class Layout:
         return Buffers(views, self.extent)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The buffers in a memory of num_bytes and any type, by name."""
+        """The buffers, by name, in a memory of num_bytes: 1-D, of any dtype."""
         begin, own = memory.storage_offset() * memory.itemsize, memory.dtype
         typed = {dtype: memory if dtype is own else memory.view(dtype) for dtype in self._dtypes}
         return {
@@ -179,7 +179,7 @@ class Layout:
         }
 
     def guarded(self, memory: Tensor) -> dict[str, Tensor]:
-        """The buffers with the guard words around them, flat."""
+        """The buffers with the guard words around them, 1-D. memory: as of `views`."""
         views, more = self.views(memory), self.guard
         return {
             name: each.as_strided((each.numel() + 2 * more,), (1,), each.storage_offset() - more)
@@ -187,7 +187,7 @@ class Layout:
         }
 
     def fill(self, memory: Tensor, views: Mapping[str, Tensor]) -> None:
-        """Write padding, and guard words around it."""
+        """Write padding, and guard words around it. memory, views: as of `views` and from it."""
         if self.guard:
             for storage in self.guarded(memory).values():
                 storage.fill_(_guard_word(storage.dtype))

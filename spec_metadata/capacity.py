@@ -1,4 +1,4 @@
-"""How large a step may become: capacities, graph buckets and the extent of a buffer set.
+"""Size limits of steps: capacities, graph buckets and the extent of a buffer set.
 
 `Capacity` is what an engine configures once, `Bucket` and `TokenBucket` name one captured graph, and `Extent` holds the
 numbers that buffer sizes are expressions of (`spec_metadata.buffers`).

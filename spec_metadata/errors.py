@@ -16,7 +16,7 @@ class InvalidStepError(ValueError):
 
 
 def describe(value: object) -> str:
-    """What was given, for a refusal: shape and type of a tensor, anything else as it prints itself, cut short."""
+    """A value in an error's text: shape and dtype of a tensor, the repr of anything else, cut short."""
     return f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else shortened(value)
 
 

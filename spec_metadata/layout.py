@@ -22,7 +22,7 @@ from spec_metadata.step_checks import check_paging, check_requests, check_step, 
 
 
 class HostBounds(TypedDict, total=False):
-    """What the host knows of a step's lengths.
+    """Bounds of a step's lengths, known on the host.
 
     max_committed: bound on seq_lens, which makes the buffers of an eager step smaller (None says the same as the
     capacity's max_context). seq_lens_cpu: exact committed lengths of the real requests, which kernels that plan on the
@@ -138,7 +138,7 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Where the step's tensors live."""
+        """Device of the step's tensors."""
         return self.seq_lens.device
 
     @property
@@ -325,7 +325,7 @@ def check_is_step(step: Step) -> None:
 
 
 def next_slots(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> Tensor:
-    """The slots right after the committed tokens, in out_cache_loc order.
+    """The slots right after the committed tokens, in out_cache_loc order: 1-D int64. seq_lens: [bs] int32 or int64.
 
     Row j of a request takes position seq_lens + j; (branch k, step i) of a draft takes seq_lens + k * num_steps + i.
     """

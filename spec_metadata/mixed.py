@@ -50,7 +50,7 @@ def mixed_step(parts: Sequence[Step]) -> Step:
 
 
 def mixed_reasons(parts: Sequence[Step]) -> list[str]:
-    """Why steps can't be mixed; empty if they can. Reads no values on the device."""
+    """Reasons why steps can't be mixed; empty if they can. Reads no values on the device."""
     for part in parts:
         check_is_step(part)
     if not parts:

@@ -1,4 +1,4 @@
-"""Where a request's tokens live: cache geometry and the two forms of table that engines keep.
+"""Paging of requests' tokens: cache geometry and the two forms of table that engines keep.
 
 `RequestTable` is a request-to-token table (SGLang's req_to_token): a row per request slot, an entry per token position.
 `BlockTable` is a padded block table (vLLM): a row per request of the batch, an entry per page. A plan asks either for
@@ -111,7 +111,7 @@ class RequestTable:
 
     @property
     def padding(self) -> int:
-        """What the per-step part of a padded request holds: the reserved row."""
+        """The per-step entry of a padded request: the reserved row."""
         return self.geometry.reserved_row
 
     def on_static(self, buffer: Tensor) -> Self:
@@ -162,7 +162,7 @@ class BlockTable:
 
     @property
     def padding(self) -> int:
-        """What the per-step part of a padded request holds: the reserved page."""
+        """The per-step entry of a padded request: the reserved page."""
         return self.geometry.reserved_page
 
     def on_static(self, buffer: Tensor) -> Self:

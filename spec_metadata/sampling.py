@@ -36,7 +36,7 @@ _UNIT = 2.0**40
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request chooses its tokens.
+    """Sampling options of one request.
 
     temperature: logits are divided by it; 0 is greedy. top_k: the most likely tokens that may be chosen; 0 is all.
     top_p: of those, renormalised, the fewest most likely that hold this much probability. seed: any int64; requests of
@@ -134,7 +134,7 @@ def choose(logits: Tensor, params: SamplingParams, positions: Tensor) -> Tensor:
 
 
 def check_rows(logits: Tensor, params: SamplingParams, positions: Tensor) -> None:
-    """Refuse what `choose` can't take. Raises `InvalidStepError`."""
+    """Raise `InvalidStepError` unless logits are [bs, width, vocab] and positions [bs, width], bs as in params."""
     if logits.shape[:2] != positions.shape or logits.ndim != 3 or positions.shape[0] != params.seed.shape[0]:
         raise InvalidStepError(
             f"logits must be [bs, width, vocab] with positions [bs, width] for the {params.seed.shape[0]} requests of "

@@ -112,8 +112,8 @@ class CommittedState:
         tree_mask: Tensor | None = None,
         widths: Tensor | None = None,
     ) -> tuple[Paging, BoundInputs]:
-        """What a phase of a bucket of bs requests is captured with: the paging and the inputs. The rest are buffers of
-        the phase's own, as of `BoundInputs`.
+        """Paging and inputs for the capture of a phase, with a bucket of bs requests. The others are the phase's own
+        buffers, as in `BoundInputs`.
         """
         if not 1 <= bs <= self.seq_lens.shape[0]:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
@@ -141,7 +141,10 @@ def _check(name: str, given: Any, shape: tuple[int, ...], own: Tensor) -> None:
 
 
 def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:
-    """Load a state by copies and a fill: the definition. Entries after the requests are padding and stay as is."""
+    """Load a state by copies and a fill: the definition. Entries after the requests are padding and stay as is.
+
+    seq_lens, rows: as of `CommittedState.load`, checked.
+    """
     bs = seq_lens.numel()
     for given, own in ((seq_lens, state.seq_lens), (rows, state.paging.static_input())):
         if given is not None:

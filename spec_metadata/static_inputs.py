@@ -69,7 +69,7 @@ def static_step(bucket: AnyBucket, paging: Paging, buffers: Buffers) -> Step:
 
 
 def misfit(static: Step, step: Step) -> list[str]:
-    """Why a captured step can't take this one; empty if it can. Reads shapes and addresses only."""
+    """Reasons why a captured step can't take this one; empty if it can. Reads shapes and addresses only."""
     if step.kind is StepKind.IDLE:
         return []
     reasons = _query_misfit(static, step)

@@ -1,4 +1,4 @@
-"""What a step is refused for when it is made: types, shapes and devices of what it is made of, and host lengths."""
+"""Checks of a step when it is made: types, shapes and devices of its fields, and lengths on the host."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_step(step: Step) -> None:
 
 
 def check_requests(query: AnyQuery, num_steps: int, seq_lens: Tensor, paging: Paging) -> None:
-    """Layout, lengths and table agree on the requests; asked before slots are looked up."""
+    """Raise `InvalidStepError` unless layout, lengths, [bs] int32 or int64, and table agree on the requests."""
     check_tensor("seq_lens", seq_lens, ("bs",), INTEGERS)
     check_paging(paging)
     bs = seq_lens.shape[0]
@@ -127,7 +127,7 @@ def check_rows(paging: Paging, num: int) -> None:
 
 
 def check_device(seq_lens: Tensor, **others: Tensor | int | None) -> None:
-    """Kernels follow addresses, and would take those of another device for their own."""
+    """Raise `InvalidStepError` for a tensor on another device than seq_lens: kernels take any address for their own."""
     for name, tensor in others.items():
         if isinstance(tensor, Tensor) and tensor.device != seq_lens.device:
             raise InvalidStepError(

@@ -1,4 +1,4 @@
-"""From the host to a device without a wait."""
+"""Copies from the host to a device without a wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row sees and where it writes: the one definition of each (rule R4), for the worker, plans and backends.
+"""Visible keys and write slots of rows: the one definition of each (rule R4), for the worker, plans and backends.
 
 Attention of a step is a dense part, a prefix of the request's tokens, and for trees a tree part: drafted tokens read by
 slot under an ancestor mask. The two are joined by their log-sum-exp.
@@ -129,8 +129,8 @@ Drafted = Tensor | BlockRows | int
 
 
 def drafted(step: Step, forward: int) -> Drafted:
-    """What the rows of a forward see beside its dense part: as many tokens each, or the mask [bs, width, width] of a
-    verify's tree, which says it for each row. Of a draft block the rows, which see nothing besides.
+    """The drafted tokens that rows of a forward see beside its dense part: their number, the same for each row, or a
+    verify's tree mask, [bs, width, width] bool. Of a draft block its rows, which see none besides.
     """
     if step.kind is StepKind.DRAFT_BLOCK:
         return BlockRows(step.bs, step.width, step.device)
@@ -140,8 +140,8 @@ def drafted(step: Step, forward: int) -> Drafted:
 
 
 def windowed(window: int | None, drafted: Drafted) -> tuple[int | None, Tensor | None]:
-    """What a sliding window of W leaves of the dense part: the last so many of its keys and of those that rows see
-    besides, which are [bs * width] int32, None for none.
+    """The last keys of the dense part in a sliding window of W: their number, and how many fewer they are in each row,
+    for its drafted keys: [bs * width] int32, None for none.
 
     A row's window is measured by its depth: in a tree rows differ in it, and in their first key with it. In a draft
     block behind L committed tokens row j, at position L + j, sees from max(0, L + j - W + 1) to the end of the block:

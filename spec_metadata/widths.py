@@ -1,4 +1,4 @@
-"""How many rows each request of a ragged step has: the rule that keeps them within bounds, on the device.
+"""Numbers of rows of a ragged step's requests: the rule that keeps them within bounds, on the device.
 
 The first row always stays. Of the others it is the least confident rows that go, and with a row all that are below it:
 

@@ -5,13 +5,24 @@ three passages of every page answer a question each.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
+import zlib
 from pathlib import Path
 
 import pytest
 
-from tests.words import MOST_WORDS, of_docstrings, of_documents, of_messages, public, sentences, wrong
+from tests.words import (
+    MOST_WORDS,
+    of_docstrings,
+    of_documents,
+    of_messages,
+    public,
+    sentences,
+    without_subject,
+    wrong,
+)
 
 ROOT = Path(__file__).parent.parent
 PASSAGES = tomllib.loads((ROOT / "tests" / "passages.toml").read_text())
@@ -23,6 +34,10 @@ def test_every_sentence_is_plain(source):
     found = list(source())
     assert len(found) > 400
     assert [(each.place, complaint, each.text) for each in found for complaint in wrong(each.text)] == []
+
+
+def test_docstrings_begin_with_a_noun():
+    assert [(each.place, each.text) for each in without_subject()] == []
 
 
 @pytest.mark.parametrize(
@@ -74,6 +89,14 @@ def test_three_passages_of_the_page_answer_their_questions(page):
         assert question.endswith("?")
         facts = set(re.findall(r"`[^`]+`|\d[\d.,]*\d|\d", answer))
         assert all(fact in quote for fact in facts), f"{page}: {answer!r} says what {quote!r} does not"
+
+
+def test_every_passage_has_a_readers_answer_as_it_stands():
+    answered = json.loads((ROOT / "tests" / "passages_answered.json").read_text())
+    asked = {
+        f"{zlib.crc32((quote + question).encode()):08x}" for page in PASSAGES.values() for quote, question, _ in page
+    }
+    assert answered.keys() - {"about"} == asked, "a reader who has not seen the code answers what is new"
 
 
 def test_no_passages_are_of_a_page_that_is_gone():

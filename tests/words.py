@@ -66,6 +66,7 @@ IDIOMS = (
     r"\bis without\b",
     r"\bthat is gone\b",
 )
+NO_SUBJECT = re.compile(r"(?:What|Which|Whose|Who|Where|Why|How|Of|That|Those)\b")  # "Whether x holds." is plain
 PACKAGES = (
     "spec_metadata",
     "attn_backends",
@@ -93,7 +94,7 @@ class Sentence:
 
 
 def wrong(text: str) -> list[str]:
-    """What is wrong with a sentence."""
+    """Complaints about a sentence."""
     length = len(WORD.findall(SHAPE.sub("SHAPE", text)))
     found = [f"{length} words, over {MOST_WORDS}"] if length > MOST_WORDS else []
     for pattern, term in TERMS.items():
@@ -113,13 +114,13 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def of_documents() -> Iterator[Sentence]:
-    """What the documents say."""
+    """Sentences of the documents."""
     for document in DOCUMENTS:
         yield from (Sentence(str(document), text) for text in sentences((ROOT / document).read_text()))
 
 
 def of_docstrings() -> Iterator[Sentence]:
-    """What public modules, classes, functions and methods say; formulas in them, which are indented, are no prose."""
+    """Sentences of public docstrings, without formulas, which are indented."""
     for path in _sources():
         for node in public(ast.parse(path.read_text())):
             place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
@@ -127,8 +128,17 @@ def of_docstrings() -> Iterator[Sentence]:
             yield from (Sentence(place, text) for text in sentences(said))
 
 
+def without_subject() -> Iterator[Sentence]:
+    """Public docstrings whose first sentence hides what they describe in a clause."""
+    seen = set[str]()
+    for sentence in of_docstrings():
+        if sentence.place not in seen and NO_SUBJECT.match(sentence.text):
+            yield sentence
+        seen.add(sentence.place)
+
+
 def of_messages() -> Iterator[Sentence]:
-    """What errors say, and the help of commands and their options; a value in a message is the word CODE."""
+    """Sentences of errors and of commands' help; a value in a message is the word CODE."""
     for path in _sources():
         for node in ast.walk(ast.parse(path.read_text())):
             parts = [node.exc] if isinstance(node, ast.Raise) and node.exc else []
@@ -154,7 +164,7 @@ def _sources() -> list[Path]:
 
 
 def public(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
-    """A module or what is public in it."""
+    """A module and its public classes, functions and methods."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         if not isinstance(node, ast.Module) and node.name.startswith("_"):
             return

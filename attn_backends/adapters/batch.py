@@ -1,4 +1,4 @@
-"""What batches of vLLM and TensorRT-LLM have in common: a block table, and query lengths that are known on the host.
+"""The common part of vLLM's and TensorRT-LLM's batches: a block table, and query lengths known on the host.
 
 Neither engine's object says in which situation it is, and both put prompts and running requests into one batch. The
 worker knows, so it splits the batch and names the situation of each part:
@@ -55,7 +55,7 @@ class BlockTableBatch:
         return slice(self.first_row, self.first_row + sum(self.query_lens))
 
     def leading(self, width: int) -> int:
-        """How many requests at the front have exactly `width` query rows."""
+        """The number of requests at the front that have exactly `width` query rows."""
         return len(list(takewhile(lambda length: length == width, self.query_lens)))
 
     def split(self, num_requests: int) -> tuple[Self, Self]:
@@ -94,8 +94,8 @@ class BlockTableBatch:
         )
 
     def ragged_verify(self, widths: Tensor, width: int) -> Step:
-        """Of rows that the device divides among requests, by widths, [bs], of at most width each. query_lens is a guess
-        of the host, of as many rows in all. Slots are those of the table.
+        """A verify whose rows the device divides among requests, by widths, [bs], at most width each. query_lens is a
+        guess of the host, of as many rows in all. Slots are those of the table.
         """
         query = BoundedQuery(widths, sum(self.query_lens), width)
         return Step.target_verify(query, self.committed, self.paging, max_committed=self.max_committed)
@@ -181,7 +181,7 @@ def with_rows(parts: Sequence[ForwardMetadata]) -> list[tuple[slice, ForwardMeta
 
 
 def host_list(name: str, tensor: Tensor | None) -> list[int]:
-    """The values of a host mirror. Refuses a missing one and one that lives on a device, which would be read back."""
+    """The values of a host mirror, 1-D of integers. Refuses None, and one on a device, which would be read back."""
     if tensor is None:
         raise InvalidStepError(f"{name} is None; it is needed on the host and is not read back from the device")
     if tensor.device.type != "cpu":

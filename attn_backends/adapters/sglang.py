@@ -140,7 +140,7 @@ class ForwardBatches:
         return builders[mode](batch, bs)
 
     def bound(self, batch: ForwardBatch, mask: Tensor | None = None) -> tuple[RequestTable, BoundInputs]:
-        """What a graph reads of its batch at every replay: the paging of its capture and its inputs.
+        """The parts of a batch that a graph reads at every replay: the paging of its capture, and bound inputs.
 
         batch: what SGLang captures with, whose tensors are the runner's static buffers; their padded requests name row
         0 of the table. mask: [bs, width, width] bool, where the mask of a verify over a tree is written before each

@@ -20,7 +20,7 @@ from spec_metadata.upload import upload
 
 
 class KVCacheManager(Protocol):
-    """What is read of a KV cache manager, the target's or the draft's.
+    """The parts of TensorRT-LLM's KV cache manager, the target's or the draft's, that the adapter reads.
 
     tokens_per_block: page size. get_block_ids_per_seq: [num_seqs, columns] int32 on the host, columns as many as the
     longest request has blocks.
@@ -34,7 +34,7 @@ class KVCacheManager(Protocol):
 
 
 class KVCacheParams(Protocol):
-    """What is read of the cache parameters. use_cache: whether there is a cache."""
+    """The parts of the cache parameters that the adapter reads. use_cache: whether there is a cache."""
 
     use_cache: bool
 

@@ -66,7 +66,7 @@ _GLUON = replace(_TORCH, dtypes=frozenset({torch.bfloat16}), head_sizes=_SIZES)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """What a kernel of this backend is launched on.
+    """The arguments of a kernel's launch in this backend.
 
     planned: the plan, or a vendor's `Scheduled`. entry_slots: [num_tokens, num_entries] int32, the entries that a row
     attends to and then -1; None for a layer without compression.
@@ -239,7 +239,7 @@ class DSV4Backend(AttentionBackend[CompressedPlan]):
         return launch(q, cache, selected, layer)
 
     def unsupported_reasons(self, step: Step) -> list[str]:
-        """Why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
+        """Reasons why this backend and kernel can't take a step; empty if it can. Reads no values on the device."""
         reasons = super().unsupported_reasons(step)
         if step.is_tree:
             reasons.append("topk > 1: a compressor's states are those of one chain; draft with topk = 1")

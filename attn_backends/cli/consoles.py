@@ -1,4 +1,4 @@
-"""Where commands write: standard output, the errors, and the progress of what takes longer than two seconds."""
+"""Consoles of commands: standard output, errors, and the progress of work that takes longer than two seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `configs/backends/NAME.toml` says of a backend: how it runs by default, and what it is known to fail."""
+"""Options of a backend in `configs/backends/NAME.toml`: its defaults, and its expected failures."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ExpectedFailureOptions(Options):
-    """What a backend is known to fail in the conformance suite: a check's id, a case's name or pattern, why, and a
-    link.
-    """
+    """An expected failure in the conformance suite: a check's id, a case's name or pattern, the reason, and a link."""
 
     check: str
     case: str
@@ -25,7 +23,7 @@ class ExpectedFailureOptions(Options):
 
 
 class BackendOptions(Options):
-    """How a backend runs by default. model: the embedded model that it is shown on. expected_failures: of the
+    """Defaults of a backend. model: the embedded model that it is shown on. expected_failures: of the
     conformance suite.
     """
 
@@ -37,7 +35,7 @@ class BackendOptions(Options):
 
 
 def backend_options(name: str) -> BackendOptions | None:
-    """What `configs/backends` says of a backend; None of one that has no file there."""
+    """Options of a backend in `configs/backends`; None if it has no file there."""
     path = _config_folder() / "backends" / f"{name}.toml"
     return validated(BackendOptions, read_toml(path), path) if path.is_file() else None
 

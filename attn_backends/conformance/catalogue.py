@@ -31,7 +31,7 @@ class CheckFailure(AssertionError):
 
 @dataclass(frozen=True)
 class Measured:
-    """What a check found in order.
+    """The result of a check that passed.
 
     max_err, budget: of the field that came nearest to its budget, where numbers are compared. refusal: the reasons,
     where an undeclared capability was fed in and refused.
@@ -61,7 +61,7 @@ class Subject:
 
     @property
     def capabilities(self) -> Mapping[StepKind, Capabilities]:
-        """What the kernel declares for each step kind."""
+        """The kernel's capabilities, by step kind."""
         return self.chosen.capabilities
 
 

@@ -1,4 +1,4 @@
-"""What only compressed keys have: rolling back, states, blocks and their edges, and layers of several kinds."""
+"""Checks of compressed keys alone: rollbacks, states, blocks and their edges, and layers of several kinds."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _open_blocks(subject: Subject) -> list[Case]:
 
 @check("compressed.no_block_closes", _compressed(_open_blocks), fixed_lens=True)
 def no_block_closes(subject: Subject, case: Case) -> Measured:
-    """Where a step closes no block it writes no entry: not in the first slot, the last, or the reserved page."""
+    """A step that closes no block writes no entry: not in the first slot, the last, or the reserved page."""
     ran = run_case(subject, case)
     assert isinstance(ran.scene, CompressedScene)
     before, after = (ran.scene.world.pools(memory) for memory in (ran.before, ran.scene.world.memory))

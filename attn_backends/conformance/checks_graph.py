@@ -209,7 +209,7 @@ def stable_addresses(subject: Subject, case: Case) -> Measured:
 
 @check("graph.keeps_no_memory", any_graph(growing))
 def keeps_no_memory(subject: Subject, case: Case) -> Measured:
-    """What `replay` allocates is gone when it returns: a graph can't read it."""
+    """`replay` frees all memory that it allocates: a graph can't read it."""
     captured, scene = _captured(subject, case)
     step = scene.step()
     kept = _kept_by(lambda: captured.world.backend.replay(captured.meta, step))

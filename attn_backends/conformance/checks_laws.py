@@ -41,7 +41,7 @@ def _agree(ran: Ran, what: str, others: list[AttentionOutput]) -> Measured:
 
 @check("laws.relabelled_pages", eager())
 def relabelled_pages(subject: Subject, case: Case) -> Measured:
-    """Where pages lie changes nothing."""
+    """The places of pages change nothing."""
     ran = run_case_eagerly(subject, case)
     elsewhere = scene_of(world_of(setup_of(subject, case)), batch_of(case), case.seed, placement=case.seed + 100)
     return _agree(ran, "with pages elsewhere", run_eagerly(elsewhere, case).outputs)

@@ -1,4 +1,4 @@
-"""What a backend of compressed keys must refuse: pages that cut blocks, and steps that lose states."""
+"""Refusals that a backend of compressed keys must give: pages that cut blocks, and steps that lose states."""
 
 from __future__ import annotations
 

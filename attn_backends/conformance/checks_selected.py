@@ -1,4 +1,4 @@
-"""Which entries an indexer selects where scores are equal, in batches of a few rows and of many."""
+"""Checks of an indexer's selection where scores are equal, in batches of a few rows and of many."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _tied(subject: Subject) -> list[Case]:
 
 @check("compressed.equal_scores", _tied)
 def equal_scores(subject: Subject, case: Case) -> Measured:
-    """Of entries with equal scores the lower one is selected, in steps of more than 256 rows too."""
+    """The lower of two entries with equal scores is selected, in steps of more than 256 rows too."""
     world = world_of(setup_of(subject, case))
     assert isinstance(world, CompressedWorld)
     captured = Captured(world, case) if case.path == "graph" else None

@@ -217,7 +217,7 @@ def same_pages(world: World, case: Case, others: Sequence[str]) -> list[Scene]:
 
 @check("graph.other_buckets", one_page_size(any_graph(growing)))
 def other_buckets(subject: Subject, case: Case) -> Measured:
-    """Which other batch sizes of its kind are captured, and in which order, changes no bit of what a graph gives."""
+    """Other captured batch sizes of its kind, in any order, change no bit of a graph's results."""
     alone, world = run_case_through_graph(subject, case), world_of(setup_of(subject, case))
     few = replace(case, bs=2, lens=case.lens[:2], widths=case.widths[:2], num_tokens=max(case.num_tokens - 1, 0))
     most = replace(case, bs=world.capacity.max_bs, num_tokens=2 * case.num_tokens)

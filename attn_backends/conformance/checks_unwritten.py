@@ -24,8 +24,8 @@ from spec_metadata import StepKind
 
 @contextmanager
 def allocations_hold_nan() -> Iterator[None]:
-    """What is allocated without being written holds NaN, or the largest integer: torch does so in its deterministic
-    mode, in which alone it is asked for here.
+    """A context in which memory that is allocated and not written holds NaN, or the largest integer, by torch's
+    deterministic mode.
     """
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory

@@ -1,4 +1,4 @@
-"""What a worker does between steps: drafts a tree, accepts a path of it, and moves what it accepted.
+"""Checks of a worker between steps: it drafts a tree, accepts a path of it, and moves the accepted KV.
 
 The laws (`worker_laws`) hold for any implementation of acceptance, beams and compaction.
 """

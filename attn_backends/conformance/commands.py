@@ -11,14 +11,16 @@ WITHOUT_PICTURE = ("refusals", "api")  # groups of checks that plan nothing
 
 
 def again(row: Row, name: str, device: str, case: str) -> str:
-    """What runs the case of a row alone. name: of the backend, or module:Class. device: cpu or cuda. case: a file, or
-    JSON.
+    """The command that runs a row's case alone. name: of the backend, or module:Class. device: cpu or cuda. case: a
+    file, or JSON.
     """
     return shlex.join(["attn-backends", "conformance", name, *_options(row, device, case)])
 
 
 def picture(row: Row, name: str, device: str, case: str) -> str:
-    """What draws the metadata of a row's case, wrong rows marked; "" if its check plans none. Arguments as `again`."""
+    """The command that draws the metadata of a row's case, wrong rows marked; "" if its check plans none. Arguments as
+    `again`.
+    """
     if group_of(row.check) in WITHOUT_PICTURE:
         return ""
     return shlex.join(["attn-backends", "explain", name, *_options(row, device, case)])

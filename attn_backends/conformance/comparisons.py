@@ -34,8 +34,8 @@ def returns_lse(scene: Scene) -> bool:
 
 
 class Expectation:
-    """What a field of all forwards must be. exact: of each forward, float64. budget: that an element may be off by, as
-    the oracle has it and `allowance` more.
+    """Expected values of a field in all forwards. exact: of each forward, float64. budget: largest error of an element,
+    the oracle's and `allowance` more.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Expectation:
 
 
 def expectations(scene: Scene, inputs: list[ForwardInputs]) -> tuple[Expectation, Expectation]:
-    """What the outputs and the LSEs of a scene must be."""
+    """Expected outputs and LSEs of a scene."""
     dtype = scene.world.setup.dtype
     single = torch.float32 if dtype is torch.float64 else dtype
     forwards = range(scene.num_forwards)

@@ -53,7 +53,7 @@ def best(scores: Sequence[float], topk: int) -> list[int]:
 
 
 def gap(scores: Sequence[float], topk: int) -> float:
-    """How far the last selected score is above the first that is not; infinite where all are selected."""
+    """The last selected score less the first that is not; infinite where all are selected."""
     ordered = sorted(scores, reverse=True)
     return ordered[topk - 1] - ordered[topk] if len(ordered) > topk else float("inf")
 

@@ -28,7 +28,7 @@ NAN_BYTE, FINITE_BYTE = 0xFF, 0x42
 
 @dataclass(frozen=True)
 class CompressedForwardInputs(ForwardInputs):
-    """What a model hands to one forward of a compressed layer."""
+    """A model's inputs to one forward of a compressed layer."""
 
     stored: CompressedInputs  # type: ignore[assignment]
     index: IndexQuery | None

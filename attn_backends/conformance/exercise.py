@@ -36,7 +36,7 @@ CONTENTS = {"nan": float("nan"), "finite": 77.0}
 
 
 def setup_of(subject: Subject, case: Case) -> Setup:
-    """Which backend, on what cache, in what arithmetic. Compressed keys have small ratios but on the largest pages."""
+    """The setup of a case. Compressed keys have small ratios but on the largest pages."""
     format = CompressedFormat(case.format) if case.format in list(CompressedFormat) else CacheFormat(case.format)
     backend = subject.backend
     if is_compressed(backend) and case.page_size != REAL_PAGE:
@@ -130,7 +130,7 @@ def run_case_through_graph(subject: Subject, case: Case) -> Ran:
 
 
 def bucket_of(world: World, case: Case) -> Bucket | TokenBucket:
-    """What a case's graph is captured in."""
+    """The bucket of a case's graph."""
     kind = StepKind(case.kind)
     return TokenBucket(kind, case.bs, case.num_tokens) if case.num_tokens else world.capacity.bucket(kind, case.bs)
 

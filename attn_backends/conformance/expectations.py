@@ -1,4 +1,4 @@
-"""What a backend is known to fail, as strict data: it must name a check, give a reason and a link, and really fail."""
+"""Expected failures of a backend, as strict data: each names a check, has a reason and a link, and really fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ConformanceOptions(Options):
 
 
 def known_failures(name: str, config: Path | None = None) -> tuple[ExpectedFailure, ...]:
-    """What the backend's file in `configs/backends`, or the given file, says that it fails."""
+    """Expected failures of a backend, from its file in `configs/backends` or the given file."""
     found = _conformance_options(config) if config else backend_options(name)
     return tuple(ExpectedFailure(**each.model_dump()) for each in found.expected_failures) if found else ()
 

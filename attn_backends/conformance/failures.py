@@ -1,4 +1,4 @@
-"""How failures are printed: the most basic group of checks first, and of each all that is needed to debug it."""
+"""Failures as text: the most basic group of checks first, and of each all that is needed to debug it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ REFUSING = ("init_forward_metadata", "capture", "store", "forward")  # what refu
 
 @dataclass(frozen=True)
 class FailedGroup:
-    """What failed of a group of checks on one kernel. shown: the first rows to look at, of different checks if there
-    are. counts: how many cases of each check failed.
+    """Failures of a group of checks on one kernel. shown: the first rows to look at, of different checks if there are.
+    counts: how many cases of each check failed.
     """
 
     name: str
@@ -54,8 +54,8 @@ def _first_of_each(by_check: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
 
 
 def explained(row: Row, again: str, picture: str = "") -> str:
-    """What is needed to debug a failure: the check, the case, the difference, and the command that repeats it. again,
-    picture: commands (`conformance.commands`).
+    """A failure as text: the check, the case, the difference, and the command that repeats it. again, picture: commands
+    (`conformance.commands`).
     """
     lines = [f"{row.status}: {row.check} on {row.backend} ({row.kernel})", row.reason]
     lines.append(f"check: {CATALOGUE[row.check].about}")
@@ -67,7 +67,9 @@ def explained(row: Row, again: str, picture: str = "") -> str:
 
 
 def lost_refusals(subject: Subject) -> str:
-    """Why a refusal that the base class makes may be missing: the methods that make it and that a backend replaces."""
+    """The reason why a refusal that the base class makes may be missing: the methods that make it and that a backend
+    replaces.
+    """
     replaced = [name for name in REFUSING if getattr(subject.backend, name) is not getattr(AttentionBackend, name)]
     if not replaced:
         return ""

@@ -1,4 +1,4 @@
-"""How fast a kernel is beside what its device allows: floors, which stand in a report and never fail a run.
+"""Speed of a kernel beside its device's limits: floors, which stand in a report and never fail a run.
 
 Roofs are measured in the same run: a copy of memory, and a product of matrices in the queries' type. What they allow a
 step is the longer of its bytes and its operations. Times are medians of replays of CUDA graphs that hold one call each.
@@ -39,8 +39,8 @@ NO_SPLIT = "as of a kernel that does not split its keys over the device where a 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What is timed. requests, context: of a batch. long: keys of a request that is alone. copied: bytes of a copy.
-    product: rows of a matrix.
+    """Sizes of timed work. requests, context: of a batch. long: keys of a request that is alone. copied: bytes of a
+    copy. product: rows of a matrix.
     """
 
     requests: int = 32
@@ -63,7 +63,7 @@ class Floor:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was measured."""
+        """Whether the value is at most `most`; None where nothing was measured."""
         return None if self.value is None else self.value <= self.most
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a model hands to one forward of a scene."""
+"""A model's inputs to one forward of a scene."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_backends.cache import CacheInputs, KeyValues, Latents
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a model hands to one forward."""
+    """A model's inputs to one forward."""
 
     q: Tensor
     stored: CacheInputs

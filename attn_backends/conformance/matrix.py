@@ -32,6 +32,10 @@ _COLUMNS = (
     "kernel", "steps", "pages", "head sizes", "query heads", "rows per request", "packed", "trees", "LSE", "graphs",
     "packed graphs", "dtypes", "cache dtypes", "layer extras", "over-read", "host lengths",
 )  # fmt: skip
+_DECODED_ABOUT = (
+    "Speculative decoding gives plain decoding's tokens: identical, or consistent (they differ only where rounding "
+    "decides)."
+)
 _DECODED = (
     "backend", "kernel", "model", "draft", "path", "dtype", "cache_dtype", "tokens_per_cycle", "identical",
     "consistent",
@@ -83,7 +87,7 @@ def page(*results: Results) -> str:
         lines += ["", *_outcomes(heads, report)]
     for found in (found for found in results if found.rows and "tokens_per_cycle" in found.rows[0]):
         lines += ["", f"## Speculative decoding on {found.head.device}", "", *_source(found.head), ""]
-        lines += ["Tokens are those of plain decoding, or consistent with them where rows of low precision round.", ""]
+        lines += [_DECODED_ABOUT, ""]
         lines += _table(_DECODED, ([_shown(row.get(name)) for name in _DECODED] for row in found.rows))
     checks = ([f"`{check.id}`", check.about] for check in CATALOGUE.values())
     lines += ["", "## What the checks hold", "", *_table(("check", "about"), checks)]

@@ -36,7 +36,7 @@ def rounded_lse(q: Tensor, keys: Tensor, scale: float, weights: torch.dtype) -> 
 
 
 def truncation(dim: int, largest: float) -> float:
-    """What a tensor core may lose of a score: it cuts off its float32 sum, not rounds it, after every 16 products.
+    """Largest error of a score on a tensor core: it cuts off its float32 sum, not rounds it, after every 16 products.
 
     dim: elements of a head. largest: bound on the sum of a score's products, each without its sign.
     """
@@ -49,8 +49,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
 
 
 def budget(exact: Tensor, rounded: Tensor, dtype: torch.dtype) -> float:
-    """What an output of `dtype` may differ from the exact one: twice the largest error over the case of the reference
-    in that precision, plus one rounding step of the largest number.
+    """Largest allowed error of an output of `dtype`: twice the largest error over the case of the reference in that
+    precision, plus one rounding step of the largest number.
 
     rounded: what the reference gives. For float64 it is the reference in float32, with its error scaled to float64, and
     the budget is eight times as large. There the oracle is no more exact than what is compared with it, matrix products

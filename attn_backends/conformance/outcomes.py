@@ -1,4 +1,4 @@
-"""What came of a case and of a run: six outcomes, rows, and a report with documented exit codes."""
+"""Results of cases and of runs: six outcomes, rows, and a report with documented exit codes."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def head(self) -> Head:
-        """Where the rows come from."""
+        """The origin of the rows."""
         return Head(self.device, self.versions, self.date, self.commit, self.command)
 
     @property
@@ -137,7 +137,7 @@ class Report:
 
     @property
     def own(self) -> dict[str, Any]:
-        """What a report has beside the head and rows of every result."""
+        """Fields of a report beside the head and rows of every result."""
         own = {name: getattr(self, name) for name in _OWN}
         return {name: value for name, value in own.items() if value}
 

@@ -52,14 +52,14 @@ class Suite:
 
     @property
     def selection(self) -> Selection:
-        """What is asked for."""
+        """The selection that pytest's options ask for."""
         names = ("select", "quick", "profile", "effort", "seed", "contract")
         given = {name: self._config.getoption(f"attn_{name}") for name in names}
         return Selection(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def report(self) -> Report:
-        """Of what has run so far."""
+        """The report of all that has run so far."""
         command = ("pytest", *map(str, self._config.invocation_params.args))
         device = self._config.getoption("attn_device")
         sizes = self._profile_cases if self._rows else {}  # without rows, perhaps because a name is of no backend
@@ -148,7 +148,7 @@ def parameters(
     require_run: bool,
     asked: Mapping[str, Any],
 ) -> dict[str, Callable[[], None]]:
-    """What `attn_backends_pytest.parametrize_with_checks` gives to a test: what runs and ends each item, by its id."""
+    """Functions that run and conclude each item, by its id, for `attn_backends_pytest.parametrize_with_checks`."""
     check_expectations(expected)
     selection = Selection(**asked)
     planned = [item for each in backends for item in items(each, kernel, device, selection, expected, "")]

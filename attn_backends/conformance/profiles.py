@@ -14,7 +14,6 @@ from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import group_of
 from attn_backends.conformance.outcomes import Outcome, Row
 from attn_backends.contract import CONTRACT
-from attn_backends.errors import ConfigError
 from spec_metadata import StepKind
 
 DRAFTED = (StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
@@ -114,23 +113,15 @@ def _is_prefill_graph(case: Case) -> bool:
     return case.kind == StepKind.PREFILL and case.path == "graph"
 
 
-def profile_of(name: str) -> Profile:
-    """A profile by its name; `ConfigError` lists all for another."""
-    if name not in PROFILES:
-        known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
-        raise ConfigError(f"there is no profile {name!r}; there are {known}")
-    return PROFILES[name]
-
-
 def totals(cases: Iterable[Case | None]) -> dict[str, int]:
-    """How many of some cases each profile holds, without those drawn at random."""
+    """The number of cases that each profile holds, without those drawn at random."""
     known = {case for case in cases if case is not None and not case.drawn}
     return {name: sum(map(profile.holds, known)) for name, profile in PROFILES.items()}
 
 
 def lacking(rows: Iterable[Row], profile_cases: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
-    """How many cases each `backend/kernel` lacks of each profile: those in no row. A profile that lacks none is left
-    out. profile_cases: how many cases there are.
+    """The number of cases that each `backend/kernel` lacks of each profile: those in no row. A profile that lacks none
+    is left out. profile_cases: how many cases there are.
     """
     by_kernel = _by_kernel(rows)
     ran = {kernel: totals(row.case for row in by_kernel.get(kernel, ())) for kernel in profile_cases}

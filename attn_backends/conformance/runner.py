@@ -48,7 +48,7 @@ def run_conformance(
 
 
 def floors_of(backends: Sequence[Backend], kernel: str, device: str) -> list[dict[str, Any]]:
-    """How fast the kernels are that run here, beside what the device allows: on a GPU, whose times mean something."""
+    """Floors of the kernels that run here, as rows; on a CPU none, because its times mean nothing."""
     if torch.device(device).type != "cuda":
         return []
     ours = [each for each in map(resolve, backends) if not issubclass(each, ForeignBackend)]
@@ -59,8 +59,8 @@ def floors_of(backends: Sequence[Backend], kernel: str, device: str) -> list[dic
 def profile_cases_of(
     backends: Sequence[Backend], kernel: str, device: str, selection: Selection
 ) -> dict[str, dict[str, int]]:
-    """How many cases of each profile each `backend/kernel` that runs here has, in whatever is selected of them. None of
-    a quick run, which has all cases of no profile, and of another project's backends.
+    """The number of selected cases of each profile, for each `backend/kernel` that runs here. Empty for a quick run,
+    which has all cases of no profile, and for another project's backends.
     """
     ours = [] if selection.quick else [each for each in map(resolve, backends) if not issubclass(each, ForeignBackend)]
     subjects = [subject for each in ours for subject in resolve_subjects(each, kernel, device)[0]]

@@ -172,7 +172,7 @@ class Scene:
         return found
 
     def paging(self) -> Paging:
-        """Where the requests live."""
+        """The paging of the requests."""
         if self.world.setup.block_table:
             pages = self.pages[self.table_rows].to(self.world.device, self.world.setup.index)
             return BlockTable(pages, self.world.geometry)
@@ -192,7 +192,7 @@ class Scene:
         return mask.to(self.world.device)
 
     def inputs(self, bs: int | None = None, num_tokens: int = 0) -> list[ForwardInputs]:
-        """What a model hands to each forward, padded with random rows to `bs` requests or `num_tokens` packed rows."""
+        """A model's inputs to each forward, padded with random rows to `bs` requests or `num_tokens` packed rows."""
         bs = len(self.requests) if bs is None else bs
         num_rows = max(num_tokens, sum(self.widths), self.batch.bound) if self.batch.widths else bs * self.width
         return [self._inputs(forward, bs, num_rows) for forward in range(self.num_forwards)]
@@ -233,7 +233,7 @@ class Scene:
         return memory.clone()
 
     def in_window(self, row: Row) -> list[Name]:
-        """What a row attends to, by name; in a sliding window the last of it up to the row's own, and all after it."""
+        """Names of tokens that a row attends to; in a sliding window the last ones up to its own, and all after it."""
         window = self.world.layer.window
         return row.visible[max(row.visible.index(row.token) + 1 - window, 0) :] if window else row.visible
 
@@ -289,7 +289,7 @@ class Scene:
         return isinstance(name, int) and name < request.length
 
     def slots_of(self, forward: int) -> list[int]:
-        """Where the rows of a forward write."""
+        """The slots that the rows of a forward write."""
         return [self.requests[row.request].slots[row.token] for row in self.rows[forward]]
 
     def owner(self, slot: int) -> str:

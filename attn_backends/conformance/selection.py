@@ -1,4 +1,4 @@
-"""Which cases of the suite are run: of which checks, how many, of which profile, and random ones more."""
+"""Selection of the suite's cases: by check, number and profile, with more random ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attn_backends.config.toml_options import closest_to
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CATALOGUE, GROUPS, Subject, group_of
 from attn_backends.conformance.foreign.driver import exemptions
-from attn_backends.conformance.profiles import PROFILES, profile_of
+from attn_backends.conformance.profiles import PROFILES
 from attn_backends.conformance.random_cases import random_cases
 from attn_backends.contract import CONTRACT
 from attn_backends.errors import ConfigError
@@ -20,7 +20,7 @@ QUICK_CASES = 3  # of each check
 
 @dataclass(frozen=True)
 class Selection:
-    """What a run is asked for. select: pattern of check ids. quick: three cases of each check, one of which `seed`
+    """Cases of a run. select: pattern of check ids. quick: three cases of each check, one of which `seed`
     picks. profile: the name of one ("" for all cases). effort: random cases more of each group of checks, drawn from
     `seed`. contract: the version that is asked for. share: of "2/5", the second of every five cases ("": all). Raises
     `ConfigError` for what is not there.
@@ -35,8 +35,9 @@ class Selection:
     share: str = ""
 
     def __post_init__(self) -> None:
-        if self.profile:
-            profile_of(self.profile)
+        if self.profile and self.profile not in PROFILES:
+            known = "; ".join(f"{profile.name} ({profile.about})" for profile in PROFILES.values())
+            raise ConfigError(f"there is no profile {self.profile!r}; there are {known}")
         if self.effort < 0:
             raise ConfigError(f"effort is a number of random cases of each group of checks, got {self.effort}")
         if self.contract != CONTRACT:

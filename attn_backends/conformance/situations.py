@@ -217,7 +217,7 @@ def joined(*parts: Cases) -> Cases:
 
 
 def one_page_size(cases: Cases) -> Cases:
-    """Of the cases, those at one page size in the middle, for what does not depend on it."""
+    """The cases at one page size in the middle, for checks that do not depend on it."""
 
     def middle(subject: Subject) -> list[Case]:
         found = cases(subject)

@@ -1,4 +1,4 @@
-"""How large the suite's worlds are: named sizes, and changes to them that a case can spell out."""
+"""Sizes of the suite's worlds: named ones, and changes to them that a case can spell out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MLA_HEADS, RANK, ROPE = 3, 5, 2
 
 @dataclass(frozen=True)
 class Size:
-    """How large a world is.
+    """The size of a world.
 
     pages, tokens: that a request may commit, at least. spare_pages: of a table row, past what a request may have.
     heads: of queries, (over keys and values, over latents). kv: key-value heads and elements of a head. latent: (rank,

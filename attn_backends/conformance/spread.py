@@ -78,7 +78,7 @@ def spread(args: argparse.Namespace) -> Report:
 
 
 def shares(num_cases: Counter[str], processes: int) -> list[list[str]]:
-    """What each process selects, so that all have about as many cases: ids of checks, or one id and a share of it."""
+    """The selection of each process, all of about as many cases: ids of checks, or one id and a share of it."""
     most, left, found = max(2, num_cases.total() // processes), Counter(num_cases), list[list[str]]()
     for check, number in num_cases.most_common():
         parts = -(-number // most)

@@ -24,7 +24,7 @@ _PASSES = 200  # over it: milliseconds, in which the host launches all the rest
 
 
 class Name(StrEnum):
-    """Of a stream."""
+    """The name of a stream."""
 
     MAIN = "main"
     SIDE = "side"
@@ -37,7 +37,7 @@ class Streams(Protocol):
         """Run device work on a stream, after all that was launched there."""
 
     def order(self, before: Name, after: Name) -> None:
-        """What is launched on `after` from now on runs after an event of `before`, recorded now."""
+        """Have later launches on `after` wait for an event of `before`, recorded now."""
 
     def end_reads(self, stream: Name, meta: Metadata) -> None:
         """Call `Metadata.reads_end` on a stream, after all that was launched there."""

@@ -1,4 +1,4 @@
-"""What a run is about: a backend by name, as a class, an instance or a factory, and its kernels that run here."""
+"""Subjects of a run: a backend by name, as a class, an instance or a factory, and its kernels that run here."""
 
 from __future__ import annotations
 

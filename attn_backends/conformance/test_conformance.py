@@ -1,4 +1,4 @@
-"""What `pytest --pyargs attn_backends.conformance --attn-backend NAME|module:Class` runs: an item for each case."""
+"""Items of `pytest --pyargs attn_backends.conformance --attn-backend NAME|module:Class`, one for each case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What any acceptance, any draft beams and any tree of them must give: walks over Python lists, which share no code
+"""Laws of any acceptance, any draft beams and any tree of them: walks over Python lists, which share no code
 with them. A law raises `CheckFailure`.
 """
 
@@ -60,7 +60,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -
 
 
 def walked(tree: DraftTree, choices: Tensor, max_accepted: int) -> Acceptance:
-    """What `spec_metadata.accept` must give, on the CPU."""
+    """The expected result of `spec_metadata.accept`, on the CPU."""
     paths, emitted, lengths = [], [], []
     for tokens, parents, chosen in zip(tree.tokens.tolist(), tree.parents.tolist(), choices.tolist(), strict=True):
         path = walk(tokens, parents, chosen)
@@ -71,7 +71,7 @@ def walked(tree: DraftTree, choices: Tensor, max_accepted: int) -> Acceptance:
 
 
 def check_acceptance(got: Acceptance, tree: DraftTree, choices: Tensor) -> None:
-    """It is what a walk accepts."""
+    """Raise `CheckFailure` unless got is what a walk accepts. choices: [bs, num_nodes] int64."""
     expected = walked(tree, choices, got.path.shape[1])
     for name in ("num_accepted", "path", "tokens", "bonus"):
         compare_identical(f"accepted {name}", getattr(got, name).cpu(), getattr(expected, name))
@@ -89,7 +89,7 @@ class Draft:
         self.known: dict[Node, list[tuple[int, float]]] = {}
 
     def children(self, node: Node) -> list[tuple[int, float]]:
-        """Of a node."""
+        """The children of a node, best first: token and log-probability."""
         if node not in self.known:
             tokens = torch.randperm(VOCAB, generator=self.rng)[: self.topk].tolist()
             if self.levels is None:

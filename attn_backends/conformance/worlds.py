@@ -28,7 +28,7 @@ AnyFormat = CacheFormat | CompressedFormat
 
 @dataclass(frozen=True)
 class Setup:
-    """Which backend, on what cache, in what arithmetic.
+    """The setup of a world: backend, cache and arithmetic.
 
     topk: above 1, the world drafts trees. dtype: of queries. cache_dtype: of the cache, None for that of queries; an
     8-bit float comes with scales. checking: of the backend. kernel, device: what runs, and where. index: type of the
@@ -57,7 +57,7 @@ class Setup:
 
 
 def planner_of(kernel: str) -> str:
-    """What plans for a kernel: the torch kernels attend on what the definition wrote, others on what engines have."""
+    """The planner for a kernel: the definition for the torch kernels, the engines' own for others."""
     return "torch" if kernel == "torch" else "auto"
 
 
@@ -99,7 +99,7 @@ class World:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """What a scene draws for a token: [planes, kv_heads, dim]."""
+        """Shape of a token's vectors in a scene: [planes, kv_heads, dim]."""
         return tuple(self.memory.shape[2:])
 
     def cache_as(self, dtype: torch.dtype) -> Any:
@@ -129,11 +129,11 @@ class World:
         return self.declared(kind).lse_of(layer, is_tree=in_parts) is not None
 
     def declared(self, kind: StepKind) -> Capabilities:
-        """What the kernel of a step kind declares."""
+        """The declared capabilities of a step kind's kernel."""
         return self.backend.kernel_of(kind).capabilities[kind]
 
     def entries(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        """What the cache holds of tokens: keys and values divided by their scales and rounded to the cache's type.
+        """Cache entries of tokens: keys and values divided by their scales and rounded to the cache's type.
 
         vectors: [num_tokens, planes, kv_heads, dim]. Returns [num_tokens, kv_heads, head_dim] and [..., v_head_dim].
         """
@@ -157,7 +157,7 @@ class World:
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def token_of(self, vector: Tensor) -> Tensor:
-        """What the slot of a token holds, as of `tokens_in`. vector: [planes, kv_heads, dim]."""
+        """Contents of a token's slot, as of `tokens_in`. vector: [planes, kv_heads, dim]."""
         return self._joined(*self.entries(vector.unsqueeze(0)))[0]
 
     def write(self, memory: Tensor, slots: Tensor, vectors: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What a kernel of a backend can do, as one record that selection, refusal, documentation and the tests share."""
+"""Capabilities of a kernel, in one record that selection, refusals, documentation and tests share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LseBase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one (backend, kernel, step kind) supports. None in a field means no limit.
+    """Limits and features of a kernel for one step kind. None in a field means no limit.
 
     page_sizes: tokens. max_width: query rows of a request. packed: query layouts of differing lengths. non_causal: can
     show every row all keys. lse: base of the returned log-sum-exp, None if there is none. head_sizes: (query-key,
@@ -87,7 +87,7 @@ class Capabilities:
         return self.packed and self.packed_graph and not self.needs_host_lens
 
     def step_reasons(self, step: Step) -> list[str]:
-        """Why a step is not supported; empty if it is."""
+        """Reasons why a step is not supported; empty if it is."""
         reasons = self.kind_reasons(step.kind)
         if not isinstance(step.query, UniformQuery) and not self.packed:
             lens = f"lengths {step.query.lens_cpu}" if isinstance(step.query, PackedQuery) else "rows"
@@ -98,14 +98,14 @@ class Capabilities:
         return reasons + self.page_reasons(step.paging.geometry.page_size)
 
     def kind_reasons(self, kind: StepKind) -> list[str]:
-        """Why no step of a kind is supported, though the kind is declared; empty if they are."""
+        """Reasons why no step of a kind is supported, though the kind is declared; empty if they are."""
         if kind is StepKind.DRAFT_BLOCK and not self.non_causal:
             what = "a draft block, whose rows see those after them"
             return [f"{what} (it needs a non-causal kernel: take one, or draft token by token)"]
         return []
 
     def width_reasons(self, width: int, is_tree: bool) -> list[str]:
-        """Why so many query rows of a request, of a tree or not, are not supported; empty if they are."""
+        """Reasons why so many query rows of a request, of a tree or not, are not supported; empty if they are."""
         reasons = []
         if self.max_width is not None and width > self.max_width:
             reasons.append(f"{width} query rows per request (at most {self.max_width})")
@@ -114,20 +114,20 @@ class Capabilities:
         return reasons
 
     def page_reasons(self, page_size: int) -> list[str]:
-        """Why a page size is not supported; empty if it is."""
+        """Reasons why a page size is not supported; empty if it is."""
         if self.page_sizes is not None and page_size not in self.page_sizes:
             return [f"page size {page_size} (it takes {listed(self.page_sizes)})"]
         return []
 
     def capture_reasons(self, bucket: Bucket | TokenBucket) -> list[str]:
-        """Why no graph can hold steps of a bucket; empty if one can."""
+        """Reasons why no graph can hold steps of a bucket; empty if one can."""
         if isinstance(bucket, Bucket):
             return [] if self.graph else ["can't be captured"]
         why = ": it plans on the host from their exact lengths" if self.needs_host_lens else ""
         return [] if self.captures_packed else [f"can't be captured over packed rows{why}"]
 
     def layer_reasons(self, layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> list[str]:
-        """Why a layer is not supported with queries and a cache of these types; empty if it is."""
+        """Reasons why a layer is not supported with queries and a cache of these types; empty if it is."""
         reasons = []
         if dtype not in self.dtypes:
             reasons.append(f"queries or rows of {dtype} (it takes {listed(str(d) for d in self.dtypes)})")
@@ -156,7 +156,7 @@ class Capabilities:
         return reasons
 
     def tree_reasons(self, layer: AttentionLayer) -> list[str]:
-        """Why a layer is not supported over a draft tree, beside `layer_reasons`; empty if it is."""
+        """Reasons why a layer is not supported over a draft tree, beside `layer_reasons`; empty if it is."""
         if layer.window is None or not self.window or self.tree_window:
             return []
         return [
@@ -180,19 +180,19 @@ TORCH = Capabilities(
 
 
 def of_dense(uniform: Capabilities) -> dict[StepKind, Capabilities]:
-    """What a dense kernel can do, by step kind: of prompts, verifies and draft extends it takes packed rows, too."""
+    """Capabilities of a dense kernel, by step kind: prompts, verifies and draft extends may be packed, too."""
     packed = replace(uniform, packed=True, packed_graph=True)
     return dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), uniform) | dict.fromkeys(PACKED_KINDS, packed)
 
 
 def of_listed(able: Capabilities) -> dict[StepKind, Capabilities]:
-    """What a kernel can do that is given the slots which each row sees, by step kind: in a draft block any tokens."""
+    """Capabilities of a kernel that gets the visible slots of each row, by step kind: non-causal in draft blocks."""
     kinds = dict.fromkeys((StepKind.PREFILL, *UNIFORM_KINDS), able)
     return kinds | {StepKind.DRAFT_BLOCK: replace(able, non_causal=True)}
 
 
 def extras_reasons(layer: AttentionLayer, format: object) -> list[str]:
-    """Why a layer's extras do not go with a cache's format, whatever the kernel; empty if they do."""
+    """Reasons why a layer's extras do not go with a cache's format, whatever the kernel; empty if they do."""
     reasons = []
     if format is CacheFormat.LATENT and layer.sinks is not None:
         reasons.append("attention sinks on latents (they take none)")

@@ -1,4 +1,4 @@
-"""What a backend has found out about layers, so that it asks about each once and not in every step."""
+"""Layers that a backend has checked, so that each is checked once and not in every step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spec_metadata import StepKind
 
 
 class Use(NamedTuple):
-    """What a layer's check depends on beside its cache. dtype: of queries, or of rows to store. is_tree: whether
-    drafted tokens are read by slot.
+    """The use that a layer was checked for. dtype: of queries, or of rows to store. is_tree: whether drafted tokens are
+    read by slot.
     """
 
     kind: StepKind

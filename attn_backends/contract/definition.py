@@ -14,12 +14,12 @@ from spec_metadata import BoundStep, Buffers, BufferSpec, CacheGeometry, Capacit
 
 
 class BackendDefinition(ABC, Generic[Plan]):
-    """What a class that derives from `AttentionBackend` defines.
+    """The part of a backend that its author defines, in a class that derives from `AttentionBackend`.
 
-    name: as it is known. formats: of caches that it reads. kernels: best first. prefix_only: whether the forwards of a
-    draft share one plan, of the committed tokens alone, and read what they drafted by slot, in a chain too. Then
-    `buffers`, `plans` and `write`, and with a fused planner `bind_fused`. They may read capacity, geometry and device:
-    of the engine that it was built for.
+    name: for messages and results. formats: of caches that it reads. kernels: best first. prefix_only: whether the
+    forwards of a draft share one plan, of the committed tokens alone, and read drafted tokens by slot, in a chain too.
+    Then `buffers`, `plans` and `write`, and with a fused planner `bind_fused`. They may read capacity, geometry and
+    device: of the engine that it was built for.
     """
 
     capacity: Capacity

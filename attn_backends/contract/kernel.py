@@ -50,7 +50,7 @@ class LayerShape(NamedTuple):
 
 
 class Schedule:
-    """What a vendor planned for one forward and one shape of layers; a kernel's own class derives from it."""
+    """A vendor's schedule of one forward, for layers of one shape; a kernel's own class derives from it."""
 
     def plan_host(self, lens: HostLens) -> None:
         """Plan on the host from exact lengths. Called before the launches of every new step, never in a capture. What
@@ -103,7 +103,7 @@ class Kernel(Generic[Plan]):
     needs_layers: bool = False
 
     def by_name(self) -> Kernel[Plan]:
-        """What it is when it is asked for by name: it takes untried types and unnamed layers, too."""
+        """This kernel as it is when requested by name: it takes untried types and unnamed layers, too."""
         if not self.needs_layers and not any(able.untried for able in self.capabilities.values()):
             return self
         able = {kind: replace(able, untried=frozenset()) for kind, able in self.capabilities.items()}
@@ -119,21 +119,23 @@ class Kernel(Generic[Plan]):
         *,
         is_tree: bool,
     ) -> list[str]:
-        """Why a layer is not supported in a step of a kind, with queries of a type and a cache; empty if it is."""
+        """Reasons why a layer is not supported in a step kind, with queries of a type and a cache; empty if it is."""
         able = self.capabilities[kind]
         reasons = able.layer_reasons(layer, dtype, cache_dtype) + extras_reasons(layer, format)
         return reasons + (able.tree_reasons(layer) if is_tree else [])
 
     def bound_reasons(self, kind: StepKind) -> list[str]:
-        """Why it can't be planned from an engine's own buffers, whose values the host does not see; empty if so."""
+        """Reasons why it can't be planned from an engine's own buffers, whose values the host does not see; empty if it
+        can.
+        """
         if self.capabilities[kind].needs_host_lens:
             return [f"kernel {self.name} plans lengths on the host, which buffers of the device do not tell"]
         return []
 
     def host_lens(self, owner: str, step: Step, bs: int, forwards: Iterable[int | None]) -> tuple[HostLens, ...] | None:
-        """What the host half of each plan is made of, padded to bs requests; None for a step that it plans nothing of.
-        forwards: of which plans are, as of `spec_metadata.host_lens`. Refuses a step without exact lengths, and
-        to plan on the host in a capture. owner: the backend's name.
+        """Lengths for the host planner of each forward, padded to bs requests; None if it plans nothing on the host.
+        forwards: as of `spec_metadata.host_lens`. owner: the backend's name. Raises `UnsupportedStepError` for a step
+        without exact lengths, `CaptureError` in a capture.
         """
         if step.kind is StepKind.IDLE or not self.capabilities[step.kind].needs_host_lens:
             return None
@@ -186,7 +188,9 @@ class Schedules(Generic[Plan]):
         self._named = shapes
 
     def planned(self, forward: int, shape: LayerShape) -> Plan | Scheduled[Plan]:
-        """What the kernel is launched on. Refuses a layer of none of the shapes that were named, if any were."""
+        """The plan of a forward, with the vendor's schedule for layers of a shape if the kernel has one. Raises
+        `CaptureError` for a shape that was not named, if any were.
+        """
         if self._named and shape not in self._named:
             named = "; ".join(map(str, self._named))
             raise CaptureError(f"a layer of {shape}, which was not named at capture: `layers` had {named}")

@@ -12,8 +12,8 @@ from attn_backends.explain.probes import ROWS
 
 
 class Mark(StrEnum):
-    """What a row does with a slot, as text shows it. MISSING: it must see it and does not. EXTRA: the other way round,
-    or more than once.
+    """A cell of a row and a slot, as text. MISSING: the row must see the slot and does not. EXTRA: it sees the slot and
+    must not, or sees it more than once.
     """
 
     HIDDEN = "·"

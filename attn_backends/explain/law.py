@@ -1,4 +1,4 @@
-"""What each row of a step must see and where it must write, as slots: `spec_metadata.visibility` spelled out."""
+"""Slots that each row of a step must see and write: `spec_metadata.visibility` in lists."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def law_of(
 
 
 def name_of(step: Step, row: RowLaw) -> str:
-    """What a row stands for, such as a node of a tree."""
+    """The label of a row: branch, node or position."""
     if step.kind is StepKind.DRAFT_DECODE and step.is_tree:
         return f"branch {row.row}"
     return f"node {row.row}" if step.is_tree else f"pos {row.position}"

@@ -1,4 +1,4 @@
-"""What a kernel reads of metadata: the slots that each row sees, told by the kernel itself (`probes`)."""
+"""Slots that each row sees, read from the metadata by the kernel itself (`probes`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from spec_metadata.buffers import out_of_range
 
 @dataclass(frozen=True)
 class ForwardReading:
-    """What a forward's kernel got. seen: of each row, how often it reads each slot, by pool (`probes.ROWS`, or the
-    ratio of entries). write_slots: of each row. tree: tensors of its drafted tokens, by name; none of a chain.
+    """The metadata of one forward, as its kernel reads it. seen: for each row, how often it reads each slot, by pool
+    (`probes.ROWS`, or the ratio of entries). write_slots: of each row. tree: tensors of its drafted tokens, by name;
+    none of a chain.
     """
 
     seen: tuple[Mapping[int, Counter[int]], ...]
@@ -49,7 +50,7 @@ class Reader:
 
     @property
     def path(self) -> str:
-        """How the metadata is used: eager or graph."""
+        """The use of the metadata: eager or graph."""
         return "eager" if self._graph is None else "graph"
 
     def problems(self) -> list[str]:
@@ -57,8 +58,8 @@ class Reader:
         return out_of_range(self.backend.buffers(self.meta.step.kind), self.meta.buffers)
 
     def read(self, ancestors: Sequence[Tensor] = ()) -> tuple[ForwardReading, ...]:
-        """What each forward's rows see and write. ancestors: of each forward of a draft of topk > 1, as `Metadata.at`
-        takes them, [bs, topk, forward + 1].
+        """The slots that each forward's rows see and write. ancestors: of each forward of a draft of topk > 1, as
+        `Metadata.at` takes them, [bs, topk, forward + 1].
         """
         for own, given in zip(self._ancestors, ancestors, strict=bool(ancestors)):
             own[: len(given)].copy_(given)

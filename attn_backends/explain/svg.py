@@ -102,7 +102,7 @@ def grids_to_svg(picture: Picture) -> str:
 
 
 def legend_to_svg() -> str:
-    """What the cells of grids mean."""
+    """The legend of grids' cells, as SVG."""
     canvas = Canvas()
     _legend(canvas)
     return canvas.to_svg()

@@ -25,7 +25,7 @@ def to_text(pictures: Sequence[Picture]) -> str:
 
 
 def titles_of(group: Sequence[Picture]) -> str:
-    """Which backends, with the kernel, the planner and the path of each, told once where they are the same."""
+    """Names of backends, with the kernel, the planner and the path of each, told once where they are the same."""
     ways = [f"kernel {picture.kernel}, planner {picture.planner}, {picture.path}" for picture in group]
     names = [picture.backend for picture in group]
     if len(set(ways)) == 1:

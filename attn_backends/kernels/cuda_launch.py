@@ -30,8 +30,8 @@ Parameter = tuple[float, str]
 def bind_launch(
     compiled: Any, device: torch.device, grid: tuple[int, int, int], fixed: Sequence[Any]
 ) -> Callable[..., None]:
-    """What launches a kernel on the current stream of its device, in one thread at a time; it takes the arguments
-    before the fixed ones, addresses of tensors.
+    """A function that launches a kernel on the current stream of its device, in one thread at a time. It takes the
+    arguments before the fixed ones, addresses of tensors.
 
     compiled: what the kernel's first launch returned. fixed: the last arguments of every launch, which are read now, of
     tensors the addresses; the caller keeps them. Raises OverflowError for an integer that its parameter can't hold.

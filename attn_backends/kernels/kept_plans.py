@@ -35,9 +35,9 @@ class KeptPlans:
         self._kept: dict[Hashable, PlanAnother | None] = {}
 
     def bind(self, step: Step, buffers: Buffers, bind: Bind, like: Hashable) -> Callable[[], None]:
-        """What plans a step into fresh buffers. bind: the same for any step. like: what steps share that differ in
-        values, addresses and the host's bound alone; None where nothing is to be kept. A launch is a thread's own,
-        because it has one place for its parameters.
+        """A function that plans a step into fresh buffers. bind: the same for any step. like: what steps share that
+        differ in values, addresses and the host's bound alone; None where nothing is to be kept. A launch is a thread's
+        own, because it has one place for its parameters.
         """
         key = get_ident(), like, buffers.extent
         kept = self._kept.get(key)

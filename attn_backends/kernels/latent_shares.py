@@ -1,4 +1,4 @@
-"""Which requests of `gluon_mla` have their keys divided, and into how many parts, so that no multiprocessor waits long.
+"""Division of the keys of `gluon_mla`'s requests into parts, so that no multiprocessor waits long.
 
 A program has a multiprocessor to itself, and takes as long as its blocks of keys. If all programs are alike, the last
 ones leave most multiprocessors idle: 160 programs on 132 take as long as 264. So the first requests are left whole, in

@@ -56,9 +56,10 @@ _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_position
 
 
 class StepInputs(NamedTuple):
-    """What an operator reads of a step: num_real that the device knows, query_starts of a packed query, out_cache_loc
-    that was not left out, rows of a request table. Of a bound step, the engine's; then captured is what it writes:
-    seq_lens, num_real, out_cache_loc, the static paging and the tree mask, which are bytes, and bound `BoundSizes`.
+    """Tensors of a step that an operator reads: num_real that the device knows, query_starts of a packed query,
+    out_cache_loc that was not left out, rows of a request table. Of a bound step, the engine's; then captured is what
+    it writes: seq_lens, num_real, out_cache_loc, the static paging and the tree mask, which are bytes, and bound
+    `BoundSizes`.
     """
 
     seq_lens: Tensor
@@ -73,7 +74,7 @@ class StepInputs(NamedTuple):
 
     @staticmethod
     def of(step: Step, bound: BoundStep | None) -> StepInputs:
-        """Of a step, or of the engine's buffers that it is bound to."""
+        """Inputs of a step, or of the engine's buffers that it is bound to."""
         if bound is not None:
             return _bound_inputs(bound)
         num_real = step.num_real if isinstance(step.num_real, Tensor) else None
@@ -100,15 +101,15 @@ class BoundSizes(NamedTuple):
 
 
 def bind_ragged(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
-    """What writes the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`. bound: what
-    the step is read from, by the same launch, if it is.
+    """A planner of the ragged form of a step and its write slots. buffers: as the plan's, and `write_slots`. bound: an
+    engine's buffers that the same launch reads the step from, or None.
     """
     outputs = (buffers["cu_seqlens_q"], None, buffers["seqused_k"], buffers["page_table"])
     return _bind_pages(step, buffers, bound, outputs, _keys(step))
 
 
 def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
-    """What writes the block table of a uniform step and its write slots. Else as `bind_ragged`."""
+    """A planner of the block table of a uniform step and its write slots. Else as `bind_ragged`."""
     if not isinstance(step.query, UniformQuery):
         raise InvalidStepError(f"a block table has one query stride, the {step.kind} step is packed: {step.query}")
     outputs = (None, None, buffers["cache_seqlens"], buffers["block_table"])
@@ -116,7 +117,7 @@ def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = Non
 
 
 def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
-    """What writes the page lists of a step and its write slots. Else as `bind_ragged`."""
+    """A planner of the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
     return _bind_pages(step, buffers, bound, outputs, (num_added(step, None), 0))
 
@@ -124,7 +125,7 @@ def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Ca
 def bind_compressed(
     step: Step, buffers: Buffers, window: int, rings: Mapping[Compression, int], bound: BoundStep | None = None
 ) -> Callable[[], None]:
-    """What writes the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
+    """A planner of the windows, entries and compressor rows of a step, and its write slots. Else as `bind_ragged`.
 
     window: tokens of it. rings: state rows of a page, of each compression.
     """
@@ -193,7 +194,7 @@ class Repeated:
 
 
 class PagePlanner(Repeated):
-    """What writes page lists and write slots with every call, and along with them, by the same launch, a schedule."""
+    """A planner of page lists and write slots, and of a vendor's schedule in the same launch."""
 
     _read: Callable[[], None] | None = None
 

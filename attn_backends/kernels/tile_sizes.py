@@ -14,7 +14,7 @@ _LATENT = 512
 
 
 class TileSizes(NamedTuple):
-    """What the words of scheduler metadata follow from.
+    """Sizes that determine the words of scheduler metadata.
 
     pack: rows of a tile that a query token fills. rows, keys: of a tile. heads: that have tiles of their own.
     heads_a_key: of these, heads that read the same keys. processors: that tiles are shared out to. most_splits: of a

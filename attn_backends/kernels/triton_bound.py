@@ -206,7 +206,7 @@ def _read_ragged(
 
 
 def bind_ragged_read(bound: BoundStep) -> Callable[[], None]:
-    """What reads a captured ragged step, with every call, as `BoundStep.read` does."""
+    """A function that reads a captured ragged step from the engine's buffers, as `BoundStep.read` does."""
     static, inputs, paging = bound.static, bound.inputs, bound.paging
     table, slots, widths = static.paging.static_input(), inputs.out_cache_loc, inputs.widths
     assert widths is not None, "a ragged step has them"

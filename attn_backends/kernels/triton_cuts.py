@@ -1,4 +1,4 @@
-"""How the tiles of FlashInfer's work lists are cut: passes over tiles, a block of them at a time (`triton_work`).
+"""Cuts of the tiles of FlashInfer's work lists: passes over tiles, a block of them at a time (`triton_work`).
 
 Counts are packed into one int64, so that one reduction sums three or four of them.
 """
@@ -18,7 +18,7 @@ _MOST = tl.constexpr(2**15 - 1)
 
 @triton.jit
 def tiles_of(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of slots: request, its rows, first and number of rows of the tile, whether there is one, and the end of keys."""
+    """Tiles of slots: request, its rows, first and number of rows of the tile, whether it is real, the end of keys."""
     qo_indptr, _, kv_len, n, slots, steps, heads, spare_rows = batch
     request, behind = tl.zeros_like(slot), tl.zeros_like(slot) + n
     for _ in range(steps):
@@ -39,7 +39,7 @@ def tiles_of(batch, slot, SIZE: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def block_of_tiles(batch, held, begin, SIZE: tl.constexpr, CAUSAL: tl.constexpr, SLOTS: tl.constexpr):
-    """Those of the slots from `begin` on. held: of all slots, None if they are more than a block."""
+    """Tiles of the slots from `begin` on. held: of all slots, None if they are more than a block."""
     if held is not None:
         return held
     else:
@@ -136,7 +136,7 @@ def cut_of(
     COST: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
-    """How tiles are cut, as `work_operators._Cut` after the chunk."""
+    """The cut of tiles, as `work_operators._Cut` after the chunk."""
     num_chunks, num_left, longest, split = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
         blocks, is_real = _blocks(batch, held, begin, SIZE, CAUSAL, KEYS, SLOTS)

@@ -27,8 +27,9 @@ _MOST_PROGRAMS = 2048
 
 
 class StaticSizes(NamedTuple):
-    """Of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no padding of
-    packed rows. num_columns, paging_stride: of a block table. row_stride, slot_stride, row_tokens: of a table of slots.
+    """Sizes of a static step. num_writes: slots of a request, of packed ones all. max_real: requests that are no
+    padding of packed rows. num_columns, paging_stride: of a block table. row_stride, slot_stride, row_tokens: of a
+    table of slots.
     """
 
     width: int
@@ -60,7 +61,7 @@ def _first_write(given_starts, starts_stride, bs, request, sizes):
 
 @triton.jit
 def padded_rows(widths, stride, count, request, width, room, max_real, bound, num_rows, BLOCK: tl.constexpr):
-    """Where the rows of a request of a ragged step begin and end, and those of all real ones end. Requests from
+    """First and end row of a request of a ragged step, and the end of all real ones' rows. Requests from
     `max_real` on have what is left, up to `bound` rows each of num_rows. The rest as of `fitted_rows`.
     """
     begin, end, total = fitted_rows(widths, stride, count, request, width, room, BLOCK)
@@ -222,9 +223,9 @@ def _copy_inputs(
 
 
 def bind_inputs(static: Step) -> Callable[[Step], Callable[[Step], None]]:
-    """What fills a static step as `copy_step` does: a step that fits it (`spec_metadata.misfit`), or an idle one. It
-    returns what fills it from steps of that one's types, shapes and strides, of packed rows from that one. A step's
-    tensors lie on one device, so an address is enough.
+    """A function of a step that fits the static one (`spec_metadata.misfit`), or of an idle one. It returns a function
+    that fills the static step, as `copy_step` does, from steps of that one's types, shapes and strides, of packed rows
+    from that one. A step's tensors lie on one device, so an address is enough.
     """
     table, has_columns = static.paging.static_input(), isinstance(static.paging, BlockTable)
     num_columns, starts = table.shape[1] if has_columns else 1, packed_starts(static.query)

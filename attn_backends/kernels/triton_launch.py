@@ -85,8 +85,8 @@ class Launch:
             self._compiled[variant] = compiled
 
     def bind(self, variant: Hashable, fixed: Sequence[Any]) -> Callable[..., None] | None:
-        """What launches a variant that was compiled, given the arguments before the fixed ones (`bind_launch`); None of
-        any other.
+        """A function that launches a compiled variant, given the arguments before the fixed ones (`bind_launch`); None
+        if it is not compiled.
         """
         compiled = self._compiled.get(variant)
         return None if compiled is None else bind_launch(compiled, self._device, self._grid, fixed)
@@ -111,11 +111,11 @@ class Prepared(NamedTuple):
         self.launch(self.variant, *self.arguments)
 
     def bind(self) -> Callable[[], None] | None:
-        """What repeats it, once it was launched, on tensors that the caller keeps; None on the interpreter."""
+        """A function that repeats a launch, on tensors that the caller keeps; None on the interpreter."""
         return self.launch.bind(self.variant, self.arguments)
 
     def bind_tensors(self) -> Callable[..., None] | None:
-        """What repeats it on other tensors, once it was launched, given their addresses; None where Triton must."""
+        """A function that repeats a launch on other tensors, given their addresses; None where Triton must launch."""
         return self.launch.bind_tensors(self.variant, self.arguments)
 
 

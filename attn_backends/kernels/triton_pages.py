@@ -36,7 +36,7 @@ def pool(pages: Tensor, num_rows: int) -> tuple[Any, ...]:
 
 @triton.jit
 def row_pointers(pages, num_rows, page_stride, row_stride, slot):
-    """Where the rows of slots begin, and where their scales do in 8-bit pages."""
+    """Addresses of the rows of slots, and of their scales in 8-bit pages."""
     page, offset = slot // num_rows, slot % num_rows
     begin = pages + page.to(tl.int64) * page_stride
     if pages.dtype.element_ty == tl.uint8:

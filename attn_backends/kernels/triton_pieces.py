@@ -104,7 +104,7 @@ def _piece(unit, kv_lens, batch, pieces, BLOCK_KEYS: tl.constexpr):
 
 @triton.jit
 def share_of(unit, kv_lens, batch, pieces, OF_PIECES: tl.constexpr, BLOCK_KEYS: tl.constexpr):
-    """What the programs of a unit take: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
+    """The share of a unit's programs: a request, and which of how many parts of it; nothing, of no parts. OF_PIECES:
     whether units are pieces, or what is not divided and parts, without the requests that have pieces. batch: requests,
     those that are not divided, the first ones, parts of the others, and most pieces. pieces: how many each request has,
     written by the launch of pieces, which is first.
@@ -135,7 +135,7 @@ def rows_before(unit, split, num_splits, split_stride, rows, OF_PIECES: tl.const
 
 @triton.jit
 def num_long(pieces, bs):
-    """How many requests have pieces."""
+    """The number of requests that have pieces."""
     num = tl.full((), 0, tl.int32)
     for first in range(0, bs, _REQUESTS):
         request = first + tl.arange(0, _REQUESTS)
@@ -145,7 +145,7 @@ def num_long(pieces, bs):
 
 @triton.jit
 def pieces_before(pieces, request):
-    """How many pieces the requests before one have."""
+    """The number of pieces of the requests before one."""
     num = tl.full((), 0, tl.int64)
     for first in range(0, request, _REQUESTS):
         before = first + tl.arange(0, _REQUESTS)

@@ -49,7 +49,7 @@ _VARIED = [*_SLOTS, "lse", "num_tokens", "num_splits"]  # what differs from batc
 
 
 class Blocks(NamedTuple):
-    """What a program holds at once, and how it is compiled."""
+    """Tile sizes of a program, and its compile options."""
 
     heads: int
     keys: int

@@ -40,7 +40,7 @@ def _load_requests(
 
 
 def bind_load(state: CommittedState) -> Load:
-    """What loads a state on a GPU from lengths and rows that were checked. While operators are watched, as by a
+    """A function that loads a state on a GPU, from checked lengths and rows. While operators are watched, as by a
     `RecordedGraph`, it copies as the definition does. One thread at a time.
     """
     own, paging = state.seq_lens, state.paging

@@ -1,4 +1,4 @@
-"""How planners read a step: from its own tensors, or from the buffers of an engine that it is bound to.
+"""Reads of a step by planners: from its own tensors, or from the buffers of an engine that it is bound to.
 
 Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
 requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
@@ -119,7 +119,7 @@ def row_number(rows, real, step, bound, request):
 
 @triton.jit
 def page_row(table, rows, real, step, bound, request):
-    """Where the row of a request's table begins. rows: of a table of slots, None of one of pages."""
+    """Address of the row of a request's table. rows: of a table of slots, None of one of pages."""
     if rows is None:
         row = tl.where(request < number(step.bs), request, 0).to(tl.int64)
     else:
@@ -186,7 +186,7 @@ def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, p
 
 @triton.jit
 def copy_mask(given, stride, row_stride, column_stride, into, real, width, BLOCK: tl.constexpr):
-    """What the nodes of a request see; a padded one's see themselves. given, into: of all requests."""
+    """Copy the tree mask of a request; nodes of a padded one see themselves. given, into: of all requests."""
     given += tl.program_id(0).to(tl.int64) * stride
     into += tl.program_id(0) * width * width
     for start in range(0, width * width, BLOCK):
@@ -226,7 +226,7 @@ def store_step(
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """What a bound step holds of a request. row: as of `page_ids`. part, num_parts: programs that share the request;
+    """Write a request's part of a bound step. row: as of `page_ids`. part, num_parts: programs that share the request;
     after the last one is how many are real.
     """
     is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)

@@ -1,4 +1,4 @@
-"""What a program of dense attention works on at once, and among how many programs the keys of a request are divided.
+"""Tiles of dense attention's programs, and the number of programs among which the keys of a request are divided.
 
 A plain rule of sizes and the GPU, so that nothing is tuned at run time and a graph holds what its warm-up ran.
 """
@@ -16,7 +16,7 @@ from attn_backends.kernels.devices import Gpu
 
 
 class Tiles(NamedTuple):
-    """What a program works on at once. rows: query rows times heads. keys: of the loop. num_warps, num_stages: of the
+    """The tile of a program. rows: query rows times heads. keys: of the loop. num_warps, num_stages: of the
     launch. registers: of a thread, at most; 0: as the assembler thinks best.
     """
 

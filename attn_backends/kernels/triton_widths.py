@@ -30,7 +30,7 @@ def _rows_through(widths, stride, count, width, depth, BLOCK: tl.constexpr):
 
 @triton.jit
 def fitted_rows(widths, stride, count, request, width, room, BLOCK: tl.constexpr):
-    """Where the rows of a request begin and end, and those of all real ones end, after a cut to `room` rows. The
+    """First and end row of a request, and the end of all real ones' rows, after a cut to `room` rows. The
     deepest go first, of equally deep ones those of the later requests. count: real requests.
     """
     whole = width

@@ -35,7 +35,7 @@ def first_keys(num_seen, token, real, num_keys, window, drafted):
 
 @triton.jit
 def sink_weights(sinks, head, live, peak):
-    """What sinks add to the sum of weights of rows whose largest logit, natural, is `peak`."""
+    """Weights of sinks in the softmax sums of rows whose largest logit, natural, is `peak`."""
     return tl.exp(tl.load(sinks + head, mask=live, other=float("-inf")).to(tl.float32) - peak)
 
 

@@ -223,14 +223,14 @@ def sizes_of(lists: WorkLists, n: int, num_tokens: int, num_heads: int) -> ListS
 
 
 def constants_of(lists: WorkLists, sizes: ListSizes, causal: bool) -> tuple[int | bool, ...]:
-    """What kernels are compiled for, from `SIZE` on."""
+    """Constants that kernels are compiled for, from `SIZE` on."""
     block = min(triton.next_power_of_2(sizes.slots), _MOST_SLOTS)
     num_blocks = triton.next_power_of_2(lists.merges.shape[1] + 1)
     return lists.tile_rows, causal, BLOCK_KEYS, OVERHEAD, block, sizes.slots <= block, num_blocks
 
 
 def num_warps(sizes: ListSizes) -> int:
-    """Of the program that writes lists: sums of few tiles are slower among more warps."""
+    """Warps of the program that writes lists: sums of few tiles are slower among more warps."""
     return 2 if sizes.slots <= 64 else 4 if sizes.slots <= 256 else 8
 
 

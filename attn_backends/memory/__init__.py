@@ -1,1 +1,1 @@
-"""Where the buffers of captured steps lie."""
+"""Memory of captured steps' buffers."""

@@ -42,12 +42,12 @@ class PhaseMemory:
 
     @property
     def own(self) -> tuple[Arena, ...]:
-        """Its arenas but for shared tables."""
+        """Its arenas without shared tables."""
         return self.arena, *self.workspaces.values()
 
     @property
     def arenas(self) -> tuple[Arena, ...]:
-        """Those that hold a step: its own, and shared tables."""
+        """The arenas that hold a step: its own, and shared tables."""
         return self.arena, *(table.arena for table in self.tables)
 
     def view(self, extent: Extent) -> Buffers:
@@ -80,7 +80,7 @@ class PhaseMemory:
 
 @dataclass(eq=False)
 class BackendMemory:
-    """Where a backend's buffers are.
+    """The memory of a backend's buffers.
 
     owner: the backend's name. specs: a bucket, and a table of the engine's form -> the static buffers of a captured
     step. kinds: of steps that it has a kernel for. The rest as the backend has it.

@@ -1,4 +1,4 @@
-"""Where the reads of a memory end: an event of each stream. What overwrites the memory waits for all of them."""
+"""Ends of the reads of a memory: an event of each stream. Its next writer waits for all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from attn_backends.graphs import is_capturing
 
 
 class Reads:
-    """What reads a memory of a device. ended: whether an event says where. On a CPU all is in order, and none does."""
+    """Events after the last reads of a device's memory, one for each stream. ended: whether there is one; a CPU, which
+    runs all in order, has none.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.ended = False

@@ -1,1 +1,1 @@
-"""What a backend makes of a step: metadata, and the planner that writes it."""
+"""Metadata of a step, and the planner that writes it."""

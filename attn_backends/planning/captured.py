@@ -1,4 +1,4 @@
-"""What makes metadata captured: the bucket and memory that it has, and how a replay brings it another step."""
+"""The captured part of metadata: its bucket, its static memory, and the copy of another step into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend makes of a step: metadata, and the part of it that one forward needs. Passed in, never stashed."""
+"""Metadata of a step, and the part of it for one forward. Callers pass it on; a backend never keeps it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITE_SLOTS = BufferSpec("write_slots", torch.int64, (NUM_FORWARDS, NUM_TOKENS),
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardMetadata(Generic[Plan]):
-    """What one forward of a step needs.
+    """Metadata of one forward of a step.
 
     owner: the backend that planned it. schedules, forward: its plan of the forward, and the vendor's. write_slots:
     [num_tokens] int64, dense. tree: the drafted tokens, None for a chain. kind: of the step. captured: as of the step's
@@ -65,7 +65,7 @@ class Metadata(Generic[Plan]):
 
     @property
     def bucket(self) -> AnyBucket | None:
-        """What it was captured for; None if eager."""
+        """The bucket that it was captured for; None if eager."""
         return None if self.captured is None else self.captured.bucket
 
     def reads_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Which planner writes a backend's metadata: its definition in torch, or one fused launch a phase."""
+"""Choice of the planner of a backend's metadata: its definition in torch, or one fused launch per phase."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def bind_inputs(planner: Planner, static: Step) -> Callable[[Step], CopyInputs]:
 
 
 def bind_load(state: CommittedState) -> Load:
-    """What loads a committed state of a GPU: one launch where Triton runs, else its definition."""
+    """The function that loads a committed state: one launch where Triton runs, else its definition in torch."""
     if providers.runs_on_triton(state.seq_lens.device):
         return copy_requests
     from attn_backends.kernels import triton_state  # Triton is imported by those that run it
@@ -81,7 +81,7 @@ LOADS["cuda"] = bind_load
 def bind_torch(
     write: Callable[[Step, Buffers], None], step: Step, buffers: Buffers, bound: BoundStep | None
 ) -> Callable[[], None]:
-    """What writes the write slots and a backend's plan by their definitions. bound: reads the step first, if any."""
+    """A planner in torch, of the write slots and a backend's plan. bound: read into the step first, if any."""
 
     def plan() -> None:
         if bound is not None:
@@ -94,7 +94,7 @@ def bind_torch(
 
 
 def bind_fused(bind: Bind, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
-    """What a fused planner launches. A bound ragged step is read by a launch before it: `bind` is a backend's own."""
+    """A fused planner. bind: the backend's own. A bound ragged step is read by a launch before it."""
     if bound is None or bound.inputs.widths is None:
         return bind(step, buffers, bound)
     from attn_backends.kernels import triton_bound  # Triton is imported by those that run it

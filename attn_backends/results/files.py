@@ -65,7 +65,10 @@ class Results:
 
     @classmethod
     def from_json(cls, text: str) -> Results:
-        """What `to_json` or `in_columns` wrote. Results from before commits were recorded have none."""
+        """Results as `to_json` or `in_columns` wrote them; without a commit if they are older than its record.
+
+        Raises `ConfigError` for other text.
+        """
         try:
             own = dict(json.loads(text))
             if COLUMNS in own:

@@ -33,7 +33,7 @@ DISTRIBUTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Where rows come from. device: its name. versions: of what matters. date: UTC day, ISO. commit: of the code, with
+    """The origin of rows. device: its name. versions: of what matters. date: UTC day, ISO. commit: of the code, with
     "+dirty" if files beside docs differ from it. command: what to type, without paths of a machine.
     """
 
@@ -51,7 +51,7 @@ def head(command: Sequence[str], device: str = "cpu") -> Head:
 
 
 def device_name(device: str) -> str:
-    """What a device calls itself, such as NVIDIA H200."""
+    """The name of a device, such as NVIDIA H200 or CPU."""
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return torch.device(device).type.upper()

@@ -1,1 +1,1 @@
-"""Which kernel runs: where vendors' packages are, and what `auto` takes."""
+"""Selection of kernels: the search for vendors' packages, and the choice of `auto`."""

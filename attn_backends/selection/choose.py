@@ -1,4 +1,4 @@
-"""Which kernel of a backend runs a step kind: the best that runs on the device and suits what it will be asked for."""
+"""Choice of a backend's kernel for a step kind: the best that runs on the device and suits the `Workload`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spec_metadata import Capacity, StepKind
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
-    """What a backend will be asked for, as far as it is known when kernels are chosen.
+    """The steps and layers that kernels are chosen for, as far as they are known.
 
     page_size: tokens. layers, dtype, cache_dtype: of the models, none if unknown. capacity: of the steps, which a
     backend fills in.
@@ -29,7 +29,7 @@ class Workload:
     capacity: Capacity | None = None
 
     def reasons_against(self, capabilities: Capabilities, kind: StepKind) -> list[str]:
-        """Why a kernel can't serve its steps of a kind; empty if it can."""
+        """Reasons why a kernel can't serve its steps of a kind; empty if it can."""
         reasons, is_tree = capabilities.kind_reasons(kind) + capabilities.page_reasons(self.page_size), False
         if self.capacity is not None and kind is not StepKind.PREFILL:
             bucket = self.capacity.bucket(kind, 1)
@@ -51,7 +51,7 @@ class Choice:
     layers: Sequence[AttentionLayer] = ()
 
     def slower_mixed(self, num_running: int, num_prompt_rows: int) -> str:
-        """Why so many running requests and rows of prompts are faster as two steps than as one
+        """The reason why so many running requests and rows of prompts are faster as two steps than as one
         (`spec_metadata.mixed_step`), of the kernel of prefills; empty if one is as fast. That depends on the layers,
         which the workload names.
         """
@@ -92,8 +92,8 @@ def choose_kernels(
 
 
 def missing_reason(kind: StepKind, kernels: Sequence[Kernel]) -> str:
-    """Why a backend of these kernels has none for a step kind: it was not requested, or there is none, and then what
-    works instead of a draft block.
+    """The reason why a backend of these kernels has none for a step kind: it was not requested, or there is none, and
+    then what works instead of a draft block.
     """
     able = [kernel.name for kernel in kernels if kind in kernel.capabilities]
     if able or kind is not StepKind.DRAFT_BLOCK:

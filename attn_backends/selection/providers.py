@@ -1,4 +1,4 @@
-"""Where kernels come from, and why one can't run here: the only module that looks for vendor packages and loads them.
+"""Vendors' kernels, and reasons why one can't run here: the only module that looks for their packages and loads them.
 
 Looking imports nothing. Loading a call checks that it takes the arguments that we pass, so that another version of a
 package is refused with that reason before anything is computed.
@@ -171,7 +171,7 @@ def _vendor_reasons(kernel: str, device: torch.device) -> tuple[str, ...]:
 
 @cache
 def load(path: str) -> Any:
-    """What `module:attribute.attribute` names, imported now, or by an earlier call; a launch asks for it every time."""
+    """The object that `module:attribute.attribute` names; imports its module. Cached: a launch calls it every time."""
     module, _, attributes = path.partition(":")
     found = import_module(module)
     for attribute in attributes.split("."):
@@ -214,7 +214,7 @@ def _installation(kernel: str) -> str:
 
 
 def device_reasons(kernel: str, device: torch.device) -> list[str]:
-    """Why a vendor kernel can't run on a GPU of this machine; empty if it can."""
+    """Reasons why a vendor kernel can't run on a GPU of this machine; empty if it can."""
     return _sm_reasons(device, *VENDOR_KERNELS[kernel].architectures)
 
 

@@ -93,7 +93,7 @@ class Source:
 
     @property
     def prepare(self) -> str:
-        """Where its function is that makes scheduler metadata; empty if it has none."""
+        """The path of its function that makes scheduler metadata; empty if it has none."""
         calls = providers.VENDOR_KERNELS[self.name].calls
         return calls[1].path if len(calls) > 1 else ""
 
@@ -110,7 +110,7 @@ class Source:
         return function(**{name: value for name, value in named.items() if name is not None})
 
     def unavailable_reasons(self, device: torch.device) -> list[str]:
-        """Why it can't run on a device."""
+        """Reasons why it can't run on a device."""
         reasons = providers.vendor_reasons(self.name)(device)
         if not reasons and self.missing and providers.load(self.missing) is not None:
             vendor = providers.VENDOR_KERNELS[self.name]

@@ -110,7 +110,11 @@ class MLASchedule(Schedule):
     def run(
         self, q: Tensor, latent: Tensor, out: Tensor, lse: Tensor, softmax_scale: float, latent_scale: float
     ) -> None:
-        """Write attention into out and lse. latent_scale: of an fp8 cache's entries; of others it is not read."""
+        """Write attention into out, [num_tokens, num_heads, rank], and lse, [num_tokens, num_heads] float32.
+
+        q: [num_tokens, num_heads, rank + rope]. latent: [num_pages, page_size, rank + rope]. latent_scale: of an fp8
+        cache's entries; of others it is not read.
+        """
         rank, causal = self._shape.v_head_dim, int(self._csr.causal)
         queries, latents = (q[..., :rank], q[..., rank:]), (latent[..., :rank], latent[..., rank:])
         scales, natural_lse, scales_by_block = (latent_scale, latent_scale), True, None
@@ -196,8 +200,8 @@ def listed_along(planner: object, csr: CsrPlan, shape: LayerShape, buffers: Mapp
 
 
 def layout_of(lists: WorkLists, work: Tensor) -> list[int]:
-    """Where a run finds lists in the integer workspace, as FlashInfer's `MLAPlanInfo`: its grid, then offsets in bytes
-    from the begin of either workspace.
+    """Offsets of lists in the integer workspace, as FlashInfer's `MLAPlanInfo`: its grid, then offsets in bytes from
+    the begin of either workspace.
     """
     q_indptr, kv_indptr, partial_indptr, *others = (row.data_ptr() - work.data_ptr() for row in lists.items)
     merges = [row.data_ptr() - work.data_ptr() for row in lists.merges]
@@ -236,7 +240,7 @@ def _room_reasons(num_tokens: int, num_heads: int, tiles: int, num_blocks: int) 
 
 
 def work_reasons(lens: HostLens, num_heads: int) -> list[str]:
-    """Why FlashInfer's work list is too short for a batch; empty if it is not.
+    """Reasons why FlashInfer's work list is too short for a batch; empty if it is not.
 
     It holds an item for each tile of query rows, and at most one more for each multiprocessor where a tile's keys are
     divided. The parts are at least as long as an even share of all keys. FlashInfer itself would write past the end.

@@ -145,7 +145,9 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[BlockTablePlan], la
 
 
 def unavailable_reasons(device: torch.device) -> list[str]:
-    """Why it can't run on a device: as any vendor's kernel, or a wheel that was built without the legacy kernels."""
+    """Reasons why it can't run on a device: as any vendor's kernel, or a wheel that was built without the legacy
+    kernels.
+    """
     reasons = providers.vendor_reasons(NAME)(device)
     if not reasons and not providers.load("flash_mla:has_legacy")():
         reasons = [f"sgl-flash-mla has no legacy kernels: {providers.load('flash_mla._loader:_LEGACY_UNAVAILABLE')}"]

@@ -124,7 +124,7 @@ def _schedule(plan: CompressedPlan, shape: LayerShape, buffers: Mapping[str, Ten
 
 
 class Selection(Protocol):
-    """What the backend launches this kernel on."""
+    """The arguments of a launch, from the backend."""
 
     @property
     def planned(self) -> CompressedPlan | Scheduled[CompressedPlan]:
@@ -194,7 +194,7 @@ def _pages(pool: object, layer: AttentionLayer) -> Tensor:
 
 
 def unavailable_reasons(device: torch.device) -> list[str]:
-    """Why it can't run on a device: as any vendor's kernel, or as FlashMLA's other legacy kernel."""
+    """Reasons why it can't run on a device: as any vendor's kernel, or as FlashMLA's other legacy kernel."""
     return providers.vendor_reasons(NAME)(device) or flashmla.unavailable_reasons(device)
 
 

@@ -56,7 +56,7 @@ PagedKeys = tuple[Tensor | None, Tensor | None, Tensor, Tensor, int, int, bool]
 
 
 def paged_keys(plan: PagedPlan) -> PagedKeys:
-    """What a plan says of queries and pages, as arguments of `kernels.paged_operators.paged_attention`."""
+    """Queries and pages of a plan, as arguments of `kernels.paged_operators.paged_attention`."""
     if isinstance(plan, CsrPlan):
         lists = (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_len)
         return *lists, plan.max_query, plan.max_kv_len, plan.causal
@@ -67,7 +67,7 @@ def paged_keys(plan: PagedPlan) -> PagedKeys:
 
 
 class Scratch(Schedule):
-    """What the launches of a forward need beside its plan. partial: outputs and log-sum-exps of parts."""
+    """Scratch memory for a forward's launches. partial: outputs and log-sum-exps of parts."""
 
     def __init__(self, plan: PagedPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> None:
         self.keys = paged_keys(plan)

@@ -52,7 +52,7 @@ _ROW_EMPTY = BufferSpec("row_empty", torch.bool, (NUM_FORWARDS, NUM_TOKENS), "wh
 
 
 class RowSchedule(Schedule):
-    """What the call is given: the plan itself for a chain, a request for each row where all see the same.
+    """Arguments of the call: the plan itself for a chain, a request for each row where all see the same.
 
     table: [num_requests, pages] int32. lens: [num_requests] int32. empty: [num_tokens] bool, None for a chain. width:
     query rows of a request. workspace: the vendor's.

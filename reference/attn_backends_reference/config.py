@@ -67,7 +67,7 @@ class RunConfig(Options):
 
     @property
     def device(self) -> torch.device:
-        """Where the run is."""
+        """Device of the run."""
         return torch.device(self.runtime.device)
 
     @property

@@ -79,7 +79,7 @@ class AdaptiveOptions(Options):
 
 
 class EagleOptions(Options):
-    """How tokens are drafted. num_draft_tokens counts the root, which is the last sampled token.
+    """Options of drafting. num_draft_tokens counts the root, which is the last sampled token.
 
     worker: "eagle", one draft for all steps, "mtp", a module for each, "block", all in one forward, or "parallel", all
     in the draft extend. draft_graphs: of "mtp", "one" graph for all modules (the default) or one "per_module".
@@ -178,7 +178,7 @@ class ModelOptions(Options):
 
 
 class RuntimeOptions(Options):
-    """How a run is carried out.
+    """Options of a run's execution.
 
     path: through captured graphs or eagerly. max_bs: requests in one step, the rest waits. buckets: batch sizes to
     capture, None for 1, 2, 4 and 8 as far as max_bs, or that itself if less; larger ones run eagerly. max_context:

@@ -40,7 +40,7 @@ GROUP = Dim(str(INDEX_GROUP), lambda e: INDEX_GROUP)
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """How a layer compresses. ratio: tokens of a block, which becomes one entry, 1 or more. overlap: an entry is also
+    """Compression of a layer. ratio: tokens of a block, which becomes one entry, 1 or more. overlap: an entry is also
     made of the block before its own. indexed: a row attends to those entries only that an indexer selects, not to all.
     """
 

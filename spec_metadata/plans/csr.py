@@ -52,7 +52,7 @@ class CsrPlan:
 
 
 class CsrRows(NamedTuple):
-    """What each request owns of queries and pages. qo_indptr, kv_indptr: [bs + 1] int32. kv_len: [bs] int32."""
+    """Query rows, pages and keys of requests. qo_indptr, kv_indptr: [bs + 1] int32, offsets. kv_len: [bs] int32."""
 
     qo_indptr: Tensor
     kv_indptr: Tensor

@@ -8,16 +8,16 @@ from spec_metadata.buffers import BS, MAX_KV_LEN, NOTHING, NUM_PAGES, NUM_TOKENS
 
 
 def query_starts_spec(name: str) -> BufferSpec:
-    """Of `spec_metadata.query_starts`."""
+    """The buffer of `spec_metadata.query_starts`."""
     return BufferSpec(name, torch.int32, (BS + 1,), "first query row of each request", high=NUM_TOKENS + 1)
 
 
 def kv_lens_spec(name: str, *shape: Dim) -> BufferSpec:
-    """Of `DensePart.kv_lens`."""
+    """The buffer of `DensePart.kv_lens`."""
     return BufferSpec(name, torch.int32, shape, "keys that the last row of a request sees", high=MAX_KV_LEN + 1)
 
 
 def pages_spec(name: str, *shape: Dim, over_read: Dim = NOTHING) -> BufferSpec:
-    """Of what `visibility.write_pages` writes, which all phases of the same requests share."""
+    """The buffer that `visibility.write_pages` writes, which all phases of the same requests share."""
     doc = "page ids; past the visible keys those of any pages"
     return BufferSpec(name, torch.int32, shape, doc, high=NUM_PAGES, over_read=over_read, shared=True)

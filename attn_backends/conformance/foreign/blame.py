@@ -1,4 +1,4 @@
-"""Whose mistake a failed case is: the case is run again by the same driver in front of a backend that is right."""
+"""Blame for a failed case, the driver's or the backend's: the same driver runs it again on a backend that is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a foreign backend failed a case: its metadata and its writes, compared with the scene's rows.
+"""Causes of a foreign backend's failed cases: its metadata and its writes, compared with the scene's rows.
 
 The case's batch is run once more. What the metadata says that a row reads, and where its token was found afterwards,
 are compared with the scene's own lists. The first difference of each sort is described: rows that see other keys, lists
@@ -108,8 +108,8 @@ def _wanted(scene: Scene, forward: int) -> list[list[int]]:
 
 
 def told_list(expected: list[int], got: list[int], before: list[list[int]], drafted: int) -> str:
-    """How a list of slots is wrong. before: those of the rows before it. drafted: tokens that it must have which are
-    not committed.
+    """The cause of a wrong list of slots. before: those of the rows before it. drafted: tokens that it must have which
+    are not committed.
     """
     missing = len(expected) - len(got)
     if NOWHERE in got:

@@ -66,7 +66,7 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def begin(self, forward: int) -> None:
-        """What the runner does on the device before a forward; recorded into a graph."""
+        """Run the engine's work on the device before a forward; recorded into a graph."""
 
     @abstractmethod
     def store(self, forward: int, inputs: CacheInputs, layer: AttentionLayer) -> None:
@@ -78,8 +78,8 @@ class ForeignStep(ABC):
 
     @abstractmethod
     def read_slots(self, forward: int) -> list[list[int]] | None:
-        """What the metadata says that each row of a forward attends to, its own token last, `NOWHERE` where it says
-        nothing; None if it is not known. Reads the device.
+        """Slots in the metadata that each row of a forward attends to, its own token last, `NOWHERE` where a slot is
+        not named; None if they are not known. Reads the device.
         """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class ForeignStep(ABC):
         """The slots that the pool has to write in a forward."""
 
     def latent_slots(self, forward: int) -> list[LatentSlots]:
-        """Where the metadata says that other layers, which are not driven here, write what a forward makes."""
+        """Slots in the metadata to which other layers, which are not driven here, write a forward's latents."""
         return []
 
 
@@ -112,13 +112,9 @@ class ForeignPlan:
         return self.held.step
 
 
-class FirstUse(Schedule):
-    """Says that kernels are compiled by a first forward, which no graph may hold."""
-
-
 def first_use(plan: ForeignPlan, shape: LayerShape, buffers: Mapping[str, Tensor]) -> Schedule:
-    """The `Kernel.schedule` of a foreign kernel."""
-    return FirstUse()
+    """The `Kernel.schedule` of a foreign kernel, an empty one: a first forward compiles, which no graph may hold."""
+    return Schedule()
 
 
 def launch(q: Tensor, cache: PagedCache, planned: Scheduled[ForeignPlan], layer: AttentionLayer) -> AttentionOutput:
@@ -189,7 +185,7 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
 
     @classmethod
     def buffers(cls, kind: StepKind) -> tuple[BufferSpec, ...]:
-        """None: the other project has its own."""
+        """No buffers: the other project has its own."""
         return ()
 
     def plans(self, step: Step, buffers: Buffers) -> tuple[ForeignPlan, ...]:
@@ -255,7 +251,7 @@ class ForeignBackend(AttentionBackend[ForeignPlan], ABC):
 
 
 def exemptions(backend: type[AttentionBackend]) -> tuple[Exempt, ...]:
-    """What is not run on a backend; nothing of one with the suite's own interface."""
+    """Cases that are not run on a backend; none for one with the suite's own interface."""
     return backend.exempt if issubclass(backend, ForeignBackend) else ()
 
 

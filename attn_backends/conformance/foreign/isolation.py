@@ -23,7 +23,7 @@ from attn_backends.conformance.running import run_case
 
 @contextmanager
 def running(subject: Subject) -> Iterator[Callable[[Case], Row]]:
-    """What runs a subject's cases: here, or those of a foreign backend in a process of their own."""
+    """A function that runs a subject's cases: here, or those of a foreign backend in a process of their own."""
     if not issubclass(subject.backend, ForeignBackend):
         yield partial(run_case, subject)
         return

@@ -54,5 +54,5 @@ def leading_slots(pages: list[int], page_size: int, length: int) -> list[int]:
 
 
 def seen_by_rows(listed: list[int], width: int) -> Rows:
-    """What each of a request's rows sees of its keys, the last row all."""
+    """The keys that each of a request's rows sees; the last row sees all."""
     return [listed[: max(len(listed) - width + 1 + row, 0)] for row in range(width)]

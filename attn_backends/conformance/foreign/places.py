@@ -1,4 +1,4 @@
-"""Where another project's backends are driven: with which version of it, in which sizes, on a CPU and on a GPU."""
+"""Versions and sizes in which another project's backends are driven, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DECODES = (StepKind.DECODE, StepKind.DRAFT_DECODE, StepKind.TARGET_VERIFY)
 
 
 def missing_reasons(package: str, known: tuple[str, ...]) -> list[str]:
-    """Why a package can't be driven here; empty if it can. known: versions that the driver knows."""
+    """Reasons why a package can't be driven here; empty if it can. known: versions that the driver knows."""
     told = f"the driver knows {', '.join(known)}"
     try:
         found = version(package)
@@ -30,14 +30,14 @@ def missing_reasons(package: str, known: tuple[str, ...]) -> list[str]:
 
 
 def can(where: Where, pages: set[int], **others: Any) -> Capabilities:
-    """What all backends of a project can do in a step kind."""
+    """Capabilities that all backends of a project share in a step kind."""
     sizes, heads, dtype = where
     given = {"head_sizes": frozenset({sizes}), "query_heads": frozenset({heads}), "needs_host_lens": True, **others}
     return Capabilities(frozenset(pages), frozenset({dtype}), **given)
 
 
 class OnCpu(TorchFunctionMode):
-    """What asks for a CUDA device or for page-locked memory is given neither."""
+    """A mode in which calls for a CUDA device get the CPU, and page-locked memory is ordinary."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -15,8 +15,9 @@ from attn_backends.planning.metadata import ForwardMetadata
 
 
 class Attended:
-    """What attends. parts: the metadata of a batch, one or several, whose rows follow one another. SGLang pads batches
-    for data parallelism after the real rows: these are neither stored nor attended, and their outputs are zero.
+    """Attention of SGLang's layers on a backend. parts: the metadata of a batch, one or several, whose rows follow one
+    another. SGLang pads batches for data parallelism after the real rows: these are neither stored nor attended, and
+    their outputs are zero.
     """
 
     def __init__(self, backend: AttentionBackend, layers: Layers) -> None:

@@ -92,7 +92,7 @@ class EngineBackend(api.AttentionBackend):
 
     @property
     def verify_mask(self) -> Any:
-        """Where SGLang writes masks of nodes alone, [bs, nodes, nodes], so that it makes none of the whole context."""
+        """The buffer for masks of nodes alone, [bs, nodes, nodes], so that SGLang makes none of the whole context."""
         return self._mask
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

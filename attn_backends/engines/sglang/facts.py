@@ -1,4 +1,4 @@
-"""What a backend needs to know of one model runner of SGLang, read once when the server starts."""
+"""Facts about one model runner of SGLang, read once when the server starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RAGGED = "DSPARK"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerFacts:
-    """Of a target's or a draft's model runner.
+    """Facts about a target's or a draft's model runner.
 
     batches: makes steps of its batches. capacity: the largest step. pool: its KV pool. layers: its model's attention
     layers (RadixAttention). kinds: of steps that it will run. in_blocks: whether the draft proposes blocks, of whose
@@ -45,8 +45,9 @@ class RunnerFacts:
 
     @classmethod
     def of(cls, runner: Any, spec: Any, layers: Sequence[Any], *, mixes: bool, compact: bool = False) -> Self:
-        """Of a runner with its pools. spec: SGLang's speculative options, whose values are None without speculation,
-        and of no step where it adapts and drafts nothing. compact: its mode of verifies (SGLANG_RAGGED_VERIFY_MODE).
+        """The facts of a runner with its pools. spec: SGLang's speculative options, whose values are None without
+        speculation, and of no step where it adapts and drafts nothing. compact: its mode of verifies
+        (SGLANG_RAGGED_VERIFY_MODE).
         """
         table, page_size = runner.req_to_token_pool.req_to_token, runner.page_size
         num_nodes, in_blocks = max(spec.speculative_num_draft_tokens or 0, 2), spec.speculative_algorithm in BLOCKS

@@ -54,7 +54,7 @@ class Layers:
         return torch.cat((q.reshape(-1, heads, layer.v_head_dim), q_rope.reshape(-1, heads, rope)), -1)
 
     def entries(self, k: Tensor, v: Tensor, layer: Any, extras: dict[str, Any], rows: slice) -> CacheInputs:
-        """What some rows store."""
+        """The cache inputs of some rows of k and v."""
         if not self._is_mla:
             keys = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)
             return KeyValues(keys[rows], v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[rows])

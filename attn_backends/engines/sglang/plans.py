@@ -37,7 +37,7 @@ class Plans:
         self._captured: dict[tuple[StepKind, int, int | None], Metadata] = {}
 
     def eager(self, batch: Any) -> list[Metadata]:
-        """Of a batch that runs without a graph: of a mixed one two where one step is slower, else one. SGLang calls a
+        """Metadata of a batch without a graph: two of a mixed batch where one step is slower, else one. SGLang calls a
         mixed batch EXTEND before it is planned. So requests of one row that come last are taken for running ones.
         """
         step = self.facts.batches.step(batch)
@@ -53,7 +53,9 @@ class Plans:
         return next((kind for kind in kinds if kind in self.facts.kinds), StepKind.DECODE)
 
     def capture(self, batch: Any, masks: Tensor | None) -> Metadata:
-        """Of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of trees."""
+        """Metadata of a batch over the runner's static buffers. masks: flat bool, to which SGLang writes those of
+        trees.
+        """
         key = kind, bs, num_rows = self._key(batch)
         capacity, mask = self.facts.capacity, None
         bucket = capacity.bucket(kind, bs)

@@ -33,7 +33,7 @@ def register_all() -> None:
 
 
 def problem() -> Exception | None:
-    """What keeps the backends from running in this SGLang; None if nothing does."""
+    """The error that keeps the backends from running in this SGLang, or None."""
     try:
         check_version()
         import_module("attn_backends.engines.sglang.backends")

@@ -1,4 +1,4 @@
-"""What the backends lack inside SGLang, found when the server starts. Nothing falls back to another backend."""
+"""Reasons why the backends refuse an SGLang server, found when it starts. Nothing falls back to another backend."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def refuse(name: str, reasons: Iterable[str]) -> None:
 
 
 def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Iterator[str]:
-    """Why a server's options and one runner's memory are not supported. spec, execution, parallel: SGLang's options."""
+    """Reasons why a server's options and one runner's memory are not supported. spec, execution, parallel: SGLang's
+    options.
+    """
     if spec.speculative_algorithm not in ALGORITHMS:
         yield f"--speculative-algorithm {spec.speculative_algorithm} (it takes EAGLE, NEXTN, EAGLE3, DFLASH and DSPARK)"
     if spec.enable_multi_layer_eagle:
@@ -65,7 +67,7 @@ def server_reasons(runner: Any, spec: Any, execution: Any, parallel: Any) -> Ite
 
 
 def model_reasons(facts: RunnerFacts, backend: AttentionBackend) -> Iterator[str]:
-    """Why the layers of a model are not supported by the kernels that were chosen for its steps."""
+    """Reasons why the layers of a model are not supported by the kernels that were chosen for its steps."""
     if facts.format not in backend.formats:
         yield f"a model whose cache is of {facts.format} (it takes {', '.join(sorted(backend.formats))})"
         return

@@ -1,4 +1,4 @@
-"""Which SGLang the plug-in is for, without importing it."""
+"""The version of SGLang that the plug-in is for, checked without importing it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ NAMES = {
 
 
 class ClassPath(str):
-    """Where a registered class is. vLLM hands its configuration, with the name that was asked for, to a process that it
-    spawns before that one loads plug-ins: it is unpickled by this path, which registers the names first.
+    """The path of a registered class. vLLM hands its configuration, with the name that was asked for, to a process that
+    it spawns before that one loads plug-ins: it is unpickled by this path, which registers the names first.
     """
 
     def __reduce__(self) -> tuple[Callable[[str], ClassPath], tuple[str]]:

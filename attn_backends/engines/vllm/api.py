@@ -9,7 +9,7 @@ SUPPORTED = ("0.33",)
 
 
 def version_reason(installed: str) -> str:
-    """Why a version of vLLM is refused; empty if it isn't."""
+    """The reason why a version of vLLM is refused; empty if it isn't."""
     if ".".join(installed.split(".")[:2]) in SUPPORTED:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Which backend and kernel attended, layer by layer, counted where they run: in a graph, by the device.
+"""Counts of the backend and kernel that attended in each layer, taken where they run: in a graph, by the device.
 
 Off unless ATTN_BACKENDS_COUNT=1 is set before the engine is built: each layer then adds to a counter in a launch of its
 own, which graphs record and repeat.
@@ -24,8 +24,8 @@ _layers: WeakValueDictionary[str, Attended] = WeakValueDictionary()  # held by t
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Attended:
-    """How often one layer attended. backend: its name. counts: [kinds of step] int64, on the layer's device. kernels:
-    of the kinds that were seen.
+    """One layer's counts of attention. backend: its name. counts: [kinds of step] int64, on the layer's device.
+    kernels: of the kinds that were seen.
     """
 
     backend: str

@@ -30,7 +30,7 @@ logger = logging.getLogger("vllm.attn_backends")
 
 @dataclass(eq=False)
 class GroupMetadata:
-    """What vLLM hands from the builder to the layers of a group.
+    """Metadata that vLLM hands from the builder to the layers of a group.
 
     backend: of the library, which made the plan. The counts are what vLLM's MLA layer reads: to it every row is a
     decode, so that all of them, prompts too, come absorbed and in one call.
@@ -100,11 +100,11 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> GroupMetadata:
-        """Of an eager batch, of one between pieces, or of one that a graph runs, which drops it."""
+        """Metadata of an eager batch, of one between pieces, or of one that a graph runs, which drops it."""
         return self._given(self.plans.of(common_attn_metadata), common_attn_metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> GroupMetadata:
-        """Of a full graph: the first layer that it records plans, from the buffers of this batch."""
+        """Metadata of a full graph: the first layer that it records plans, from the buffers of this batch."""
         return self._given(self.plans.capture(common_attn_metadata), common_attn_metadata)
 
     def update_draft_decode_metadata(self, metadata: GroupMetadata) -> None:

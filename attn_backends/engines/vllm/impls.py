@@ -108,7 +108,7 @@ class GroupedQueryImpl(_Layer, AttentionImpl[GroupMetadata]):
             self.layer = replace(self.layer, sinks=self._sinks.detach())
 
     def view(self, kv_cache: Tensor) -> PagedKV:
-        """Of a cache [blocks, KV heads, block size, 2 * head_size]."""
+        """A view of vLLM's cache, [blocks, KV heads, block size, 2 * head_size]."""
         return PagedKV(*kv_cache.transpose(1, 2).split(self.head_size, dim=-1))
 
     def forward(
@@ -182,7 +182,7 @@ class LatentImpl(_Layer, MLAAttentionImpl[GroupMetadata]):
         return vllm_layer._k_scale_float, vllm_layer._k_scale_float
 
     def view(self, kv_cache: Tensor) -> PagedLatent:
-        """Of a cache [blocks, block size, rank + rope]."""
+        """A view of vLLM's cache, [blocks, block size, rank + rope]."""
         return PagedLatent(kv_cache, self.layer.v_head_dim)
 
     def forward_mqa(

@@ -46,7 +46,7 @@ class Plan:
         self._parts: list[tuple[slice, ForwardMetadata]] = []
 
     def current(self) -> list[tuple[slice, ForwardMetadata]]:
-        """What a layer attends with, part by part, each with its rows; the same for all layers."""
+        """The metadata of each part of the batch, with its rows; the same for all layers."""
         if not self._made:
             self._made = self._make()
             self._parts = with_rows([each.at() for each in self._made])
@@ -94,7 +94,7 @@ class Plans:
         return not rest and lens[: len(real)] == [width] * len(real)
 
     def captured(self, common: Batch) -> Refresh:
-        """What plans a batch of this size in the buffers of `common`."""
+        """A planner of batches of this size, captured on the buffers of `common`."""
         num_rows = common.num_actual_tokens
         width, rest = divmod(num_rows, common.num_reqs)
         if rest or (common.causal and width not in (1, *self.verified)):

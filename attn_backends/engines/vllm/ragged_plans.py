@@ -31,13 +31,13 @@ class RaggedPlans(Plans):
     """As `Plans`, for verifies whose rows the device divides among requests, at most max(verified) each."""
 
     def may_run_in_graph(self, common: Batch) -> bool:
-        """Of rows that may be cut any batch without a longer request."""
+        """Whether a graph may run it; where rows may be cut, any batch without a longer request."""
         if not _may_be_cut(common):
             return super().may_run_in_graph(common)
         return max(common.query_start_loc_cpu[: common.num_reqs + 1].diff().tolist(), default=0) <= max(self.verified)
 
     def captured(self, common: Batch) -> Refresh:
-        """Of rows that may be cut: a ragged verify over so many requests and rows."""
+        """As of `Plans`; where rows may be cut, a ragged verify over so many requests and rows."""
         table = self._tables[: common.num_reqs]
         given = common.block_table_tensor[:, : table.shape[1]]
         on_wider = copy(common)
@@ -51,7 +51,7 @@ class RaggedPlans(Plans):
         return refresh
 
     def eager(self, common: Batch) -> Sequence[Metadata]:
-        """Of rows that may be cut: verifies, then prompts, or one step of both where that is not slower."""
+        """As of `Plans`; where rows may be cut, verifies, then prompts, or one step of both if that is not slower."""
         if not _may_be_cut(common):
             return super().eager(common)
         batch, most = adapter.read(common, self.backend.geometry), max(self.verified)

@@ -1,4 +1,4 @@
-"""What is refused before an engine runs: reasons that vLLM prints together with its own."""
+"""Reasons for a refusal before an engine runs; vLLM prints them together with its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def page_size_of(config: Any) -> int:
 
 
 def config_reasons(config: Any) -> list[str]:
-    """What of an engine's configuration is not served. config: a `VllmConfig`, or None, of which nothing is known."""
+    """Parts of an engine's configuration that are not served. config: a `VllmConfig`, or None if there is none."""
     if config is None:
         return []
     reasons = []
@@ -57,7 +57,7 @@ def config_reasons(config: Any) -> list[str]:
 def kernel_reasons(
     backend: type[AttentionBackend], device: torch.device, workload: Workload, kinds: Collection[StepKind] = KINDS
 ) -> list[str]:
-    """Why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
+    """Reasons why no kernel of a backend serves a workload on a device; empty if one does for every kind of step.
 
     vLLM gives no exact lengths on the host, so a kernel that plans on the host is none.
     """

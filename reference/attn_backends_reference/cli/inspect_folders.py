@@ -50,7 +50,8 @@ def _described(found: TargetFolder, engine: Engine) -> dict[str, Any]:
         (each.num_heads, each.num_kv_heads, each.head_dim, each.v_head_dim, each.window, each.sinks is not None)
         for each in model.layers
     )
-    cache, tokens = _cache_bytes(engine), engine.geometry.num_pages * engine.geometry.page_size
+    cache = model.cache_bytes(engine.backends.prefill, config.cache_dtype)
+    tokens = engine.geometry.num_pages * engine.geometry.page_size
     return {
         "model": str(found.path),
         "architecture": found.family.architecture,
@@ -122,14 +123,11 @@ def _refusals(engine: Engine) -> Iterator[str]:
 
 def _too_much(engine: Engine, found: TargetFolder) -> Iterator[str]:
     """Weights and caches that the device has no room for."""
-    device = engine.config.device
-    needed, free = found.num_bytes(engine.config.dtype) + _cache_bytes(engine), free_bytes(device)
+    config, device = engine.config, engine.config.device
+    cache, free = engine.target.cache_bytes(engine.backends.prefill, config.cache_dtype), free_bytes(device)
+    needed = found.num_bytes(config.dtype) + cache
     if free is not None and needed > free:
         yield f"weights and cache take {needed:,} bytes, {device} has {free:,} free; see max_bs and max_context"
-
-
-def _cache_bytes(engine: Engine) -> int:
-    return engine.target.cache_bytes(engine.backends.prefill, engine.config.cache_dtype)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What `generate` and `demo` share: the run that options describe, and why which kernel runs it."""
+"""Options of both `generate` and `demo`: the run that they describe, and the choice of its kernel."""
 
 from __future__ import annotations
 

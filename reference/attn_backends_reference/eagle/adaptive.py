@@ -1,4 +1,4 @@
-"""Which set of steps to draft with next: the one that promises most tokens per second.
+"""Choice of the set of steps to draft with next: the one that promises most tokens per second.
 
 What a cycle costs is measured once and given. How much of a draft is accepted is learnt from the cycles that the host
 has read: nothing is waited for.
@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from attn_backends_reference.eagle.requests import DraftShape
-from spec_metadata import Capacity, InvalidStepError
+from spec_metadata import InvalidStepError
 
 PRIOR = 0.5  # acceptance of a draft token before anything was seen
 WEIGHT = 6.0  # drafts that the rate of the depth before is worth, where a depth was seen seldom
@@ -49,10 +49,6 @@ class AdaptiveSteps:
             raise InvalidStepError(
                 f"window must be at least 1 cycle and margin at least 0, got {self.window} and {self.margin}"
             )
-
-    def capacities(self, largest: Capacity) -> list[Capacity]:
-        """What each set is captured for. Raises `InvalidStepError` for a set that is larger than the capacity."""
-        return [largest.with_draft(each.topk, each.num_steps, each.num_draft_tokens) for each in self.sets]
 
     def costs(self, bs: int) -> list[float]:
         """Milliseconds of a cycle of each set."""
@@ -94,7 +90,7 @@ class StepPolicy:
             self._seen[key].add(counts, _depth(of), decay)
 
     def rates(self, shape: DraftShape) -> list[float]:
-        """How often a draft of each depth is accepted where the one before it was."""
+        """Acceptance rate of drafts at each depth, where the one before was accepted."""
         found, before = list[float](), PRIOR
         for tried, accepted in self._seen[shape.topk].pairs:
             before = (accepted + WEIGHT * before) / (tried + WEIGHT)

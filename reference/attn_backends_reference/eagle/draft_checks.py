@@ -1,4 +1,4 @@
-"""What drafts and options a worker refuses before it is built."""
+"""Drafts and options that a worker refuses before it is built."""
 
 from __future__ import annotations
 

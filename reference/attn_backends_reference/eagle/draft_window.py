@@ -74,12 +74,12 @@ class DraftWindow:
         return lens - skipped
 
     def state(self, max_bs: int) -> CommittedState:
-        """That of drafts, on their table."""
+        """The committed state of drafts, on their table."""
         rows = torch.empty(0, dtype=torch.int64, device=self.table.device)
         return CommittedState.of(RequestTable(self.table, rows, self.slots.geometry), max_bs)
 
     def bounds(self, max_committed: int, seq_lens_cpu: Sequence[int] | None) -> dict[str, Any]:
-        """What the host knows of the lengths that `read` returns, from what it knows of all tokens."""
+        """Host bounds (`HostBounds`) of the lengths that `read` returns, from those of all tokens."""
         known = torch.tensor([max_committed] if seq_lens_cpu is None else seq_lens_cpu)
         left = (known - self.num_skipped(known)).tolist()
         page_size = self.slots.geometry.page_size

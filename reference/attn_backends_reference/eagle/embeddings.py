@@ -18,8 +18,8 @@ from spec_metadata import InvalidStepError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeddings:
-    """Those of one prompt. positions: of its placeholders, rising. rows: [len(positions), hidden_size], in memory of
-    their own. digests: by position, of the bytes of each, which tell placeholders apart where pages are shared.
+    """Embeddings of one prompt. positions: of its placeholders, rising. rows: [len(positions), hidden_size], in memory
+    of their own. digests: by position, of the bytes of each, which tell placeholders apart where pages are shared.
     """
 
     positions: tuple[int, ...]
@@ -34,8 +34,8 @@ class PromptEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """What embeddings a worker takes. placeholder_token: the token that each stands for in a prompt; the others are of
-    the target.
+    """The form of embeddings that a worker takes. placeholder_token: the token that each stands for in a prompt; the
+    others are of the target.
     """
 
     placeholder_token: int
@@ -45,7 +45,7 @@ class EmbeddingForm:
 
     @classmethod
     def of(cls, target: TargetModel, placeholder_token: int) -> EmbeddingForm:
-        """Those of a target. Raises `InvalidStepError` for a token that it does not know."""
+        """The form of a target's embeddings. Raises `InvalidStepError` for a token that it does not know."""
         if not isinstance(placeholder_token, Integral) or not 0 <= placeholder_token < target.vocab_size:
             raise InvalidStepError(
                 f"placeholder_token is {placeholder_token!r}; the model knows 0 to {target.vocab_size - 1}. Choose one "

@@ -98,7 +98,7 @@ class Engine:
 
     @property
     def ran(self) -> dict[str, dict[str, int]]:
-        """How many steps of each phase the workers ran through graphs and how many eagerly."""
+        """Numbers of steps that the workers ran, by phase and path, graph or eager."""
         counts: dict[str, dict[str, int]] = {}
         workers = [self.__dict__[name] for name in ("eagle", "plain") if name in self.__dict__]
         for worker in workers:

@@ -42,7 +42,7 @@ class MultimodalWindow(Window):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MultimodalWindowInputs(WindowInputs):
-    """With the fields that `MultimodalWindow` has."""
+    """`WindowInputs` with the fields of `MultimodalWindow`."""
 
     kept_embeddings: PerRequest
     is_kept: PerRequest

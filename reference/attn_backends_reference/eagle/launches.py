@@ -39,7 +39,7 @@ class Timings:
         self.mark("start")
 
     def mark(self, phase: str) -> None:
-        """What was launched since the last mark was this phase."""
+        """Count all launches since the last mark to a phase."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -48,7 +48,7 @@ class Timings:
             self._marks.append((phase, perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """How long each phase took. On a GPU, only once the step was read."""
+        """Seconds of each phase. On a GPU, only once the step was read."""
         spans = zip(self._marks[:-1], self._marks[1:], strict=True)
         return {phase: _between(start, end) for (_, start), (phase, end) in spans}
 
@@ -80,7 +80,7 @@ class Launch:
         self._timings, self._on_read = timings, on_read
 
     def read(self) -> tuple[list[list[int]], dict[str, float]]:
-        """What each request emitted, and the seconds of each phase; waits for the step."""
+        """The tokens that each request emitted, and the seconds of each phase; waits for the step."""
         tokens, *copied = self._copy.read()
         counts = copied[0] if self._known is None else self._known
         if self._on_read is not None:

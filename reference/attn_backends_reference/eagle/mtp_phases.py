@@ -27,7 +27,7 @@ Modules = Sequence[Model[DraftModel]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowInputs(Accepted):
-    """What a window is made of: what the verify returned, and what was kept before it.
+    """Inputs of a window: the verify's results, and the states and tokens kept before it.
 
     lens: [bs] int32, L. kept_hidden: [bs, R, H] and kept_tokens: [bs, R] int64, the target's hidden state at positions
     L - R to L - 1 and the token after each; garbage at negative positions.
@@ -64,7 +64,7 @@ class Window:
     root: PerRequest
 
     def multimodal(self, k: int) -> MultimodalRows | None:
-        """What takes the place of the embeddings of module k's tokens: nothing, where prompts are text."""
+        """Rows that replace the embeddings of module k's tokens: None, because prompts are text."""
         return None
 
 

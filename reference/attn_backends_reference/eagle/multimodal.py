@@ -37,7 +37,7 @@ class MultimodalPrefillInputs(PrefillInputs):
 
     @property
     def multimodal(self) -> MultimodalRows:
-        """What takes the place of the tokens' embeddings."""
+        """Rows that replace the tokens' embeddings."""
         return MultimodalRows(self.multimodal_embeddings, self.is_multimodal)
 
 

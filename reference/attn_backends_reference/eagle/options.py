@@ -1,4 +1,4 @@
-"""How a worker runs: its backends, and the options that hold for all of its requests."""
+"""Options of a worker: its backends, and the options that hold for all of its requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PhaseBackends:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a worker runs.
+    """Options of a worker, for all of its requests.
 
     buckets: batch sizes to capture, none to run eagerly. make_graph: what to capture with. chunk: prompt tokens of a
     request that one prefill forward takes. eos_tokens: any of them ends a request. seed: of the order in which pages

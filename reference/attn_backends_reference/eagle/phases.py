@@ -39,7 +39,7 @@ M = TypeVar("M", bound=PagedModel, covariant=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftState:
-    """What a draft loop starts from. root: [bs] int64, the last sampled token. tokens: [bs, topk] int64 and log_probs
+    """Start of a draft loop. root: [bs] int64, the last sampled token. tokens: [bs, topk] int64 and log_probs
     [bs, topk]: the draft's best at depth 1. hidden: [bs, H], the draft's state at its last committed row.
     """
 

@@ -1,4 +1,4 @@
-"""What MTP keeps of the first module's inputs: a ring of the last positions for each row of the request table.
+"""The first MTP module's last inputs: a ring of positions for each row of the request table.
 
 `docs/mtp.md` derives that nothing else must be kept. An entry at a position is the target's hidden state there and the
 token after it, and lies at `position % num_rerun` of its row.
@@ -14,22 +14,17 @@ from spec_metadata import BufferSpec, Capacity, Dim, Extent, StepKind, allocate
 from spec_metadata.buffers import BS
 
 
-def pool_specs(capacity: Capacity, hidden_size: int, dtype: torch.dtype) -> tuple[BufferSpec, BufferSpec]:
-    """The declared tables of a pool, at the extent of the largest step."""
-    ring = Dim("num_rerun", lambda _: capacity.num_rerun)
-    width = Dim("hidden_size", lambda _: hidden_size)
-    return (
-        BufferSpec("hidden", dtype, (BS + 1, ring, width), "target's hidden state at a position"),
-        BufferSpec("tokens", torch.int64, (BS + 1, ring), "token after the position"),
-    )
-
-
 class InputPool:
     """The rings of all table rows. hidden: [max_bs + 1, num_rerun, H]. tokens: [max_bs + 1, num_rerun] int64."""
 
     def __init__(self, capacity: Capacity, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         largest = Extent.of_bucket(capacity.bucket(StepKind.DRAFT_EXTEND, capacity.max_bs), capacity)
-        tables = allocate(pool_specs(capacity, hidden_size, dtype), largest, device)
+        ring, width = Dim("num_rerun", lambda _: capacity.num_rerun), Dim("hidden_size", lambda _: hidden_size)
+        specs = (
+            BufferSpec("hidden", dtype, (BS + 1, ring, width), "target's hidden state at a position"),
+            BufferSpec("tokens", torch.int64, (BS + 1, ring), "token after the position"),
+        )
+        tables = allocate(specs, largest, device)
         self.hidden, self.tokens = tables["hidden"], tables["tokens"]
 
     def read(self, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ class PrefillInputs:
 
     @property
     def multimodal(self) -> MultimodalRows | None:
-        """What takes the place of the tokens' embeddings: nothing, where prompts are text."""
+        """Rows that replace the tokens' embeddings: None, because prompts are text."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What serving needs of a worker."""
+"""The interface between serving and its worker."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Chunk:
 
 
 class Worker(Protocol):
-    """What serving needs of a worker. A step is launched and read later; rows are those of the table.
+    """A worker, as serving calls it. A step is launched and read later; rows are those of the table.
 
     max_context: tokens of a request, prompt and output. draft_room: tokens past the committed ones that a step may
     write. max_accepted: tokens that a cycle commits at most. chunk: prompt tokens of a request in one step. host_lag:

@@ -23,7 +23,7 @@ class RequestError(AttnBackendsError):
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """How a worker drafts. num_draft_tokens counts the root, which is the last sampled token."""
+    """The shape of drafting. num_draft_tokens counts the root, which is the last sampled token."""
 
     topk: int
     num_steps: int
@@ -43,7 +43,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request asks for beside its prompt.
+    """Options of a request, beside its prompt.
 
     max_new_tokens: the context may end it earlier. sampling: greedy by default. stop: strings that end the request; the
     text ends before them, the tokens with the one that completes the string. ignore_eos: continue after the model's
@@ -77,8 +77,8 @@ DEFAULT_OPTIONS = RequestOptions()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended: an end-of-text token, a stop string, its length, a cancellation, or a step that raised and
-    can't be run again.
+    """The reason why a request ended: an end-of-text token, a stop string, its length, a cancellation, or a step that
+    raised and can't be run again.
     """
 
     EOS = "eos"
@@ -90,7 +90,7 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class Statistics:
-    """What a request took.
+    """Counts and times of a request.
 
     num_cycles: decode steps or cycles that emitted something, the prefill left out. accepted_by_depth: of each depth,
     how many of its emitted tokens were drafted there. num_shared_tokens: prompt tokens found in pages of other
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def text(self) -> str:
-        """What may be shown of the output: whole characters, and nothing that may become a stop string."""
+        """The output so far, in whole characters, without an end that may become a stop string."""
         if self.growing is None:
             raise RequestError("the server makes no text of tokens; give it `decode`, a tokenizer's for example")
         return self.growing.shown

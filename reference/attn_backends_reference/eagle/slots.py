@@ -72,12 +72,12 @@ class SlotAllocator:
         return tuple(self._pages[row])
 
     def refcount(self, page: int) -> int:
-        """How many rows hold a page."""
+        """The number of rows that hold a page."""
         return self._refcounts[page]
 
     def prefix_keys(self, prompt: Sequence[int], digests: Mapping[int, bytes] = NO_DIGESTS) -> list[bytes]:
-        """What each whole page of a prompt is known by: a digest of all tokens up to its end and the `lookahead` ones
-        after them, made from the digest of the page before.
+        """The key of each whole page of a prompt: a digest of all tokens up to its end and the `lookahead` ones after
+        them, made from the digest of the page before.
 
         digests: by position, of tokens that stand for something else, such as an embedding; of one length. The last
         tokens of a prompt lie in no page that can be shared, so every request computes them.

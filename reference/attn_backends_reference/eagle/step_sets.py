@@ -62,7 +62,7 @@ class StepSets:
 
     @property
     def num_bytes(self) -> int:
-        """Of the static memory that sets take turns in; 0 of a single set, whose phases have their own."""
+        """Bytes of the static memory that sets take turns in; 0 of a single set, whose phases have their own."""
         return 0 if self._phase_sets is None else self._phase_sets.num_bytes
 
     def __getitem__(self, number: int) -> StepSet:

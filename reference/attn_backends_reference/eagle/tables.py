@@ -1,4 +1,4 @@
-"""What a worker keeps of its requests on the device: dataclasses of tables with an entry for each row.
+"""Tables of a worker's requests on the device: dataclasses of tensors with an entry for each row.
 
 Phases gather what they need of it in their regions, so a graph reads the tables where they lie.
 """

@@ -64,7 +64,7 @@ Outputs = TypeVar("Outputs")
 
 
 class TargetWorker:
-    """What plain and speculative decoding share: the target, its cache, prompts, and the tables of requests.
+    """Base of workers for plain and speculative decoding: the target, its cache, prompts, and the tables of requests.
 
     num_graph_steps, num_eager_steps: graph and eager steps of each phase, by its name.
     """
@@ -231,7 +231,7 @@ class PlainWorker(TargetWorker):
 
 
 class SpeculativeWorker(TargetWorker, ABC):
-    """What EAGLE and MTP share: something drafts, with KV in the slots of the target."""
+    """Base of workers that draft, with the draft's KV in the slots of the target."""
 
     def __init__(
         self,
@@ -282,7 +282,8 @@ class EagleWorker(SpeculativeWorker):
         self._states = DraftState.empty(capacity.max_bs + 1, capacity.topk, draft)
         adaptive = options.adaptive
         self.policy = None if adaptive is None else StepPolicy(adaptive)
-        shapes = [capacity] if adaptive is None else adaptive.capacities(capacity)
+        sets = [] if adaptive is None else adaptive.sets
+        shapes = [capacity.with_draft(x.topk, x.num_steps, x.num_draft_tokens) for x in sets] or [capacity]
         self._window = DraftWindow.of(options, draft, capacity, self.slots)
         self._drafting = self._committed if self._window is None else self._window.state(capacity.max_bs)
         states, phases = (self._drafting, self._committed, self._committed), [(x, self._phases(x)) for x in shapes]

@@ -22,7 +22,7 @@ Rows = TypeVar("Rows")
 
 
 class Attention(Protocol):
-    """What a model's attention layers attend through."""
+    """The interface that a model's attention layers call."""
 
     def store(self, layer_index: int, inputs: Any) -> None:
         """Store this forward's rows in the layer's cache, and attend to nothing. inputs: as of `attend`."""

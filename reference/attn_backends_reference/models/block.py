@@ -72,7 +72,8 @@ def load_block(folder: str | Path, target: TargetModel) -> BlockModel:
         raise CheckpointError(f"{path} is a P-EAGLE head, whose rows are causal: worker = 'parallel' runs it")
     if head_keys.block_drafts(head_keys.names(fields)):
         return dflash.load_dflash(path, fields, target)
-    _, config = folders.read_config(path, {ARCHITECTURE: LLAMA}, own=("block_size",))
+    folders.refuse_quantized(path, fields)
+    _, config = folders.read_architecture(path, {ARCHITECTURE: LLAMA}, own=("block_size",))
     check_fit(path, *({"hidden_size": x.hidden_size, "vocab_size": x.vocab_size} for x in (config, target)))
     draft = BlockDraft(config)
     draft.load_state_dict(weights.read_checked(weights.read_headers(path, None), draft.state_dict()))

@@ -68,7 +68,7 @@ class MultimodalRows:
 
 
 class PagedModel:
-    """What a target and a draft share: attention layers over a paged cache, an embedding and an output head."""
+    """Base of targets and drafts: attention layers over a paged cache, an embedding and an output head."""
 
     def __init__(
         self, family: Family, config: Any, blocks: Iterable[Any], embedding: nn.Embedding, head: nn.Linear
@@ -83,17 +83,17 @@ class PagedModel:
 
     @property
     def cache_format(self) -> CacheFormat | CompressedFormat:
-        """What the attention layers store."""
+        """The format of the layers' caches."""
         return self.family.cache_format
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and hidden states."""
+        """Type of weights and hidden states."""
         return self.head.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Device of the weights."""
         return self.head.weight.device
 
     def allocate_caches(self, backend: AttentionBackend, dtype: torch.dtype | None = None) -> list[PagedCache]:
@@ -111,7 +111,7 @@ class PagedModel:
         return allocate_caches(backend.geometry, make, self.device)
 
     def cache_bytes(self, backend: AttentionBackend, dtype: torch.dtype) -> int:
-        """What `allocate_caches` would take."""
+        """Bytes that `allocate_caches` would take."""
         meta = torch.device("meta")
         return sum(self._allocate_cache(layer, backend, dtype, meta).num_bytes for layer in self.layers)
 
@@ -243,7 +243,7 @@ class DraftModel(PagedModel):
         ]
 
     def fuse(self, features: Tensor) -> Tensor:
-        """What `forward` takes as `hidden` of rows that the target ran: [T, hidden_size] of [T, feature_size]."""
+        """The `hidden` of `forward`, [T, hidden_size], from the target's features of the rows, [T, feature_size]."""
         return features
 
     def target_ids(self, ids: Tensor) -> Tensor:

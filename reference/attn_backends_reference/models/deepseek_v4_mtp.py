@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +112,6 @@ class V4MtpModel(DraftModel):
         return self.head(self._draft.joined(hidden))
 
 
-def is_published(names: Collection[str]) -> bool:
-    """Whether a folder's tensors have such modules among them."""
-    return any(name.startswith(PREFIX) for name in names)
-
-
 def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:
     """The first module in a target's folder. Raises `CheckpointError` as `load_draft` does, before weights are read
     unless an embedding or output head in the module is not the target's.
@@ -147,7 +141,7 @@ def load_v4_mtp(path: Path, target: TargetModel) -> V4MtpModel:
 
 
 def module_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """That of a model of the module's one layer: it has no compressor, and a router that is learned."""
+    """Configuration of a model of the module's one layer, without a compressor and with a learned router."""
     own = copy.deepcopy(config)
     own.num_hidden_layers, own.layer_types, own.mlp_layer_types = 1, ["sliding_attention"], ["moe"]
     own._attn_implementation = own._experts_implementation = IMPLEMENTATION

@@ -133,7 +133,7 @@ class Eagle3Draft(nn.Module):
         return self.norm(rows) if self.head.norm_output else rows
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """What ``lm_head`` reads of outputs."""
+        """Outputs as ``lm_head`` reads them, after the final norm."""
         return hidden if self.head.norm_output else self.norm(hidden)
 
 

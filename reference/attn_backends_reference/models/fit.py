@@ -1,4 +1,4 @@
-"""What loading any draft comes down to: that it fits its target, and that it gets its target's dtype and device."""
+"""The last part of loading any draft: it must fit its target, and gets its target's dtype and device."""
 
 from __future__ import annotations
 

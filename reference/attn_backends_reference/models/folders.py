@@ -1,4 +1,4 @@
-"""What a checkpoint's folder holds: its configuration and its tensors, checked before anything is computed."""
+"""Configuration and tensors of a checkpoint's folder, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,6 @@ def find(folder: str | Path, embedded: Mapping[str, str]) -> Path:
     return path
 
 
-def read_config(path: Path, known: Mapping[str, Family], own: Collection[str] = ()) -> tuple[str, PreTrainedConfig]:
-    """As `read_architecture`, of weights that are floats."""
-    refuse_quantized(path, read_fields(path / "config.json"))
-    return read_architecture(path, known, own)
-
-
 def refuse_quantized(path: object, fields: Mapping[str, Any]) -> None:
     """Raises `CheckpointError` if config.json, which says `fields`, says that weights are of fewer bits."""
     for key in ("quantization_config", "compression_config"):
@@ -86,7 +80,7 @@ def read_architecture(
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """What a JSON file of a checkpoint says."""
+    """Fields of a JSON file of a checkpoint. Raises `CheckpointError` if it is missing or no JSON object."""
     if not file.is_file():
         raise CheckpointError(
             f"{file.parent} has no {file.name}; a checkpoint is a folder in transformers' format on this machine"

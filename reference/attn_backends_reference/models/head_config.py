@@ -1,4 +1,4 @@
-"""What the ``config.json`` of a published EAGLE or EAGLE-3 head says. Every key is honoured, or refused by its name.
+"""The ``config.json`` of a published EAGLE or EAGLE-3 head. Every key is honoured, or refused by its name.
 
 The forms are those of SafeAILab (``eagle/model/cnets.py``, ``cnets1.py``), SpecForge (``draft/llama3_eagle.py``),
 SGLang and vLLM (``llama_eagle3.py``, ``deepseek_eagle3.py``), and speculators (``models/eagle3/config.py``), which
@@ -102,7 +102,9 @@ def read_eagle3(fields: Fields, where: object) -> HeadConfig:
 
 
 def head_of(flat: Fields, fields: Fields, where: object, is_mla: bool) -> HeadConfig:
-    """What checked keys say of a head. flat: its keys and those of its layers. fields: as they stand in the file."""
+    """A head's configuration from checked keys. flat: its keys and those of its layers. fields: as they stand in the
+    file.
+    """
     eagle = keys.eagle_config(flat, where)
     layer = layer_config(flat, where, is_mla, "speculators_model_type" in fields)
     taps = _taps(flat, eagle, where)

@@ -117,7 +117,7 @@ def refuse(where: object, key: str, value: object, why: str) -> NoReturn:
 
 
 def names(fields: Fields) -> list[str]:
-    """What a configuration calls its head."""
+    """Names of a head in its configuration: its architectures, and its type in speculators."""
     architectures = fields.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     return [str(name) for name in [*named, fields.get("speculators_model_type", "")] if name]
@@ -136,7 +136,7 @@ def positions(fields: Fields, where: object) -> int:
 
 
 def block_drafts(names: list[str]) -> list[str]:
-    """Those of `names` that are a block draft's."""
+    """The `names` of block drafts."""
     return [name for name in names if any(kind in name.lower() for kind in BLOCK_DRAFTS)]
 
 
@@ -148,7 +148,7 @@ def is_parallel(fields: Fields) -> bool:
 
 
 def missing_parts(names: list[str]) -> list[str]:
-    """What is missing to serve block drafts that are called so."""
+    """Parts that are missing to serve block drafts of these names."""
     found = [next(kind for kind in BLOCK_DRAFTS if kind in name.lower()) for name in block_drafts(names)]
     return [BLOCK_DRAFTS[kind] for kind in dict.fromkeys(found) if BLOCK_DRAFTS[kind]]
 

@@ -1,4 +1,4 @@
-"""How transformers' own models attend through backends and run experts, under the name `IMPLEMENTATION`.
+"""Attention of transformers' own models through backends, and their experts, under the name `IMPLEMENTATION`.
 
 Attention is registered with `AttentionInterface`. `AttentionMaskInterface` gets nothing of that name, so transformers
 builds no mask, as it documents (https://huggingface.co/docs/transformers/attention_interface): building one would read

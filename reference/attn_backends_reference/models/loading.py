@@ -57,7 +57,7 @@ def load_draft(folder: str | Path, target: TargetModel) -> DraftModel:
         return heads.load_eagle3(path, fields, target)
     folders.load_config(path)  # before tensors are looked at, so that a folder's own Python is refused by its name
     located = folders.locate_tensors(path)
-    if deepseek_v4_mtp.is_published(located):
+    if any(name.startswith(deepseek_v4_mtp.PREFIX) for name in located):
         return deepseek_v4_mtp.load_v4_mtp(path, target)
     if heads.is_eagle(located):
         return heads.load_eagle(path, fields, target)

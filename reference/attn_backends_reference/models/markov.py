@@ -1,4 +1,4 @@
-"""What a DSpark draft has beside DFlash's: a Markov head, and a confidence head that is not read here.
+"""Parts of a DSpark draft that DFlash has not: a Markov head, and a confidence head that is not read here.
 
 The forms are those of speculators' ``models/dspark``, as SGLang's ``models/dspark.py`` and vLLM's ``qwen3_dspark.py``
 read them. The Markov head adds scores to a row's own that follow from the token before it: a table of two factors,
@@ -53,7 +53,7 @@ class MarkovHead(nn.Module):
         return hidden.new_zeros(len(hidden), self.markov_w2.in_features)
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to the scores of a row, [bs, num_ids], and the state for the next one.
+        """Additions to the scores of a row, [bs, num_ids], and the state for the next one.
 
         before: [bs] int64, the target's ids of the tokens before. hidden: [bs, hidden_size], of the row. state: [bs,
         rank], which `rnn` alone reads.

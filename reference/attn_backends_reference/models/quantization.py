@@ -139,7 +139,7 @@ def four_bits(stored: Tensor, powers: Tensor) -> Tensor:
 
 
 def quantization_of(path: Path, fields: Mapping[str, Any]) -> Quantization | None:
-    """What the fields of config.json say of its weights; None if they are stored as they are.
+    """Quantization of a checkpoint's weights, from the fields of its config.json; None if they are not quantized.
 
     Raises `CheckpointError` that names the key of a quantization that is not served.
     """

@@ -50,7 +50,7 @@ class Weight:
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What the files of a folder hold, by name, of any type. Raises `CheckpointError` that names the file of what is
+    """Tensors in the files of a folder, by name, of any type. Raises `CheckpointError` that names the file of what is
     missing, cut short, or outside the folder.
     """
     return {stored.name: stored for stored in _headers(folders.locate_tensors(path))}
@@ -58,7 +58,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 
 @contextmanager
 def reader(stored: Iterable[Stored]) -> Iterator[Callable[[Stored], Tensor]]:
-    """What reads each of the tensors; their files are open inside."""
+    """A context with a function that reads a stored tensor; files are open inside."""
     from safetensors import safe_open
 
     paths = {each.file for each in stored}

@@ -125,7 +125,8 @@ def open_target(folder: str | Path) -> TargetFolder:
     found = stored.chosen(lambda name: not name.startswith(behind))
     if not family.renamed:
         tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-        expected = weights.expected_shapes(_empty_model(path, config))
+        empty = _empty_model(path, config).state_dict()
+        expected = {name: tuple(tensor.shape) for name, tensor in empty.items()}
         weights.check_shapes(
             found, weights.experts_apart(expected, family.experts) if family.experts else expected, tied
         )

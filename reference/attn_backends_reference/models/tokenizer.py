@@ -9,7 +9,7 @@ from attn_backends.errors import CheckpointError
 
 
 class Tokenizer(Protocol):
-    """What `load_tokenizer` returns."""
+    """A tokenizer, as `load_tokenizer` returns it."""
 
     @property
     def bos_token_id(self) -> int | None:

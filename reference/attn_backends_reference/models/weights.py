@@ -10,7 +10,7 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attn_backends.errors import CheckpointError
 from attn_backends_reference.models import folders
@@ -41,16 +41,16 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the files."""
+        """Bytes of the files."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
     def num_elements(self) -> int:
-        """Of all weights."""
+        """Elements of all weights."""
         return sum(prod(weight.shape) for weight in self.tensors.values())
 
     def chosen(self, keep: Callable[[str], bool]) -> Weights:
-        """Those of the names that are kept."""
+        """The weights whose names `keep` accepts."""
         return replace(self, tensors={name: weight for name, weight in self.tensors.items() if keep(name)})
 
     def read(self) -> dict[str, Tensor]:
@@ -99,11 +99,6 @@ def read_headers(path: Path, quantization: Quantization | None) -> Weights:
             )
         found[name] = Weight(stored.shape, (stored,))
     return Weights(path, found)
-
-
-def expected_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The names of a transformers model's tensors, and their shapes."""
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def experts_apart(

@@ -1,4 +1,4 @@
-"""What the driver uses of SGLang, in one place (docs/private-apis.md). Imported where a case runs, never before.
+"""The parts of SGLang that the driver uses (docs/private-apis.md). Imported where a case runs, never before.
 
 A model runner and a model configuration come from SGLang's own test kit, which its wheel has.
 """
@@ -49,7 +49,7 @@ def kit(name: str) -> ModuleType:
 
 
 def plan_compression(*lens_and_slots: Any, **options: Any) -> Any:
-    """What SGLang plans for layers with compressed entries: the slots of ratio 4's first, of ratio 128's fifth."""
+    """SGLang's plan for layers with compressed entries: the slots of ratio 4 are first in it, of ratio 128 fifth."""
     planner = import_module("sglang.kernels.ops.attention.dsv4.metadata_kernel")
     return planner.init_compression_metadata(*lens_and_slots, **options)
 

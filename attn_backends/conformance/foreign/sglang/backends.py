@@ -40,7 +40,7 @@ missing_reasons = partial(places.missing_reasons, "sglang", KNOWN_VERSIONS)
 
 
 def on_cpu(device: torch.device) -> list[str]:
-    """Why stand-ins of kernels do not run where no GPU is."""
+    """Reasons why stand-ins of kernels do not run where no GPU is."""
     if device.type != "cpu":
         return [f"it stands for kernels where no GPU is, not on {device.type}"]
     reasons = missing_reasons()
@@ -50,7 +50,7 @@ def on_cpu(device: torch.device) -> list[str]:
 
 
 def on_gpu(device: torch.device) -> list[str]:
-    """Why a GPU's kernels, or stand-ins of kernels over metadata that SGLang's kernels make there, do not run."""
+    """Reasons why a GPU's kernels, or stand-ins over metadata that SGLang's kernels make there, do not run."""
     return missing_reasons() if device.type == "cuda" else [f"it runs on a GPU, not on {device.type}"]
 
 

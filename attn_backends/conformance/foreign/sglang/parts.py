@@ -1,4 +1,4 @@
-"""What differs between SGLang's MLA backends: how they are made, where they keep metadata, and what it says."""
+"""Differences between SGLang's MLA backends: how they are made, and the place and fields of their metadata."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _install_flash_attention(api: Any) -> None:
 
 
 def read_windows(backend: Any, planned: Any, batch: Any) -> Rows | None:
-    """What the lists of windows give each row, which begin with its own token."""
+    """Slots of each row's window. SGLang's lists begin with the row's own token; these end with it."""
     core = getattr(planned, "core_attn_metadata", None)
     if core is None:
         return None

@@ -99,7 +99,7 @@ class SGLangStep(ForeignStep):
         return out
 
     def read_slots(self, forward: int) -> list[list[int]] | None:
-        """What the metadata lists for each row."""
+        """Slots that the metadata lists for each row."""
         numbers = self.engine.numbers
         listed = self.engine.parts.read(self._backends[forward], self._planned[forward], self.batch)
         return None if listed is None else [numbers.slots(torch.tensor(row)).tolist() for row in listed]

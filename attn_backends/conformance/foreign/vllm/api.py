@@ -1,4 +1,4 @@
-"""What the driver uses of vLLM, in one place (docs/private-apis.md). Imported where a case runs, never before."""
+"""The parts of vLLM that the driver uses (docs/private-apis.md). Imported where a case runs, never before."""
 
 from importlib import import_module
 from types import ModuleType, SimpleNamespace

@@ -44,7 +44,7 @@ missing_reasons = partial(places.missing_reasons, "vllm", KNOWN_VERSIONS)
 
 
 def on_cpu(device: torch.device) -> list[str]:
-    """Why stand-ins of kernels do not run where no GPU is."""
+    """Reasons why stand-ins of kernels do not run where no GPU is."""
     if device.type != "cpu":
         return [f"it stands for kernels where no GPU is, not on {device.type}"]
     reasons = missing_reasons()
@@ -54,7 +54,9 @@ def on_cpu(device: torch.device) -> list[str]:
 
 
 def on_gpu(device: torch.device, *, majors: tuple[int, ...] = ()) -> list[str]:
-    """Why a backend's own kernels do not run. majors: of compute capabilities on which vLLM loads it, () for all."""
+    """Reasons why a backend's own kernels do not run. majors: of compute capabilities on which vLLM loads it, () for
+    all.
+    """
     if device.type != "cuda":
         return [f"its kernels run on a GPU, not on {device.type}"]
     if reasons := missing_reasons():

@@ -129,7 +129,7 @@ class Engine:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
     def impl_of(self, layer: AttentionLayer) -> Any:
-        """What attends in layers of a scale."""
+        """vLLM's implementation of attention for layers of a scale."""
         if layer.scale not in self._impls:
             self._impls[layer.scale] = self._impl(layer)
         return self._impls[layer.scale]
@@ -172,7 +172,7 @@ class Engine:
 
 
 class LatentEngine(Engine):
-    """Of a layer of latents, absorbed: prompts, which vLLM does not absorb, are not driven."""
+    """The engine of a layer of latents, absorbed: prompts, which vLLM does not absorb, are not driven."""
 
     told_head_size = 576  # metadata refuses others, and says nothing more about it
 
@@ -232,7 +232,7 @@ class LatentEngine(Engine):
 
 
 class KVEngine(Engine):
-    """Of a layer of keys and values."""
+    """The engine of a layer of keys and values."""
 
     def _block_shape(self) -> tuple[int, ...]:
         return self.shape.num_kv_heads, self.block_size, 2 * self.shape.head_dim

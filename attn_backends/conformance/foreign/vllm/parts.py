@@ -1,4 +1,4 @@
-"""What differs between vLLM's backends: their modules and classes, their missing kernels, and their metadata."""
+"""Differences between vLLM's backends: their modules and classes, their missing kernels, and their metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MOST_TOKENS = 8192  # that a server schedules at once
 
 @dataclass(frozen=True)
 class Listed:
-    """What metadata says, on the device. starts: [bs + 1]. table: [bs, max_blocks]. lens: [bs]."""
+    """Tensors of vLLM's metadata. starts: [bs + 1]. table: [bs, max_blocks]. lens: [bs]."""
 
     starts: Tensor
     table: Tensor
@@ -69,7 +69,7 @@ class Listed:
         return cls(planned.query_start_loc, table, part.seq_lens)
 
     def copied(self) -> Listed:
-        """As it is now."""
+        """A copy of the tensors."""
         return Listed(self.starts.clone(), self.table.clone(), self.lens.clone())
 
     def rows(self, block_size: int) -> Rows:

@@ -33,7 +33,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the host knows. committed, widths: of each request. bs, num_tokens: of the batch, padding included."""
+    """A batch as the host knows it. committed, widths: of each request. bs, num_tokens: of the batch, with padding."""
 
     committed: tuple[int, ...]
     widths: tuple[int, ...]
@@ -180,7 +180,7 @@ class VLLMStep(ForeignStep):
             return self.engine.attend(q, self.planned, layer)
 
     def read_slots(self, forward: int) -> list[list[int]] | None:
-        """What the metadata lists for each row."""
+        """Slots that the metadata lists for each row."""
         listed = self._seen[forward][0] if self.drafts else Listed.of(self.planned)
         slots = self.engine.numbers.slots
         return [slots(torch.tensor(row)).tolist() for row in listed.rows(self.engine.block_size)]
