@@ -134,7 +134,7 @@ def num_bytes(metas: Iterable[Metadata]) -> int:
 
 
 def timed(regions: Mapping[str, Callable[[], object]], stage: Stage) -> dict[str, dict[str, float]]:
-    """Of regions that plan `COPIES` times: elapsed time of their graphs, the sum of the kernels, and nodes."""
+    """Elapsed time of graphs of regions that plan `COPIES` times, the sum of the kernels, and nodes."""
     graphs = [_captured(region, stage) for region in regions.values()]
     fill = torch.zeros(1, device=stage.device).zero_
     empty, busy = _captured(fill, stage), _captured(lambda: [fill() for _ in range(NUM_FILLS)], stage)
