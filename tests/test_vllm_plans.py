@@ -297,13 +297,15 @@ def test_rows_that_see_one_another_are_a_block_draft(width: int) -> None:
 
 def drafts(*, blocks: bool = False, **fields: object) -> SimpleNamespace:
     known = {"parallel_drafting": False, "attention_backend": None, "method": "dspark" if blocks else "mtp"}
+    known["enable_adaptive_verification"] = False
     return SimpleNamespace(use_dflash=lambda: False, use_dspark=lambda: blocks, **known | fields)
 
 
 def config(**fields: object) -> SimpleNamespace:
     spec = drafts()
-    ranks = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
+    phases = {f"{phase}_context_parallel_size": 1 for phase in ("decode", "prefill")}
+    ranks = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=False, **phases)
+    known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks, "model_config": None}
     return SimpleNamespace(**known | fields)
 
 
