@@ -297,13 +297,16 @@ def test_rows_that_see_one_another_are_a_block_draft(width: int) -> None:
 
 def drafts(*, blocks: bool = False, **fields: object) -> SimpleNamespace:
     known = {"parallel_drafting": False, "attention_backend": None, "method": "dspark" if blocks else "mtp"}
+    known["enable_adaptive_verification"] = False
     return SimpleNamespace(use_dflash=lambda: False, use_dspark=lambda: blocks, **known | fields)
 
 
 def config(**fields: object) -> SimpleNamespace:
     spec = drafts()
-    ranks = SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    phases = {f"{phase}_context_parallel_size": 1 for phase in ("decode", "prefill")}
+    ranks = SimpleNamespace(pipeline_parallel_size=1, use_ubatching=False, **phases)
     known = {"use_v2_model_runner": True, "speculative_config": spec, "parallel_config": ranks}
+    known["model_config"] = SimpleNamespace(is_hybrid=False, is_diffusion=False)
     return SimpleNamespace(**known | fields)
 
 
@@ -315,6 +318,8 @@ def test_engines_that_we_do_not_serve_are_named() -> None:
         assert config_reasons(config(speculative_config=spec)) == wrong
     (reason,) = config_reasons(config(speculative_config=drafts(blocks=True, parallel_drafting=True)))
     assert 'a dspark draft without "attention_backend"' in reason
+    states, blocks = config_reasons(config(model_config=SimpleNamespace(is_hybrid=True, is_diffusion=True)))
+    assert ("keep a state" in states, "diffusion" in blocks) == (True, True)
     ranks = config().parallel_config
     ranks.pipeline_parallel_size = 2
     assert config_reasons(config(parallel_config=ranks)) == ["pipeline parallelism (2 ranks), which was not tested"]

@@ -22,6 +22,7 @@ from attn_backends.engines.vllm.refusals import (
     ANY_PAGE_SIZE,
     config_reasons,
     kernel_reasons,
+    refuse,
     takes_ragged_verifies,
 )
 from attn_backends.selection.choose import Workload
@@ -36,6 +37,13 @@ class _Registered(AttentionBackend):
     block_sizes: ClassVar[list[Any]]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+
+    def __init_subclass__(cls) -> None:
+        """vLLM derives classes from ours whose builder is given other batches than the engine's, before any weight is
+        loaded: those of Llama 4's chunks are served, all others refused.
+        """
+        if cls.get_builder_cls() is not Builder and not cls.__name__.startswith("ChunkedLocalAttention_"):
+            refuse(f"{cls.name} in vLLM", [f"attention of the kind {cls.__name__}, which was not tested"])
 
     @classmethod
     def get_name(cls) -> str:

@@ -66,8 +66,14 @@ class Builder(AttentionMetadataBuilder[GroupMetadata]):
         page_size = kv_cache_spec.block_size
         room = self.num_steps + 1
         self.is_cut = bool(spec and spec.enable_adaptive_verification)
+        scheduler = vllm_config.scheduler_config
+        max_bs = scheduler.max_num_seqs
+        chunk = getattr(self.layers[0], "attention_chunk_size", None)
+        if chunk:  # vLLM plans each chunk as a request, on the host, so that a draft loop can't plan itself
+            max_bs = 2 * max_bs + scheduler.max_num_batched_tokens // chunk
+            self.supports_draft_decode_metadata_update = False
         self.capacity = Capacity(
-            max_bs=vllm_config.scheduler_config.max_num_seqs,
+            max_bs=max_bs,
             max_context=max(1, model.max_model_len - (0 if self.is_cut else room)),
             page_size=page_size,
             num_steps=self.num_steps,

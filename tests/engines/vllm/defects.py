@@ -77,18 +77,19 @@ class NoReplay(NotPlannedInTheGraph):
 
 
 class PaddedRowsWriteALiveSlot(Plans):
-    """Rows of padding write the last slot of the pool, as -1 does in torch, instead of the reserved page."""
+    """Rows of padding write the slot before the batch's first, which is read, instead of the reserved page."""
 
     def captured(self, common: Any) -> Refresh:
         refresh, geometry = super().captured(common), self.backend.geometry
 
-        def into_the_last() -> Sequence[Metadata]:
+        def into_a_live_one() -> Sequence[Metadata]:
             (meta,) = refresh()
             slots = meta.buffers[WRITE_SLOTS.name]
-            slots.copy_(torch.where(slots < geometry.page_size, geometry.num_slots - 1, slots))
+            live = (slots.flatten()[:1] - 1).clamp_min(geometry.page_size)
+            slots.copy_(torch.where(slots < geometry.page_size, live, slots))
             return (meta,)
 
-        return into_the_last
+        return into_a_live_one
 
 
 class StaleBlockTable(Plans):

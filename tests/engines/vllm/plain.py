@@ -36,10 +36,12 @@ def exact_attention(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """[num_rows, num_heads, value size] float64; rows of no request are zeros. q: [num_rows, num_heads, head size].
     k, v: [blocks, block size, KV heads, size]. window: keys that a row sees at most. sinks: [num_heads], scores
-    that have no value: their exponentials are in the denominators. Rows of a block draft see one another.
+    that have no value: their exponentials are in the denominators. chunk: a row sees no key of the chunks of so many
+    tokens before its own. Rows of a block draft see one another.
     """
     is_causal = getattr(common, "causal", True)
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=torch.float64, device=q.device)
@@ -55,7 +57,8 @@ def exact_attention(
         scores = torch.einsum("qngd,knd->ngqk", queries, keys).flatten(0, 1) * scale
         places = torch.arange(length, device=q.device)
         behind = places[length - num :].unsqueeze(1) - places
-        hidden = ((behind < 0) & is_causal) | (behind >= (window or length))
+        first = places[length - num :, None] // (chunk or length) * (chunk or length)
+        hidden = ((behind < 0) & is_causal) | (behind >= (window or length)) | (places < first)
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, num, 1)), -1)

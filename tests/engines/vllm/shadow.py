@@ -61,7 +61,8 @@ class Shadow:
             layer._k_scale_float if isinstance(cache, PagedLatent) else layer._v_scale_float,
         )
         k, v = (pages.float() * scale for pages, scale in zip(cache.pages, scales, strict=True))
-        wanted = exact_attention(q, k, v, common, layer.impl.scale, window, sinks)
+        chunk = getattr(layer, "attention_chunk_size", None)
+        wanted = exact_attention(q, k, v, common, layer.impl.scale, window, sinks, chunk)
         self.seen.add((cache.dtype, window, sinks is not None))
         real = int(common.query_start_loc[common.num_reqs])
         told = ~_unwritten(q, common)[:real]
@@ -126,7 +127,7 @@ def compared() -> Iterator[Shadow]:
 
     def with_common(self: Any, plan: Any, common: Any) -> GroupMetadata:
         given = given_of(self, plan, common)
-        given.common = common
+        given.common = getattr(common, "whole", common)  # of the requests, where `common` has their chunks
         return given
 
     def compared_forward(self: Any, layer: Any, q: Any, k: Any, v: Any, kv_cache: Any, given: Any, **rest: Any) -> Any:

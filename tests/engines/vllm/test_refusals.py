@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 from types import SimpleNamespace
@@ -13,11 +15,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import BloomConfig, Gemma2Config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention.prefill_prefix_lm_attention import PrefillPrefixLMAttention
+from vllm.model_executor.layers.attention.static_sink_attention import StaticSinkAttention
+from vllm.model_executor.models import llama
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from attn_backends.backends.flashinfer_mla import FlashInferMLABackend
 from attn_backends.engines.vllm import NAMES, register
 from attn_backends.engines.vllm.api import version_reason
-from attn_backends.engines.vllm.refusals import KERNEL
+from attn_backends.engines.vllm.refusals import KERNEL, config_reasons
 from tests.engines.vllm.engine import EngineFailed, Row, arguments, run
 from tests.engines.vllm.rows import FULL
 from tests.engines.vllm.test_block_drafts import judged
@@ -66,6 +75,20 @@ LAYERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 """What the layers of a Llama are given, all but the first."""
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "spans of images": ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
+    "a scale for each head": ({"use_per_head_quant_scales": True}, "per-head quant scales not supported"),
+    "a reference window": ({"use_rswa": True}, "R-SWA not supported"),
+    "chosen keys": ({"use_sparse": True}, "sparse not supported"),
+    "an encoder": ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+    "equal results in each batch": ({"use_batch_invariant": True}, "batch invariance not supported"),
+}
+"""What vLLM asks each backend for, layer by layer, and what it says of ours."""
+DERIVED: dict[str, Callable[..., Any]] = {
+    "EncoderOnlyAttention_FA3": PrefillPrefixLMAttention,
+    "StaticSink_FA3": partial(StaticSinkAttention, sink_len=16),
+}
+"""Classes that vLLM makes of ours, and its layers that do."""
 MODELS = {
     "ALiBi": (BloomConfig(vocab_size=256, hidden_size=64, n_layer=1, n_head=2), "ALiBi slopes"),
     "a soft cap": (
@@ -100,7 +123,6 @@ def test_an_engine_is_refused(what: str, models: Path) -> None:
 def test_a_configuration_is_refused(what: str, models: Path) -> None:
     """By what each rank does before it makes a layer. No rank is started here."""
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.selector import get_attn_backend
 
     more, words = CONFIGURED[what]
@@ -124,7 +146,6 @@ def test_ranks_refuse_context_parallelism(
 
 def test_vllm_has_no_cascade_attention_that_could_be_asked_for(models: Path) -> None:
     """Else a builder would be given prefixes that all requests share, which ours does not read."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backend import AttentionMetadataBuilder
 
     given = arguments(with_options(GQA, disable_cascade_attn=False), models)
@@ -154,8 +175,6 @@ def test_a_draft_for_which_vllm_would_choose_is_refused(
 
 def test_a_name_that_is_not_registered_is_refused_where_it_is_read(models: Path) -> None:
     """As of `dsv4`, which has no view of vLLM's caches."""
-    from vllm.engine.arg_utils import EngineArgs
-
     with pytest.raises(ValueError, match="ATTN_BACKENDS_DSV4"):
         EngineArgs(**arguments(replace(GQA, backend="ATTN_BACKENDS_DSV4"), models)).create_engine_config()
 
@@ -164,8 +183,8 @@ def test_a_name_that_is_not_registered_is_refused_where_it_is_read(models: Path)
 def test_deepseek_v4_asks_no_backend_that_is_registered(name: str) -> None:
     """So nothing of ours can refuse it, as the page says. If vLLM asks one day, the page is wrong."""
     from vllm.models.deepseek_v4.nvidia.model import _select_dsv4_attn_cls
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    register()
     config = SimpleNamespace(attention_config=SimpleNamespace(backend=AttentionBackendEnum[name]))
     assert _select_dsv4_attn_cls(config).__name__ == "DeepseekV4FlashMLAAttention"
 
@@ -173,8 +192,6 @@ def test_deepseek_v4_asks_no_backend_that_is_registered(name: str) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", LAYERS)
 def test_a_layer_is_refused(what: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.model_executor.models import llama
-
     more, words = LAYERS[what]
     attention = llama.Attention
 
@@ -185,6 +202,37 @@ def test_a_layer_is_refused(what: str, models: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(llama, "Attention", given)
     with pytest.raises(EngineFailed, match=words):
         run(GQA, models, [[1, 2, 3]], 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_no_backend_of_ours_has_is_refused(name: str, what: str) -> None:
+    register()
+    backend: Any = AttentionBackendEnum[name].get_class()
+    more, words = OTHERS[what]
+    asked = AttentionSelectorConfig(80, torch.float32, "auto", None, use_mla=backend.is_mla())._replace(**more)
+    assert words in backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict())
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_layer_whose_batches_vllm_changes_is_refused(
+    name: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "Attention", DERIVED[name])
+    with pytest.raises(EngineFailed, match=f"ATTN_BACKENDS_FA3 in vLLM.*attention of the kind {name}, which was not"):
+        run(GQA, models, [[1, 2, 3]], 1)
+
+
+def test_what_the_host_does_to_a_batch_is_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # else microbatches make vLLM take V1
+    chunks = {"hf_overrides": {"attention_chunk_size": 32}}
+    given = arguments(with_options(replace(GQA, graphs=FULL, is_cut=True), **chunks), models)
+    config = EngineArgs(**given).create_engine_config()
+    config.parallel_config.enable_dbo = True
+    assert config_reasons(config) == [
+        "adaptive verification in chunks of 32 tokens, made on the host",
+        "microbatches (enable_dbo), which were not tested",
+    ]
 
 
 @pytest.mark.full
@@ -226,8 +274,6 @@ def test_another_version_is_refused_with_both_numbers() -> None:
 
 
 def test_all_names_are_registered_and_again_is_nothing() -> None:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
     register()
     register()
     for name in NAMES:

@@ -113,6 +113,7 @@ class Server:
 
     def _reason(self) -> str:
         lines = [line for line in self.log.read_text(errors="replace").splitlines() if "Error" in line]
+        lines = [line for line in lines if "See root cause above" not in line] or lines  # of the core's process
         return lines[-1][-400:] if lines else "it ended, or was ended at its limit, without an error in its log"
 
     def end(self) -> None:
