@@ -98,29 +98,19 @@ class BufferSpec:
         return f"{self.name} [{shape}] {str(self.dtype).removeprefix('torch.')}, {self.producer}: {self.doc}{over_read}"
 
 
-class Buffers(Mapping[str, Tensor]):
-    """Named tensors that follow a declaration; what a plan writes into."""
+class Buffers(dict[str, Tensor]):
+    """Named tensors that follow a declaration, at an extent; a plan writes into them."""
 
     def __init__(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
-        self._tensors = dict(tensors)
+        super().__init__(tensors)
         self.extent = extent
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
 
 GUARD_ELEMENTS = 32  # words before and after each buffer in checking mode
-_GUARD_WORD = {torch.bool: 1, torch.uint8: 0xA5}
 
 
 def _guard_word(dtype: torch.dtype) -> int:
-    return _GUARD_WORD.get(dtype, 0x5AFE)
+    return {torch.bool: 1, torch.uint8: 0xA5}.get(dtype, 0x5AFE)
 
 
 def _pad_byte(spec: BufferSpec) -> int | None:
