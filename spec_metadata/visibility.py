@@ -105,8 +105,8 @@ def host_lens(step: Step, bs: int, forward: int | None) -> HostLens:
         kv_lens = tuple([length + added for length in lens])
         return HostLens((step.width,) * bs, kv_lens + padding, is_causal(step))
     assert isinstance(query, PackedQuery), "the host knows no lengths of a bounded query"
-    assert bs == step.bs == len(lens), "packed rows that were padded are bounded"
-    return HostLens(query.lens_cpu, tuple(map(add, lens, query.lens_cpu)), is_causal(step))
+    assert bs == step.bs, "packed rows that were padded are bounded"
+    return HostLens(query.lens_cpu, tuple(map(add, (*lens, *(0,) * (bs - len(lens))), query.lens_cpu)), is_causal(step))
 
 
 def num_added(step: Step, forward: int | None) -> int:

@@ -50,7 +50,7 @@ def confident_widths(scores: Tensor, threshold: float, num_tokens: int, real: Te
     check_threshold(threshold)
     bs, num_drafted = scores.shape
     check_room(num_tokens, bs)
-    scores = scores.float().nan_to_num(nan=float("-inf"), neginf=float("-inf"))
+    scores = scores.float().nan_to_num(nan=torch.finfo(torch.float32).min)  # before what does not stay
     least = math.log(threshold) if threshold else float("-inf")
     stays = (scores >= least) & real.unsqueeze(1)
     by_depth = torch.where(stays, scores, float("-inf")).t().reshape(-1)

@@ -19,12 +19,14 @@ from attn_backends.conformance.exercise import (
     world_of,
 )
 from attn_backends.conformance.situations import eager, one_page_size
-from spec_metadata import Step, StepKind
+from spec_metadata import Step, StepKind, TokenBucket, idle_step
 
 
 @check("api.idle", one_page_size(eager((StepKind.DECODE,))))
 def idle(subject: Subject, case: Case) -> Measured:
-    """A step without requests is planned and run, gives outputs without rows, and writes nothing."""
+    """A step without requests is planned and run, gives outputs without rows, and writes nothing. One of padding alone
+    (`idle_step`), of uniform or packed rows, writes to the reserved page.
+    """
     world = world_of(setup_of(subject, case))
     scene = scene_of(world, batch_of(replace(case, lens=())), case.seed)
     before = prepare_memory(scene, case)
@@ -33,6 +35,11 @@ def idle(subject: Subject, case: Case) -> Measured:
     rows = torch.zeros(0, world.layer.num_heads, world.layer.v_head_dim, dtype=world.setup.dtype)
     compare_identical("output", output.out.cpu(), rows)
     compare_identical("cache", world.memory, before)
+    capacity, geometry = world.capacity, world.geometry
+    for bucket in (capacity.bucket(StepKind.DECODE, 2), TokenBucket(StepKind.PREFILL, 1, 3)):
+        if bucket.kind in subject.capabilities:
+            padding = world.backend.init_forward_metadata(idle_step(bucket, world.paging(), capacity)).at().write_slots
+            compare_identical("slots of padding", padding.cpu(), geometry.reserved_slots(len(padding), rows.device))
     return Measured()
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
-from attn_backends.conformance.exercise import Captured, batch_of, scene_of, setup_of, world_of
+from attn_backends.conformance.exercise import Captured, batch_of, bucket_of, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import (
     RAGGED_KINDS,
     graph,
@@ -27,6 +29,7 @@ from spec_metadata import (
     BoundedQuery,
     BoundInputs,
     Bucket,
+    InvalidStepError,
     Paging,
     RequestTable,
     Step,
@@ -187,3 +190,58 @@ def bound_ragged(subject: Subject, case: Case) -> Measured:
         compare_memory(ran.scene, ran.before, padded=True)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
     return nearest(found)
+
+
+def _checked(subject: Subject) -> list[Case]:
+    """Of each kind one graph whose requests the engine counts, uniform and ragged."""
+    uniform = [replace(case, seed=0) for case in one_page_size(graph(growing))(subject) if is_bindable(subject, case)]
+    return uniform + [case for case in _bindable_ragged(subject) if case.seed % 4 == 0]
+
+
+@check("refusals.bound_values", _checked)
+def bound_values(subject: Subject, case: Case) -> Measured:
+    """Buffers of an engine that do not fit a graph; in checking mode also lengths, slots, pages, widths and numbers of
+    requests that the capacity or the pool does not hold. Padding may hold others.
+    """
+    world = world_of(replace(setup_of(subject, case), checking=True))
+    captured = (BoundRaggedGraph if case.widths else BoundGraph)(world, case)
+    scene, inputs, meta = scene_of(world, batch_of(case), case.seed + 1), captured.inputs, captured.meta
+    bucket, ran = bucket_of(world, case), captured.run(scene, case)
+    compare_outputs(ran.scene, ran.inputs, ran.outputs)
+    found = [
+        _refused(partial(world.backend.capture, bucket, captured.paging, wrong)) for wrong in _misfits(inputs, meta)
+    ]
+    for buffer in (
+        inputs.seq_lens,
+        inputs.out_cache_loc,
+        inputs.num_real,
+        inputs.widths,
+        captured.paging.static_input(),
+    ):
+        if buffer is not None:
+            captured.bring(scene.step())
+            buffer[:1].fill_(ANYTHING)
+            found.append(_refused(partial(world.backend.refresh, meta)))
+    return Measured(refusal=found[-1])
+
+
+def _misfits(inputs: BoundInputs, meta: Metadata) -> list[BoundInputs]:
+    """Lengths of too few requests, a mask and widths where there are none or none where there are, and lengths with
+    the rows of a loop.
+    """
+    has_mask, has_widths = inputs.tree_mask is not None, inputs.widths is not None
+    loop = [replace(inputs, lens_include_rows=True)] if meta.step.num_steps > 1 else []
+    return [
+        replace(inputs, seq_lens=inputs.seq_lens[1:]),
+        replace(inputs, tree_mask=None if has_mask else meta.step.seq_lens.bool()),
+        replace(inputs, widths=None if has_widths else inputs.seq_lens),
+        *loop,
+    ]
+
+
+def _refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except InvalidStepError as refusal:
+        return str(refusal)
+    raise CheckFailure("bound inputs", "buffers or values that don't fit: taken")

@@ -29,7 +29,7 @@ from spec_metadata import StepKind
 def _of_kind(kind: StepKind) -> Cases:
     """A uniform kind: everywhere in the finest type, at one page size in the other types, and with bounded lengths."""
     kinds = (kind,)
-    shortest = 0 if kind is StepKind.TARGET_VERIFY else 1
+    shortest = 1 if kind is StepKind.DRAFT_EXTEND else 0  # an extend has a row of what is committed
     bounded = one_page_size(eager(kinds, lens=(shortest, 5, 3), bounded=True))
     typed = in_every_dtype(one_page_size(joined(eager(kinds), graph(kinds=kinds))))
     return joined(eager(kinds), graph(kinds=kinds), bounded, typed)

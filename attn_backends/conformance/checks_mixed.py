@@ -9,7 +9,7 @@ import torch
 
 from attn_backends.cache import CacheFormat
 from attn_backends.conformance.cases import Case
-from attn_backends.conformance.catalogue import Measured, Subject, check
+from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
 from attn_backends.conformance.checks_math import extra_world_of
 from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import (
@@ -22,10 +22,19 @@ from attn_backends.conformance.exercise import (
 )
 from attn_backends.conformance.scenes import Scene
 from attn_backends.conformance.situations import around_pages, in_8_bits, joined, one_page_size, situations
-from spec_metadata import BoundedQuery, HostBounds, PackedQuery, Step, StepKind, mixed_step
+from spec_metadata import (
+    BoundedQuery,
+    HostBounds,
+    InvalidStepError,
+    PackedQuery,
+    RequestTable,
+    Step,
+    StepKind,
+    mixed_step,
+)
 
 WIDTHS = (5, 1, 3, 2, 1)  # of a chunk, a decode, a verify, and two that are ragged
-SPARE = 2  # rows of a graph that no batch fills
+SPARE = 8  # rows of a graph that no batch fills, more than any part has
 
 
 def _kinds_of(widths: Sequence[int]) -> list[tuple[StepKind | None, int, int]]:
@@ -113,3 +122,33 @@ def mixed(subject: Subject, case: Case) -> Measured:
 def _measured(ran: Ran) -> Measured:
     compare_memory(ran.scene, ran.before, padded=True)
     return compare_outputs(ran.scene, ran.inputs, ran.outputs)
+
+
+@check(
+    "refusals.mixed", lambda subject: [case for case in _mixed(subject) if case.path == "eager" and not case.feature]
+)
+def unmixable(subject: Subject, case: Case) -> Measured:
+    """Parts of other tables, some with slots and some without, padded ones, a ragged one before another, and kinds
+    whose rows see other keys.
+    """
+    world, other = (extra_world_of(subject, case) for _ in range(2))
+    parts, others = (_parts_of(scene_of(each, batch_of(case), case.seed)) for each in (world, other))
+    first, second = parts[:2]
+    pairs = [
+        (first, replace(second, out_cache_loc=None)),
+        (first, replace(second, num_real=0)),
+        (replace(second, kind=StepKind.DRAFT_BLOCK), first),
+        (first, replace(second, paging=replace(second.paging, table=second.paging.table[:, :-1]))),
+    ]
+    if isinstance(second.paging, RequestTable):
+        pairs.append((first, others[1]))
+    if isinstance(parts[-1].query, BoundedQuery):
+        pairs.append((parts[-1], first))
+    for pair in pairs:
+        try:
+            mixed_step(pair)
+        except InvalidStepError as refusal:
+            reason = str(refusal)
+        else:
+            raise CheckFailure("mixed step", f"of {' and '.join(part.kind for part in pair)} steps: taken")
+    return Measured(refusal=reason)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import replace
 
+import torch
+
 from attn_backends.conformance.cases import Case
 from attn_backends.conformance.catalogue import CheckFailure, Measured, Subject, check
-from attn_backends.conformance.comparisons import compare_memory, compare_outputs, nearest
+from attn_backends.conformance.comparisons import compare_identical, compare_memory, compare_outputs, nearest
 from attn_backends.conformance.exercise import Captured, batch_of, prepare_memory, scene_of, setup_of, world_of
 from attn_backends.conformance.situations import graph, graphable, growing, is_declared, joined, one_page_size
 from attn_backends.conformance.worlds import World
@@ -83,6 +85,8 @@ def sets_take_turns(subject: Subject, case: Case) -> Measured:
     except UnsupportedStepError as refusal:
         return Measured(refusal=str(refusal))
     found = [each.cycle(case.seed + 10 * turn) for turn, each in enumerate((deep, shallow, shallow, deep, shallow))]
+    given = torch.arange(7, device=world.device)
+    compare_identical("copy in a set", shallow.within.like(given), given)
     try:
         deep.phases[0].meta.at(0, deep.phases[0].static[0].ancestors)
     except CaptureError:

@@ -41,7 +41,7 @@ from attn_backends.conformance.situations import (
 )
 from attn_backends.conformance.worlds import World, capacity_of
 from attn_backends.errors import AttnBackendsError
-from spec_metadata import InvalidStepError, StepKind
+from spec_metadata import BlockTable, InvalidStepError, StepKind
 from spec_metadata.capacity import UNIFORM_KINDS
 
 KINDS = (StepKind.PREFILL, *UNIFORM_KINDS)
@@ -232,8 +232,8 @@ def other_buckets(subject: Subject, case: Case) -> Measured:
 
 @check("graph.after_a_refusal", one_page_size(any_graph(growing)))
 def after_a_refusal(subject: Subject, case: Case) -> Measured:
-    """A graph that refused a request longer than the capacity, after it took a step of the same layout, is right on
-    the next step.
+    """A graph that refused a request longer than the capacity, or than its row of the table, after it took a step of
+    the same layout, is right on the next step.
     """
     world = world_of(setup_of(subject, case))
     captured, scene = Captured(world, case), scene_of(world, batch_of(case), case.seed + 1)
@@ -241,13 +241,16 @@ def after_a_refusal(subject: Subject, case: Case) -> Measured:
     before = prepare_memory(scene, case)
     too_long = tuple(length + world.max_pages * case.page_size for length in case.lens)
     lens = strided(torch.tensor(too_long, dtype=step.seq_lens.dtype, device=world.device))
-    long = replace(step, seq_lens=lens, seq_lens_cpu=too_long)
-    try:
-        world.backend.replay(captured.meta, replace(long, max_committed=None))
-    except (AttnBackendsError, InvalidStepError) as refusal:
-        reason = str(refusal)
-    else:
-        raise CheckFailure("replay", f"took requests of {too_long} tokens, longer than its capacity {world.capacity}")
+    wrong = [replace(step, seq_lens=lens, seq_lens_cpu=too_long, max_committed=None)]
+    if isinstance(step.paging, BlockTable):
+        wrong.append(replace(step, paging=replace(step.paging, table=step.paging.table[:, :1])))
+    for each in wrong:
+        try:
+            world.backend.replay(captured.meta, each)
+        except (AttnBackendsError, InvalidStepError) as refusal:
+            reason = str(refusal)
+        else:
+            raise CheckFailure("replay", f"took {each}, which needs more than its capacity or its table")
     ran = captured.run(scene, case)
     compare_identical("cache before the next step", ran.before, before)
     compare_memory(ran.scene, ran.before, padded=True)
@@ -274,13 +277,16 @@ def _drafted_trees(subject: Subject) -> list[Case]:
 
 @check("refusals.ancestors", _drafted_trees)
 def ancestors(subject: Subject, case: Case) -> Measured:
-    """Paths of a drafted tree of another depth, of too few requests, of floats, or none."""
-    world = world_of(setup_of(subject, case))
+    """Paths of a drafted tree of another depth, of too few requests, of floats, or none; in checking mode also those of
+    branches that are not there.
+    """
+    world = world_of(replace(setup_of(subject, case), checking=True))
     scene = scene_of(world, batch_of(case), case.seed)
     given = scene.inputs()[0].ancestors
     assert given is not None
     meta, reason = world.backend.init_forward_metadata(scene.step()), ""
     wrong = {"deeper": given.repeat(1, 1, 2), "fewer": given[1:], "floats": given.double(), "none": None}
+    wrong["branches that are not there"] = given + case.topk
     for what, paths in wrong.items():
         try:
             meta.at(0, paths)

@@ -6,6 +6,8 @@ The laws (`worker_laws`) hold for any implementation of acceptance, beams and co
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
+from itertools import product
 from random import Random
 from typing import TypeVar
 
@@ -23,6 +25,7 @@ from attn_backends.conformance.worker_laws import (
     Draft,
     check_acceptance,
     check_tree,
+    check_widths,
     draw_choices,
     draw_tree,
     grow,
@@ -30,10 +33,11 @@ from attn_backends.conformance.worker_laws import (
     walked,
 )
 from attn_backends.conformance.worlds import World, capacity_of
-from spec_metadata import Acceptance, DraftTree, StepKind, accept, compaction_moves
+from spec_metadata import Acceptance, DraftTree, StepKind, accept, compaction_moves, confident_widths
 
 NUM_REQUESTS = 16
 TOPKS = (1, 2, 4, 8)
+STEPS = 5
 Fields = TypeVar("Fields", DraftTree, Acceptance)
 LEVELS = (None, 1, 2, 3)  # of log-probabilities of a request's draft
 
@@ -86,6 +90,27 @@ def beams(subject: Subject, case: Case) -> Measured:
             destination.copy_(source)
     graph.replay()
     check_tree(replayed, roots, drafts, growths[-1])
+    return Measured()
+
+
+@check("worker.widths", lambda subject: [case for case in _drafted(subject) if case.topk == 1])
+def widths(subject: Subject, case: Case) -> Measured:
+    """`confident_widths` cuts chains by what their drafts think of them: what is below the threshold, and over the
+    bound the least probable, with ties and paths that are impossible. A graph that was captured on others does so, too.
+    """
+    shape, generator = (2, NUM_REQUESTS, STEPS), torch.Generator().manual_seed(case.seed)
+    drawn = torch.randint(3, shape, generator=generator).mul(-0.5).cumsum(-1).to(subject.device)
+    drawn[:, ::4, -1] = torch.nan
+    num_real = NUM_REQUESTS - 2
+    real = torch.arange(NUM_REQUESTS, device=drawn.device) < num_real
+    for threshold, drafted in product((0.0, 0.25, 1.0), (3, num_real, num_real * STEPS)):  # as many fit the bound
+        scores, given = drawn[0].clone(), (threshold, num_real + drafted)
+        check_widths(confident_widths(scores, *given, real), scores, *given, num_real)
+        graph = new_graph(drawn.device)
+        got = graph.capture(partial(confident_widths, scores, *given, real))
+        scores.copy_(drawn[1])
+        graph.replay()
+        check_widths(got, scores, *given, num_real)
     return Measured()
 
 

@@ -274,7 +274,8 @@ def ragged_steps(*kinds: StepKind) -> Cases:
         for case in ragged_kinds(subject):
             if case.kind in kinds:
                 through = [in_rows(transition(case)) for transition in (growing, shrinking, padded)]
-                found.append(replace(case, widths=(3, 1, 4, 2)))
+                shortest = 0 if case.kind == StepKind.TARGET_VERIFY else case.lens[0]
+                found.append(replace(case, lens=(shortest, *case.lens[1:]), widths=(3, 1, 4, 2)))
                 found += [replace(each, num_tokens=each.num_tokens + SPARE) for each in through]
         return found
 

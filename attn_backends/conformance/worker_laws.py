@@ -4,6 +4,8 @@ with them. A law raises `CheckFailure`.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
@@ -75,6 +77,18 @@ def check_acceptance(got: Acceptance, tree: DraftTree, choices: Tensor) -> None:
     expected = walked(tree, choices, got.path.shape[1])
     for name in ("num_accepted", "path", "tokens", "bonus"):
         compare_identical(f"accepted {name}", getattr(got, name).cpu(), getattr(expected, name))
+
+
+def check_widths(got: Tensor, scores: Tensor, threshold: float, num_tokens: int, num_real: int) -> None:
+    """The most probable drafted tokens of real requests stay, if they are probable enough; of equal ones those less
+    deep, then those of earlier requests.
+    """
+    least = math.log(threshold) if threshold else -math.inf
+    rows = enumerate(scores[:num_real].nan_to_num(nan=-math.inf, neginf=-math.inf).tolist())
+    probable = [(-score, depth, i) for i, row in rows for depth, score in enumerate(row) if score >= least]
+    kept = Counter(i for _, _, i in sorted(probable)[: num_tokens - num_real])
+    widths = [1 + kept[i] for i in range(len(scores))]
+    compare_identical("widths", got.cpu(), torch.tensor(widths, dtype=torch.int32))
 
 
 class Draft:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 
 from attn_backends.backends import fa3, flashinfer_mla, trtllm_mla
-from spec_metadata import BoundStep, Buffers, Step, UniformQuery
+from spec_metadata import BoundStep, Buffers, Step, StepKind, UniformQuery
 from spec_metadata.capacity import ceil_div
 from spec_metadata.plans import block_table, compressed, csr, ragged
-from spec_metadata.visibility import dense_part, num_visible_pages, visible_pages, write_pages
+from spec_metadata.visibility import DensePart, dense_part, num_visible_pages, visible_pages, write_pages
 from tests.mutants.mutant import mutant
 
 BLIND, LISTS = "a blind author's", ("kv_indices", "kv_indptr")
@@ -158,3 +159,53 @@ def ragged_lengths_less_the_bound(patch: pytest.MonkeyPatch) -> None:
         return self.inputs.seq_lens.long() - self.static.width
 
     patch.setattr(BoundStep, "_committed", less_the_bound)
+
+
+@mutant(BLIND, "graph.bound_ragged", graph=True)
+def starts_kept_for_as_many_rows(patch: pytest.MonkeyPatch) -> None:
+    """A replay of as many real rows of as many requests keeps cu_seqlens_q of the replay before."""
+
+    def write(self: Any, step: Step, buffers: Buffers) -> None:
+        (starts, old), lens = (buffers["cu_seqlens_q"], buffers["cu_seqlens_q"].clone()), buffers["seqused_k"].sum()
+        ragged.write_ragged(step, buffers)
+        real = (torch.arange(len(old), device=old.device) <= step.num_real) & (lens > 0)
+        last = (real.sum() - 1).clamp_min(0).view(1)
+        starts.copy_(torch.where(real & (old.gather(0, last) == starts.gather(0, last)), old, starts))
+
+    patch.setattr(fa3.FA3Backend, "write", write)
+
+
+@mutant(BLIND, "math.draft_block")
+def block_without_a_prefix_is_padding(patch: pytest.MonkeyPatch) -> None:
+    """In a draft block a request of as many keys as rows is taken for padding, and its output is zeros."""
+    attend = fa3.page_table_attention
+
+    def skipping(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, table: Tensor, lens: Tensor, **given: Any) -> Any:
+        out, lse = attend(q, k, v, starts, table, lens, **given)
+        padded = (lens <= starts.diff()).repeat_interleave(q.shape[0] // max(len(lens), 1))
+        return out if given["causal"] else torch.where(padded.view(-1, 1, 1), 0, out), lse
+
+    patch.setattr(fa3, "page_table_attention", skipping)
+
+
+@mutant(BLIND, "math.draft_block", backend="trtllm_mla")
+def block_has_the_pages_of_its_root(patch: pytest.MonkeyPatch) -> None:
+    """Of a draft block the table has the pages up to its first row: a block that crosses into a page reads another."""
+
+    def of_the_root(step: Step, dense: DensePart, table: Tensor) -> None:
+        less = step.width - 1 if step.kind is StepKind.DRAFT_BLOCK else 0
+        write_pages(step, replace(dense, kv_lens=dense.kv_lens - less), table)
+
+    patch.setattr(block_table, "write_pages", of_the_root)
+
+
+@mutant(BLIND, "math.ragged_verify", backend="flashinfer_mla")
+def packed_lengths_end_at_the_context(patch: pytest.MonkeyPatch) -> None:
+    """Lengths of packed rows are clamped to max_context: drafted rows after a full context lose keys."""
+
+    def write(self: Any, step: Step, buffers: Buffers) -> None:
+        csr.write_csr(step, buffers)
+        if not isinstance(step.query, UniformQuery):
+            buffers["kv_len"].clamp_(max=self.capacity.max_context)
+
+    patch.setattr(flashinfer_mla.FlashInferMLABackend, "write", write)

@@ -41,3 +41,9 @@ def buffers_are_read_at_capture_alone(patch: pytest.MonkeyPatch) -> None:
             read(bound)
 
     patch.setattr(BoundStep, "read", read_once)
+
+
+@mutant("values that are clamped without a word", "refusals.bound_values")
+def bound_values_are_never_refused(patch: pytest.MonkeyPatch) -> None:
+    """Checking mode takes what the device brought within bounds."""
+    patch.setattr(BoundStep, "check", lambda self: None)

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from attn_backends.conformance import checks_worker
-from spec_metadata import Acceptance, DraftBeams, DraftTree, Step, accept, compaction_moves
+from spec_metadata import (
+    Acceptance,
+    BoundedQuery,
+    DraftBeams,
+    DraftTree,
+    Step,
+    accept,
+    compaction_moves,
+    confident_widths,
+    fit_widths,
+)
 from tests.mutants.mutant import mutant
 
 ACCEPTS, BEAMS, COMPACTS = "worker.accepts", "worker.beams", "worker.compacts"
@@ -100,3 +110,14 @@ def whole_path_moved(patch: pytest.MonkeyPatch) -> None:
         return compaction_moves(replace(acceptance, num_accepted=most), step)
 
     patch.setattr(checks_worker, "compaction_moves", whole)
+
+
+@mutant("a bound that is left to the step", "worker.widths")
+def chains_are_cut_by_depth_alone(patch: pytest.MonkeyPatch) -> None:
+    """A worker cuts chains by their threshold; over the bound it is the deepest rows that go, however probable."""
+
+    def by_depth(scores: Tensor, threshold: float, num_tokens: int, real: Tensor) -> Tensor:
+        free = confident_widths(scores, threshold, scores.numel() + len(scores), real)
+        return torch.where(real, fit_widths(BoundedQuery(free, num_tokens, scores.shape[1] + 1), real), 1).int()
+
+    patch.setattr(checks_worker, "confident_widths", by_depth)

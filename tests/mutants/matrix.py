@@ -115,33 +115,25 @@ def _short(case: Case) -> str:
 
 def page(kills: Kills) -> str:
     """The page, the same for the same mutants, checks and kills."""
-    checks = list(CHECKS)
     killed = sum(bool(kills.get(name)) for name in MUTANTS)
     lines = [
         "# Kill matrix",
         "",
         f"Written by `{COMMAND}`; not edited by hand. Each mutant is a known bug, put into correct code. {killed} of "
-        f"{len(MUTANTS)} mutants are killed on a CPU, by {len(checks)} checks.",
+        f"{len(MUTANTS)} mutants are killed on a CPU, by {len(CHECKS)} checks.",
         "",
-        "A check must kill the mutants whose numbers are under *must kill*: the gate `tests/test_mutants.py` runs its "
-        "smallest failing case. What else it kills is listed where `--everywhere` has looked.",
+        "A check must kill the mutants that name it: the gate `tests/test_mutants.py` runs its smallest failing case. "
+        "What else it kills is listed where `--everywhere` has looked.",
         "",
-        "## Mutants",
-        "",
-        "| | mutant | what is wrong | found in | on | must be killed by |",
-        "|---|---|---|---|---|---|",
+        "| mutant | what is wrong | found in | on | must be killed by |",
+        "|---|---|---|---|---|",
     ]
-    for number, mutant in enumerate(MUTANTS.values(), 1):
+    for mutant in MUTANTS.values():
         needs = f"; needs {', '.join(mutant.needs)}" if mutant.needs else ""
-        by = ", ".join(f"`{check}`" for check in mutant.killed_by)
+        by = ", ".join(mutant.killed_by)
+        too = "".join(f", and {check}" for check in kills.get(mutant.name, {}) if check not in mutant.killed_by)
         place = f"{mutant.backend}{', graph' if mutant.graph else ''}{needs}"
-        lines.append(f"| {number} | `{mutant.name}` | {mutant.about} | {mutant.origin} | {place} | {by} |")
-    lines += ["", "## Checks against mutants", "", "| check | kills | must kill | fails too |", "|---|---|---|---|"]
-    for check in checks:
-        killed_here = [(i, m) for i, m in enumerate(MUTANTS.values(), 1) if check in kills.get(m.name, {})]
-        must = [str(i) for i, m in killed_here if check in m.killed_by]
-        too = [str(i) for i, m in killed_here if check not in m.killed_by]
-        lines.append(f"| `{check}` | {len(killed_here)} | {', '.join(must)} | {', '.join(too)} |")
+        lines.append(f"| `{mutant.name}` | {mutant.about} | {mutant.origin} | {place} | {by}{too} |")
     return "\n".join(lines) + "\n"
 
 

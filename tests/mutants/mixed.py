@@ -78,3 +78,9 @@ def mixed_batches_read_stored_bytes(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(AttentionBackend, "init_forward_metadata", looked_at)
     read_stored_bytes(patch, lambda cache, meta: is_mixed[0])
+
+
+@mutant("parts of two tables, read through the first", "refusals.mixed")
+def any_parts_are_mixed(patch: pytest.MonkeyPatch) -> None:
+    """Parts of a mixed batch are joined whatever they are."""
+    patch.setattr(mixed, "mixed_reasons", lambda parts: [])
