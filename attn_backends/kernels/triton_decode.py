@@ -6,7 +6,8 @@ a second launch merges their outputs by the log-sum-exp. Nothing is read on the 
 from the sizes of the batch, their keys from the length on the device. Where programs fill the GPU, a request much
 longer than the others is left to a launch of its pieces (`triton_pieces`). In a sliding window the parts begin at the
 block of the request's first window, a tile of rows at that of its own. Sinks are counted by the merge, or by the one
-part.
+part. Keys past those that a request's last row sees are not read. Partial outputs are the kernel's scratch
+(`attn_backends.vendors.ours`).
 
 MLA's latent is loaded once: its first elements, as many as a value has, are a tile that serves the scores and then the
 values; the rotated rest is a tile of its own. Arithmetic is float32, matrix products too for float32 inputs (no TF32).
@@ -21,10 +22,10 @@ TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run
     32 heads of 128 over 8, 64 x 8192      2.1 GB, 9 GFLOP       at least 500 us    495 us  (FA3 487)
     64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
-It stops at three places. MLA of 16 heads took 155 us before programs looked for long requests: the launch of pieces,
-which finds none there, is most of the other 5 (docs/results/h200/pieces.json). Grouped queries of few rows take 1.1 to
-1.4 times FA3's time where a batch makes fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB
-and more take up to 1.2 times.
+It stops at three places. MLA of 16 heads and one row reaches 0.89 of a copy, FlashMLA 0.90; without the launch of
+pieces it takes as long at 128 requests, and 3 us less at 8 and 32 (docs/results/h200/pieces.json). No profile of it was
+made. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch makes fewer programs than the GPU could
+hold. 32 heads over 8 over caches of 17 GB and more take up to 1.2 times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all warps along the rows, so

@@ -21,9 +21,8 @@ One request of 131,072 tokens among 127 of 1024, in microseconds on an H100 (doc
     32 heads of 128 over 8, width 1  429     3594       361       (triton_decode, FlashAttention-3)
     the same, width 4                434     3573       370
 
-Where no request is long, programs look at the lengths in vain, and the merge is a launch more. The median of 320 sizes
-took 1.00 times as long as without in one launch (docs/results/h100/pieces.json). MLA of 16 heads in microseconds on an
-H200 (docs/results/h200/pieces.json); the last is one request of 131,072 among 127 of 1024:
+Where no request is long, programs look at the lengths in vain, and the merge is a launch more. MLA of 16 heads in
+microseconds on an H200 (docs/results/h200/pieces.json); the last is one request of 131,072 among 127 of 1024:
 
                                 8 x 4096   128 x 4096   32 x 32,768   128 x 32,768   skewed
     pieces in one launch           26          170          311           1205         120
