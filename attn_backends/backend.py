@@ -145,13 +145,13 @@ class AttentionBackend(BackendDefinition[Plan]):
             raise UnsupportedStepError(f"{self.name} can't capture ({bucket})", reasons)
         phase = self.phases.phase(bucket, paging, bound=inputs is not None, within=within)
         phase.reads.wait()
-        phase.take(None)  # memory of a set is alive before it is written; a capture that fails leaves no step
+        phase.take(None)  # until all is written, which may fail; memory of a set is alive before
         buffers = phase.view(self.phases.extent(bucket))
         step = static_step(bucket, paging, buffers)
         bound = None if inputs is None else BoundStep(step, inputs, paging, self.capacity)
         captured = Captured(bucket, step, self.capacity, phase, paging.table, bind_inputs(self.planner, step), bound)
-        captured.take_phase()
         meta = self._metadata(step, buffers, self._bind(step, buffers, bound), captured)
+        captured.take_phase()
         meta.schedules.name(layers)
         return meta
 

@@ -83,7 +83,7 @@ def joined(q: Tensor | LatentQuery) -> Tensor:
 
 
 def query_reasons(q: Tensor | LatentQuery, num_rows: int, layer: AttentionLayer) -> list[str]:
-    """Reasons why a query is not [num_rows, num_heads, head_dim] of a layer; empty if it is."""
+    """Reasons why a query, or its parts, is not [num_rows, num_heads, head_dim] of a layer; empty if it is."""
     expected = (num_rows, layer.num_heads, layer.head_dim)
     if q.shape != expected:
         return [f"q is {list(q.shape)}, not {list(expected)}"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -104,6 +105,9 @@ class Buffers(dict[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], extent: Extent) -> None:
         super().__init__(tensors)
         self.extent = extent
+
+    def __setitem__(self, name: str, tensor: Tensor) -> NoReturn:
+        raise TypeError(f"write into the buffer, which a graph reads: buffers[{name!r}].copy_(...)")
 
 
 GUARD_ELEMENTS = 32  # words before and after each buffer in checking mode

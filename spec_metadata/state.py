@@ -29,7 +29,7 @@ LOADS: dict[str, Callable[[CommittedState], Load]] = {}
 """What binds the load of a state, by type of device; on others `copy_requests` is it. `attn_backends` brings CUDA's."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class CommittedState:
     """The requests of a cycle, at most max_bs.
 
@@ -65,7 +65,8 @@ class CommittedState:
 
         seq_lens: [bs] int32 or int64, committed tokens. rows: [bs] int32 or int64, of a request table; None of a block
         table, whose pages the engine writes. bs may be 0. Returns the lengths and the paging that steps of them are
-        made of. Raises `InvalidStepError` for others, and for views of the state's own, with nothing written.
+        made of; a replay of a graph that recorded the load changes nothing of what `take` holds. Raises
+        `InvalidStepError` for others, and for what shares memory with the state's own, with nothing written.
         """
         most = self.seq_lens.numel()
         if not isinstance(seq_lens, Tensor) or seq_lens.ndim != 1 or seq_lens.numel() > most:
@@ -75,14 +76,15 @@ class CommittedState:
             _check("rows", rows, seq_lens.shape, self.paging.rows)
         elif rows is not None:
             raise InvalidStepError(f"a block table has no rows, got {describe(rows)}: write pages into the table")
+        object.__setattr__(self, "_held", (None, None))
         self._load(self, seq_lens, rows)
-        self._held = found = self._first(seq_lens.numel())
+        object.__setattr__(self, "_held", found := self._first(seq_lens.numel()))
         return found
 
     def take(self, bound: BoundStep, step: Step) -> None:
         """Hold the requests of a step that a captured phase takes, on the state's table. One made of what the last load
-        returned is held. A tree mask and widths are read where the phase is bound to them. Raises `InvalidStepError`
-        for others.
+        returned is held. Slots, a tree mask and widths are read where the phase is bound to them. Raises
+        `InvalidStepError` for others.
         """
         if step.kind is StepKind.IDLE:
             self.load(step.seq_lens, step.seq_lens if isinstance(self.paging, RequestTable) else None)
@@ -93,16 +95,17 @@ class CommittedState:
             self.load(step.seq_lens, step.paging.rows if isinstance(step.paging, RequestTable) else None)
 
     def _misfit(self, bound: BoundStep, step: Step) -> Iterator[str]:
-        """What of a step the state has no place for."""
-        table, own, lens = step.paging.table, self.paging.table, step.seq_lens_cpu or ()
+        """Parts of a step that the state has no place for."""
+        table, own = step.paging.table, self.paging.table
+        longest = step.max_committed or 0 if step.seq_lens_cpu is None else max(step.seq_lens_cpu, default=0)
         if step.bs and (table.data_ptr(), table.stride()) != (own.data_ptr(), own.stride()):
             yield "it is on another table than the state's"
         if isinstance(step.num_real, Tensor) or step.num_real != step.bs:
             yield f"{step.num_real} of its {step.bs} requests are real, a state's all are"
         if step.out_cache_loc is not None and bound.inputs.out_cache_loc is None:
             yield "it brings slots, the graph writes to those after the committed tokens (leave out_cache_loc out)"
-        if max(lens, default=0) > bound.most:
-            yield f"a request has {max(lens)} committed tokens, the graph takes {bound.most}"
+        if longest > bound.most:
+            yield f"a request has up to {longest} committed tokens, the graph takes {bound.most}"
 
     def bound(
         self,
@@ -112,8 +115,8 @@ class CommittedState:
         tree_mask: Tensor | None = None,
         widths: Tensor | None = None,
     ) -> tuple[Paging, BoundInputs]:
-        """Paging and inputs for the capture of a phase, with a bucket of bs requests. The others are the phase's own
-        buffers, as in `BoundInputs`.
+        """Paging and inputs for the capture of a phase, with a bucket of bs requests. The other arguments are buffers
+        of the phase's own, as in `BoundInputs`.
         """
         if not 1 <= bs <= self.seq_lens.shape[0]:
             raise InvalidStepError(f"a bucket of {bs} requests on a state of {self.seq_lens.shape[0]}")
@@ -136,8 +139,10 @@ def _check(name: str, given: Any, shape: tuple[int, ...], own: Tensor) -> None:
     check_tensor(name, given, shape, INTEGERS)
     if given.device != own.device:
         raise InvalidStepError(f"{name} is on {given.device} and the state on {own.device}")
-    if given.numel() and 0 <= given.data_ptr() - own.data_ptr() < own.nbytes:
-        raise InvalidStepError(f"{name} is a view of the state's own: make the step of what its last load returned")
+    if given.untyped_storage().data_ptr() == own.untyped_storage().data_ptr() and given.numel():
+        raise InvalidStepError(
+            f"{name} shares memory with the state's own: make the step of what the last load returned, or load a copy"
+        )
 
 
 def copy_requests(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:

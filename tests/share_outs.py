@@ -153,7 +153,7 @@ DRAWN: dict[str, Callable[[random.Random], Lens]] = {"flashmla": random_lens, "f
 
 
 def rows(num_sets: int, device: str = "cpu") -> Iterator[dict[str, Any]]:
-    """Each kernel's sets, on every number of parts in turn."""
+    """Each kernel's sets, of FlashMLA's on every number of parts in turn."""
     for kernel in (*DRAWN, "flashinfer"):
         rng, wrong = random.Random(0), []
         for number in range(num_sets):

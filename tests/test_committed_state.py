@@ -333,13 +333,13 @@ def unheld(engine: Engine, lens: Tensor, paging: RequestTable) -> dict[str, Step
     table, rows, geometry = paging.table, torch.tensor([3]), paging.geometry
     other, given = RequestTable(table.clone(), rows, geometry), RequestTable(table, rows, geometry)
     first, one = paging.on_static(paging.static_input()[:2]), torch.tensor([9])
-    view = "seq_lens is a view of the state's own: make the step of what its last load returned"
+    view = "seq_lens shares memory with the state's own: make the step of what the last load returned"
     return {
         "it is on another table": Step.decode(one, other),
         r"captured for \(decode.*, the step is \(target_verify": engine.step(StepKind.TARGET_VERIFY, [7], [3]),
         view: Step.decode(lens[:2], first),
         f".*{view}": Step.decode(lens, paging.on_static(torch.tensor([6, 5, 4]))),
-        "rows is a view of the state's own": Step.decode(torch.tensor([3, 4]), first),
+        "rows shares memory with the state's own": Step.decode(torch.tensor([3, 4]), first),
         "0 of its 1 requests are real, a state's all are": replace(Step.decode(one, given), num_real=0),
         "it brings slots, the graph writes to those after": Step.decode(one, given, torch.tensor([40])),
     }
@@ -361,7 +361,7 @@ def test_a_step_of_an_earlier_load_is_refused() -> None:
     bound = bound_of(engine)
     step = Step.decode(*engine.state.load(torch.tensor([5, 6]), torch.tensor([4, 5])))
     engine.load([7], [3])
-    with pytest.raises(InvalidStepError, match="seq_lens is a view of the state's own"):
+    with pytest.raises(InvalidStepError, match="seq_lens shares memory with the state's own"):
         engine.state.take(bound, step)
 
 
@@ -378,5 +378,23 @@ def test_lengths_of_the_host_over_the_capacity_are_refused_on_a_wider_table() ->
     state = CommittedState.of(wide, MAX_BS)
     bound = bound_of(engine, state)
     state.take(bound, Step.decode(torch.tensor([51]), wide, seq_lens_cpu=[51]))
-    with pytest.raises(InvalidStepError, match="a request has 52 committed tokens, the graph takes 51"):
+    with pytest.raises(InvalidStepError, match="a request has up to 52 committed tokens, the graph takes 51"):
         state.take(bound, Step.decode(torch.tensor([52]), wide, seq_lens_cpu=[52]))
+    with pytest.raises(InvalidStepError, match="a request has up to 80 committed tokens, the graph takes 51"):
+        state.take(bound, Step.decode(torch.tensor([5]), wide, max_committed=80))
+
+
+def test_a_load_that_failed_half_way_is_not_held() -> None:
+    engine = Engine("fa3", RequestTable)
+    bound = bound_of(engine)
+    step = Step.decode(*engine.state.load(torch.tensor([5, 6]), torch.tensor([4, 5])))
+
+    def half(state: CommittedState, seq_lens: Tensor, rows: Tensor | None) -> None:
+        state.seq_lens[:2].copy_(seq_lens)
+        raise RuntimeError("no room for a launch")
+
+    engine.state.__dict__["_load"] = half
+    with pytest.raises(RuntimeError, match="no room"):
+        engine.load([33, 34], [1, 2])
+    with pytest.raises(InvalidStepError, match="shares memory"):
+        engine.state.take(bound, step)

@@ -50,7 +50,7 @@ def test_metadata_of_a_replay_that_failed_is_refused_until_the_next(
             patch.setattr(meta.schedules, "refresh", fail)
         with pytest.raises(RuntimeError, match="no room"):
             backend.replay(meta, verify([30, 31]))
-    with pytest.raises(CaptureError, match="overwritten by a replay or capture that failed: replay it again"):
+    with pytest.raises(CaptureError, match="overwritten by a replay, refresh or capture that failed: replay it again"):
         meta.at()
     backend.replay(meta, verify([30, 31]))
     assert torch.equal(meta.at().write_slots, write_slots(verify([30, 31])))

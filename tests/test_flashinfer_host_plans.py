@@ -94,7 +94,9 @@ def test_a_replay_whose_plan_failed_is_refused_until_the_next(module: Module):
     module.fails = True
     with pytest.raises(RuntimeError, match="Failed to plan MLA"):
         world.backend.replay(meta, scene.step())
-    with pytest.raises(CaptureError, match=r"\(decode bs=2 .*\) was overwritten by a replay or capture that failed"):
+    with pytest.raises(
+        CaptureError, match=r"\(decode bs=2 .*\) was overwritten by a replay, refresh or capture that failed"
+    ):
         meta.at()
     module.fails = False
     world.backend.replay(meta, scene.step())

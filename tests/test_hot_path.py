@@ -13,7 +13,7 @@ from attn_backends import get_backend
 from spec_metadata import CacheGeometry, Capacity, RequestTable, Step, StepKind
 from tests import hot_path
 
-CEILING, MAX_STAYS, MAX_RETURNS = 4019, 8, 2
+CEILING, MAX_STAYS, MAX_RETURNS = 4026, 8, 2
 ROOT = Path(hot_path.__file__).parent.parent
 
 

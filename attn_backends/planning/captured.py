@@ -115,7 +115,7 @@ class Captured:
             if isinstance(other, Captured):
                 by = f"by a replay or capture of ({other.bucket}), which is of the same phase"
             elif self.phase.within is None or self.phase.within.is_alive:
-                by = "by a replay or capture that failed"
+                by = "by a replay, refresh or capture that failed"
             raise CaptureError(f"metadata of ({self.bucket}) was overwritten {by}: replay it again")
 
     def _check_replay(self) -> None:

@@ -48,11 +48,11 @@ def config_reasons(config: Any) -> list[str]:
     if spec is not None and (spec.use_dflash() or spec.use_dspark()) and spec.attention_backend is None:
         reasons.append(f'a {spec.method} draft without "attention_backend" in the speculative configuration: {NO_NAME}')
     model, parallel = config.model_config, config.parallel_config
-    if spec is not None and spec.enable_adaptive_verification and model.attention_chunk_size:
+    if model is not None and spec is not None and spec.enable_adaptive_verification and model.attention_chunk_size:
         reasons.append(f"adaptive verification in chunks of {model.attention_chunk_size} tokens, made on the host")
-    if model.is_hybrid:
+    if model is not None and model.is_hybrid:
         reasons.append("layers that keep a state (Mamba, linear attention), which were not tested")
-    if model.is_diffusion:
+    if model is not None and model.is_diffusion:
         reasons.append("a diffusion model, some of whose rows see one another")
     if parallel.use_ubatching:
         reasons.append("microbatches (enable_dbo), which were not tested")
