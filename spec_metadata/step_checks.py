@@ -156,9 +156,9 @@ def exact_lens(
         raise InvalidStepError("seq_lens_cpu must be integers of the host, got a tensor; give a host mirror's tolist()")
     try:
         exact = tuple(seq_lens_cpu)
+        array("Q", exact)  # one call for all of them, which takes integers from 0, and tensors
         if not isinstance(seq_lens_cpu, Sequence) or (type(sum(exact)) is not int and Tensor in map(type, exact)):
             raise TypeError  # the sum is a tensor if one of them is, and takes a fifth of the look at each
-        array("Q", exact)  # one call for all of them, which takes integers from 0
     except TypeError:
         raise InvalidStepError(f"seq_lens_cpu must be integers of the host, got {seq_lens_cpu!r}") from None
     except OverflowError:
