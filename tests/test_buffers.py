@@ -169,6 +169,13 @@ def test_range_check_of_no_elements() -> None:
     assert out_of_range(SPECS, empty) == []
 
 
+def test_a_buffer_is_written_into_and_never_replaced() -> None:
+    buffers = allocate(SPECS, extent_of(1), CPU)
+    name = SPECS[0].name
+    with pytest.raises(TypeError, match=rf"write into the buffer, which a graph reads: buffers\['{name}'\].copy_"):
+        buffers[name] = buffers[name].clone()
+
+
 BACKENDS = [FA3Backend, FlashInferMLABackend, ReferenceBackend, TrtllmMLABackend]
 RANGED = [(b, spec.name) for b in BACKENDS for spec in b.buffers(StepKind.TARGET_VERIFY) if spec.high is not None]
 

@@ -312,6 +312,7 @@ def config(**fields: object) -> SimpleNamespace:
 
 def test_engines_that_we_do_not_serve_are_named() -> None:
     assert config_reasons(None) == config_reasons(config()) == config_reasons(config(speculative_config=None)) == []
+    assert config_reasons(config(model_config=None)) == []
     assert "model runner V1" in config_reasons(config(use_v2_model_runner=False))[0]
     for blocks, wrong in ((True, []), (False, ["parallel drafting other than DFlash's and DSpark's"])):
         spec = drafts(blocks=blocks, parallel_drafting=True, attention_backend="ATTN_BACKENDS_FA3")
