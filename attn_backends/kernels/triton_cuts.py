@@ -146,9 +146,7 @@ def cut_of(
         more_pieces, more_chunks, more_left = unpack(packed)
         num_chunks, num_left, split = num_chunks + more_chunks, num_left + more_left, split + more_pieces
         longest = tl.maximum(longest, tl.max(left, axis=0))
-    spare, pitch = num_clusters - num_chunks, longest + COST
-    level = tl.cdiv(num_left, tl.maximum(spare, 1)) * pitch
-    is_level = level <= chunk + COST
-    distance = tl.where(is_level, tl.maximum(level, 1), chunk)
+    spare = num_clusters - num_chunks
+    is_level = tl.cdiv(num_left, tl.maximum(spare, 1)) * (longest + COST) <= chunk + COST
     pieces = tl.maximum(split + tl.where(is_level, 0, 2 * tl.maximum(spare - 1, 0)), 1)
-    return distance, tl.where(is_level, pitch, 0), num_chunks, pieces
+    return tl.where(is_level, num_left, 0), num_chunks, pieces

@@ -69,6 +69,12 @@ def _list_merges(merges, stride, num_blocks, pieces, partial, partials, row, num
 
 
 @triton.jit
+def _first_dealt(turn, dealt, spare):
+    """How much is dealt to the clusters before one of `spare`."""
+    return turn * (dealt // spare) + tl.minimum(turn, dealt % spare)
+
+
+@triton.jit
 def _list_tiles(
     batch,
     items,
@@ -84,7 +90,7 @@ def _list_tiles(
 ):
     """Write the items of a block of tiles, and where clusters begin that begin with these or after them."""
     qo_indptr, kv_indptr, kv_len, _, _, _, heads, _ = batch
-    chunk, longest, distance, pitch, num_chunks = cut
+    chunk, longest, dealt, num_chunks = cut
     chunks_before, line_before, items_before, partials_before = before
     request, q_len, first_row, num_rows, is_real, end = tiles
     q_indptr = tl.load(qo_indptr + request)
@@ -92,10 +98,10 @@ def _list_tiles(
     blocks = tl.cdiv(end, KEYS)
     whole, left = blocks // chunk, blocks % chunk
     is_left = is_real & ((left > 0) | (blocks == 0))
-    taken = tl.where(is_left, tl.where(pitch > 0, pitch, left + COST), 0)
+    taken = tl.where(is_left, left + COST, 0)
     line, at = _before(taken, whole, line_before, chunks_before)
-    last = (line + tl.maximum(left - 1, 0)) // distance
-    is_cut = is_left & (last > line // distance)
+    last = (line + tl.maximum(left - 1, 0)) // chunk
+    is_cut = is_left & (last > tl.where(dealt > 0, last, line // chunk))
     left_items = is_left.to(tl.int32) + is_cut.to(tl.int32)
     partials = tl.where(whole + left_items > 1, whole + left_items, 0)
     partial, left_at = _before(partials, left_items, partials_before, items_before)
@@ -104,15 +110,17 @@ def _list_tiles(
     for k in range(longest // chunk):
         until = tl.minimum((k + 1) * chunk * KEYS, end)
         _store_items(items, item_stride, at + k, k < whole, tile, row + k * step, k * chunk * KEYS, until)
-    at = num_chunks + left_at
+    spare = tl.maximum(num_clusters - num_chunks, 1)
+    in_turn = _first_dealt(left_at % spare, dealt, spare) + left_at // spare
+    at = num_chunks + tl.where(dealt > 0, in_turn, left_at)
     row, begin = row + whole * step, whole * chunk * KEYS
-    until = tl.where(is_cut, begin + (last * distance - line) * KEYS, end)
+    until = tl.where(is_cut, begin + (last * chunk - line) * KEYS, end)
     _store_items(items, item_stride, at, is_left, tile, row, begin, until)
     _store_items(items, item_stride, at + 1, is_cut, tile, row + step, until, end)
 
     cluster = num_chunks + last
     tl.store(work_indptr + cluster, at + 1, mask=is_cut)
-    following = tl.minimum(num_chunks + (line + taken) // distance, num_clusters)
+    following = tl.where(dealt > 0, 0, tl.minimum(num_chunks + (line + taken) // chunk, num_clusters))
     for ahead in tl.static_range(1, COST + 2):
         here = is_left & (cluster + ahead <= following)
         tl.store(work_indptr + cluster + ahead, at + left_items, mask=here)
@@ -144,10 +152,8 @@ def write_lists(
     if IS_BLOCK:
         held = tiles_of(batch, tl.arange(0, SLOTS), SIZE, CAUSAL)
     chunk, longest = chunk_of(batch, held, slots, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
-    distance, pitch, num_chunks, pieces = cut_of(
-        batch, held, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS
-    )
-    cut = (chunk, longest, distance, pitch, num_chunks)
+    dealt, num_chunks, pieces = cut_of(batch, held, slots, chunk, num_clusters, SIZE, CAUSAL, KEYS, COST, SLOTS)
+    cut = (chunk, longest, dealt, num_chunks)
     num_blocks = num_clusters * (SIZE // 64)
     num_whole, length, num_items, num_partials = 0, 0, 0, 0
     for begin in range(0, slots, SLOTS):
@@ -164,8 +170,10 @@ def write_lists(
 
     block = tl.arange(0, BLOCKS)
     tl.store(work_indptr + block, block, mask=block <= num_chunks)
-    is_behind = (block > num_chunks + length // distance) & (block <= num_clusters)
-    tl.store(work_indptr + block, num_chunks + num_items, mask=is_behind)
+    first_dealt = _first_dealt(block - num_chunks, dealt, tl.maximum(num_clusters - num_chunks, 1))
+    rest = num_chunks + tl.where(dealt > 0, first_dealt, num_items)
+    is_behind = block > num_chunks + tl.where(dealt > 0, 0, length // chunk)
+    tl.store(work_indptr + block, rest, mask=is_behind & (block <= num_clusters))
     idle, none = (block >= num_partials * num_blocks // pieces) & (block < num_blocks), tl.zeros_like(block)
     _store_merges(merges, merge_stride, block, idle, none, none, none, none, 0)
 

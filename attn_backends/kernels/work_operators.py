@@ -78,11 +78,11 @@ def list_work(
 
     The rows of a request, all heads counted, make tiles of `lists.tile_rows`. The keys that a tile sees are cut into
     chunks of equal length. Each whole chunk is the only item of a cluster. What is left of tiles goes to the clusters
-    after these. Either they are laid out one after the other and cut at equal distances, or, where they are so equal
-    that no cluster does more than a whole chunk, each cluster gets the same number. The length is the least at which
-    that fits; where keys are few it is two or three blocks, as FlashInfer has it. No cluster does more than a chunk and
-    an `OVERHEAD`; none of a tile's rows is in more than one merge; there are at most two partial results for each
-    cluster.
+    after these: one after the other, cut at the length of a chunk. Where they are so equal that no cluster would do
+    more than a whole chunk, they are dealt out in turn instead. Clusters then read the keys of few requests at a time,
+    which the L2 cache holds. The length is the least at which that fits; where keys are few it is two or three blocks,
+    as FlashInfer has it. No cluster does more than a chunk and an `OVERHEAD`; none of a tile's rows is in more than
+    one merge; there are at most two partial results for each cluster.
     """
     assert num_slots(num_tokens, num_heads, kv_len.shape[0], lists.tile_rows) <= max_tiles(), "the caller refuses more"
     torch.ops.attn_backends.list_work(qo_indptr, kv_indptr, kv_len, *lists, num_tokens, num_heads, causal)
@@ -120,13 +120,12 @@ class _Tiles(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """How tiles are cut. chunk, distance: blocks of a chunk, and between two cuts of what is left. pitch: what each of
-    them takes, 0 where it is its blocks and an overhead. num_chunks: whole ones. pieces: a bound of partial results.
+    """How tiles are cut. chunk: blocks of one, and between two cuts of what is left. dealt: what is left, if dealt out
+    in turn, else 0. num_chunks: whole ones. pieces: a bound of partial results.
     """
 
     chunk: Tensor
-    distance: Tensor
-    pitch: Tensor
+    dealt: Tensor
     num_chunks: Tensor
     pieces: Tensor
 
@@ -165,17 +164,20 @@ def _cut(tiles: _Tiles, num_clusters: int) -> _Cut:
     whole, left, is_left = tiles.blocks // chunk, tiles.blocks % chunk, _is_left(tiles, chunk)
     num_chunks, num_left = whole.sum(), is_left.sum()
     spare = num_clusters - num_chunks
-    pitch = left.amax() + OVERHEAD
-    level = (num_left + spare.clamp_min(1) - 1) // spare.clamp_min(1) * pitch
-    is_level = level <= chunk + OVERHEAD
+    most_dealt = (num_left + spare.clamp_min(1) - 1) // spare.clamp_min(1) * (left.amax() + OVERHEAD)
+    is_level = most_dealt <= chunk + OVERHEAD
     split = torch.where(tiles.blocks > chunk, whole + (left > 0), 0).sum()
     return _Cut(
         chunk,
-        torch.where(is_level, level.clamp_min(1), chunk),
-        torch.where(is_level, pitch, 0),
+        torch.where(is_level, num_left, 0),
         num_chunks,
         (split + torch.where(is_level, 0, 2 * (spare - 1).clamp_min(0))).clamp_min(1),
     )
+
+
+def _first_dealt(turn: Tensor, cut: _Cut, spare: Tensor) -> Tensor:
+    """How much is dealt to the clusters before one of `spare`."""
+    return turn * (cut.dealt // spare) + torch.minimum(turn, cut.dealt % spare)
 
 
 def _before(counts: Tensor) -> Tensor:
@@ -201,15 +203,16 @@ def _list_work_torch(
     cut = _cut(tiles, num_clusters)
 
     whole, left, is_left = tiles.blocks // cut.chunk, tiles.blocks % cut.chunk, _is_left(tiles, cut.chunk)
-    taken = torch.where(is_left, torch.where(cut.pitch > 0, cut.pitch, left + OVERHEAD), 0)
-    line = _before(taken)
-    first, last = line // cut.distance, (line + (left - 1).clamp_min(0)) // cut.distance
-    is_cut = is_left & (last > first)
+    line = _before(torch.where(is_left, left + OVERHEAD, 0))
+    first, last = line // cut.chunk, (line + (left - 1).clamp_min(0)) // cut.chunk
+    is_cut = is_left & (last > first) & (cut.dealt == 0)
     left_items = is_left.long() + is_cut
     num_pieces = whole + left_items
     partials = torch.where(num_pieces > 1, num_pieces, 0)
     partial = torch.where(num_pieces > 1, _before(partials), -1)
-    place = cut.num_chunks + _before(left_items)
+    spare, number = (num_clusters - cut.num_chunks).clamp_min(1), _before(left_items)
+    in_turn = _first_dealt(number % spare, cut, spare) + number // spare
+    place = cut.num_chunks + torch.where(cut.dealt > 0, in_turn, number)
 
     def put(at: Tensor, live: Tensor, tile: Tensor, piece: Tensor, begin: Tensor, blocks: Tensor) -> None:
         """List items: piece number `piece` of a tile, so many blocks of keys from block `begin` on."""
@@ -228,17 +231,18 @@ def _list_work_torch(
 
     cluster, tile = torch.arange(num_clusters, device=device), torch.arange(slots, device=device)
     of_chunk = torch.searchsorted(whole.cumsum(0), cluster, right=True).clamp(max=slots - 1)
-    number = cluster - _before(whole)[of_chunk]
-    put(cluster, cluster < cut.num_chunks, of_chunk, number, number * cut.chunk, cut.chunk)
-    until = torch.where(is_cut, last * cut.distance - line, left)
+    chunk = cluster - _before(whole)[of_chunk]
+    put(cluster, cluster < cut.num_chunks, of_chunk, chunk, chunk * cut.chunk, cut.chunk)
+    until = torch.where(is_cut, last * cut.chunk - line, left)
     put(place, is_left, tile, whole, whole * cut.chunk, until)
     put(place + 1, is_cut, tile, whole + 1, whole * cut.chunk + until, left - until)
 
     # Items that begin before a cluster's share of the line: of those that are cut, the second one begins at the cut.
-    begins = (torch.arange(num_clusters + 1, device=device) - cut.num_chunks).clamp_min(0) * cut.distance
-    behind = torch.iinfo(torch.int64).max
+    turn = (torch.arange(num_clusters + 1, device=device) - cut.num_chunks).clamp_min(0)
+    begins, behind = turn * cut.chunk, torch.iinfo(torch.int64).max
     earlier = torch.searchsorted(torch.where(is_left, line, behind).sort().values, begins)
-    earlier += torch.searchsorted(torch.where(is_cut, last * cut.distance, behind).sort().values, begins)
+    earlier += torch.searchsorted(torch.where(is_cut, last * cut.chunk, behind).sort().values, begins)
+    earlier = torch.where(cut.dealt > 0, _first_dealt(turn, cut, spare), earlier)
     work_indptr.copy_(torch.arange(num_clusters + 1, device=device).clamp(max=cut.num_chunks) + earlier)
     _put_merges(
         merges, qo_indptr[tiles.request] * num_heads, tiles, partials, num_blocks * _before(partials), cut, size
