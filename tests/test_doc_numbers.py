@@ -308,6 +308,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
+    (RECORDED, r"cases of \S+ of its (\S+) checks", lambda: str(len(CATALOGUE))),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),
     (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),
