@@ -1,6 +1,6 @@
 """The command `attn-backends`, which answers to an interrupt from its first moment on.
 
-Whatever is inside of `attn_backends` is imported behind torch, which takes seconds; this is not.
+Importing anything of `attn_backends` imports torch first, which takes seconds; importing this does not.
 """
 
 from __future__ import annotations

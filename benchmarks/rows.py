@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def sizes(self) -> list[Size]:
-        """All sizes, those of a context behind each other."""
+        """All sizes, those of a context one after another."""
         return [Size(context, batch_size) for context in self.contexts for batch_size in self.batch_sizes]
 
     def runnable(self, reasons: Callable[[Kernel], list[str]] = lambda kernel: []) -> tuple[Runnable, list[Missing]]:

@@ -24,7 +24,7 @@ from spec_metadata.widths import check_widths
 def check_table_room(step: Step, capacity: Capacity) -> None:
     """Refuse a step that its capacity or table can't hold. Reads shapes and host bounds only.
 
-    A bound that is no longer than the context is the capacity's own: what fits behind shorter requests is taken.
+    A bound that is no longer than the context is the capacity's own: what fits after shorter requests is taken.
     """
     if step.kind is StepKind.IDLE:
         return

@@ -227,7 +227,7 @@ class Step:
     @classmethod
     def frozen_draft(cls, seq_lens: Tensor, paging: Paging, **host: Unpack[HostBounds]) -> Self:
         """All forwards of a draft without keys of its own (Gemma-4's MTP): rows at the last committed token, which
-        lies behind `seq_lens` others in the target's cache, see it and those, and write nothing. Branches of a request
+        lies after `seq_lens` others in the target's cache, see it and those, and write nothing. Branches of a request
         are rows of their own on its row of the table. A captured decode takes it; its graph attends by
         `Metadata.reading`.
         """

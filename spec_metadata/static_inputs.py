@@ -1,8 +1,8 @@
 """The raw inputs of a captured step: static copies of a step's tensors, with one padding policy (rule R6).
 
-Real requests come first. Padded ones have no committed tokens, read the reserved page and write to it. Behind uniform
-rows they have as many rows as the others; behind packed rows they have none, but for the last, which the rows that are
-left over belong to. Where the device decides the number of rows per request, they are packed here (`fit_widths`).
+Real requests come first. Padded ones have no committed tokens, read the reserved page and write to it. Among
+uniform rows they have as many rows as the others. Among packed rows they have none, except the last one, which owns the
+rows that are left over. Where the device decides the number of rows per request, they are packed here (`fit_widths`).
 
 A graph reads a step from static buffers. `static_step` builds a step over them with safe contents (all rows padding),
 `copy_step` fills it from a real step before a replay. `pad_step` makes the same padded layout from fresh tensors, for
@@ -188,7 +188,7 @@ def _fill(static: Step, step: Step | None) -> None:
 
 
 def _fill_paging(static: Step, step: Step | None, bs: int) -> None:
-    """Write the rows or pages of the first `bs` requests, and reserved ones behind."""
+    """Write the rows or pages of the first `bs` requests, and reserved ones after them."""
     table = static.paging.static_input()
     if step is not None:
         given = step.paging.static_input()

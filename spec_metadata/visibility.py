@@ -144,7 +144,7 @@ def windowed(window: int | None, drafted: Drafted) -> tuple[int | None, Tensor |
     for its drafted keys: [bs * width] int32, None for none.
 
     A row's window is measured by its depth: in a tree rows differ in it, and in their first key with it. In a draft
-    block behind L committed tokens row j, at position L + j, sees from max(0, L + j - W + 1) to the end of the block:
+    block after L committed tokens row j, at position L + j, sees from max(0, L + j - W + 1) to the end of the block:
     those besides are less than none.
     """
     if window is None:
@@ -287,7 +287,7 @@ def visible_pages(step: Step, dense: DensePart, max_pages: int) -> Tensor:
 
 
 def write_pages(step: Step, dense: DensePart, table: Tensor) -> None:
-    """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave what is behind."""
+    """Write the pages of each request's visible keys into a table [bs, max_pages or more], and leave the rest."""
     if step.bs > 0:  # the table of an idle rank may be of any width
         live = leading(num_visible_pages(step, dense), table.shape[1])
         table.copy_(torch.where(live, step.paging.pages(table.shape[1]), table))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,24 +15,12 @@ import pytest
 from attn_backends import results
 from attn_backends.conformance.catalogue import CATALOGUE
 from benchmarks.targets import Reached
+from tests.quoted import README, ROOT, rows, text_of
 
-ROOT = Path(__file__).parent.parent
-README, MEASURED, KERNELS = "README.md", "docs/measured.md", "docs/kernels.md"
+MEASURED, KERNELS = "docs/measured.md", "docs/kernels.md"
 SERVING, RECORDED, SGLANG = "docs/serving.md", "docs/recorded-graphs.md", "docs/sglang.md"
 FLASH_ATTENTION = "attn_backends/vendors/flash_attention.py"
 BATCHES = (1, 32, 128)
-
-
-def rows(pattern: str, **values: Any) -> list[Any]:
-    """The rows with certain values, of every result below docs/results whose name fits."""
-    files = sorted((ROOT / "docs" / "results").glob(f"{pattern}.json"))
-    assert files, pattern
-    return [
-        row
-        for file in files
-        for row in results.read(file).rows
-        if all(row[name] == value for name, value in values.items())
-    ]
 
 
 def number(pattern: str, **values: Any) -> str:
@@ -134,65 +121,6 @@ def of_work_lists(name: str, digits: int) -> tuple[str, str]:
     found = [row for row in rows("h200/flashinfer_schedules") if row["name"] != "replay"]
     assert all(row["accurate"] and row["defined"] for row in found)
     return spread((row[name] for row in found), digits)
-
-
-VLLM, SGLANG_RUN = "engine_vllm_throughput", "engine_sglang_throughput"
-FA3 = ("llama-fa3-vllm_flash_attn", "llama-flash_attn")
-FLASHMLA = ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla")
-FA3_MLA = ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla")
-OURS, PAGED = "deepseek-attn_", ("llama-attn_fa3.vllm_flash_attn-page64", "llama-fa3-page64")
-COLUMNS = "| what | requests | ours | the same kernel in theirs | their fastest in the run |"
-COSTS = [
-    ("vLLM, Llama: `fa3` on FlashAttention-3", VLLM, "tokens_per_s", FA3, (128,)),
-    ("vLLM, DeepSeek: `trtllm_mla` on FlashMLA", VLLM, "tokens_per_s", FLASHMLA, BATCHES),
-    ("vLLM, DeepSeek: `fa3` on FlashAttention-3", VLLM, "tokens_per_s", FA3_MLA, (32, 128)),
-    ("SGLang, Llama: `fa3` on FlashAttention-3", SGLANG_RUN, "tokens_per_s", PAGED, (128,)),
-    (
-        "SGLang, DeepSeek: `trtllm_mla` on FlashMLA",
-        SGLANG_RUN,
-        "tokens_per_s",
-        (f"{OURS}trtllm_mla.flashmla-page64", "deepseek-flashmla-page64"),
-        (32, 128),
-    ),
-    (
-        "SGLang, DeepSeek: `flashinfer_mla` on FlashInfer",
-        SGLANG_RUN,
-        "tokens_per_s",
-        (f"{OURS}flashinfer_mla.flashinfer_fa3-page1", "deepseek-flashinfer-page1"),
-        (128,),
-    ),
-    ("vLLM, Llama, metadata in us: `fa3`", VLLM, "metadata_us", FA3, (128,)),
-    ("vLLM, DeepSeek, metadata in us: `trtllm_mla`", VLLM, "metadata_us", FLASHMLA, (32,)),
-]
-"""Of the README's table of costs: what a row is called, the run, its key, both sides, numbers of requests."""
-
-
-def measured(row: Any, key: str) -> str:
-    """A median, with the least and the most where the run has them."""
-    if not row["ok"]:
-        return "out of memory"
-    around = f" ({row['least']:,.0f} to {row['most']:,.0f})" if key == "tokens_per_s" else ""
-    return f"{row[key]:,.0f}{around}"
-
-
-def costs() -> list[str]:
-    """Rows of the README's table of costs. A side with `best`, the fastest of the engine's own, is one of ours."""
-    found = []
-    for what, run, key, sides, batches in COSTS:
-        for batch in batches:
-            ours, same = (row for side in sides for row in rows(f"h200/{run}", side=side, batch=batch))
-            model = ours["side"].split("-")[0]
-            sides_of = [row for row in rows(f"h200/{run}") if row["side"].startswith(model) and row.get(key)]
-            theirs = [row for row in sides_of if row["batch"] == batch and not row.get("best")]
-            is_speed = key == "tokens_per_s"
-            best = max(theirs, key=lambda row: row[key]) if is_speed else min(theirs, key=lambda row: row[key])
-            assert len(theirs) > 1
-            assert not is_speed or best["side"] == ours["best"]
-            name = best["side"].split("-")[1]
-            name = name.upper() if run == VLLM else name
-            fastest = "the same" if best["side"] == same["side"] else f"`{name}`: {measured(best, key)}"
-            found.append(f"| {what} | {batch} | {measured(ours, key)} | {measured(same, key)} | {fastest} |")
-    return found
 
 
 def mebibytes() -> str:
@@ -308,6 +236,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     ),
     (MEASURED, r"it emits (\S+) times what the best single", lambda: f"{rows('adaptive')[-1]['ratio']:.2f}"),
     (RECORDED, r"CUDA graphs: (\S+) cases of (\S+) of its", lambda: executed("h200/conformance_*")),
+    (RECORDED, r"cases of \S+ of its (\S+) checks", lambda: str(len(CATALOGUE))),
     (MEASURED, r"integer of \[(\S+) random batches\]", planned),
     (MEASURED, r"All (\S+) pairs of a known bug", lambda: all_are("h200/mutants", "cuda", "fail")),
     (RECORDED, r"of (\S+) pairs of a mutant", lambda: all_are("h200/mutants", "cuda", "fail")),
@@ -413,10 +342,6 @@ TABLE = [
 ]
 
 
-def text_of(document: str) -> str:
-    return re.sub(r"\s+", " ", (ROOT / document).read_text())
-
-
 IDS = [f"{document}: {pattern}" for document, pattern, _ in SENTENCES]
 
 
@@ -433,10 +358,3 @@ def test_the_table_of_a_cycle_says_what_the_results_say(backend, kernel, page_si
     assert [[size, *(cell.strip() for cell in cells.split("|")[:3])] for size, cells in found] == [
         table_row(backend, kernel, page_size)
     ]
-
-
-def test_the_table_of_costs_says_what_the_results_say_and_names_their_fastest():
-    _, table = (ROOT / README).read_text().split(f"{COLUMNS}\n|---|---|---|---|---|\n")
-    assert table.split("\n\n")[0].splitlines() == costs()
-    (date,) = {results.read(ROOT / f"docs/results/h200/{run}.json").head.date for run in (VLLM, SGLANG_RUN)}
-    assert f"of {date}" in text_of(README)

@@ -258,7 +258,7 @@ def of_layers(*layers: object) -> dict[str, Any]:
         ),
         (
             {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
-            r"before the layers \[1, 2, 3\] and, in eagle_config, behind \[0, 2, 3\]; these are not the same",
+            r"before the layers \[1, 2, 3\] and, in eagle_config, after \[0, 2, 3\]; these are not the same",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 4], "eagle_config": {}}, r"after the layers \[-1, 0, 3\]"),
         ({"num_hidden_layers": 2}, r"missing: layers\.1\.input_layernorm\.weight, "),

@@ -118,7 +118,7 @@ def test_multi_layer_mtp_refuses_the_draft():
     worker, _ = workers(Place(), Capacity(2, 48, 4))
     parts = worker.target, [worker.draft], worker.backends, worker.capacity, worker.slots.geometry
     layers = ", ".join(map(str, LAYERS))
-    with pytest.raises(UnsupportedStepError, match=rf"behind its layers \[{layers}\], as EAGLE-3's.*EagleWorker with"):
+    with pytest.raises(UnsupportedStepError, match=rf"after its layers \[{layers}\], as EAGLE-3's.*EagleWorker with"):
         MtpWorker(*parts)
 
 

@@ -46,6 +46,7 @@ def test_docstrings_begin_with_a_noun():
         ("The page table holds page ids. The padded rows come after the real ones.", 0),
         ("word " * (MOST_WORDS + 1), 1),
         ("The list of work is padded behind.", 2),
+        ("The layers *behind* which they are taken, and the rows behind CODE others.", 2),
         ("A row a request, in pieces.", 2),
         ("What it took once it takes again, and says so.", 2),
         ("Their entries are told whose they are now.", 2),

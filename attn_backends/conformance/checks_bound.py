@@ -76,7 +76,7 @@ class BoundGraph(Captured):
         self.world.backend.refresh(self.meta)
 
     def bring(self, step: Step) -> None:
-        """Write a step into the buffers, and the engine's padding behind."""
+        """Write a step into the buffers, and the engine's padding after it."""
         bs = 0 if step.kind is StepKind.IDLE else step.bs
         given, geometry, inputs = step.paging.static_input(), self.world.geometry, self.inputs
         fill = 0 if isinstance(self.paging, BlockTable) else 1

@@ -165,7 +165,7 @@ def _crossed(subject: Subject) -> Iterator[Case]:
 
 
 def _widths(subject: Subject) -> Iterator[Case]:
-    """Widths of chains and of branches, and trees, behind prefixes of 0 to 1,030 tokens, the longest not the widest."""
+    """Widths of chains and of branches, and trees, after prefixes of 0 to 1,030 tokens, the longest not the widest."""
     for kind in (kind for kind in subject.capabilities if kind is not StepKind.DECODE):
         turns = count(list(subject.capabilities).index(kind))
         first = 1 if kind in (StepKind.DRAFT_DECODE, StepKind.DRAFT_EXTEND) else 0
@@ -205,5 +205,5 @@ def crossed(subject: Subject, case: Case) -> Measured:
 
 @check("scale.widths", lambda subject: list(_widths(subject)))
 def widths(subject: Subject, case: Case) -> Measured:
-    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, behind prefixes of many tiles."""
+    """Chains of 2 to 64 rows, drafts of 2 to 16 branches and trees of up to 64 nodes, after prefixes of many tiles."""
     return _measure(subject, case)

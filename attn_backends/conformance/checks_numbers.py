@@ -57,7 +57,7 @@ MANY_PAGES = 70_000
 
 
 def prompts(subject: Subject) -> list[Case]:
-    """Prefills behind prefixes, and one without."""
+    """Prefills after prefixes, and one without."""
     return [in_rows(replace(case, lens=case.lens[:3])) for case in situations(subject, StepKind.PREFILL)]
 
 

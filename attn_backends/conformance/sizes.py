@@ -92,7 +92,7 @@ def size_of(name: str) -> Size:
         if found is None or found[1] not in (*CHANGES, "heads"):
             raise ConfigError(
                 f"size {name!r}: {change!r} is neither a size ({', '.join(filter(None, SIZES))}) nor a change to one, "
-                f"a number behind {', '.join(CHANGES)} or heads"
+                f"a number after {', '.join(CHANGES)} or heads"
             )
         value = int(found[2])
         changed: Any = {"heads": (value, value)} if found[1] == "heads" else {CHANGES[found[1]]: value}

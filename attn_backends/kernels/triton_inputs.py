@@ -1,4 +1,4 @@
-"""The raw inputs of a captured step as one Triton launch: copies into its static tensors, and padding behind.
+"""The raw inputs of a captured step as one Triton launch: copies into its static tensors, and padding after them.
 
 The definition is `spec_metadata.copy_step`. The inputs are read as they come, of either integer type and any stride.
 Write slots that a step leaves out are looked up in its table by the same launch. Of a block table only those pages are

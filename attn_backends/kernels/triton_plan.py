@@ -1,7 +1,7 @@
 """The plans of dense attention as one Triton launch: page lists, lengths, row starts and write slots of all forwards.
 
 A request is shared by a few programs, a number that follows from sizes alone, so that a graph may hold the launch. Each
-takes every n-th block of the request's pages and stops behind what is visible; the last also writes the request's write
+takes every n-th block of the request's pages and stops after what is visible; the last also writes the request's write
 slots, the first its lengths. One program more than there are requests writes the ends. If FlashMLA's share-outs are
 asked for, one program more for each forward writes them, by lengths that it finds itself, so that none waits for
 another. A step that is bound to an engine's buffers is read from those and written by the same launch (`triton_step`).

@@ -321,7 +321,7 @@ def plan_compressed(
     width: int,
     *counts: int,
 ) -> Prepared:
-    """The launch; arguments as of the operator (`plan_operators`), `counts` those behind `width`. compressions: ratio,
+    """The launch; arguments as of the operator (`plan_operators`), `counts` those after `width`. compressions: ratio,
     ring, read window of each.
     """
     bs, num_forwards, max_pages = inputs.seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]

@@ -161,7 +161,7 @@ def slots_at(row, position, live, column_stride, num_columns, page_size, reserve
 
 @triton.jit
 def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live):
-    """Write slots of a request, at their places in out_cache_loc; where it was left out those behind what is committed,
+    """Write slots of a request, at their places in out_cache_loc; where it was left out those after what is committed,
     as `spec_metadata.next_slots` has them. Those of padding of a bound step, or outside the pool, walk round the
     reserved page. begin: first row of the request. row, rows: as of `page_ids`.
     """
@@ -255,7 +255,7 @@ def store_step(
 
 
 def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:
-    """The sizes of a step as kernels take them. counts: those behind `bs`."""
+    """The sizes of a step as kernels take them. counts: those after `bs`."""
     given, table = (inputs.query_starts, inputs.out_cache_loc, inputs.rows), inputs.table
     starts_stride, loc_stride, rows_stride = [0 if each is None else each.stride(0) for each in given]
     strides = (inputs.seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)

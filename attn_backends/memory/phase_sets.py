@@ -62,7 +62,7 @@ class PhaseSets:
         return self._blocks[best][start : start + num_bytes]
 
     def revive(self, one: PhaseSet) -> None:
-        """Make a set the one that is alive, behind what still reads the last one."""
+        """Make a set the active one, after what still reads the last one."""
         if self.alive is one:
             return
         if self.device.type == "cuda" and is_capturing():

@@ -149,7 +149,7 @@ def _launch(q: Tensor, cache: PagedCache, planned: Scheduled[PagedPlan], layer: 
 
 
 def _arguments(planned: Scheduled[PagedPlan], layer: AttentionLayer) -> tuple[Any, ...]:
-    """What each operator takes behind queries and pages: lists of the plan, scales, room for partial results."""
+    """What each operator takes after queries and pages: lists of the plan, scales, room for partial results."""
     scratch = planned.schedule
     assert isinstance(scratch, Scratch)
     return *scratch.keys, layer.scale, layer.k_scale, layer.v_scale, *scratch.partial

@@ -205,7 +205,7 @@ def rejected_rows_are_stored(patch: pytest.MonkeyPatch) -> None:
     keeping(patch, lambda kept, step, slots, num, most: kept(step, slots, torch.full_like(num, step.width), most))
 
 
-@mutant("TensorRT-LLM's clamped row numbers, without the mask behind", "cache.keeps_first_rows")
+@mutant("TensorRT-LLM's clamped row numbers, without the mask after them", "cache.keeps_first_rows")
 def rows_behind_the_last_kept_one_are_stored(patch: pytest.MonkeyPatch) -> None:
     """What a packed bound leaves over is written where the first row of the step is."""
     keeping(patch, lambda kept, step, slots, *rest: replace(found := kept(step, slots, *rest), slots=slots[found.rows]))

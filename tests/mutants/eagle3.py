@@ -48,7 +48,7 @@ def last_state_for_all_three(patch: pytest.MonkeyPatch) -> None:
     change_features(patch, lambda target, hidden, features: hidden.repeat(1, 3))
 
 
-@mutant("SGLang's layers are counted behind, vLLM's before: one off in either", "eagle3.chain")
+@mutant("SGLang's layers are counted after, vLLM's before: one off in either", "eagle3.chain")
 def states_one_layer_early(patch: pytest.MonkeyPatch) -> None:
     """The states are taken before the layers, not after them."""
     tapped = TargetModel.tapped

@@ -54,7 +54,7 @@ class OverReadingBackend(FA3Backend):
     backend=f"{__name__}:{OverReadingBackend.__name__}",
 )
 def page_behind_read_too(patch: pytest.MonkeyPatch) -> None:
-    """The kernel loads the page that lies behind each of its own in memory."""
+    """The kernel loads the page that lies after each of its own in memory."""
     right = touched
 
     def one_more(plan: RaggedPlan, page_size: int) -> Tensor:

@@ -185,7 +185,7 @@ class MtpWorker(SpeculativeWorker):
     def _prompt_tokens(self, chunks: Sequence[Chunk], first: Tensor) -> tuple[Tensor, Tensor]:
         """The tokens after each position of chunks and the index of the root, as in `Window`.
 
-        first: [bs] int64, the token behind each prompt. Of a chunk that does not end its prompt it means nothing: it
+        first: [bs] int64, the token after each prompt. Of a chunk that does not end its prompt it means nothing: it
         and its drafts go behind everything that is read.
         """
         num_steps = self.capacity.num_steps
@@ -236,8 +236,8 @@ def _check(target: TargetModel, modules: Sequence[DraftModel], capacity: Capacit
     tapping = next((module for module in modules[:num_steps] if module.feature_layers), None)
     if tapping is not None:
         reasons.append(
-            f"a draft of the target's states behind its layers {list(tapping.feature_layers)}, as EAGLE-3's (an MTP "
-            "module takes the one behind the final norm)"
+            f"a draft of the target's states after its layers {list(tapping.feature_layers)}, as EAGLE-3's (an MTP "
+            "module takes the one after the final norm)"
         )
     if capacity.num_draft_tokens != num_steps + 1:
         reasons.append(f"num_draft_tokens={capacity.num_draft_tokens} (a chain of {num_steps} has {num_steps + 1})")

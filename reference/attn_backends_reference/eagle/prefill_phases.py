@@ -72,7 +72,7 @@ class DraftPrefillInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskedPrefillInputs(DraftPrefillInputs):
-    """Behind each request's rows the mask rows, which end with its last row. is_mask: [num_tokens] bool."""
+    """After each request's rows the mask rows, which end with its last row. is_mask: [num_tokens] bool."""
 
     is_mask: PerToken
 

@@ -57,7 +57,7 @@ class BlockDraft(nn.Module):
         """Keys, rotated, and values ``[B, T, num_kv_heads, head_dim]`` of each layer.
 
         Args:
-            hidden: ``[B, T, F]``, the target's last hidden states, behind its final norm, or the features it takes.
+            hidden: ``[B, T, F]``, the target's last hidden states, after its final norm, or the features it takes.
             position_ids: ``[B, T]``, where they stand.
         """
         rows = self.hidden_norm(self.fc(hidden))

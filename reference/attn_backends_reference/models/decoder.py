@@ -163,7 +163,7 @@ class TargetModel(PagedModel):
         super().__init__(family, model.config, self._decoder.layers, embedding, head)
 
     def tapped(self, layers: Sequence[int]) -> TargetModel:
-        """This model, whose features are the hidden states behind some of its layers, side by side; none for the last
+        """This model, whose features are the hidden states after some of its layers, side by side; none for the last
         one after the final norm.
         """
         tapped = copy.copy(self)

@@ -3,7 +3,7 @@ DSpark drafts, which are DFlash's with a Markov head (`models.markov`).
 
 The forms are those of SpecForge's ``modeling/draft/dflash.py`` and speculators' ``models/dflash``, as SGLang's
 ``models/dflash.py`` and vLLM's ``qwen3_dflash.py`` read them. The layers are Qwen3's. A mask is the target's embedding
-of a token that the folder names, and the context is made of states behind several of the target's layers.
+of a token that the folder names, and the context is made of states after several of the target's layers.
 docs/heads.md has the keys.
 """
 

@@ -2,7 +2,7 @@
 al., 2025, https://arxiv.org/abs/2503.01840).
 
 Row ``p`` takes the embedding of token ``p + 1`` and a hidden state, rotates at position ``p`` and predicts token ``p +
-2``. Of a row that the target ran, the hidden state is ``fc`` of the states behind some layers at ``p``, side by side.
+2``. Of a row that the target ran, the hidden state is ``fc`` of the states after some layers at ``p``, side by side.
 Of a drafted row, it is what its parent row left before the final norm, or after it (``norm_output``). Both inputs are
 normed, and the first layer's attention reads them side by side; the residual is the hidden state alone. Further layers
 are the target's kind of layer. Attention is Llama's, Qwen3's or, of MLA heads, DeepSeek-V3's.

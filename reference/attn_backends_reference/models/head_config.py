@@ -29,7 +29,7 @@ class HeadConfig:
     target after which it takes states, None for SafeAILab's choice; num_states of them. windows: of each layer, keys
     that a row sees, None for all. fc_bias, qkv_bias: biases of `fc`, and of queries, keys and values alone; fc_bias is
     None if it does not say. fc_norm: a norm of each state before `fc`; norm_before_fc: one of all of them.
-    norm_before_residual: the residual begins behind `hidden_norm`. norm_output: drafted rows take normed states. tied:
+    norm_before_residual: the residual begins after `hidden_norm`. norm_output: drafted rows take normed states. tied:
     the output head is the embedding. fields: what the file says, as it stands there.
     """
 
@@ -216,7 +216,7 @@ def _taps(flat: Fields, eagle: Fields, where: object) -> tuple[int, ...] | None:
     taps = tuple(layer - 1 for layer in before)
     if behind is not None and tuple(behind) != taps:
         raise CheckpointError(
-            f"{where}/config.json takes the states before the layers {before} and, in eagle_config, behind {behind}; "
+            f"{where}/config.json takes the states before the layers {before} and, in eagle_config, after {behind}; "
             f"these are not the same"
         )
     return taps

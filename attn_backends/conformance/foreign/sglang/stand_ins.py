@@ -13,8 +13,8 @@ from attn_backends.kernels.torch_compressed import Keys, attend_rows, write_rows
 
 
 def write_latents(kv_buffer: Tensor, loc: Tensor, nope: Tensor, rope: Tensor, *, reserved_skip_index: int = 0) -> None:
-    """As `set_mla_kv_buffer` writes: row i goes to entry i of the memory behind `loc`, whatever its stride. A row of
-    the skipped slot goes to the reserved page, which is not compared.
+    """As `set_mla_kv_buffer` writes: row i goes to entry i of the memory that `loc` views, whatever its stride. A row
+    of the skipped slot goes to the reserved page, which is not compared.
     """
     dense = loc.as_strided((loc.numel(),), (1,))
     rows = torch.cat((nope.flatten(1), rope.flatten(1)), dim=1)
