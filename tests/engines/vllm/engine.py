@@ -79,8 +79,8 @@ class Run:
     """What came out. tokens: of each prompt. drafts: (prompt, tokens known by then) -> drafted tokens. steps: of the
     engine, by kind (kinds.py). drafted: tokens that each step drafts, 0 where no request wants any. layers: of the
     target and the draft, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`.
-    padded: steps that a larger graph ran. cached: prompt tokens from the cache. is_async: whether a step is scheduled
-    before the one ahead of it is done.
+    padded: steps that a larger graph ran. idle: steps without a request, for the others of data parallelism. cached:
+    prompt tokens from the cache. is_async: whether a step is scheduled before the one ahead of it is done.
     """
 
     tokens: list[list[int]]
@@ -91,6 +91,7 @@ class Run:
     graphs: dict[str, int] = field(default_factory=dict)
     attended: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     padded: int = 0
+    idle: int = 0
     cached: int = 0
     is_async: bool = False
 
@@ -153,14 +154,19 @@ def _watch(llm: Any, row: Row, run: Run) -> None:
     propose, drafts = speculator.propose, speculator.draft_attn_layer_names
     run.layers = set(layers) - drafts, set(drafts)
 
-    def watched(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafted = propose(batch, *args, **kwargs)
-        sampled, rejected = args[4], args[5]
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        drafted = propose(*args, **kwargs)
+        is_idle = kwargs.get("dummy_run", False)  # vLLM names all arguments of these, and not of others
+        batch = kwargs["input_batch"] if is_idle else args[0]
+        run.idle += is_idle
         run.steps[kind_of(batch.num_scheduled_tokens.tolist(), *row.drafted)] += 1
         number = kwargs.get("num_speculative_tokens")
         number = NUM_DRAFTED if number is None else number
         run.drafted.append(number)
         run.padded += batch.num_reqs_after_padding > batch.num_reqs
+        if is_idle:
+            return drafted
+        sampled, rejected = args[5], args[6]
         for i, request in enumerate(batch.req_ids):
             if sampled[i] and number:
                 known = int(batch.seq_lens[i] - rejected[i]) + 1

@@ -17,6 +17,7 @@ import torch
 import vllm.compilation.breakable_cudagraph as breakable
 import vllm.v1.worker.gpu.cudagraph_utils as managers
 from triton.runtime.interpreter import InterpretedFunction
+from vllm.forward_context import DPMetadata
 from vllm.model_executor.layers.attention import mla_attention
 
 from attn_backends.graphs import RecordedGraph, run_at_replays
@@ -65,6 +66,7 @@ def install() -> None:
     torch.cuda.CUDAGraph = Graph
     torch.cuda.graph = lambda graph, pool=None, stream=None: graph.capturing()
     torch.accelerator.get_memory_info = lambda *args: (0, 0)
+    DPMetadata.make = lambda config, num_tokens, across: DPMetadata(across)  # it reads the host's tensor `across`
     _record_launches()
 
 
