@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from attn_backends.kernels.fp8_pages import page_bytes
+from attn_backends.kernels.gluon_forms import SWEPT, Key
 from attn_backends.kernels.torch_compressed import Keys
 from attn_backends.selection.providers import GLUON_TRITON
 
@@ -28,7 +29,7 @@ from attn_backends.selection.providers import GLUON_TRITON
 @dataclass(frozen=True)
 class Case:
     """What a kernel is compiled for. form: as of `paged_arguments.FORMS`; "slots" of sparse attention. dim: elements of
-    a query's head; 576 are of latents. cache: type of these, if it is not the queries'.
+    a query's head; 576 are of latents. cache: type of these, if it is not the queries'. heads: of queries.
     """
 
     dtype: torch.dtype
@@ -37,6 +38,13 @@ class Case:
     causal: bool
     dim: int = 576
     cache: torch.dtype | None = None
+    heads: int = 64
+
+    @classmethod
+    def of(cls, key: Key) -> Case:
+        """The case of an entry of `gluon_forms.SWEPT`."""
+        cache = torch.float8_e4m3fn if key.itemsize == 1 else None
+        return cls(torch.bfloat16, key.page_size, "page table", key.width > 0, key.dim, cache, key.heads or 64)
 
 
 CASES = {
@@ -50,12 +58,14 @@ CASES = {
     "prompts": Case(torch.bfloat16, 64, "page table", True, 128),
     "uniform prompts": Case(torch.bfloat16, 16, "block table", False, 128),
     "prompts of small heads": Case(torch.float16, 1, "csr", True, 64),
+    "prompts of small heads in large pages": Case(torch.bfloat16, 64, "page table", True, 64),
     "prompts of two sizes": Case(torch.bfloat16, 64, "page table", True, 192),
     "prompts of large heads": Case(torch.bfloat16, 64, "page table", True, 256),
     "8-bit prompts": Case(torch.bfloat16, 64, "page table", True, 128, torch.float8_e4m3fn),
     "8-bit prompts of small heads": Case(torch.float16, 1, "csr", False, 64, torch.float8_e4m3fn),
     "8-bit prompts of two sizes": Case(torch.bfloat16, 64, "page table", True, 192, torch.float8_e4m3fn),
     "8-bit prompts of large heads": Case(torch.float16, 1, "csr", False, 256, torch.float8_e4m3fn),
+    **{f"swept {tuple(key)}": Case.of(key) for key in SWEPT},
 }
 QUICK = ("latents", "sparse rows of 8 bits", "prompts")
 SIZES = tuple(product((2, 1, 16), (300, 1, 16, 304)))  # requests, query rows of each
@@ -98,7 +108,7 @@ def _calls(case: Case) -> Iterator[tuple[Any, ...]]:
     more or no room for parts.
     """
     for i, (bs, width) in enumerate(SIZES):
-        odd, num_heads = i % 2, 8 if i % 3 == 1 else 64
+        odd, num_heads = i % 2, 8 if i % 3 == 1 else case.heads
         shape = (9, case.page_size) if case.dim == 576 else (2, 9, case.page_size, 8)
         pages = torch.empty(*shape, case.dim, dtype=case.cache or case.dtype)
         q = torch.empty(bs * width, num_heads, case.dim, dtype=case.dtype)
@@ -142,16 +152,17 @@ def _resources(compiled: Any, tool: Path) -> dict[str, Any]:
 
 
 def _compile(module: ModuleType, kernel: Any, attend: Any, case: Case) -> dict[str, Any]:
-    """Of the first size what the compiler says, and how many more it compiles for the others."""
+    """Of the first size what the compiler says, how often it compiles for all, and how many forms these have."""
     import triton
 
     from attn_backends.kernels.cuda_launch import _is_plain
 
-    made, merges = list[Any](), list[Any]()
+    made, merges, forms = list[Any](), list[Any](), set[Hashable]()
 
     def launch(tensors: Sequence[Any], *numbers: Any) -> None:
         call = module._call(tensors, *numbers)
         made.append(kernel.warmup(*call.arguments, grid=(1, 1, 1), **call.options))
+        forms.add(tuple(call.options.items()))
 
     module.__dict__.update(_launch=launch, merge=lambda *given: merges.append(given))
     calls = (_sparse_calls if case.form == "slots" else _calls)(case)
@@ -170,6 +181,7 @@ def _compile(module: ModuleType, kernel: Any, attend: Any, case: Case) -> dict[s
         "products": sorted(products),
         "plain": _is_plain(first.metadata),
         "variants": len({id(each) for each in made}),
+        "forms": len(forms),
         "merges": len(merges),
         "seconds": round(seconds, 1),
     }

@@ -74,6 +74,7 @@ SHAPES = (
     Shape("dsv4", SPARSE, 1, 8192, 128, 8192),
     Shape("trtllm_mla", ("gluon", "flashmla"), 128, 32768, 128, 16),
     Shape("trtllm_mla", ("gluon", "flashmla"), 8, 4096, 16, 1),
+    Shape("trtllm_mla", ("gluon", "flashmla"), 128, 4096, 16, 1),
 )
 
 

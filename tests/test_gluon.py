@@ -60,7 +60,8 @@ def test_a_kernel_compiles_for_hopper_once_and_without_spills(names, gluon_trito
         case = CASES[name]
         assert found["triton"].startswith(f"{providers.GLUON_TRITON}."), name
         assert (found["STACK"], found["LOCAL"]) == (0, 0), f"{name} spilled"
-        assert found["variants"] == 1, f"{name} is compiled anew for other batches"
+        assert found["variants"] == found["forms"], f"{name} is compiled anew for other batches"
+        assert found["forms"] == 1 or case.dim == 576, f"{name} has a form for each width of prompts"
         assert found["plain"], f"{name}: no launch by the driver"
         assert found["shared"] <= 227 * 1024, name
         assert 32 * found["num_warps"] * found["REG"] <= 2**16, name

@@ -9,7 +9,7 @@ so that pages may be of any size: half a block at a time, as soon as the group t
 past a request's keys is not read and counts as zeros. Weights stand where the rotated elements of their block were.
 
     shared memory   queries 64 x 576, two blocks of 64 x 576: 221,184 of 232,448 bytes, one program a multiprocessor
-    registers       216 a thread for the two groups, 72 for the third
+    registers       216 a thread for the two groups, 72 for the third (`gluon_forms`)
 
 The last requests' keys are divided where whole requests leave multiprocessors idle (`latent_shares`), and those of a
 request that is much longer than the others (`triton_pieces`). Their parts are merged in their order by `triton_merge`;
@@ -57,6 +57,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.gluon_forms import LATENT, form_of
 from attn_backends.kernels.gluon_groups import (
     COPIED,
     NUMBERS,
@@ -177,6 +178,7 @@ def _attend(
     v_scale,
     CAUSAL: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     """q and latents are (pointer, strides). width: rows of each request if query_indptr is None. group: heads.
     table_stride: elements between two rows of a table. num_tiles: of rows; the last see most keys and come first. bs to
@@ -210,7 +212,7 @@ def _attend(
             (odd, (given, outputs, CAUSAL)),
         ],
         [4, 4],
-        [216, 216],
+        [REGISTERS, REGISTERS],
     )
 
 
@@ -232,13 +234,13 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """`paged_operators.latent_attention` on SM90."""
     num_tokens, num_heads, _ = q.shape
-    bs, rows = kv_lens.shape[0], max_query * num_heads
+    bs, rows, processors = kv_lens.shape[0], max_query * num_heads, gpu_of(q.device).num_processors
     room = min(partial_lse.numel(), partial_out.numel() // RANK)
     batch = Batch(bs, rows, triton.cdiv(max_kv_len, BLOCK_KEYS), room)
-    shares = share_requests(batch, gpu_of(q.device).num_processors)
+    shares = share_requests(batch, processors)
     num_divided = bs - shares.num_whole
     split_stride = min(num_tokens, num_divided * max_query) * num_heads if shares.num_splits > 1 else 0
-    at_once = gpu_of(q.device).num_processors // max(batch.tiles, 1)
+    at_once = processors // max(batch.tiles, 1)
     most = most_pieces(bs, batch.blocks, at_once, rows, room - shares.num_splits * split_stride)
     pieces = kv_lens.new_empty(bs) if most else kv_lens
     out, lse = q.new_empty(num_tokens, num_heads, RANK), q.new_empty(num_tokens, num_heads, dtype=torch.float32)
@@ -246,7 +248,8 @@ def latent_attention(
     scales = (scale * k_scale * _LOG2_E, v_scale)
     tensors = (q, latents, query_indptr, page_indptr, page_ids, kv_lens, out, lse, partial_out, partial_lse, pieces)
     num_units = shares.num_whole + num_divided * shares.num_splits + most
-    _launch(tensors, num_units * batch.tiles, shape, scales, causal, latents.shape[1])
+    form = form_of(LATENT, latents.element_size(), latents.shape[1], num_heads, max_query, processors)
+    _launch(tensors, num_units * batch.tiles, shape, scales, causal, latents.shape[1], form.registers)
     parts = Parts(partial_out, partial_lse, *shares, split_stride, most, pieces)
     if shares.num_splits > 1 or most:
         merge(parts, query_indptr, kv_lens, (out, lse), max_query, BLOCK_KEYS, causal, (None, None, None))
@@ -260,10 +263,12 @@ def _call(
     scales: tuple[float, float],
     causal: bool,
     page_size: int,
+    registers: int,
 ) -> Call:
     q, latents, *rest = tensors
     arguments = (*strided((q, latents)), *rest, *shape, *scales)
-    return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, "num_warps": 4})
+    constants = {"CAUSAL": causal, "PAGE_SIZE": page_size, "REGISTERS": registers}
+    return Call((num_programs,), arguments, {**constants, "num_warps": 4})
 
 
 _launch = DirectLaunch(_attend, _call)

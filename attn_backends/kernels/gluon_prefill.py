@@ -8,13 +8,12 @@ with the next keys are under way while it computes weights, and the groups begin
 
     shared memory   queries 128 x 128, two blocks of keys and of values 128 x 128, and room to write out: 180,996 of
                     232,448 bytes; keys of 192 elements take 230,148; of 256, in blocks of 64 keys, 213,764
-    registers       208 a thread for the two groups, 88 for the third; for keys of 192 elements 216 and 72, of 256
-                    elements 224 and 56
+    registers       208 a thread for the two groups, 88 for the third; of other sizes as of `gluon_forms.DEFAULTS`
 
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
-of all sums is fixed by the query's own request. The third group reads a block's page ids while the block before it is
-copied, for keys of at most 128 elements: longer ones leave too few registers, which would spill. On an H100 that took 3
-to 7 % off a prompt's time, in pages of one token 9 to 19 %, in a comparison that is not kept.
+of all sums is fixed by the query's own request, and by the form (`gluon_forms`). The third group reads a block's page
+ids while the block before it is copied, for keys of at most 128 elements. On an H100 that took 3 to 7 % off a prompt's
+time, in pages of one token 9 to 19 %, in a comparison that is not kept. For keys of 192 elements it would spill.
 
 In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H200
 (docs/results/h200/kernels_prefill_fa3.json):
@@ -62,13 +61,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attn_backends.kernels.devices import gpu_of
+from attn_backends.kernels.gluon_forms import Form, form_of
 from attn_backends.kernels.gluon_groups import PLAIN, barriers
 from attn_backends.kernels.gluon_prefill_groups import attend, gather
 from attn_backends.kernels.triton_launch import Call, DirectLaunch, strided
 
 BLOCK_ROWS = 128
-_REGISTERS = {64: 208, 128: 208, 192: 216, 256: 224}  # of a thread that attends, by elements of a key
-_BLOCK_KEYS = {64: 128, 128: 128, 192: 128, 256: 64}  # that fit in shared memory twice, values too
 _LOG2_E = 1.4426950408889634
 _TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 _NUMBERS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -112,6 +110,7 @@ def _paged_attention(
     V_DIM: gl.constexpr,
     KEYS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """q, k_pages, v_pages are (pointer, strides), out and lse dense. bs: requests. width: rows of each if query_indptr
     is None. group: query heads of a KV head. num_tiles: of a column, which is a KV head, of one request if query_indptr
@@ -133,7 +132,7 @@ def _paged_attention(
     attended = (queries, keys, values, totals, tiles, full, free, order, (group, num_columns, of_head))
     gl.warp_specialize(
         [
-            (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM, V_DIM)),
+            (gather, (given, q, k_pages, v_pages, pages, CAUSAL, PAGE_SIZE, DIM, V_DIM, AHEAD)),
             (attend, (attended, out, lse, scales, CAUSAL, 0)),
             (attend, (attended, out, lse, scales, CAUSAL, 1)),
         ],
@@ -167,12 +166,14 @@ def paged_attention(
         num_tiles, num_columns = triton.cdiv(max_query * group, BLOCK_ROWS), num_kv_heads * bs
     else:
         num_tiles, num_columns = num_tokens * group // BLOCK_ROWS + bs, num_kv_heads
-    num_turns = num_tiles * num_columns // (2 * gpu_of(q.device).num_processors)
+    processors = gpu_of(q.device).num_processors
+    form = form_of(dim, k_pages.element_size(), page_size, num_heads, max_query, processors)
+    num_turns = num_tiles * num_columns // (form.turn * processors)
     together = triton.cdiv(num_columns, max(num_turns, 1))
     shape = (bs, max_query, group, num_tiles, num_columns, num_columns // num_kv_heads, together, page_ids.stride(0))
     lists, scales = (query_indptr, page_indptr, page_ids, kv_lens), (scale * k_scale * _LOG2_E, v_scale)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, (dim, v_dim))
+    _launch((q, k_pages, v_pages, out, lse, *lists, counter), shape, scales, causal, page_size, (dim, v_dim), form)
     return out, lse
 
 
@@ -183,10 +184,11 @@ def _call(
     causal: bool,
     page_size: int,
     dims: tuple[int, int],
+    form: Form,
 ) -> Call:
     num_programs = min(shape[3] * shape[4], gpu_of(tensors[0].device).num_processors)
     arguments = (*strided(tensors[:3]), *tensors[3:], *shape, scales)
-    sizes = {"DIM": dims[0], "V_DIM": dims[1], "KEYS": _BLOCK_KEYS[dims[0]], "REGISTERS": _REGISTERS[dims[0]]}
+    sizes = {"DIM": dims[0], "V_DIM": dims[1], "KEYS": form.keys, "REGISTERS": form.registers, "AHEAD": form.ahead}
     return Call((num_programs,), arguments, {"CAUSAL": causal, "PAGE_SIZE": page_size, **sizes, "num_warps": 4})
 
 

@@ -150,13 +150,13 @@ def gather(
     PAGE_SIZE: gl.constexpr,
     DIM: gl.constexpr,
     V_DIM: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """The third group: queries, keys and values of each tile."""
     IS_8_BIT: gl.constexpr = k_pages[0].dtype.element_ty != given[2].dtype
     LAYOUT: gl.constexpr = gl.SliceLayout(1, _BYTES if IS_8_BIT else COPIED)
     queries, keys, values, _totals, tiles, full, free, lists, shape = given
     KEYS: gl.constexpr = values.shape[1]
-    AHEAD: gl.constexpr = DIM <= 128  # registers hold a block's pages while the one before is copied; else they spill
     step, turn, work = 0, 0, gl.program_id(0)
     offset = gl.arange(0, KEYS, layout=LAYOUT)
     while work < shape[3] * shape[4]:
