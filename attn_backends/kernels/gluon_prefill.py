@@ -13,7 +13,8 @@ with the next keys are under way while it computes weights, and the groups begin
 Blocks that every row sees whole are not masked. Keys past a request's length are not read and count as zeros. The order
 of all sums is fixed by the query's own request, and by the form (`gluon_forms`). The third group reads a block's page
 ids while the block before it is copied, for keys of at most 128 elements. On an H100 that took 3 to 7 % off a prompt's
-time, in pages of one token 9 to 19 %, in a comparison that is not kept. For keys of 192 elements it would spill.
+time, in pages of one token 9 to 19 %, in a comparison that is not kept. Longer keys have it in pages of 1 and 16
+tokens, where it takes up to 26 % off. Keys of 192 elements in pages of 64 would spill.
 
 In bfloat16, 32 heads of 128 over 8, pages of 64, causal, CUDA graphs, microseconds on an H200
 (docs/results/h200/kernels_prefill_fa3.json):

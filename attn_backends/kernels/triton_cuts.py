@@ -147,6 +147,6 @@ def cut_of(
         num_chunks, num_left, split = num_chunks + more_chunks, num_left + more_left, split + more_pieces
         longest = tl.maximum(longest, tl.max(left, axis=0))
     spare = num_clusters - num_chunks
-    is_level = tl.cdiv(num_left, tl.maximum(spare, 1)) * (longest + COST) <= chunk + COST
+    is_level = tl.cdiv(num_left, tl.maximum(spare, 1)) * (longest + COST) <= chunk + chunk // 32 + COST
     pieces = tl.maximum(split + tl.where(is_level, 0, 2 * tl.maximum(spare - 1, 0)), 1)
     return tl.where(is_level, num_left, 0), num_chunks, pieces

@@ -79,10 +79,10 @@ def list_work(
     The rows of a request, all heads counted, make tiles of `lists.tile_rows`. The keys that a tile sees are cut into
     chunks of equal length. Each whole chunk is the only item of a cluster. What is left of tiles goes to the clusters
     after these: one after the other, cut at the length of a chunk. Where they are so equal that no cluster would do
-    more than a whole chunk, they are dealt out in turn instead. Clusters then read the keys of few requests at a time,
-    which the L2 cache holds. The length is the least at which that fits; where keys are few it is two or three blocks,
-    as FlashInfer has it. No cluster does more than a chunk and an `OVERHEAD`; none of a tile's rows is in more than
-    one merge; there are at most two partial results for each cluster.
+    a 32nd more than a chunk, they are dealt out in turn instead. Nothing is merged then, and clusters read keys of few
+    requests at a time, which the L2 cache holds. The length is the least at which that fits; where keys are few it is
+    two or three blocks, as FlashInfer has it. No cluster does more than a chunk, a 32nd of it and an `OVERHEAD`; none
+    of a tile's rows is in more than one merge; there are at most two partial results for each cluster.
     """
     assert num_slots(num_tokens, num_heads, kv_len.shape[0], lists.tile_rows) <= max_tiles(), "the caller refuses more"
     torch.ops.attn_backends.list_work(qo_indptr, kv_indptr, kv_len, *lists, num_tokens, num_heads, causal)
@@ -165,7 +165,7 @@ def _cut(tiles: _Tiles, num_clusters: int) -> _Cut:
     num_chunks, num_left = whole.sum(), is_left.sum()
     spare = num_clusters - num_chunks
     most_dealt = (num_left + spare.clamp_min(1) - 1) // spare.clamp_min(1) * (left.amax() + OVERHEAD)
-    is_level = most_dealt <= chunk + OVERHEAD
+    is_level = most_dealt <= chunk + chunk // 32 + OVERHEAD
     split = torch.where(tiles.blocks > chunk, whole + (left > 0), 0).sum()
     return _Cut(
         chunk,
