@@ -118,7 +118,7 @@ def shared_out() -> str:
 
 
 def of_work_lists(name: str, digits: int) -> tuple[str, str]:
-    found = [row for row in rows("h200/flashinfer_schedules") if row["name"] != "replay"]
+    found = [row for row in rows("h100/flashinfer_schedules") if row["name"] != "replay"]
     assert all(row["accurate"] and row["defined"] for row in found)
     return spread((row[name] for row in found), digits)
 
@@ -183,7 +183,7 @@ def planning_nodes() -> tuple[str, ...]:
 
 def prompts_through_graphs() -> str:
     laws = ("prefill", "exact prefill", "embeddings")
-    found = [row for row in rows("h200/workers") if row["law"] in laws]
+    found = [row for row in rows("h100/workers") if row["law"] in laws]
     assert {row["status"] for row in found} == {"pass"}
     return str(len(found))
 
@@ -247,8 +247,8 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         r"takes (\S+) to (\S+) times what the vendor's raw call",
         lambda: spread((row["ratio"] for row in rows("h200/bench_attention")), 2),
     ),
-    (MEASURED, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
-    (SERVING, r"\[(\S+) rows\]\(results/h200/workers", prompts_through_graphs),
+    (MEASURED, r"\[(\S+) rows\]\(results/h100/workers", prompts_through_graphs),
+    (SERVING, r"\[(\S+) rows\]\(results/h100/workers", prompts_through_graphs),
     (SGLANG, r"(?s)In all\s+(\S+) engines on our.* 0 in (\S+) replays", in_sglang),
     (SGLANG, r"Of the (\S+) texts, (\S+) are", texts_in_sglang),
     (SGLANG, r"(\S+) of (\S+) texts are those of plain decoding without mixed", mixed_texts_in_sglang),
@@ -291,7 +291,7 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
     (MEASURED, r"schedule takes the device (\S+) to (\S+) us", lambda: of_schedules("plan_us", 1)),
     (MEASURED, r"with our copies takes (\S+) to (\S+);", lambda: of_schedules("vendors_plan_us", 1)),
     (MEASURED, r"runs at (\S+) to (\S+) of its speed on theirs", lambda: of_schedules("speed", 3)),
-    (MEASURED, r"work lists took the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
+    (MEASURED, r"work lists takes the device (\S+) to (\S+) us", lambda: of_work_lists("us_plan", 0)),
     (MEASURED, r"attention on ours runs at (\S+) to (\S+) of", lambda: of_work_lists("speed", 2)),
     (
         MEASURED,

@@ -194,8 +194,7 @@ def _attend(
     last = gl.minimum(tile * 64 + 63, num_rows * group - 1) // group
     end = gl.minimum(end, num_keys - (num_rows - 1 - last) * CAUSAL)
     ids = _pages_of(page_indptr, page_ids, request, table_stride)
-    rows = (tile, group, first, num_rows, num_keys)
-    keys_of = (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
+    rows, keys_of = (tile, group, first, num_rows, num_keys), (start, end, gl.maximum(gl.cdiv(end - start, 128), 0))
     queries, blocks, peaks, full, free, handed = _memory(q[0].dtype.element_ty)
     gl.thread_barrier()
     _load_queries(q, queries, rows)

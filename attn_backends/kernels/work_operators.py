@@ -180,6 +180,11 @@ def _first_dealt(turn: Tensor, cut: _Cut, spare: Tensor) -> Tensor:
     return turn * (cut.dealt // spare) + torch.minimum(turn, cut.dealt % spare)
 
 
+def _num_below(live: Tensor, values: Tensor, bounds: Tensor) -> Tensor:
+    """How many live values are below each bound."""
+    return torch.searchsorted(torch.where(live, values, torch.iinfo(torch.int64).max).sort().values, bounds)
+
+
 def _before(counts: Tensor) -> Tensor:
     """The sum of all earlier elements."""
     return counts.cumsum(0) - counts
@@ -237,13 +242,11 @@ def _list_work_torch(
     put(place, is_left, tile, whole, whole * cut.chunk, until)
     put(place + 1, is_cut, tile, whole + 1, whole * cut.chunk + until, left - until)
 
-    # Items that begin before a cluster's share of the line: of those that are cut, the second one begins at the cut.
     turn = (torch.arange(num_clusters + 1, device=device) - cut.num_chunks).clamp_min(0)
-    begins, behind = turn * cut.chunk, torch.iinfo(torch.int64).max
-    earlier = torch.searchsorted(torch.where(is_left, line, behind).sort().values, begins)
-    earlier += torch.searchsorted(torch.where(is_cut, last * cut.chunk, behind).sort().values, begins)
+    begins = turn * cut.chunk  # of shares of the line; of an item that is cut, the second part begins at the cut
+    earlier = _num_below(is_left, line, begins) + _num_below(is_cut, last * cut.chunk, begins)
     earlier = torch.where(cut.dealt > 0, _first_dealt(turn, cut, spare), earlier)
-    work_indptr.copy_(torch.arange(num_clusters + 1, device=device).clamp(max=cut.num_chunks) + earlier)
+    work_indptr.copy_(torch.arange(num_clusters + 1, device=device) - turn + earlier)
     _put_merges(
         merges, qo_indptr[tiles.request] * num_heads, tiles, partials, num_blocks * _before(partials), cut, size
     )
