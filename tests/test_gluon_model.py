@@ -99,7 +99,7 @@ def test_the_last_requests_latents_may_be_divided(form, shares):
     arguments = given(LATENTS, form, form != "csr", torch.bfloat16)
     num_rows = (len(LATENTS.lens) - num_whole) * LATENTS.widths[0] * LATENTS.num_heads * num_splits
     arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
-    asked = "shares = share_requests(batch, gpu_of(q.device).num_processors)"
+    asked = "shares = share_requests(batch, processors)"
     model = Model(num_splits, {asked: f"{asked}._replace(num_whole={num_whole}, num_splits={num_splits})"})
     assert is_near(attend(model, arguments), expected(arguments))
     assert arguments[-1].isnan().all() == (num_splits == 1)
@@ -114,9 +114,9 @@ def test_a_long_request_has_pieces_instead_of_parts(form, shares):
     divided = (3 - num_whole) * num_splits if num_splits > 1 else 0
     num_rows = (divided + 5) * width * num_heads
     arguments[-2:] = [torch.full((num_rows * size,), torch.nan) for size in (512, 1)]
-    asked = "shares = share_requests(batch, gpu_of(q.device).num_processors)"
+    asked = "shares = share_requests(batch, processors)"
     changes = {asked: f"{asked}._replace(num_whole={num_whole}, num_splits={num_splits})"}
-    changes |= {"at_once = gpu_of(q.device).num_processors": "at_once = 10 + 0 * gpu_of(q.device).num_processors"}
+    changes |= {"at_once = processors": "at_once = 10 + 0 * processors"}
     right, first = expected(arguments), attend(Model(0, changes), arguments)
     assert is_near(first, right)
     of_pieces = arguments[-1][divided * width * num_heads :].view(-1, width * num_heads)
