@@ -28,8 +28,8 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 DRAFT = {"yoco_global_kv_layer": None, "yoco_local_kv_layer": None, "draft_vocab_size": 256}
 ROWS = [
-    Row("llama4", "ATTN_BACKENDS_FA3", "PIECEWISE", caching=True),
-    pytest.param(Row("llama4", "ATTN_BACKENDS_FA3"), marks=pytest.mark.full),
+    Row("llama4", "ATTN_BACKENDS_FA3"),
+    pytest.param(Row("llama4", "ATTN_BACKENDS_FA3", "PIECEWISE", caching=True), marks=pytest.mark.full),
     pytest.param(Row("llama4", "ATTN_BACKENDS_FA3", caching=True, drafts=False), marks=pytest.mark.full),
 ]
 
