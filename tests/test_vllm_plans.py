@@ -141,6 +141,19 @@ def test_a_padded_batch_is_the_captured_one() -> None:
     assert metadata(engine.plans.of(engine.common([3, 3], [1, 2], padded=(3, 9)))) is captured
 
 
+def test_padding_of_more_rows_than_a_context_is_planned_as_idle() -> None:
+    """As a rank of data parallelism has it, whose graph of a piece is for more rows: nothing is read or written."""
+    engine, num_rows = Engine(), COLUMNS * PAGE_SIZE + 1
+    common = engine.common([1], [0])
+    starts = torch.tensor([0, num_rows], dtype=torch.int32)
+    common.query_start_loc = common.query_start_loc_cpu = starts
+    common.num_actual_tokens = common.max_query_len = num_rows
+    common.slot_mapping = torch.full((num_rows,), -1)
+    meta = metadata(engine.plans.of(common))
+    assert meta.step.kind is StepKind.IDLE
+    assert meta.at().write_slots.numel() == 0
+
+
 def test_a_prompt_as_large_as_a_captured_batch_is_not_taken_for_it() -> None:
     engine = Engine()
     engine.plans.capture(engine.common([3, 3], [1, 2]))

@@ -130,7 +130,12 @@ class Plans:
         return [self.backend.init_forward_metadata(self._step(part)) for part in parts]
 
     def _step(self, batch: BlockTableBatch) -> Step:
+        """A rank of data parallelism without requests has one of all rows of a piece's graph: padding, if it has more
+        than a context.
+        """
         widths = set(batch.query_lens)
+        if max(widths, default=0) > self.backend.capacity.max_kv_len:
+            return batch.split(0)[0].idle()
         if not widths:
             return batch.idle()
         if widths == {1}:

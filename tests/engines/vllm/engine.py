@@ -159,7 +159,8 @@ def _watch(llm: Any, row: Row, run: Run) -> None:
         is_idle = kwargs.get("dummy_run", False)  # vLLM names all arguments of these, and not of others
         batch = kwargs["input_batch"] if is_idle else args[0]
         run.idle += is_idle
-        run.steps[kind_of(batch.num_scheduled_tokens.tolist(), *row.drafted)] += 1
+        rows = batch.num_scheduled_tokens.tolist()
+        run.steps["idle" if max(rows) > MAX_MODEL_LEN else kind_of(rows, *row.drafted)] += 1
         number = kwargs.get("num_speculative_tokens")
         number = NUM_DRAFTED if number is None else number
         run.drafted.append(number)
