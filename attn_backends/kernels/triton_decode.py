@@ -23,9 +23,10 @@ TB/s of a copy and the 800 TFLOP/s of a matrix product, measured in the same run
     64 heads over 8, width 16, 64 x 8192   2.2 GB, 275 GFLOP     at least 507 us    804 us  (FA3 540)
 
 It stops at three places. MLA of 16 heads and one row reaches 0.89 of a copy, FlashMLA 0.90; without the launch of
-pieces it takes as long at 128 requests, and 3 us less at 8 and 32 (docs/results/h200/pieces.json). No profile of it was
-made. Grouped queries of few rows take 1.1 to 1.4 times FA3's time where a batch makes fewer programs than the GPU could
-hold. 32 heads over 8 over caches of 17 GB and more take up to 1.2 times.
+pieces it takes as long at 128 requests, and 3 us less at 8 and 32 (docs/results/h200/pieces.json). The kernel alone has
+memory at 0.85 (docs/results/h100/profiles_latents.json). Grouped queries of few rows take 1.1 to 1.4 times FA3's time
+where a batch makes fewer programs than the GPU could hold. 32 heads over 8 over caches of 17 GB and more take up to 1.2
+times.
 
 And it stops at 230 to 276 TFLOP/s for more rows of MLA, where FlashMLA does up to 730. A tile of 64 rows and two blocks
 of latents fill the shared memory, and Triton 3.6 leaves no say in two things then. It lays all warps along the rows, so

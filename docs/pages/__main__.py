@@ -62,8 +62,8 @@ MLA of 16 heads and one row takes 160 us at 128 requests of 4,096 on an [H200](r
 copy's bandwidth, with and without a launch for pieces of long requests. FlashMLA reaches 0.90 there. The rows of
 `h200/kernels_gluon` are older: 196 and 197 us. On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and
 FlashMLA's 0.92. A [profile](results/h100/profiles_latents.json) on an H100 has our kernel at 0.85 of what memory can,
-and FlashMLA's at 0.84, in 214 and 217 us. So memory limits both; after it comes L2, at 0.82 and 0.81. One long request
-among short ones is 6 to 19 times as fast since there are pieces."""
+and FlashMLA's at 0.84, in 214 and 217 us. In replays the whole call took 232 us, and FlashMLA's 217: what it launches
+beside that kernel was not profiled. One long request among short ones is 6 to 19 times as fast with pieces."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
