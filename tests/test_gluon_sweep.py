@@ -17,6 +17,7 @@ from attn_backends.kernels.gluon_forms import DEFAULTS, LATENT, SWEPT, Form, Key
 from attn_backends.results import Head
 from benchmarks.rows import Stage
 from tests import gluon_sweep as sweep
+from tests.doc_blocks import ROOT
 from tests.gluon_sweep import FORMS, SHAPES, Shape
 
 SHAPE = Shape(64, 64, 32, 8192, 1, 8192)
@@ -62,6 +63,11 @@ def stage(monkeypatch):
     monkeypatch.setattr(sweep, "compile_all", lambda asked: dict.fromkeys(asked, ""))
     monkeypatch.setattr(sweep, "SHAPES", (SHAPE, SHAPE._replace(requests=8)))
     return Stage(torch.device("cpu"), lambda: None, clock, 3)
+
+
+def test_the_table_is_what_the_kept_sweep_found_faster():
+    found = results.read(ROOT / "docs/results/h100/gluon_forms.json").own["faster"]
+    assert {Key(*key): Form(*form) for key, form, *_ in found} == SWEPT
 
 
 def test_a_shape_outside_the_table_takes_the_default_of_its_head_size(monkeypatch):

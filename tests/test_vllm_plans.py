@@ -26,7 +26,7 @@ from attn_backends.planning.metadata import Metadata
 from attn_backends.registry import get_backend, list_backends
 from attn_backends.selection.choose import Choice, Workload
 from attn_backends.vendors import flash_attention, flashinfer
-from spec_metadata import Capacity, StepKind
+from spec_metadata import Capacity, InvalidStepError, StepKind
 
 ROOT = Path(__file__).parent.parent
 PAGE_SIZE, NUM_DRAFT_TOKENS, MAX_BS, COLUMNS = 4, 3, 4, 8
@@ -141,17 +141,25 @@ def test_a_padded_batch_is_the_captured_one() -> None:
     assert metadata(engine.plans.of(engine.common([3, 3], [1, 2], padded=(3, 9)))) is captured
 
 
-def test_padding_of_more_rows_than_a_context_is_planned_as_idle() -> None:
-    """As a rank of data parallelism has it, whose graph of a piece is for more rows: nothing is read or written."""
-    engine, num_rows = Engine(), COLUMNS * PAGE_SIZE + 1
-    common = engine.common([1], [0])
-    starts = torch.tensor([0, num_rows], dtype=torch.int32)
-    common.query_start_loc = common.query_start_loc_cpu = starts
-    common.num_actual_tokens = common.max_query_len = num_rows
-    common.slot_mapping = torch.full((num_rows,), -1)
-    meta = metadata(engine.plans.of(common))
+def padding(engine: Engine, num_reqs: int) -> SimpleNamespace:
+    """A batch whose requests have more rows each than a context, and no slots."""
+    num_rows, common = COLUMNS * PAGE_SIZE + 1, engine.common([1] * num_reqs, [0] * num_reqs)
+    common.query_start_loc = common.query_start_loc_cpu = torch.arange(num_reqs + 1, dtype=torch.int32) * num_rows
+    common.num_actual_tokens, common.max_query_len, common.max_seq_len = num_reqs * num_rows, num_rows, num_rows
+    common.slot_mapping = torch.full((num_reqs * num_rows,), -1)
+    return common
+
+
+def test_a_lone_request_of_more_rows_than_a_context_is_padding() -> None:
+    """As a rank of data parallelism has it, whose graph of a piece is for more rows: nothing is read or written. More
+    such requests are an error.
+    """
+    engine = Engine()
+    meta = metadata(engine.plans.of(padding(engine, 1)))
     assert meta.step.kind is StepKind.IDLE
     assert meta.at().write_slots.numel() == 0
+    with pytest.raises(InvalidStepError, match="adds 33"):
+        engine.plans.of(padding(engine, 2)).current()
 
 
 def test_a_prompt_as_large_as_a_captured_batch_is_not_taken_for_it() -> None:

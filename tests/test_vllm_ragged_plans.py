@@ -16,7 +16,7 @@ from attn_backends.layer import AttentionLayer
 from attn_backends.registry import get_backend
 from attn_backends.selection.choose import Choice, Workload
 from spec_metadata import StepKind
-from tests.test_vllm_plans import COLUMNS, NUM_DRAFT_TOKENS, PAGE_SIZE, Engine, assert_describes, metadata
+from tests.test_vllm_plans import COLUMNS, NUM_DRAFT_TOKENS, PAGE_SIZE, Engine, assert_describes, metadata, padding
 
 
 class Cutting(Engine):
@@ -103,6 +103,11 @@ def test_a_batch_of_no_request_is_idle() -> None:
     engine = Cutting()
     ((_, part),) = engine.plans.of(engine.cut([], [], [])).current()
     assert part.kind is StepKind.IDLE
+
+
+def test_a_lone_request_of_more_rows_than_a_context_is_padding() -> None:
+    engine = Cutting()
+    assert metadata(engine.plans.of(padding(engine, 1))).step.kind is StepKind.IDLE
 
 
 def test_a_forward_of_a_draft_loop_is_not_cut() -> None:

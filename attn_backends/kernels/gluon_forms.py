@@ -22,7 +22,7 @@ WIDTHS = (1, 16)  # query rows of a decode, and of a verify at most; more are a 
 class Form(NamedTuple):
     """keys: of a block. registers: of a thread of the two groups that attend; of 504 for a thread of each group the
     third has the rest. ahead: page ids of a block are read while the one before is copied. turn: tiles of a
-    multiprocessor before those of the next columns begin. Latents leave `registers` open alone.
+    multiprocessor before those of the next columns begin. Of latents `registers` is the only choice.
     """
 
     keys: int

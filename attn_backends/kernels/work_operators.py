@@ -79,7 +79,7 @@ def list_work(
     The rows of a request, all heads counted, make tiles of `lists.tile_rows`. The keys that a tile sees are cut into
     chunks of equal length. Each whole chunk is the only item of a cluster. What is left of tiles goes to the clusters
     after these: one after the other, cut at the length of a chunk. Where they are so equal that no cluster would do
-    a 32nd more than a chunk, they are dealt out in turn instead. Nothing is merged then, and clusters read keys of few
+    a 32nd more than a chunk, they are dealt out whole and in turn instead. Clusters then read the keys of few
     requests at a time, which the L2 cache holds. The length is the least at which that fits; where keys are few it is
     two or three blocks, as FlashInfer has it. No cluster does more than a chunk, a 32nd of it and an `OVERHEAD`; none
     of a tile's rows is in more than one merge; there are at most two partial results for each cluster.

@@ -121,7 +121,7 @@ class Plans:
         """The metadata of a batch, part by part."""
         if not common.causal:
             return [self.backend.init_forward_metadata(adapter.read_block(common, self.backend.geometry))]
-        batch = adapter.read(common, self.backend.geometry)
+        batch = self._read(common)
         num_apart = self._num_apart(batch)
         parts = [batch]
         if num_apart:
@@ -129,13 +129,16 @@ class Plans:
             parts = [replace(part, max_committed=bound - min(part.query_lens)) for part in batch.split(num_apart)]
         return [self.backend.init_forward_metadata(self._step(part)) for part in parts]
 
-    def _step(self, batch: BlockTableBatch) -> Step:
-        """A rank of data parallelism without requests has one of all rows of a piece's graph: padding, if it has more
-        than a context.
+    def _read(self, common: Batch) -> BlockTableBatch:
+        """The requests of a batch. A lone one of more rows than a context is none: a rank of data parallelism without
+        requests has it, of all rows of a graph of pieces.
         """
+        batch, capacity = adapter.read(common, self.backend.geometry), self.backend.capacity
+        most = min(capacity.max_kv_len, batch.paging.table.shape[1] * capacity.page_size)
+        return batch.split(0)[0] if batch.bs == 1 and batch.query_lens[0] > most else batch
+
+    def _step(self, batch: BlockTableBatch) -> Step:
         widths = set(batch.query_lens)
-        if max(widths, default=0) > self.backend.capacity.max_kv_len:
-            return batch.split(0)[0].idle()
         if not widths:
             return batch.idle()
         if widths == {1}:

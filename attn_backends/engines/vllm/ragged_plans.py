@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attn_backends.adapters import vllm as adapter
 from attn_backends.adapters.batch import BlockTableBatch
 from attn_backends.engines.vllm.plans import Batch, Plans, Refresh
 from attn_backends.planning.metadata import Metadata
@@ -54,7 +53,7 @@ class RaggedPlans(Plans):
         """As of `Plans`; where rows may be cut, verifies, then prompts, or one step of both if that is not slower."""
         if not _may_be_cut(common):
             return super().eager(common)
-        batch, most = adapter.read(common, self.backend.geometry), max(self.verified)
+        batch, most = self._read(common), max(self.verified)
         num_cut = len(list(takewhile(lambda length: length <= most, batch.query_lens)))
         cut, prompts = batch.split(num_cut)
         if cut.bs and prompts.bs and not self._mixed.are_apart(cut.bs, sum(prompts.query_lens)):
