@@ -132,22 +132,24 @@ def test_a_sweep_goes_on_where_it_stopped(stage, tmp_path, monkeypatch, capsys):
     assert "faster: [64, 2, 64, 0, 2, 132]" in capsys.readouterr().out
 
 
-def test_a_lost_device_ends_a_run_with_what_failed_in_the_file(stage, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lost_at", [DEFAULT, LOST], ids=["default", "another"])
+def test_a_lost_device_ends_a_run_with_what_failed_in_the_file(lost_at, stage, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.results, "head", lambda *given: Head("GPU", {}, "", "", ""))
-    capture = sweep.capture
+    capture, forms = sweep.capture, iter((DEFAULT, *FORMS[64]))
 
     def losing(*given: Any) -> Any:
-        try:
-            return capture(*given)
-        except RuntimeError:
-            stage.clock.lost = True
-            raise
+        stage.clock.lost |= next(forms) == lost_at
+        if stage.clock.lost:
+            raise RuntimeError("an illegal address")
+        return capture(*given)
 
     monkeypatch.setattr(sweep, "capture", losing)
     file = tmp_path / "forms.json"
     with pytest.raises(RuntimeError, match="the device is lost"):
         sweep.sweep(file, time.monotonic() + 99, stage)
-    assert [Form(*row["form"]) for row in results.read(file).rows] == [LOST]
+    found = results.read(file).rows
+    assert Form(*found[0]["form"]) == lost_at
+    assert {row["status"] for row in found} == {"not_run"}
 
 
 def test_a_form_wins_that_is_slower_nowhere_in_its_key():
