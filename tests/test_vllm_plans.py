@@ -355,4 +355,8 @@ def test_kernels_are_asked_before_an_engine_is_built(monkeypatch: pytest.MonkeyP
     (reason,) = kernel_reasons(FA3Backend, cpu, Workload(16))
     assert "plans lengths on the host" in reason
     monkeypatch.setattr(FA3Backend, "kernels", (replace(torch_kernel, unavailable_reasons=lambda device: ["broken"]),))
-    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == ["torch: broken"]
+    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == ["fa3 on cpu, prefill can't run here: torch: broken."]
+    monkeypatch.setenv("ATTN_BACKENDS_KERNEL", "tritn")
+    assert kernel_reasons(FA3Backend, cpu, Workload(16)) == [
+        "fa3 kernel 'tritn' can't run here: unknown name. It has torch."
+    ]

@@ -72,7 +72,7 @@ def kernel_reasons(
     try:
         choices = choose_kernels(backend.name, backend.kernels, asked_kernel(), device, workload)
     except BackendUnavailableError as error:
-        return list(error.reasons)
+        return [str(error)]
     reasons: list[str] = []
     for kind in kinds:
         kernel = choices[kind].kernel
