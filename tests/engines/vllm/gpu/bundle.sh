@@ -2,7 +2,7 @@
 # Packs vLLM 0.33.0 for a Hopper machine without a network that has torch 2.11+cu130, Triton 3.6, transformers and nvcc 13
 # (Python 3.12, Linux):
 #   bundle.sh FOLDER     writes FOLDER/engine (31 MiB: vLLM and its packages) and FOLDER/vendors (19): minutes
-# All comes from published wheels. vLLM asks for torch 2.12; its extensions use the stable ABI and load on 2.11. Of each,
+# All comes from published wheels. vLLM asks for torch 2.14; its extensions use the stable ABI and load on 2.11. Of each,
 # the code of sm_90 is kept (slim.py). FlashAttention-2 (300 MiB) stays behind: vLLM imports its module and does not call it.
 set -euo pipefail
 out=${1:?usage: bundle.sh FOLDER}
