@@ -2,12 +2,12 @@
 
     python -m tests.gpu.sanitize --json docs/results/h200/sanitizer.json
 
-Sixteen processes share the cases. Eager ones run without torch's caching allocator, so that every tensor is an
-allocation of its own and a read past its end is seen; a graph needs the allocator's pools. An error in a kernel of a
-vendor is listed under the vendor's name and is no error of ours as long as conformance finds the vendor's metadata
-right. Numbers are conformance's affair, too: a case may fail here, but not break. Exit code 1: an error of ours, a case
-that broke or a kernel that was not reached. Where compute-sanitizer is missing or refuses the device, the result says
-not_run and why.
+Sixteen processes share the cases; `--only fa3/gluon` has those of such kernels alone. Eager ones run without torch's
+caching allocator, so that every tensor is an allocation of its own and a read past its end is seen; a graph needs the
+allocator's pools. An error in a kernel of a vendor is listed under the vendor's name and is no error of ours as long as
+conformance finds the vendor's metadata right. Numbers are conformance's affair, too: a case may fail here, but not
+break. Exit code 1: an error of ours, a case that broke or a kernel that was not reached. Where compute-sanitizer is
+missing or refuses the device, the result says not_run and why.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -49,19 +49,18 @@ _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 def cases(subject: Subject, path: str) -> list[Case]:
     """The first case of each check of numbers, cache format and kind of step, chains and trees."""
-    first: dict[tuple, Case] = {}
-    for case in selected_cases(subject, "math.*"):
-        if case.path == path:
-            first.setdefault((case.check, case.kind, case.format, case.topk > 1), case)
+    every = [case for case in selected_cases(subject, "math.*") if case.path == path]
+    first = {(case.check, case.kind, case.format, case.topk > 1): case for case in reversed(every)}
     return list(first.values())
 
 
-def run_cases(part: str, limit: float, left_out: Container[str] = ()) -> Iterator[dict]:
+def run_cases(part: str, limit: float, left_out: Container[str] = (), only: Sequence[str] = ()) -> Iterator[dict]:
     """Rows of the cases of one path, kernel by kernel in turn; what `limit` seconds do not suffice for is not run.
-    part: a path, or one of PARTS. left_out: kernels by name.
+    part: a path, or one of PARTS. left_out: kernels by name. only: kernels as backend/kernel; all if there are none.
     """
     (path, _, turn), start = part.partition("/"), time.monotonic()
-    found = [resolve_subjects(name, device="cuda") for name in list_backends()]
+    asked = (name.partition("/") for name in only or list_backends())
+    found = [resolve_subjects(name, kernel or "auto", "cuda") for name, _, kernel in asked]
     subjects = [subject for here, _ in found for subject in here if subject.kernel not in left_out]
     for row in (row for _, absent in found for row in absent if turn in ("", "0")):
         about = {"backend": row.backend, "kernel": row.kernel, "check": row.check, "case": "", "path": path}
@@ -98,12 +97,14 @@ def _whose(kernel: str) -> str:
     return next((vendor for vendor, name in VENDORS.items() if re.search(name, kernel)), "ours")
 
 
-def under_memcheck(part: str, limit: float) -> tuple[list[dict], str]:
-    """Run a part of this file's cases in a process of its own under memcheck; its rows, and memcheck's log."""
+def under_memcheck(part: str, limit: float, words: Sequence[str]) -> tuple[list[dict], str]:
+    """Run a part of this file's cases in a process of its own under memcheck; its rows, and memcheck's log. words: the
+    command's.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log, rows = Path(folder, "log"), Path(folder, "rows.json")
         tool = [SANITIZER, "--tool", "memcheck", "--report-api-errors", "no", "--log-file", str(log)]
-        inside = [sys.executable, "-m", "tests.gpu.sanitize", "--part", part, "--limit", str(limit), "--json", rows]
+        inside = [sys.executable, "-m", "tests.gpu.sanitize", *words, "--part", part, "--json", str(rows)]
         env = os.environ | PATHS[part.partition("/")[0]]
         try:
             done = subprocess.run([*tool, *inside], env=env, timeout=2 * limit + 60, check=False)
@@ -144,13 +145,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, type=Path, metavar="FILE", help="file to write")
     parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of each process (300)")
+    parser.add_argument("--only", nargs="+", default=(), metavar="BACKEND/KERNEL", help="run these alone")
     parser.add_argument("--part", choices=PARTS, help="run its cases here, without memcheck; writes bare rows")
     args = parser.parse_args()
     if args.part:
-        args.json.write_text(json.dumps(list(run_cases(args.part, args.limit))))
+        args.json.write_text(json.dumps(list(run_cases(args.part, args.limit, only=args.only))))
         return 0
     with ThreadPoolExecutor(len(PARTS)) as side_by_side:
-        found = list(side_by_side.map(lambda part: under_memcheck(part, args.limit), PARTS))
+        found = list(side_by_side.map(lambda part: under_memcheck(part, args.limit, sys.argv[1:]), PARTS))
     rows = [row for own, _ in found for row in own]
     logs = {part: log for part, (_, log) in zip(PARTS, found, strict=True)}
     errors = [error for log in logs.values() for error in memory_errors(log)]
