@@ -90,7 +90,7 @@ def flash_attention_3(problem: Problem) -> Peer:
     attend = load("vllm.vllm_flash_attn.flash_attn_interface:flash_attn_varlen_func")
     schedule = load("vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata")
     pool, layer, width, rank = problem.pool, problem.layer, problem.width, problem.layer.v_head_dim
-    is_latent = layer.head_dim != rank
+    is_latent = isinstance(pool.caches[0], PagedLatent)
     query = problem.q[..., rank:] if is_latent else problem.q
     pages, lens = _pages(problem), _lens(problem)
     starts = torch.arange(0, query.shape[0] + 1, width, dtype=torch.int32, device=query.device)
