@@ -2,9 +2,9 @@
 
     python -m tests.compile_times --json docs/results/h100/compile_times.json
 
-takes some minutes on a GPU. Each kernel and number of heads has a process and a cache of its own. What is planned and
-attended at `FIRST` batches is compiled; `LATER` batches must compile nothing. Planners count too, as a server waits for
-them. Times are of one process, one after another.
+takes some minutes on a GPU; `--only fa3/gluon` those of one kernel. Each kernel and number of heads has a process and a
+cache of its own. What is planned and attended at `FIRST` batches is compiled; `LATER` batches must compile nothing.
+Planners count too, as a server waits for them. Times are of one process, one after another.
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ import triton
 
 from attn_backends import results
 from attn_backends.registry import get_backend
-from benchmarks.layers import DECODES
+from benchmarks.layers import DECODES, PREFILLS
+from spec_metadata import StepKind
 
 CONTEXT = 4096
 FIRST, LATER = (1, 8, 32, 128), (3, 20, 100)
 SERVERS = (
     *product(("trtllm_mla", "flashinfer_mla"), ("gluon", "triton"), (16, 128)),
     *(("fa3", "gluon_mla", heads) for heads in (16, 128)),
+    ("fa3", "gluon", 32),
     *(("fa3", "triton", heads) for heads in (32, 64)),
     *product(("dsv4",), ("gluon", "triton"), (64, 128)),
 )
@@ -63,9 +65,11 @@ class Compiled:
 
 
 def attend(backend: str, kernel: str, heads: int, batch_sizes: tuple[int, ...]) -> None:
-    """Plan and attend decodes and verifies of all widths of the benchmarks."""
+    """Plan and attend the benchmarks' decodes and verifies of all widths, or prompts on a kernel of those alone."""
     taken = get_backend(backend)
-    for (format, make), bs in product(DECODES.items(), batch_sizes):
+    able = next(each.capabilities for each in taken.kernels if each.name == kernel)
+    problems = DECODES if StepKind.DECODE in able else PREFILLS
+    for (format, make), bs in product(problems.items(), batch_sizes):
         if format in taken.formats:
             asked = (each for each in make(bs, CONTEXT, torch.device("cuda")) if each.layer.num_heads == heads)
             for problem in asked:
@@ -91,9 +95,9 @@ def measured(backend: str, kernel: str, heads: int) -> dict[str, Any]:
     }
 
 
-def rows() -> Iterator[dict[str, Any]]:
-    """A row for each kernel and number of heads."""
-    for backend, kernel, heads in SERVERS:
+def rows(only: str) -> Iterator[dict[str, Any]]:
+    """A row for each kernel and number of heads. only: of this kernel, as backend/kernel; of all if empty."""
+    for backend, kernel, heads in (each for each in SERVERS if only in ("", "/".join(each[:2]))):
         place = {"backend": backend, "kernel": kernel, "heads": heads}
         with tempfile.TemporaryDirectory() as cache:
             command = [sys.executable, "-m", "tests.compile_times", "--one", backend, kernel, str(heads)]
@@ -107,6 +111,7 @@ def main() -> int:
     """Measure, write and print the rows; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to write")
+    parser.add_argument("--only", default="", metavar="BACKEND/KERNEL", help="of this kernel (default: all)")
     parser.add_argument("--one", nargs=3, metavar=("BACKEND", "KERNEL", "HEADS"), help="in this process alone")
     args = parser.parse_args()
     if args.one:
@@ -115,7 +120,7 @@ def main() -> int:
     head = results.head(("python", "-m", "tests.compile_times", *sys.argv[1:]), "cuda")
     failed = 0
     with results.Recording(args.json, head) as recording:
-        for row in rows():
+        for row in rows(args.only):
             recording.add(row)
             print(*row.values(), flush=True)
             failed += row["status"] == "fail"
