@@ -32,6 +32,11 @@ STEPS = {"bench": "steps", "bounds": "none", "us": 15.0, "operators": 0}
 SAMPLED = {"bench": "sampling", "mix": "top_p", "requests": 128, "us": 3000.0, "peak_bytes": 3e8, "wrong": 0}
 
 
+def test_kept_files_hold_no_targets_which_pages_work_out_anew():
+    kept = [path.name for path in (ROOT / "docs/results").rglob("*.json") if "targets" in results.read(path).own]
+    assert kept == []
+
+
 def verdicts(*rows, ceilings=TEN):
     return [(reached.value, reached.met) for reached in check_targets(rows, ceilings)]
 
