@@ -75,6 +75,13 @@ def target(pattern: str, name: str, kernel: str | None = None) -> tuple[str, str
     return spread((each.value for each in found if each.target == name and kernel in (None, each.kernel)), 2)
 
 
+def pieces() -> tuple[str, ...]:
+    """Of 8, 32 and 128 requests what a call takes as it is, and without a launch of pieces."""
+    found = {row["variant"]: row for row in rows("h200/pieces")}
+    now, without = found["pieces before parts, in a form of their own"], found["the third without pieces"]
+    return tuple(f"{each[f'{number} x 4096']:.1f}" for number in (8, 32, 128) for each in (now, without))
+
+
 def speeds(name: str, kernel: str, heads: Sequence[int]) -> tuple[str, str]:
     """The share of its peer's speed that a kernel reaches with so many heads: least and most."""
     found = [row for row in rows(f"h?00/{name}", kernel=kernel) if row["heads"] in heads]
@@ -282,6 +289,11 @@ SENTENCES: list[tuple[str, str, Callable[[], str | tuple[str, ...]]]] = [
         lambda: speeds("kernels_fa3_mla", "gluon_mla", (128,)),
     ),
     (MEASURED, r"heads reach\s+\[(\S+) to (\S+)\]", lambda: speeds("kernels_prefill_fa3", "gluon", (32, 64))),
+    (
+        KERNELS,
+        r"\| 8 \| 24.1 \| (\S+) \| (\S+) \|\s\| 32 \| 52.6 \| (\S+) \| (\S+) \|\s\| 128 \| 156.7 \| (\S+) \| (\S+) \|",
+        pieces,
+    ),
     (KERNELS, r"(?s)256 elements, at (\S+)\. Tensor\s+cores are busy (\S+) of .*?'s\s+(\S+)\.", large_heads),
     (MEASURED, r"they reach\s+\[(\S+) to (\S+)\]\(results/h200/prompt_forms", prompt_forms),
     (MEASURED, r"(?s)With 128 heads \[FlashInfer's\].*?takes (\S+) and (\S+) us", lists_of_128_heads),

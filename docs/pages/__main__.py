@@ -54,16 +54,26 @@ Hopper](../attn_backends/kernels/gluon_prefill.py) and of [sparse rows](../attn_
 [other prompts](results/h200/prompt_forms.json) one misses 0.75 of FlashAttention-3's speed: 32,768 tokens whose heads
 have 256 elements, at 0.73. Tensor cores are busy 0.73 of the time there, FlashAttention-3's 0.93.
 
-MLA under `fa3` reaches 0.897 of a copy's bandwidth on an H100, where 0.9 is asked of an H200. FlashAttention-3 reaches
-0.904 in the same run. That shape runs on `triton_decode` under every name of ours, and took 2 % longer as `triton` in
-the same run.
+MLA of 16 heads and one row runs on `triton_decode` under every name of ours. It is to reach 0.9 of a copy's bandwidth
+at 128 requests, and to be no slower at 8 and 32 than on 24 November. Since then a launch for pieces of long requests
+comes before it, and a merge after it. Microseconds at 4,096 tokens on an [H200](results/h200/pieces.json):
 
-MLA of 16 heads and one row takes 160 us at 128 requests of 4,096 on an [H200](results/h200/pieces.json), 0.89 of a
-copy's bandwidth, with and without a launch for pieces of long requests. FlashMLA reaches 0.90 there. The rows of
-`h200/kernels_gluon` are older: 196 and 197 us. On an [H100](results/h100/kernels_trtllm_mla.json) it is 0.86, and
-FlashMLA's 0.92. A [profile](results/h100/profiles_latents.json) on an H100 has our kernel at 0.85 of what memory can,
-and FlashMLA's at 0.84, in 214 and 217 us. In replays the whole call took 232 us, and FlashMLA's 217: what it launches
-beside that kernel was not profiled. One long request among short ones is 6 to 19 times as fast with pieces."""
+| requests | 24 November | now | without pieces |
+| --- | --- | --- | --- |
+| 8 | 24.1 | 27.4 | 23.8 |
+| 32 | 52.6 | 54.0 | 51.1 |
+| 128 | 156.7 | 160.5 | 160.5 |
+
+So 8 and 32 requests miss by what pieces cost, 3.6 and 2.9 us. They buy much: one request of 131,072 tokens among 127 of
+1,024 takes 160 us with pieces, and 3,333 us without. Lengths are known to the device alone, so the host can't leave the
+launch out. At 128 requests pieces cost nothing there: 0.89 of a copy is reached, and 0.90 by FlashMLA. The rows of
+`h200/kernels_gluon` are older: 196 and 197 us.
+
+On an [H100](results/h100/kernels_trtllm_mla.json) 128 requests reach 0.86, and FlashMLA's kernel 0.92. A
+[profile](results/h100/profiles_latents.json) has our kernel at 0.85 of what memory can, and FlashMLA's at 0.84, in 214
+and 217 us. In replays the whole call took 232 us, and FlashMLA's 217: what it launches beside that kernel was not
+profiled. Under `fa3` [0.897](results/h100/kernels_fa3_mla.json) is reached, and 0.904 by FlashAttention-3 in the same
+run; as `triton` the same kernel took 2 % longer there."""
 _NOTHING_MISSED = "Of the targets above none is missed."
 _CYCLES = """A cycle: three drafted tokens, a verify of four, a draft extend. Each is planned by graph nodes that read
 an engine's own buffers, and nothing else is in the graph: the host launches nothing more. Elapsed is the time of a
