@@ -11,7 +11,9 @@ declared any more, which leaves a correct backend that can do less; a kernel for
 case on a CPU runs; `strict` only raises; or `EQUIVALENT` says why. A change that outlives
 `--seconds` of CPU time has survived, and is printed with the number of cases that it passed.
 
-With `--known FILE`, verdicts are appended to a file, and a change that was killed there is not run again.
+With `--known FILE`, verdicts are appended to a file; a change that was killed there, or passed all cases, is not run
+again. `--share 2/4` takes the second of every four cases, so that four runs share the suite out over processes. A
+change survives if it passes all four.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import io
 import marshal
 import multiprocessing
 import multiprocessing.connection
+import re
 import resource
 import shutil
 import signal
@@ -33,7 +36,7 @@ import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from itertools import pairwise
@@ -255,21 +258,32 @@ class Verdict:
         return f"{self.outcome:10} {self.change} ({self.by})"
 
 
-def killed(file: Path, change: Change) -> Verdict | None:
-    """The verdict of an earlier run, if a line of its file says that the change was killed."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    start = f"{'killed':10} {change} ("
-    return next((Verdict(change, "killed", line[len(start) : -1]) for line in lines if line.startswith(start)), None)
+def known(file: Path, change: Change, share: str = "") -> Verdict | None:
+    """The verdict of earlier runs, if a line of their file says that the change was killed, or that it passed all cases
+    of a share.
+    """
+    every = _all(r"\d+", share)
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+        outcome, _, rest = line.partition(" ")
+        if rest.lstrip().startswith(f"{change} ("):
+            by = rest.lstrip()[len(f"{change} (") : -1]
+            if outcome == "killed" or (outcome == "survived" and re.fullmatch(every, by)):
+                return Verdict(change, outcome, by)
+    return None
 
 
-def judge(change: Change, seconds: float) -> Verdict:
+def _all(number: object, share: str) -> str:
+    return f"all {number} cases" + (f" of {share}" if share else "")
+
+
+def judge(change: Change, seconds: float, share: str = "") -> Verdict:
     """Run the suite on a change, in a process of its own."""
     if how := change.equivalence():
         return Verdict(change, "equivalent", how)
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=_run, args=(change, folder, seconds, theirs))
+        process = context.Process(target=_run, args=(change, folder, seconds, share, theirs))
         process.start()
         process.join(seconds * 100 + 600)  # other processes may have the cores
         if process.is_alive():
@@ -280,7 +294,9 @@ def judge(change: Change, seconds: float) -> Verdict:
     return Verdict(change, *(ours.recv() if ours.poll() else ("killed", f"exit code {process.exitcode}")))
 
 
-def _run(change: Change, folder: str, seconds: float, answer: multiprocessing.connection.Connection) -> None:
+def _run(
+    change: Change, folder: str, seconds: float, share: str, answer: multiprocessing.connection.Connection
+) -> None:
     """Send (outcome, by) of a change that is put into a copy of the packages."""
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds * 2 + 60),) * 2)
     for package in PACKAGES:
@@ -290,20 +306,20 @@ def _run(change: Change, folder: str, seconds: float, answer: multiprocessing.co
     sys.path[:0] = [folder]
     assert not set(PACKAGES) & sys.modules.keys(), "the packages are imported from the copy"
     try:
-        answer.send(_first_failure(change.file, time.process_time() + seconds))
+        answer.send(_first_failure(change.file, share, time.process_time() + seconds))
     except Exception as error:
         answer.send(("killed", f"{type(error).__name__}: {error}"))
 
 
-def _first_failure(file: str, end: float) -> tuple[str, str]:
+def _first_failure(file: str, share: str, end: float) -> tuple[str, str]:
     from attn_backends.conformance import Outcome, Selection, Subject, run_case
     from attn_backends.registry import get_backend
 
     subjects = [Subject(get_backend(name), "torch") for name in FILES[file]]
     groups = ("plan.*", "math.*", "compressed.*", "[!pmsc]*")
-    few = [Selection(quick=True, select=select) for select in groups[:: -1 if file in REPLAYS else 1]]
+    few = [Selection(quick=True, select=select, share=share) for select in groups[:: -1 if file in REPLAYS else 1]]
     passed = 0
-    for cases in (*(_mixed(subjects, each) for each in few), _mixed(subjects, Selection())):
+    for cases in (*(_mixed(subjects, each) for each in few), _mixed(subjects, Selection(share=share))):
         for subject, case in cases:
             row = run_case(subject, case)
             if row.status in (Outcome.FAIL, Outcome.ERROR):
@@ -311,7 +327,7 @@ def _first_failure(file: str, end: float) -> tuple[str, str]:
             passed += 1
             if time.process_time() > end:
                 return "survived", f"{passed} cases"
-    return "survived", f"all {passed} cases"
+    return "survived", _all(passed, share)
 
 
 def _mixed(subjects: Sequence[Any], selection: Any) -> list[tuple[Any, Any]]:
@@ -332,15 +348,17 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--known", type=Path, help="file of verdicts: read first, and appended to")
+    parser.add_argument("--share", default="", help="such as 2/4: the second of every four cases (default: all)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     counts: Counter[str] = Counter()
     every = drawn(args.changes, args.seed, args.files)
-    known = [verdict for change in every if args.known and (verdict := killed(args.known, change))]
-    counts.update(verdict.outcome for verdict in known)
-    left = sorted(set(every) - {verdict.change for verdict in known}, key=every.index)
+    earlier = [verdict for change in every if args.known and (verdict := known(args.known, change, args.share))]
+    counts.update(verdict.outcome for verdict in earlier)
+    left = sorted(set(every) - {verdict.change for verdict in earlier}, key=every.index)
     with ProcessPoolExecutor(args.processes, multiprocessing.get_context("fork")) as pool:
-        for verdict in pool.map(judge, left, [args.seconds] * len(left)):
+        for task in as_completed([pool.submit(judge, change, args.seconds, args.share) for change in left]):
+            verdict = task.result()
             counts[verdict.outcome] += 1
             print(verdict, flush=True)
             if args.known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from tests import random_tokens
-from tests.random_tokens import FILES, Change, changes, drawn
+from tests.random_tokens import FILES, Change, Verdict, changes, drawn, known
 
 
 def test_changes_are_drawn_from_the_seed():
@@ -65,3 +65,14 @@ def test_of_two_equal_tokens_of_a_line_one_may_be_known(monkeypatch):
     first, second = written(monkeypatch, "y = f(1, high=1)\n")
     monkeypatch.setattr(random_tokens, "EQUIVALENT", {("any", "y = f(1, high=1)", "high=2"): "looser"})
     assert (first.equivalence(), second.equivalence()) == ("", "looser")
+
+
+def test_what_earlier_runs_killed_or_let_pass_whole_is_known(tmp_path):
+    one, two, three, four = drawn(4, 0)
+    file = tmp_path / "verdicts.txt"
+    told = [Verdict(one, "killed", "plan.padding (fail)"), Verdict(two, "survived", "all 9 cases")]
+    told += [Verdict(three, "survived", "9 cases"), Verdict(four, "survived", "all 4 cases of 2/4")]
+    file.write_text("".join(f"{verdict}\n" for verdict in told))
+    assert [known(file, change) for change in (one, two, three, four)] == [*told[:2], None, None]
+    assert [known(file, change, "2/4") for change in (one, two, three, four)] == [told[0], None, None, told[3]]
+    assert known(tmp_path / "none.txt", one) is None

@@ -181,15 +181,24 @@ def _bindable_ragged(subject: Subject) -> list[Case]:
 
 @check("graph.bound_ragged", _bindable_ragged)
 def bound_ragged(subject: Subject, case: Case) -> Measured:
-    """A ragged step that is planned from an engine's own buffers has the widths that they hold at its replay."""
+    """A ragged step that is planned from an engine's own buffers has the widths that they hold at its replay. Padded
+    requests take no row from real ones that ask for all rows of the graph.
+    """
     world, found = world_of(setup_of(subject, case)), []
     captured = BoundRaggedGraph(world, replace(case, refresh=True))
-    for turn, widths in enumerate((case.widths, case.widths[::-1])):
-        batch = batch_of(replace(case, widths=widths))
+    for turn, (widths, asked) in enumerate(((case.widths, ()), (case.widths[::-1], ()), _most(case, captured.width))):
+        batch = replace(batch_of(case), widths=widths, asked=asked)
         ran = captured.run(scene_of(world, batch, case.seed + turn), case)
         compare_memory(ran.scene, ran.before, padded=True)
         found.append(compare_outputs(ran.scene, ran.inputs, ran.outputs))
     return nearest(found)
+
+
+def _most(case: Case, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows that requests get which all ask for the most, and what they ask for."""
+    whole, further = divmod(case.num_tokens, len(case.lens))
+    kept = tuple(min(width, whole + (request < further)) for request in range(len(case.lens)))
+    return kept, (width,) * len(kept)
 
 
 def _checked(subject: Subject) -> list[Case]:

@@ -1,6 +1,6 @@
 """The kill matrix: which check kills which mutant, on its smallest killing case.
 
-    python -m tests.mutants.matrix
+    python -m tests.mutants.matrix [MUTANT ...]
 
 searches the checks' cases, smallest first, for one that fails, and writes the cases to tests/mutants/kills.json and
 the pages to docs/kill-matrix.md and docs/real-bugs.md. The gate, tests/test_mutants.py, runs what was found.
@@ -80,14 +80,18 @@ def smallest_kills(name: str, checks: Sequence[str]) -> dict[str, Case]:
     return kills
 
 
-def search(*, everywhere: bool = False) -> Kills:
-    """The kills of all mutants that need nothing which this machine may lack. everywhere: by any of the catalogue's
-    checks, not only by those that must kill.
+def search(chosen: Sequence[str] = (), *, everywhere: bool = False) -> Kills:
+    """The kills of all mutants that need nothing which this machine may lack. chosen: the names to search for, and of
+    other mutants what the last search found; all if there are none. everywhere: by any of the catalogue's checks, not
+    only by those that must kill.
     """
-    names = [mutant.name for mutant in MUTANTS.values() if not mutant.needs]
+    every = [mutant.name for mutant in MUTANTS.values() if not mutant.needs]
+    known = read_kills() if chosen else {}
+    names = [name for name in every if name in chosen or name not in known]
     checks = [[c for c in CHECKS if c in MUTANTS[n].killed_by or (everywhere and c in CATALOGUE)] for n in names]
     with ProcessPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(smallest_kills, names, checks), strict=True))
+        found = known | dict(zip(names, pool.map(smallest_kills, names, checks), strict=True))
+    return {name: found[name] for name in every}
 
 
 def read_kills() -> Kills:
@@ -141,7 +145,11 @@ def main() -> None:
     """Search, and write the files."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--everywhere", action="store_true", help="look for kills by other checks too (10 minutes)")
-    kills = search(everywhere=parser.parse_args().everywhere)
+    parser.add_argument("mutants", nargs="*", help="search for these alone (default: all)")
+    args = parser.parse_args()
+    if unknown := [name for name in args.mutants if name not in MUTANTS]:
+        parser.error(f"there are no mutants {unknown}; {PAGE.name} lists them")
+    kills = search(args.mutants, everywhere=args.everywhere)
     write_kills(kills)
     PAGE.write_text(page(kills), encoding="utf-8")
     real_bugs.PAGE.write_text(real_bugs.page(kills), encoding="utf-8")

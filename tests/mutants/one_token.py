@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from attn_backends.backends import dsv4
 from attn_backends.errors import UnsupportedStepError
-from spec_metadata import Step
+from attn_backends.planning import metadata
+from spec_metadata import BoundedQuery, Step, bound_inputs, fit_widths
 from spec_metadata.plans import compressed, ragged
-from spec_metadata.visibility import DensePart, write_pages
+from spec_metadata.visibility import DensePart, KeptRows, kept_rows, write_pages
 from tests.mutants.mutant import mutant
 
 ORIGIN = "a random change of one token"
@@ -57,3 +59,23 @@ def one_forward_more_than_states(patch: pytest.MonkeyPatch) -> None:
     """A draft loop of one forward more is taken than a ring keeps states for."""
     most = compressed.max_draft_forwards
     patch.setattr(compressed, "max_draft_forwards", lambda window, ring, page_size: most(window, ring + 1, page_size))
+
+
+@mutant(ORIGIN, "graph.bound_ragged", graph=True)
+def padded_requests_have_a_row(patch: pytest.MonkeyPatch) -> None:
+    """Requests of padding count as a row each, for which real ones that ask for all rows lose one."""
+
+    def counted(query: BoundedQuery, real: Tensor) -> Tensor:
+        return fit_widths(replace(query, widths=torch.where(real, query.widths, 1)), torch.ones_like(real))
+
+    patch.setattr(bound_inputs, "fit_widths", counted)
+
+
+@mutant(ORIGIN, "cache.keeps_first_rows")
+def kept_rows_have_no_bound(patch: pytest.MonkeyPatch) -> None:
+    """All rows that the device counts are stored, also those beyond the host's bound."""
+
+    def unbounded(step: Step, slots: Tensor, num_kept: Tensor, num_rows: int) -> KeptRows:
+        return kept_rows(step, slots, num_kept, step.num_tokens)
+
+    patch.setattr(metadata, "kept_rows", unbounded)
