@@ -46,7 +46,7 @@ from attn_backends.planning.metadata import (
     refuse_metadata,
     slots_to_write,
 )
-from attn_backends.planning.planners import Alike, bind_fused, bind_inputs, bind_torch, choose_planner
+from attn_backends.planning.planners import Alike, bind_inputs, bind_torch, choose_planner
 from attn_backends.selection.choose import Workload, choose_kernels, missing_reason
 from spec_metadata import (
     AnyBucket,
@@ -290,7 +290,7 @@ class AttentionBackend(BackendDefinition[Plan]):
     def _bind(self, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
         """What plans a step by the backend's planner."""
         place = step, buffers, bound
-        return bind_fused(self.bind_fused, *place) if self.planner.is_fused else bind_torch(self.write, *place)
+        return self.bind_fused(*place) if self.planner.is_fused else bind_torch(self.write, *place)
 
     def _metadata(
         self, step: Step, buffers: Buffers, write: Callable[[], None], captured: Captured | None = None

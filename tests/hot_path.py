@@ -46,7 +46,6 @@ SINCE: dict[str, tuple[str, ...]] = {
         "state",
         "@kernels/plan_operators:BoundSizes",
         "@kernels/plan_operators:_bound_inputs",
-        "@planning/planners:bind_fused",
         "@planning/planners:bind_load",
         "@planning/captured:Captured.check_bound",
         "@contract/kernel:Kernel.bound_reasons",

@@ -45,7 +45,7 @@ PAGE_SIZE, FOLLOWED = 64, 0.75
 VENDORS = "flash"  # in the names of vendors' attention kernels, and of no other
 PARTS = {
     "attention": ("triton_decode", "triton_prefill", "triton_tree", "triton_merge", "triton_store"),
-    "metadata": ("triton_plan", "triton_inputs", "triton_bound", "triton_work", "triton_share_out"),
+    "metadata": ("triton_plan", "triton_inputs", "triton_work", "triton_share_out"),
 }
 
 

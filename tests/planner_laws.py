@@ -81,6 +81,8 @@ RINGS = {  # each with its page size
     "real": (256, Rings(128, {Compression(4, overlap=True, indexed=True): 12, Compression(128): 136})),
     "window alone": (4, Rings(7, {})),
 }
+RAGGED_RINGS = Rings(5, {Compression(2, overlap=True, indexed=True): 7, Compression(4): 5})
+"""Of pages of `ragged_steps`."""
 BLOCKS = {"short": (4, Rings(7, {}, is_block=True)), "wide": (64, Rings(128, {}, is_block=True))}
 
 

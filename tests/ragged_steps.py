@@ -105,10 +105,17 @@ class Ragged:
         """One with room for more requests and rows."""
         return CAPACITY.ragged_bucket(self.kind, self.bs + num_more, self.num_tokens + 3 * num_more)
 
-    def inputs(self, *, include: bool = False) -> BoundInputs:
-        """The batch as buffers of an engine. include: lengths count the rows that it asked for."""
+    def inputs(self, *, include: bool = False, counted: bool = True) -> BoundInputs:
+        """The batch as buffers of an engine. include: lengths count the rows that it asked for. counted: the engine
+        says how many requests are real, else it fills the others by its convention.
+        """
         lens = torch.tensor(self.lens) + (torch.tensor(self.widths) if include else 0)
-        num_real = torch.tensor([self.num_real])
+        if not counted:
+            lens[: self.num_real].clamp_(1)
+            lens[self.num_real :] = 0
+            if isinstance(self.paging, RequestTable):
+                self.paging.rows[self.num_real :] = GEOMETRY.reserved_row
+        num_real = torch.tensor([self.num_real]) if counted else None
         return BoundInputs(
             strided(lens, self.index), self.given, num_real, None, include, strided(self.widths, self.index)
         )

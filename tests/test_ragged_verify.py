@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_backends import UnsupportedStepError, get_backend
+from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
     BoundedQuery,
@@ -21,6 +22,7 @@ from spec_metadata import (
     Step,
     StepKind,
     TokenBucket,
+    allocate,
     confident_widths,
     copy_step,
     fit_widths,
@@ -30,10 +32,13 @@ from spec_metadata import (
 )
 from spec_metadata.bound_inputs import check_bound
 from spec_metadata.static_inputs import closed
+from tests.planner_laws import FORMS as PLANNERS
+from tests.planner_laws import GARBAGE, RAGGED_RINGS, Form, check_along, written_along
 from tests.ragged_steps import CAPACITY, GEOMETRY, WIDTH, Ragged, cut, static_of
-from tests.triton_interpreter import interpreted
+from tests.triton_interpreter import interpreted, last_program_first
 
 FORMS = [RequestTable, BlockTable]
+PLANS = {name: PLANNERS[name] for name in ("ragged", "csr")} | {"compressed": RAGGED_RINGS.form}
 TABLE = torch.cat((torch.full((1, 24), 12), 16 + torch.arange(9 * 24).view(9, 24)))
 ROWS = RequestTable(TABLE, torch.tensor([2, 4, 7]), GEOMETRY)
 LENS = torch.tensor([5, 2, 7], dtype=torch.int32)
@@ -168,31 +173,67 @@ def test_the_fused_copy(form: type, num_padded: int, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_bound_widths_are_what_a_replay_copies(form: type, include: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = interpreted("triton_bound", "_read_ragged")
+def test_bound_widths_are_what_a_replay_copies(form: type, include: bool) -> None:
     for seed, has_slots in product(range(3), (True, False)):
-        monkeypatch.setattr(module, "_BLOCK", (2, 256)[seed % 2])
         case = Ragged(seed, form, has_slots=has_slots, num_padded=seed % 2)
         case.num_tokens = max(case.num_tokens, WIDTH)
         bucket, inputs = case.bucket(0), case.inputs(include=include)
         check_bound(inputs, bucket, case.paging, CAPACITY)
-        (copied, expected), (read, ours), (fused, theirs) = (static_of(case, bucket) for _ in range(3))
+        (copied, expected), (read, ours) = (static_of(case, bucket) for _ in range(2))
         copy_step(copied, case.step)
         BoundStep(read, inputs, case.paging, CAPACITY).read()
-        module.bind_ragged_read(BoundStep(fused, inputs, case.paging, CAPACITY))()
         if form is RequestTable:
-            for buffers in (expected, ours, theirs):  # whose rows are not real read nothing
+            for buffers in (expected, ours):  # whose rows are not real read nothing
                 buffers["paging"][case.num_real : case.bs] = 0
         check_same(ours, expected, case, f"seed {seed}")
-        check_same(theirs, expected, case, f"fused, seed {seed}")
 
 
-def test_slots_outside_the_pool_are_bound_to_the_reserved_page() -> None:
-    module, case = interpreted("triton_bound", "_read_ragged"), Ragged(1, bs=3)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_launch_reads_an_engine_and_plans(plan: str, form: type, counted: bool, monkeypatch) -> None:
+    """None of its programs needs what another one writes."""
+    last_program_first(monkeypatch)
+    blocks = interpreted("triton_plan_tiles", "_write_words"), interpreted("triton_plan_compressed", "_plan_rows")
+    for seed, has_slots in [(0, True), (1, False)] if plan == "compressed" else product(range(4), (True, False)):
+        for module, name in zip(blocks, ("_REQUESTS", "_BLOCK"), strict=True):
+            monkeypatch.setattr(module, name, (2, 256)[seed % 2])
+        case = Ragged(seed, form, has_slots=has_slots, num_padded=seed % 3)
+        check_bound_plan(PLANS[plan], case, case.inputs(include=not counted, counted=counted), f"seed {seed}")
+
+
+def check_bound_plan(plan: Form, case: Ragged, inputs: BoundInputs, what: str) -> None:
+    """The captured step and the plan are those of the definitions; nothing else of the plan was written."""
+    (read, expected), (fused, ours) = (static_of(case, case.bucket(0)) for _ in range(2))
+    BoundStep(read, inputs, case.paging, CAPACITY).read()
+    planned, made = (allocate((WRITE_SLOTS, *plan.specs), expected.extent, read.device) for _ in range(2))
+    for tensor in (*planned.values(), *made.values(), *ours.values()):
+        tensor.fill_(GARBAGE)
+    planned[WRITE_SLOTS.name][0].copy_(write_slots(read))
+    plan.write(read, planned)
+    launch = plan.bind(fused, made, BoundStep(fused, inputs, case.paging, CAPACITY))
+    along = written_along(launch, made)
+    launch()
+    check_same(ours, expected, case, what)
+    masks = plan.specified(read, planned)
+    for name, tensor in made.items():
+        mask = masks.get(name, torch.ones_like(tensor, dtype=torch.bool))
+        wanted = torch.where(mask, planned[name], GARBAGE)
+        assert torch.equal(tensor, wanted), f"{what}, {name}, widths {case.widths}:\n{tensor}\n{wanted}"
+    check_along(along, planned)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_outside_the_pool_are_bound_to_the_reserved_page(form: type) -> None:
+    interpreted("triton_plan", "_plan_pages")
+    case = Ragged(1, form, bs=3)
     case.given, case.num_tokens = torch.full((3 * WIDTH,), -1), 12
-    for bind in (module.bind_ragged_read, lambda bound: bound.read):
-        static, _ = static_of(case, case.bucket(0))
-        bind(BoundStep(static, case.inputs(), case.paging, CAPACITY))()
+    for is_fused in (False, True):
+        static, buffers = static_of(case, case.bucket(0))
+        bound = BoundStep(static, case.inputs(), case.paging, CAPACITY)
+        plan = PLANS["ragged"]
+        made = allocate((WRITE_SLOTS, *plan.specs), buffers.extent, static.device)
+        (plan.bind(static, made, bound) if is_fused else bound.read)()
         assert set((static.flat_slots() // 4).tolist()) == {GEOMETRY.reserved_page}
 
 

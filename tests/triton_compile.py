@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from attn_backends.kernels.work_operators import NUM_WORDS, WorkLists
+from attn_backends.planning.metadata import WRITE_SLOTS
 from spec_metadata import (
     BlockTable,
     BoundStep,
@@ -25,12 +26,13 @@ from spec_metadata import (
     CommittedState,
     RequestTable,
     SamplingParams,
+    allocate,
     pad_step,
 )
 from tests import launch_keys
 from tests.bound_batches import engine, statics
 from tests.plan_batches import Case
-from tests.planner_laws import FORMS, RINGS, garbage, written_along
+from tests.planner_laws import FORMS, RAGGED_RINGS, RINGS, garbage, written_along
 from tests.ragged_steps import CAPACITY, Ragged, static_of
 
 KERNELS = Path(__file__).parent.parent / "attn_backends" / "kernels"
@@ -59,6 +61,24 @@ def plan_bound() -> None:
         form.bind(static, garbage(form.specs, case), given.bind(static, case))()
 
 
+def plan_ragged(form: type) -> None:
+    """Plans of ragged steps that are bound to an engine's buffers, with a vendor's schedule and without."""
+    case = Ragged(0, form, has_slots=form is RequestTable)
+    static, buffers = static_of(case, case.bucket(0))
+    bound = BoundStep(static, case.inputs(counted=form is RequestTable), case.paging, CAPACITY)
+    for plan, is_along in (
+        (FORMS["ragged"], True),
+        (FORMS["csr"], True),
+        (FORMS["csr"], False),
+        (RAGGED_RINGS.form, False),
+    ):
+        made = allocate((WRITE_SLOTS, *plan.specs), buffers.extent, static.device)
+        planned = plan.bind(static, made, bound)
+        if is_along:
+            written_along(planned, made)
+        planned()
+
+
 def plan_along() -> None:
     """Plans with a vendor's schedule."""
     for name in FORMS:
@@ -78,15 +98,14 @@ def share_out() -> None:
 
 
 def copy_inputs(form: type, kind: str) -> None:
-    """Copies of steps into captured ones, and a read of an engine's buffers."""
-    from attn_backends.kernels import triton_bound, triton_inputs
+    """Copies of steps into captured ones."""
+    from attn_backends.kernels import triton_inputs
 
     case = Case(kind, 16, 0, form=form)
     triton_inputs.bind_inputs(pad_step(case.step, case.step.bucket(case.bs), case.capacity))(case.step)(case.step)
     ragged = Ragged(0, form, has_slots=form is RequestTable)
     static, _ = static_of(ragged, ragged.bucket(0))
     triton_inputs.bind_inputs(static)(ragged.step)(ragged.step)
-    triton_bound.bind_ragged_read(BoundStep(static, ragged.inputs(), ragged.paging, CAPACITY))()
 
 
 def load() -> None:
@@ -111,6 +130,8 @@ def sample() -> None:
 
 PLANNERS = {
     **{each.__name__: each for each in (plan, plan_bound, plan_along, load)},
+    "ragged plans of slots": lambda: plan_ragged(RequestTable),
+    "ragged plans of pages": lambda: plan_ragged(BlockTable),
     "copies of slots": lambda: copy_inputs(RequestTable, "verify tree"),
     "copies of pages": lambda: copy_inputs(BlockTable, "verify chain"),
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _STEP = (
     "Tensor seq_lens, Tensor? num_real, Tensor? query_starts, Tensor? out_cache_loc, Tensor table, Tensor? rows, "
-    "Tensor? tree_mask, Tensor(z!)[] captured, int[] bound"
+    "Tensor? tree_mask, Tensor? widths, Tensor(z!)[] captured, int[] bound"
 )
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
@@ -57,9 +57,11 @@ _ENTRY_BUFFERS = ("num_entries", "state_writes", "entry_writes", "entry_position
 
 class StepInputs(NamedTuple):
     """Tensors of a step that an operator reads: num_real that the device knows, query_starts of a packed query,
-    out_cache_loc that was not left out, rows of a request table. Of a bound step, the engine's; then captured is what
-    it writes: seq_lens, num_real, out_cache_loc, the static paging and the tree mask, which are bytes, and bound
-    `BoundSizes`.
+    out_cache_loc that was not left out, rows of a request table. Of a bound step they are the engine's, with the widths
+    of a ragged one.
+
+    captured: what a bound step writes: seq_lens, num_real, out_cache_loc, the static paging, bytes of the tree mask,
+    and row starts. For what it has not stands any tensor. bound: `BoundSizes`.
     """
 
     seq_lens: Tensor
@@ -69,6 +71,7 @@ class StepInputs(NamedTuple):
     table: Tensor
     rows: Tensor | None
     tree_mask: Tensor | None = None
+    widths: Tensor | None = None
     captured: Sequence[Tensor] = ()
     bound: Sequence[int] = ()
 
@@ -85,7 +88,8 @@ class StepInputs(NamedTuple):
 class BoundSizes(NamedTuple):
     """Bounds of what an engine's buffers hold, and strides. included: rows that lengths count beside committed tokens.
     most: committed tokens that are taken. num_rows: of a table of slots. num_columns, paging_stride: of the captured
-    paging.
+    paging. Of a ragged step, which may have more requests than its engine, also num_requests of the engine, num_tokens
+    of all, whether lengths count widths, and strides of what it is read from.
     """
 
     included: int
@@ -98,6 +102,12 @@ class BoundSizes(NamedTuple):
     mask_stride: int
     mask_row_stride: int
     mask_column_stride: int
+    num_requests: int
+    num_tokens: int
+    widths_included: int
+    widths_stride: int
+    seq_stride: int
+    rows_stride: int
 
 
 def bind_ragged(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
@@ -196,19 +206,6 @@ class Repeated:
 class PagePlanner(Repeated):
     """A planner of page lists and write slots, and of a vendor's schedule in the same launch."""
 
-    _read: Callable[[], None] | None = None
-
-    def __call__(self) -> None:
-        """Launch."""
-        if self._read is not None:
-            self._read()
-        super().__call__()
-
-    def behind(self, read: Callable[[], None]) -> PagePlanner:
-        """This planner, from now on with a launch before its own that reads the step."""
-        self._read = read
-        return self
-
     def share_out(self, parts: Tensor, splits: Tensor, marks: Tensor) -> bool:
         """Write FlashMLA's share-outs of all forwards along from now on; False where others are written already.
 
@@ -246,28 +243,31 @@ def _rows(paging: Paging) -> Tensor | None:
 def _bound_inputs(bound: BoundStep) -> StepInputs:
     static, inputs, paging = bound.static, bound.inputs, bound.paging
     table, geometry, mask = static.paging.static_input(), paging.geometry, inputs.tree_mask
-    sizes = BoundSizes(
-        static.num_added_at_least if inputs.lens_include_rows else 0,
-        bound.most,
-        geometry.num_pages,
-        paging.table.shape[0],
-        geometry.reserved_row,
-        table.shape[-1],
-        table.stride(0),
-        *((0, 0, 0) if mask is None else mask.stride()),
-    )
-    captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, static.tree_mask]
+    rows, widths, starts = _rows(paging), inputs.widths, packed_starts(static.query)
+    of_mask = (0, 0, 0) if mask is None else mask.stride()
+    strides = (0 if each is None else each.stride(0) for each in (widths, inputs.seq_lens, rows))
+    included = static.num_added_at_least if inputs.lens_include_rows and widths is None else 0
+    bounds = (included, bound.most, geometry.num_pages, paging.table.shape[0], geometry.reserved_row)
+    paged, ragged = (table.shape[-1], table.stride(0)), (paging.bs, static.num_tokens, int(inputs.lens_include_rows))
+    sizes = BoundSizes._make((*bounds, *paged, *of_mask, *ragged, *strides))
+    captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, static.tree_mask, starts]
     return StepInputs(
         inputs.seq_lens,
         inputs.num_real,
         None,
         inputs.out_cache_loc,
         paging.table,
-        _rows(paging),
+        rows,
         None if mask is None else mask.view(torch.uint8),
-        [each.view(torch.uint8) if each.dtype is torch.bool else each for each in captured if isinstance(each, Tensor)],
+        widths,
+        [as_bytes(each if isinstance(each, Tensor) else static.seq_lens) for each in captured],
         sizes,
     )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor that Triton can address: of truth values their bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
 
 
 def _pages(*arguments: Any) -> Prepared:
@@ -288,10 +288,11 @@ def _pages(*arguments: Any) -> Prepared:
 
 def _compressed(*arguments: Any) -> Prepared:
     from attn_backends.kernels import triton_plan_compressed
+    from attn_backends.kernels.triton_plan_entries import Entries
 
     num, each = len(StepInputs._fields), len(_ENTRY_BUFFERS) + 1
     starts, request, pages, slots, lens, writes, entries, ratios, rings, read_windows, *rest = arguments[num:]
-    found = [triton_plan_compressed.Entries(*entries[i : i + each]) for i in range(0, len(entries), each)]
+    found = [Entries(*entries[i : i + each]) for i in range(0, len(entries), each)]
     compressions = list(zip(ratios, rings, read_windows, strict=True))
     outputs = (starts, request, pages, slots, lens, writes)
     return triton_plan_compressed.plan_compressed(StepInputs(*arguments[:num]), *outputs, found, compressions, *rest)

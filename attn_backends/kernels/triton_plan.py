@@ -34,6 +34,7 @@ from attn_backends.kernels.triton_step import (
     page_ids,
     page_row,
     step_sizes,
+    store_requests,
     store_step,
     visible_keys,
 )
@@ -139,6 +140,7 @@ def plan_request(
     last = visible_keys(committed, real, given_starts, step, request, num_lens - 1)
     live = tl.cdiv(last, number(step.page_size))
     begin = first_row(given_starts, step, request)
+    count = first_row(given_starts, step, request + 1) - begin
     into = pages + request.to(tl.int64) * number(sizes.pages_stride)
     end = tl.minimum(live, number(sizes.num_columns))
     if part == 0:
@@ -151,12 +153,11 @@ def plan_request(
             tl.store(lens + forward * number(sizes.lens_stride) + request, keys, mask=is_request)
     row = page_row(table, rows, real, step, bound, request)
     if part == num_parts - 1:
-        count = first_row(given_starts, step, request + 1) - begin
         source = (out_cache_loc, committed, row, rows, real, step, bound)
         _write_slots(*source, write_slots, number(sizes.writes_stride), begin, count, BLOCK)
     if captured is not None:
         given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
-        store_step(captured, *given, part, num_parts, BLOCK)
+        store_step(captured, *given, begin, count, part, num_parts, BLOCK)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
         known = page < tl.minimum(end, number(step.max_pages))
@@ -173,6 +174,7 @@ def _plan_pages(
     table,
     rows,
     tree_mask,
+    widths,
     captured,
     bound,
     starts,
@@ -192,6 +194,11 @@ def _plan_pages(
     REQUESTS: tl.constexpr,
 ):
     """A request, the ends, or a share-out. parts, splits, marks: of all forwards, None where none is asked for."""
+    if widths is not None:
+        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, REQUESTS)
+        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
+        if rows is not None:
+            rows = captured.paging
     given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
     outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
     if parts is None:
@@ -218,8 +225,8 @@ def plan_pages(
     """The launch; arguments as of the operator (`plan_operators`), the counts from `width` on."""
     given, variant = arguments_of(inputs)
     shared, max_pages = share_out[0].shape[1] if share_out else 0, counts[-1]
-    num_programs = inputs.seq_lens.shape[0] + 1 + (lens.shape[0] if shared else 0)
-    launch = _launch(lens.device, (num_programs, num_parts(inputs.seq_lens.shape[0] + 1, max_pages), 1))
+    num_programs = lens.shape[1] + 1 + (lens.shape[0] if shared else 0)
+    launch = _launch(lens.device, (num_programs, num_parts(lens.shape[1] + 1, max_pages), 1))
     sizes = sizes_of(inputs, lens, pages, write_slots, share_out, *counts)
     outputs = (starts, page_starts, lens, pages, write_slots, *(share_out or (None, None, None)), *sizes)
     compiled_for = (BLOCK_PAGES, *constants(shared or 1))
@@ -235,7 +242,7 @@ def sizes_of(
     shared = share_out[0].shape[1] if share_out else 0
     strides = [each.stride(0) for each in (lens, pages, write_slots)]
     share_strides = [each.stride(0) for each in share_out] or [0, 0, 0]
-    steps = inputs.seq_lens.shape[0].bit_length()
+    steps = lens.shape[1].bit_length()
     sizes = PageSizes._make([*strides, lens.shape[0], pages.shape[-1], *share_strides, shared, steps])
     return step_sizes(inputs, *of_step, write_slots.shape[0], max_pages), opaque(sizes)
 

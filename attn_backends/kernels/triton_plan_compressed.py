@@ -19,6 +19,7 @@ from torch import Tensor
 
 from attn_backends.kernels.plan_operators import StepInputs
 from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspecialized
+from attn_backends.kernels.triton_plan_entries import Entries, plan_made, plan_row, sizes_of
 from attn_backends.kernels.triton_step import (
     arguments_of,
     committed_tokens,
@@ -30,62 +31,13 @@ from attn_backends.kernels.triton_step import (
     page_ids,
     page_row,
     step_sizes,
+    store_requests,
     store_step,
     visible_keys,
 )
 
 _BLOCK = 128
 _MOST_PROGRAMS = 2048
-
-
-class Entries(NamedTuple):
-    """The buffers of one ratio (`spec_metadata.plans.compressed`). slots: any tensor where an indexer selects."""
-
-    num_entries: Tensor
-    state_writes: Tensor
-    writes: Tensor
-    positions: Tensor
-    input_rows: Tensor
-    state_reads: Tensor
-    slots: Tensor
-
-
-class EntrySizes(NamedTuple):
-    """Their strides, and how a ratio compresses.
-
-    num_slots: 0 where an indexer selects. over_read: of slots. num_made: entries that a forward makes at most.
-    """
-
-    row_stride: int
-    slots_forward_stride: int
-    slots_row_stride: int
-    num_slots: int
-    over_read: int
-    made_stride: int
-    num_made: int
-    source_forward_stride: int
-    source_stride: int
-    ratio: int
-    ring: int
-    read_window: int
-
-
-def _sizes_of(entries: Entries, over_read: int, ratio: int, ring: int, read_window: int) -> EntrySizes:
-    sizes = EntrySizes(
-        row_stride=entries.num_entries.stride(0),
-        slots_forward_stride=entries.slots.stride(0),
-        slots_row_stride=entries.slots.stride(1),
-        num_slots=entries.slots.shape[2],
-        over_read=over_read,
-        made_stride=entries.writes.stride(0),
-        num_made=entries.writes.shape[1],
-        source_forward_stride=entries.input_rows.stride(0),
-        source_stride=entries.input_rows.stride(1),
-        ratio=ratio,
-        ring=ring,
-        read_window=read_window,
-    )
-    return opaque(sizes)
 
 
 class WindowSizes(NamedTuple):
@@ -148,98 +100,42 @@ def _plan_window(into, lens, position, start, end, row, rows, real, step, bound,
 
 
 @triton.jit
-def _plan_row(entries, sizes, forward, into, position, end, slot, row, rows, real, step, bound, BLOCK: tl.constexpr):
-    """What a row sees of one ratio's entries, and where its state goes."""
-    ratio, ring, page_size = number(sizes.ratio), number(sizes.ring), number(step.page_size)
-    num_visible, at = (position + 1) // ratio, forward * number(sizes.row_stride) + into
-    tl.store(entries.num_entries + at, num_visible)
-    successor = position + ring
-    replaced = (successor < end) & (successor // page_size == position // page_size)
-    state = slot // page_size * ring + position % ring
-    tl.store(entries.state_writes + at, tl.where(replaced, -1, state).to(tl.int32))
-    per_page = page_size // ratio
-    last = tl.minimum(num_visible + number(sizes.over_read), number(sizes.num_slots))
-    forwards = forward.to(tl.int64) * number(sizes.slots_forward_stride)
-    place = forwards + into.to(tl.int64) * number(sizes.slots_row_stride)
-    for start in range(0, last, BLOCK):
-        entry = start + tl.arange(0, BLOCK)
-        page = page_ids(row, rows, real, step, bound, entry // per_page, entry < num_visible)
-        slots = tl.where(entry < num_visible, page * per_page + entry % per_page, -1)
-        tl.store(entries.slots + place + entry, slots, mask=entry < last)
-
-
-@triton.jit
-def _store_made(
-    entries, sizes, forward, entry, write, first, start, begin, row, rows, real, step, bound, BLOCK: tl.constexpr
-):
-    """One of the entries that a forward makes, and what it is made of; padding where first is below 0.
-
-    start: position of the request's first row, and begin its number.
-    """
-    ratio, ring, read_window = number(sizes.ratio), number(sizes.ring), number(sizes.read_window)
-    at = forward * number(sizes.made_stride) + entry
-    tl.store(entries.writes + at, write.to(tl.int32))
-    tl.store(entries.positions + at, tl.maximum(first, 0))
-    place = forward.to(tl.int64) * number(sizes.source_forward_stride) + entry * number(sizes.source_stride)
-    for first_back in range(0, read_window, BLOCK):
-        back = first_back + tl.arange(0, BLOCK)
-        live, token = back < read_window, tl.where(first >= 0, first + back - (read_window - ratio), -1)
-        is_state = (token >= 0) & (token < start)
-        inputs = tl.where(token >= start, begin + token - start, -1)
-        page = page_ids(row, rows, real, step, bound, token // number(step.page_size), live & is_state)
-        reads = tl.where(is_state, page * ring + token % ring, -1)
-        tl.store(entries.input_rows + place + back, inputs, mask=live)
-        tl.store(entries.state_reads + place + back, reads, mask=live)
-
-
-@triton.jit
-def _plan_made(
+def _plan_rows(
     entries,
     sizes,
-    forward,
-    seq_lens,
-    num_real,
-    given_starts,
+    window_slots,
+    window_lens,
+    write_slots,
     out_cache_loc,
+    begin,
+    count,
+    end,
+    committed,
     row,
     rows,
-    committed,
     real,
     step,
     bound,
+    shared,
     part,
     num_parts,
+    NUM_RATIOS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One ratio's entries that a request closes in a forward, after those of the requests before it, and padding."""
-    request, ratio = tl.program_id(0), number(sizes.ratio)
-    before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
-    for first_other in range(0, number(step.bs), BLOCK):
-        other = first_other + tl.arange(0, BLOCK)
-        others_real = is_real(seq_lens, num_real, rows, step, bound, other)
-        others_committed = committed_tokens(seq_lens, others_real, step, bound, other)
-        keys = visible_keys(others_committed, others_real, given_starts, step, other, forward)
-        others = first_row(given_starts, step, other + 1) - first_row(given_starts, step, other)
-        closing = keys // ratio - (keys - others) // ratio
-        total += closing
-        before += tl.where(other < request, closing, 0)
-    begin = first_row(given_starts, step, request)
-    end = visible_keys(committed, real, given_starts, step, request, forward)
-    start = end - (first_row(given_starts, step, request + 1) - begin)
-    first_entry, num_entries = tl.sum(before, axis=0), end // ratio - start // ratio
-    for index in range(part, num_entries, num_parts):
-        token = (start // ratio + index) * ratio
-        closer = begin + token + ratio - 1 - start
-        place = closer * number(step.num_steps) + forward
-        live = index < num_entries
-        write = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live) // ratio
-        at = (first_entry + index, write, token, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, real, step, bound, BLOCK)
-    nothing = tl.full((), -1, dtype=tl.int32)
-    program, num_programs = request * num_parts + part, tl.num_programs(0) * num_parts
-    for entry in range(tl.sum(total, axis=0) + program, number(sizes.num_made), num_programs):
-        at = (entry, nothing, nothing, start, begin)
-        _store_made(entries, sizes, forward, *at, row, rows, real, step, bound, BLOCK)
+    """Windows, entries and write slots of a request's rows in a forward. end: keys that the last one sees."""
+    forward = tl.program_id(2)
+    windows = window_slots + forward.to(tl.int64) * number(shared.window_forward_stride)
+    lens_of_rows = window_lens + forward * number(shared.lens_stride)
+    for index in range(part, count, num_parts):
+        into, position = begin + index, end - count + index
+        place, live = into * number(step.num_steps) + forward, index < count
+        slot = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live)
+        tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
+        slots, lens = windows + into.to(tl.int64) * number(shared.window_stride), lens_of_rows + into
+        _plan_window(slots, lens, position, end - count, end, row, rows, real, step, bound, shared, BLOCK)
+        for i in tl.static_range(NUM_RATIOS):
+            at = (forward, into, position, end, slot, row, rows, real, step, bound)
+            plan_row(entries[i], sizes[i], *at, BLOCK)
 
 
 @unspecialized
@@ -251,6 +147,7 @@ def _plan_compressed(
     table,
     rows,
     tree_mask,
+    widths,
     captured,
     bound,
     starts,
@@ -270,6 +167,11 @@ def _plan_compressed(
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """
+    if widths is not None:
+        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, BLOCK)
+        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
+        if rows is not None:
+            rows = captured.paging
     request, forward, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(1) // (NUM_RATIOS + 1)
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
     begin = first_row(given_starts, step, request)
@@ -280,29 +182,20 @@ def _plan_compressed(
     if (forward == 0) & (role == 0):
         if captured is not None:
             given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
-            store_step(captured, *given, part, num_parts, BLOCK)
+            store_step(captured, *given, begin, count, part, num_parts, BLOCK)
         last = visible_keys(committed, real, given_starts, step, request, num_forwards - 1)
         into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
         of_request = (begin, count, last, row, rows, real, step, bound, request, part, num_parts)
         _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
         end = visible_keys(committed, real, given_starts, step, request, forward)
-        windows = window_slots + forward.to(tl.int64) * number(shared.window_forward_stride)
-        lens_of_rows = window_lens + forward * number(shared.lens_stride)
-        for index in range(part, count, num_parts):
-            into, position = begin + index, end - count + index
-            place, live = into * number(step.num_steps) + forward, index < count
-            slot = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, place, live)
-            tl.store(write_slots + forward * number(shared.writes_stride) + into, slot)
-            slots, lens = windows + into.to(tl.int64) * number(shared.window_stride), lens_of_rows + into
-            _plan_window(slots, lens, position, end - count, end, row, rows, real, step, bound, shared, BLOCK)
-            for i in tl.static_range(NUM_RATIOS):
-                at = (forward, into, position, end, slot, row, rows, real, step, bound)
-                _plan_row(entries[i], sizes[i], *at, BLOCK)
+        of_rows = (window_slots, window_lens, write_slots, out_cache_loc, begin, count, end, committed)
+        at = (row, rows, real, step, bound, shared, part, num_parts)
+        _plan_rows(entries, sizes, *of_rows, *at, NUM_RATIOS, BLOCK)
     for i in tl.static_range(NUM_RATIOS):
         if (forward < num_forwards) & (role == i + 1):
             source = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, committed, real, step, bound)
-            _plan_made(entries[i], sizes[i], forward, *source, part, num_parts, BLOCK)
+            plan_made(entries[i], sizes[i], forward, *source, part, num_parts, BLOCK)
 
 
 def plan_compressed(
@@ -324,12 +217,12 @@ def plan_compressed(
     """The launch; arguments as of the operator (`plan_operators`), `counts` those after `width`. compressions: ratio,
     ring, read window of each.
     """
-    bs, num_forwards, max_pages = inputs.seq_lens.shape[0], write_slots.shape[0], page_table.shape[1]
+    bs, num_forwards, max_pages = starts.shape[0] - 1, write_slots.shape[0], page_table.shape[1]
     outputs = (starts, request_of_rows, page_table, window_slots, window_lens, write_slots)
     step = step_sizes(inputs, width, *counts, num_forwards, max_pages)
     windows = (window, is_block, window_slots.shape[2], window_slots.stride(0), window_slots.stride(1))
     strides = (window_lens.stride(0), page_table.stride(0), write_slots.stride(0))
-    sizes = tuple(_sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
+    sizes = tuple(sizes_of(each, over_read, *how) for each, how in zip(entries, compressions, strict=True))
     given, variant = arguments_of(inputs)
     aligned = tuple(is_aligned(tensor) for each in entries for tensor in each)
     most = max(1, _MOST_PROGRAMS // ((bs + 1) * max(num_forwards, 1)))

@@ -26,6 +26,7 @@ from attn_backends.kernels.triton_step import (
     first_row,
     is_real,
     number,
+    store_requests,
     visible_keys,
 )
 
@@ -87,6 +88,7 @@ def _plan_and_split(
     table,
     rows,
     tree_mask,
+    widths,
     captured,
     bound,
     starts,
@@ -103,6 +105,11 @@ def _plan_and_split(
     REQUESTS: tl.constexpr,
 ):
     """A request, or the ends; after these, the words of a forward each."""
+    if widths is not None:
+        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, REQUESTS)
+        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
+        if rows is not None:
+            rows = captured.paging
     forward = tl.program_id(0) - number(step.bs) - 1
     if forward < 0:
         given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)

@@ -24,6 +24,7 @@ from attn_backends.kernels.triton_step import (
     first_row,
     is_real,
     number,
+    store_requests,
     visible_keys,
 )
 from attn_backends.kernels.triton_work import constants_of, num_warps, sizes_of, write_lists
@@ -55,6 +56,7 @@ def _plan_and_list(
     table,
     rows,
     tree_mask,
+    widths,
     captured,
     bound,
     starts,
@@ -78,6 +80,11 @@ def _plan_and_list(
     BLOCKS: tl.constexpr,
 ):
     """A request, or the ends; in the last program, the lists."""
+    if widths is not None:
+        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, SLOTS)
+        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
+        if rows is not None:
+            rows = captured.paging
     if tl.program_id(0) <= number(step.bs):
         given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
         plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES)

@@ -2,7 +2,8 @@
 
 Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
 requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
-step (`store_step`): every program looks up itself what it needs, so that none waits for another.
+step (`store_step`): every program looks up itself what it needs, so that none waits for another. Of a ragged step that
+is where the rows of all requests begin (`store_requests`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from attn_backends.kernels.plan_operators import BoundSizes, StepInputs
 from attn_backends.kernels.triton_launch import opaque
+from attn_backends.kernels.triton_widths import store_fitted
 
 
 class StepSizes(NamedTuple):
@@ -44,13 +46,16 @@ class StepSizes(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """Tensors of a captured step. paging: its rows, or its pages. tree_mask: of bytes; any tensor where it has none."""
+    """Tensors of a captured step. paging: its rows, or its pages. tree_mask: of bytes. starts: of a ragged one's rows.
+    What it has not is any other tensor.
+    """
 
     seq_lens: Tensor
     num_real: Tensor
     out_cache_loc: Tensor
     paging: Tensor
     tree_mask: Tensor
+    starts: Tensor
 
 
 @triton.jit
@@ -175,8 +180,12 @@ def given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, p
             sizes = (number(step.column_stride), number(step.num_columns), page_size)
             slots = slots_at(row, position, live, *sizes, reserved_page, rows is None)
     else:
-        at = out_cache_loc + place.to(tl.int64) * number(step.loc_stride)
-        slots = tl.load(at, mask=live, other=0).to(tl.int64)
+        given, is_given = place, live
+        if bound is not None:  # an engine has slots for the longest query of each request
+            given += (tl.program_id(0) * number(step.width) - begin) * number(step.num_steps)
+            is_given = live & (given < tl.where(real, given + 1, 0))
+        at = out_cache_loc + given.to(tl.int64) * number(step.loc_stride)
+        slots = tl.load(at, mask=is_given, other=0).to(tl.int64)
     if bound is None:
         return slots
     else:
@@ -209,6 +218,49 @@ def _count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _count_given(seq_lens, num_real, rows, bound, BLOCK: tl.constexpr):
+    """How many requests of a ragged step's engine are real."""
+    n = number(bound.num_requests)
+    if num_real is not None:
+        return tl.minimum(tl.maximum(tl.load(num_real).to(tl.int32), 0), n)
+    else:
+        found = tl.zeros((BLOCK,), dtype=tl.int32)
+        for start in range(0, n, BLOCK):
+            request = start + tl.arange(0, BLOCK)
+            if rows is not None:
+                row = tl.load(rows + request * number(bound.rows_stride), mask=request < n, other=0)
+                found += ((request < n) & (row != number(bound.reserved_row))).to(tl.int32)
+            else:
+                lens = tl.load(seq_lens + request * number(bound.seq_stride), mask=request < n, other=0)
+                found += (lens > 0).to(tl.int32)
+        return tl.sum(found, axis=0)
+
+
+@triton.jit
+def store_requests(seq_lens, num_real, rows, widths, captured, step, bound, BLOCK: tl.constexpr):
+    """Write what a ragged step has of all requests: committed tokens, rows in a table of slots, first query rows. Each
+    program writes the same, and may read it from then on.
+    """
+    count, n = _count_given(seq_lens, num_real, rows, bound, BLOCK), number(step.bs)
+    stride = number(bound.widths_stride)
+    sizes = (number(step.width), number(bound.num_tokens), number(bound.num_requests), n)
+    store_fitted(widths, stride, count, *sizes, captured.starts, BLOCK)
+    tl.store(captured.num_real, count)
+    for start in range(0, n, BLOCK):
+        request = start + tl.arange(0, BLOCK)
+        real, live = request < count, request < n
+        given = tl.load(seq_lens + request * number(bound.seq_stride), mask=real, other=0).to(tl.int64)
+        asked = tl.load(widths + request * stride, mask=real, other=0).to(tl.int64)
+        within = tl.maximum(given - asked * number(bound.widths_included), 0)
+        tl.store(captured.seq_lens + request, tl.minimum(within, number(bound.most)).to(tl.int32), mask=live)
+        if rows is not None:
+            row = tl.load(rows + request * number(bound.rows_stride), mask=real, other=-1).to(tl.int64)
+            inside = (row >= 0) & (row < number(bound.num_rows))
+            tl.store(captured.paging + request, tl.where(inside, row, number(bound.reserved_row)), mask=live)
+    tl.debug_barrier()  # it is there for all threads
+
+
+@triton.jit
 def store_step(
     captured,
     seq_lens,
@@ -222,14 +274,16 @@ def store_step(
     step,
     bound,
     request,
+    begin,
+    count,
     part,
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """Write a request's part of a bound step. row: as of `page_ids`. part, num_parts: programs that share the request;
-    after the last one is how many are real.
+    """Write a request's part of a bound step. row: as of `page_ids`. begin, count: of its query rows. part, num_parts:
+    programs that share the request; after the last one is how many are real.
     """
-    is_request, num_writes = request < number(step.bs), number(step.width) * number(step.num_steps)
+    is_request, num_writes = request < number(step.bs), count * number(step.num_steps)
     if part == 0:
         if is_request:
             tl.store(captured.seq_lens + request, committed)
@@ -240,9 +294,9 @@ def store_step(
                 copy_mask(tree_mask, *strides, captured.tree_mask, real, number(step.width), BLOCK)
         else:
             tl.store(captured.num_real, _count_real(seq_lens, num_real, rows, step, bound, BLOCK))
-    begin = request * number(step.width)
     for start in range(part * BLOCK, tl.where(is_request, num_writes, 0), num_parts * BLOCK):
-        write, live = request * num_writes + start + tl.arange(0, BLOCK), start + tl.arange(0, BLOCK) < num_writes
+        place = start + tl.arange(0, BLOCK)
+        write, live = begin * number(step.num_steps) + place, place < num_writes
         slots = given_slots(out_cache_loc, committed, row, rows, real, step, bound, begin, write, live)
         tl.store(captured.out_cache_loc + write, slots, mask=live)
     if rows is None:
@@ -255,20 +309,25 @@ def store_step(
 
 
 def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:
-    """The sizes of a step as kernels take them. counts: those after `bs`."""
-    given, table = (inputs.query_starts, inputs.out_cache_loc, inputs.rows), inputs.table
-    starts_stride, loc_stride, rows_stride = [0 if each is None else each.stride(0) for each in given]
-    strides = (inputs.seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
-    return opaque(StepSizes(*strides, table.shape[1], inputs.seq_lens.shape[0], *counts))
+    """The sizes of a step as kernels take them, of a bound ragged one once it is written. counts: those after `bs`."""
+    seq_lens, starts, rows, table = inputs.seq_lens, inputs.query_starts, inputs.rows, inputs.table
+    if inputs.widths is not None:
+        captured = CapturedStep(*inputs.captured)
+        seq_lens, starts, rows = captured.seq_lens, captured.starts, rows if rows is None else captured.paging
+    starts_stride, loc_stride, rows_stride = map(_stride, (starts, inputs.out_cache_loc, rows))
+    strides = (seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
+    return opaque(StepSizes(*strides, table.shape[1], seq_lens.shape[0], *counts))
+
+
+def _stride(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.stride(0)
 
 
 def arguments_of(inputs: StepInputs) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
     """The first arguments of a planner, and what compilation depends on of them."""
-    tensors, captured, bound = inputs[:7], None, None
+    tensors, captured, bound = inputs[:8], None, None
     if inputs.captured:
-        first, *_ = inputs.captured
-        captured = CapturedStep(*(*inputs.captured, first)[: len(CapturedStep._fields)])
-        bound = opaque(BoundSizes(*inputs.bound))
+        captured, bound = CapturedStep(*inputs.captured), opaque(BoundSizes(*inputs.bound))
     types = [None if each is None else each.dtype for each in tensors]
     return (*tensors, captured, bound), (*types, *map(is_aligned, inputs.captured))
 

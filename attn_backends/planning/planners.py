@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from attn_backends.errors import BackendUnavailableError
-from attn_backends.kernels.kept_plans import Bind
-from attn_backends.kernels.plan_operators import PagePlanner
 from attn_backends.planning.captured import CopyInputs
 from attn_backends.planning.metadata import WRITE_SLOTS
 from attn_backends.selection import providers
@@ -91,20 +89,3 @@ def bind_torch(
         write(step, buffers)
 
     return plan
-
-
-def bind_fused(bind: Bind, step: Step, buffers: Buffers, bound: BoundStep | None) -> Callable[[], None]:
-    """A fused planner. bind: the backend's own. A bound ragged step is read by a launch before it."""
-    if bound is None or bound.inputs.widths is None:
-        return bind(step, buffers, bound)
-    from attn_backends.kernels import triton_bound  # Triton is imported by those that run it
-
-    read, plan = triton_bound.bind_ragged_read(bound), bind(step, buffers, None)
-    if isinstance(plan, PagePlanner):
-        return plan.behind(read)
-
-    def read_and_plan() -> None:
-        read()
-        plan()
-
-    return read_and_plan
