@@ -8,7 +8,7 @@ INSTALLED = .venv/installed
 # Bytecode is written: forty processes of tests would compile our modules anew.
 RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m
 BIN = .venv/bin
-RUN_VLLM = OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
+RUN_VLLM = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv-vllm/bin/python -m
 
 # On a machine with a GPU, whose own Python has torch for it: GPU_PYTHON, PARTS (default: all) and OUT may be given, of
 # the documents' blocks also PAGES (default: all), LIMIT in seconds of each and PROCESSES at once.

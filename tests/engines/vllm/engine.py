@@ -16,6 +16,9 @@ from typing import Any
 from tests.engines.vllm import platform, recorded_graphs
 from tests.engines.vllm.kinds import kind_of
 
+_FREEZE = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+"""vLLM collects garbage 15 times an engine, 0.4 s each, mostly modules: these are frozen for good, engines never."""
 NUM_DRAFTED = 3
 MAX_MODEL_LEN = 128  # a multiple of 128: the block table has no columns beyond it
 MAX_NUM_SEQS = 4
@@ -187,6 +190,8 @@ def run(
     """Greedy texts of a row. begin: called when the engine is built. Raises `EngineFailed`."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    gc.collect()
+    _FREEZE()
     found, failure = Run([]), ""
     try:
         _run(row, models, given, num_tokens, found, begin)
