@@ -141,6 +141,10 @@ def test_a_padded_batch_is_the_captured_one() -> None:
     assert metadata(engine.plans.of(engine.common([3, 3], [1, 2], padded=(3, 9)))) is captured
 
 
+def test_a_batch_that_a_graph_runs_costs_the_host_nothing() -> None:
+    Engine().plans.of(SimpleNamespace())  # no field of it is read
+
+
 def padding(engine: Engine, num_reqs: int) -> SimpleNamespace:
     """A batch whose requests have more rows each than a context, and no slots."""
     num_rows, common = COLUMNS * PAGE_SIZE + 1, engine.common([1] * num_reqs, [0] * num_reqs)

@@ -70,9 +70,10 @@ class Plans:
         self._mixed = MixedBatches(backend, logger)
 
     def of(self, common: Batch) -> Plan:
-        """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one."""
-        captured = self._captured.get(_key(common)) if self.may_run_in_graph(common) else None
-        return Plan(captured or partial(self.eager, common))
+        """The plan of a batch: the captured one of its size and buffers if there is one, else an eager one. It is
+        chosen at the first use: none where a graph runs the batch.
+        """
+        return Plan(partial(self._chosen, common))
 
     def capture(self, common: Batch) -> Plan:
         """The plan of a graph that is captured now, for every batch of this size. The buffers of `common` are those
@@ -82,6 +83,10 @@ class Plans:
         if key not in self._captured:
             self._captured[key] = self.captured(common)
         return Plan(self._captured[key])
+
+    def _chosen(self, common: Batch) -> Sequence[Metadata]:
+        captured = self._captured.get(_key(common)) if self.may_run_in_graph(common) else None
+        return captured() if captured else self.eager(common)
 
     def may_run_in_graph(self, common: Batch) -> bool:
         """Whether a captured graph of its size may run a batch: its requests have as many rows each, of a graph's
