@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from tests.engines.vllm.gpu.cases import (
     prompts,
 )
 from tests.engines.vllm.gpu.correctness import row
+from tests.engines.vllm.gpu.serve import Spans
 from tests.engines.vllm.gpu.server import write_entry_points
 from tests.engines.vllm.gpu.slim import MACHINE_CODE, MAGIC, entries
 from tests.engines.vllm.gpu.throughput import SIDES, summarized
@@ -258,15 +261,24 @@ def test_prompts_share_prefixes_and_reach_the_ends() -> None:
 
 def test_rates_are_held_to_the_same_kernels_and_to_the_best() -> None:
     ours, same, best = SIDES[:3]
-    more = {"steps": 10, "metadata_us": 40.0, "builds": 1.0, "launches": [("all", 2.0, 3.0)] * 20}
+    more = {"steps": 10, "metadata_us": 40.0, "step_us": [1, 3], "host_us": {"wait": 7.4}}
+    more["launches"] = [("all", 2.0, 3.0)] * 20
     rates, luck = {ours: [98, 99, 97], same: [100, 90, 110], best: [200, 200, 200]}, {ours: 90, same: 110, best: 100}
     first, *others = summarized(
         {side: [more | {"tokens": luck[side], "seconds": 100 / n} for n in each] for side, each in rates.items()}, 32
     )
     assert (first["tokens_per_s"], first["least"], first["most"]) == (98, 97, 99), "what each drew is not its speed"
     assert (first["of_same_kernel"], first["of_best"], first["best"]) == (0.98, 0.49, str(best))
+    assert (first["deciles_us"], first["host_us"]) == ([1, 2, 3], {"wait": 7})
     assert len(first["launches_us"]) == 9, "all together, and the longest"
     assert all("of_best" not in told for told in others)
+
+
+def test_a_part_of_the_host_has_not_the_time_of_those_inside() -> None:
+    spans = Spans()
+    inner = spans.timed("wait", partial(sleep, 0.05))
+    spans.timed("engine", lambda: (inner(), inner()))()
+    assert spans.seconds["wait"] >= 0.1 > spans.seconds["engine"] > 0
 
 
 def test_entry_points_are_found_on_the_path(tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,7 +24,7 @@ class Engine:
     def __init__(self, options: dict[str, Any]) -> None:
         from vllm import LLM
 
-        self.building = Stopwatch()
+        self.spans = Spans()
         self.llm: Any = LLM(**options)
         core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)  # of this process
         asked = self.llm.llm_engine.vllm_config.scheduler_config.async_scheduling
@@ -38,7 +41,7 @@ class Engine:
             classes += made.__subclasses__()
             for name in ("build", "build_for_drafting", "update_draft_decode_metadata"):
                 if name in vars(made):
-                    setattr(made, name, self.building.timed(vars(made)[name]))
+                    setattr(made, name, self.spans.timed("metadata", vars(made)[name]))
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Of one request, by its name."""
@@ -90,13 +93,13 @@ class Engine:
         metric = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
         return list(metric.values) if metric else []
 
-    def decode(self, prompts: list[list[int]], steps: int, profiled: int) -> dict[str, Any]:
-        """Tokens a second of steps in which every request decodes, after 8 that are not timed. profiled: steps after
-        those whose launches are named, none for 0.
+    def decode(self, prompts: list[list[int]], steps: int, hosted: int, profiled: int) -> dict[str, Any]:
+        """Tokens a second of steps in which every request decodes, after 8 that are not timed. hosted, profiled: steps
+        after those in which the host's parts are timed, and steps whose launches are named.
         """
         engine = self.llm.llm_engine
         names = [f"{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
-        room = 4 * (steps + profiled + 24)
+        room = 4 * (steps + hosted + profiled + 24)
         for name, prompt in zip(names, prompts, strict=True):
             engine.add_request(name, {"prompt_token_ids": prompt}, _greedy(room, False))
         done: dict[str, int] = {}
@@ -109,18 +112,20 @@ class Engine:
         for _ in range(8):
             step()
         torch.cuda.synchronize()
-        self.building.reset()
-        before, start = sum(done.values()), time.perf_counter()
+        self.spans.seconds.clear()
+        before, marks = sum(done.values()), [time.perf_counter()]
         for _ in range(steps):
             step()
+            marks.append(time.perf_counter())
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - marks[0]
         found: dict[str, Any] = {
             "seconds": seconds,
             "tokens": sum(done.values()) - before,
             "steps": steps,
-            "metadata_us": self.building.seconds / steps * 1e6,
-            "builds": self.building.calls / steps,
+            "step_us": [round((end - start) * 1e6) for start, end in pairwise(marks)],
+            "metadata_us": self.spans.seconds["metadata"] / steps * 1e6,
+            "host_us": self.host(step, hosted),
         }
         if profiled:
             found["launches"] = launches(step, profiled)
@@ -129,28 +134,55 @@ class Engine:
             engine.step()
         return found
 
+    def host(self, step: Callable[[], None], steps: int) -> dict[str, float]:
+        """The host's us a step, part by part, of which "wait" is for the device."""
+        from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 
-class Stopwatch:
-    """Seconds and calls of functions, of which one may call another."""
+        engine = self.llm.llm_engine
+        core = engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        parts = [
+            ("schedule", core.scheduler, "schedule"),
+            ("update", core.scheduler, "update_from_output"),
+            ("detokenize", engine.output_processor, "process_outputs"),
+            ("output", AsyncOutputFuture, "result"),
+            ("wait", torch.cuda.Event, "synchronize"),
+            ("runner", core.model_executor, "execute_model"),
+            ("runner", core.model_executor, "sample_tokens"),
+            ("inputs", runner, "prepare_inputs"),
+            ("inputs", runner, "prepare_attn"),
+            ("batch", runner.model_state, "prepare_attn"),
+            ("sample", runner, "sample"),
+            ("draft", runner.speculator, "propose"),
+            ("launch", torch.cuda.CUDAGraph, "replay"),
+        ]
+        with ExitStack() as stack:
+            for name, owner, function in parts:
+                timed = self.spans.timed(name, getattr(owner, function))
+                stack.enter_context(patch.object(owner, function, timed))
+            self.spans.seconds.clear()
+            for _ in range(steps):
+                self.spans.timed("engine", step)()
+        return {name: seconds / steps * 1e6 for name, seconds in self.spans.seconds.items()}
+
+
+class Spans:
+    """Seconds of functions by name, without those of other ones that they call."""
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.reset()
+        self._inner = [0.0]
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def reset(self) -> None:
-        self.seconds, self.calls = 0.0, 0
-
-    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
+            self._inner.append(0.0)
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
-                self.depth -= 1
-                if not self.depth:
-                    self.seconds += time.perf_counter() - start
-                    self.calls += 1
+                took = time.perf_counter() - start
+                self.seconds[name] += took - self._inner.pop()
+                self._inner[-1] += took
 
         return call
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ import torch
 from tests.engines.vllm.gpu.models import DEEPSEEK_LAYERS, LLAMA_LAYERS
 from tests.engines.vllm.gpu.server import EngineFailedError, Server
 
-PREFIX, PROFILED = 768, 6
+PREFIX, HOSTED, PROFILED = 768, 24, 6
 STEPS = {1: 160, 32: 80, 128: 56}
 """Timed, by requests: longer where one step's own time says least."""
-REPEATS = 9
+REPEATS = 7
 ACCEPTED = [0.8, 0.6, 0.4]
 LIMIT = 420.0
 LAYERS = {"llama": LLAMA_LAYERS, "deepseek": DEEPSEEK_LAYERS}
@@ -47,7 +47,7 @@ class Side:
 
     def options(self, models: Path) -> dict[str, Any]:
         """Of vllm.LLM."""
-        room = PREFIX + 4 * (max(STEPS.values()) + PROFILED + 32)
+        room = PREFIX + 4 * (max(STEPS.values()) + HOSTED + PROFILED + 32)
         bytes_a_token = {"llama": 4096, "deepseek": 1152}[self.model] * (LAYERS[self.model] + 1)
         return {
             "model": str(models / self.model),
@@ -145,11 +145,10 @@ def in_turn(servers: dict[Side, Server], batch: int) -> Iterator[dict[str, Any]]
     found: dict[Side, list[dict[str, Any]]] = {side: [] for side in servers}
     for repeat in range(-1, REPEATS):
         for side in list(found):
+            steps = STEPS[batch] if repeat >= 0 else 8
             profiled = PROFILED if repeat == REPEATS - 1 else 0
             try:
-                answer = servers[side].ask(
-                    "decode", prompts=prompts, steps=STEPS[batch] if repeat >= 0 else 8, profiled=profiled
-                )
+                answer = servers[side].ask("decode", prompts=prompts, steps=steps, hosted=HOSTED, profiled=profiled)
             except EngineFailedError as error:
                 del found[side], servers[side]
                 yield {"side": str(side), "batch": batch, "ok": False, "not_run": str(error)}
@@ -160,8 +159,9 @@ def in_turn(servers: dict[Side, Server], batch: int) -> Iterator[dict[str, Any]]
 
 
 def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[dict[str, Any]]:
-    """Medians and spreads, with what the device ran longest; ours also over vLLM's on the same kernels, and over its
-    best. All are given the tokens that all accepted in a step, on average: what one drew by luck is not its speed.
+    """Medians and spreads, deciles 1, 5 and 9 of all steps, the host's parts, and what the device ran longest; ours
+    also over vLLM's on the same kernels, and over its best. All are given the tokens that all accepted in a step, on
+    average: what one drew by luck is not its speed.
     """
     every = [one for answers in found.values() for one in answers]
     accepted = sum(one["tokens"] for one in every) / max(1, sum(one["steps"] for one in every))
@@ -169,6 +169,7 @@ def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[
     medians = {side: median(each) for side, each in rates.items()}
     theirs = {side: rate for side, rate in medians.items() if not side.kernel}
     for side, answers in found.items():
+        parts = answers[0]["host_us"]
         told: dict[str, Any] = {
             "side": str(side),
             "batch": batch,
@@ -179,7 +180,8 @@ def summarized(found: dict[Side, list[dict[str, Any]]], batch: int) -> Iterator[
             "step_us": round(median(one["seconds"] / one["steps"] for one in answers) * 1e6, 1),
             "tokens_per_step": round(median(one["tokens"] / one["steps"] for one in answers), 2),
             "metadata_us": round(median(one["metadata_us"] for one in answers), 1),
-            "builds": answers[0]["builds"],
+            "deciles_us": [*map(round, quantiles((us for one in answers for us in one["step_us"]), n=10)[::4])],
+            "host_us": {name: round(median(one["host_us"].get(name, 0) for one in answers)) for name in parts},
         }
         if side.kernel and theirs:
             same = [rate for other, rate in theirs.items() if other.family == side.family]
