@@ -40,14 +40,14 @@ _STEP = (
 _library = torch.library.Library("attn_backends", "FRAGMENT")
 _library.define(
     f"plan_pages({_STEP}, Tensor(a!)? starts, Tensor(b!)? page_starts, Tensor(c!) lens, Tensor(d!) pages, "
-    "Tensor(e!) write_slots, Tensor(f!)[] along, int[] listed, int width, int num_steps, int first, int advance, "
+    "Tensor(e!) write_slots, Tensor(f!)[] along, int[] listed, int width, int num_steps, int added, int advance, "
     "int page_size, int reserved_page, int known_real, int max_pages) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
     f"plan_compressed({_STEP}, Tensor(a!) starts, Tensor(b!) request, Tensor(c!) page_table, Tensor(d!) window_slots, "
     "Tensor(e!) window_lens, Tensor(f!) write_slots, Tensor(g!)[] entries, int[] ratios, int[] rings, "
-    "int[] read_windows, int over_read, int window, int is_block, int width, int num_steps, int first, int advance, "
+    "int[] read_windows, int over_read, int window, int is_block, int width, int num_steps, int added, int advance, "
     "int page_size, int reserved_page, int known_real) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -75,6 +75,11 @@ class StepInputs(NamedTuple):
     captured: Sequence[Tensor] = ()
     bound: Sequence[int] = ()
 
+    @property
+    def bs(self) -> int:
+        """Requests of the step, padded ones too."""
+        return (self.captured[0] if self.captured else self.seq_lens).shape[0]
+
     @staticmethod
     def of(step: Step, bound: BoundStep | None) -> StepInputs:
         """Inputs of a step, or of the engine's buffers that it is bound to."""
@@ -86,10 +91,10 @@ class StepInputs(NamedTuple):
 
 
 class BoundSizes(NamedTuple):
-    """Bounds of what an engine's buffers hold, and strides. included: rows that lengths count beside committed tokens.
-    most: committed tokens that are taken. num_rows: of a table of slots. num_columns, paging_stride: of the captured
-    paging. Of a ragged step, which may have more requests than its engine, also num_requests of the engine, num_tokens
-    of all, whether lengths count widths, and strides of what it is read from.
+    """Bounds of what an engine's buffers hold, and strides. included: rows that lengths count beside committed tokens;
+    1 if those of a ragged step count widths. most: committed tokens that are taken. num_rows: of a table of slots.
+    num_columns, paging_stride: of the captured paging. num_requests: of the engine; a ragged step has some more.
+    num_tokens: bound on the rows of all.
     """
 
     included: int
@@ -104,10 +109,7 @@ class BoundSizes(NamedTuple):
     mask_column_stride: int
     num_requests: int
     num_tokens: int
-    widths_included: int
     widths_stride: int
-    seq_stride: int
-    rows_stride: int
 
 
 def bind_ragged(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
@@ -129,7 +131,7 @@ def bind_block_table(step: Step, buffers: Buffers, bound: BoundStep | None = Non
 def bind_csr(step: Step, buffers: Buffers, bound: BoundStep | None = None) -> Callable[[], None]:
     """A planner of the page lists of a step and its write slots. Else as `bind_ragged`."""
     outputs = (buffers["qo_indptr"], buffers["kv_indptr"], buffers["kv_len"].unsqueeze(0), page_lists(buffers))
-    return _bind_pages(step, buffers, bound, outputs, (num_added(step, None), 0))
+    return _bind_pages(step, buffers, bound, outputs, (num_added(step, None) - step.width, 0))
 
 
 def bind_compressed(
@@ -157,9 +159,9 @@ def bind_compressed(
 
 
 def _keys(step: Step) -> tuple[int, int]:
-    """Keys that the last row of a uniform step sees beside the committed ones, and more in each further forward."""
+    """Keys that the last row of a step sees beside committed ones and its rows, and more in each further forward."""
     first = num_added(step, 0)
-    return first, num_added(step, 1) - first
+    return first - step.width, num_added(step, 1) - first
 
 
 def _sizes(step: Step, keys: tuple[int, int]) -> tuple[int, ...]:
@@ -245,11 +247,11 @@ def _bound_inputs(bound: BoundStep) -> StepInputs:
     table, geometry, mask = static.paging.static_input(), paging.geometry, inputs.tree_mask
     rows, widths, starts = _rows(paging), inputs.widths, packed_starts(static.query)
     of_mask = (0, 0, 0) if mask is None else mask.stride()
-    strides = (0 if each is None else each.stride(0) for each in (widths, inputs.seq_lens, rows))
-    included = static.num_added_at_least if inputs.lens_include_rows and widths is None else 0
+    added = static.num_added_at_least if widths is None else 1
+    included = added if inputs.lens_include_rows else 0
     bounds = (included, bound.most, geometry.num_pages, paging.table.shape[0], geometry.reserved_row)
-    paged, ragged = (table.shape[-1], table.stride(0)), (paging.bs, static.num_tokens, int(inputs.lens_include_rows))
-    sizes = BoundSizes._make((*bounds, *paged, *of_mask, *ragged, *strides))
+    ragged = (paging.bs, static.num_tokens, 0 if widths is None else widths.stride(0))
+    sizes = BoundSizes._make((*bounds, table.shape[-1], table.stride(0), *of_mask, *ragged))
     captured = [static.seq_lens, static.num_real, static.out_cache_loc, table, static.tree_mask, starts]
     return StepInputs(
         inputs.seq_lens,

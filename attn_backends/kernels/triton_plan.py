@@ -26,15 +26,14 @@ from attn_backends.kernels.triton_share_out import constants, share_blocks
 from attn_backends.kernels.triton_step import (
     StepSizes,
     arguments_of,
-    committed_tokens,
-    first_row,
+    cut_of,
     given_slots,
-    is_real,
     number,
     page_ids,
     page_row,
+    request_at,
+    requests_at,
     step_sizes,
-    store_requests,
     store_step,
     visible_keys,
 )
@@ -80,6 +79,8 @@ def _share_forward(
     num_real,
     given_starts,
     rows,
+    widths,
+    cut,
     bound,
     lens,
     parts,
@@ -94,12 +95,12 @@ def _share_forward(
     REQUESTS: tl.constexpr,
 ):
     """The share-out of a forward, by lengths that its one program writes, as those of its requests do."""
-    n, lens = number(step.bs), lens + forward * number(sizes.lens_stride)
+    n, lens, longer = number(step.bs), lens + forward * number(sizes.lens_stride), tl.zeros((), dtype=tl.int32)
+    source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
-        real = is_real(seq_lens, num_real, rows, step, bound, request)
-        committed = committed_tokens(seq_lens, real, step, bound, request)
-        keys = visible_keys(committed, real, given_starts, step, request, forward)
+        real, committed, num_rows, longer = requests_at(*source, request, longer)
+        keys = visible_keys(committed, real, num_rows, step, request, forward)
         tl.store(lens + request, keys, mask=request < n)
     tl.debug_barrier()  # the lengths are there for all threads
     parts += forward * number(sizes.parts_stride)
@@ -118,6 +119,8 @@ def plan_request(
     table,
     rows,
     tree_mask,
+    widths,
+    cut,
     captured,
     bound,
     starts,
@@ -128,19 +131,18 @@ def plan_request(
     step,
     sizes,
     BLOCK: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
     """All metadata of a request, or after the last one the ends.
 
-    starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row of them a request.
+    cut: as of `cut_of`. starts, page_starts: of query rows and of page lists, None if the form has none. pages: a row
+    of them a request.
     """
     request, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     is_request, num_lens = request < number(step.bs), number(sizes.num_lens)
-    real = is_real(seq_lens, num_real, rows, step, bound, request)
-    committed = committed_tokens(seq_lens, real, step, bound, request)
-    last = visible_keys(committed, real, given_starts, step, request, num_lens - 1)
-    live = tl.cdiv(last, number(step.page_size))
-    begin = first_row(given_starts, step, request)
-    count = first_row(given_starts, step, request + 1) - begin
+    given = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
+    real, committed, begin, num_rows = request_at(*given, request, REQUESTS)
+    live = tl.cdiv(visible_keys(committed, real, num_rows, step, request, num_lens - 1), number(step.page_size))
     into = pages + request.to(tl.int64) * number(sizes.pages_stride)
     end = tl.minimum(live, number(sizes.num_columns))
     if part == 0:
@@ -149,15 +151,15 @@ def plan_request(
         if starts is not None:
             tl.store(starts + request, begin)
         for forward in range(0, num_lens):
-            keys = visible_keys(committed, real, given_starts, step, request, forward)
+            keys = visible_keys(committed, real, num_rows, step, request, forward)
             tl.store(lens + forward * number(sizes.lens_stride) + request, keys, mask=is_request)
     row = page_row(table, rows, real, step, bound, request)
     if part == num_parts - 1:
         source = (out_cache_loc, committed, row, rows, real, step, bound)
-        _write_slots(*source, write_slots, number(sizes.writes_stride), begin, count, BLOCK)
+        _write_slots(*source, write_slots, number(sizes.writes_stride), begin, num_rows, BLOCK)
     if captured is not None:
-        given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
-        store_step(captured, *given, begin, count, part, num_parts, BLOCK)
+        engine = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, widths, cut)
+        store_step(captured, *engine, committed, real, begin, num_rows, step, bound, request, part, num_parts, BLOCK)
     for start in range(part * BLOCK, end, num_parts * BLOCK):
         page = start + tl.arange(0, BLOCK)
         known = page < tl.minimum(end, number(step.max_pages))
@@ -194,21 +196,17 @@ def _plan_pages(
     REQUESTS: tl.constexpr,
 ):
     """A request, the ends, or a share-out. parts, splits, marks: of all forwards, None where none is asked for."""
-    if widths is not None:
-        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, REQUESTS)
-        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
-        if rows is not None:
-            rows = captured.paging
-    given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, REQUESTS)
+    given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
     outputs = (starts, page_starts, lens, pages, write_slots, step, sizes)
     if parts is None:
-        plan_request(*given, *outputs, BLOCK)
+        plan_request(*given, *outputs, BLOCK, REQUESTS)
     else:
         forward = tl.program_id(0) - number(step.bs) - 1
         if forward < 0:
-            plan_request(*given, *outputs, BLOCK)
+            plan_request(*given, *outputs, BLOCK, REQUESTS)
         elif tl.program_id(1) == 0:
-            read = (seq_lens, num_real, given_starts, rows, bound, lens, parts, splits, marks, step, sizes)
+            read = (seq_lens, num_real, given_starts, rows, widths, cut, bound, lens, parts, splits, marks, step, sizes)
             _share_forward(*read, forward, PARTS, KEYS, COST, REQUESTS)
 
 

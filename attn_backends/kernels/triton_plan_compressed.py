@@ -22,16 +22,14 @@ from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspec
 from attn_backends.kernels.triton_plan_entries import Entries, plan_made, plan_row, sizes_of
 from attn_backends.kernels.triton_step import (
     arguments_of,
-    committed_tokens,
-    first_row,
+    cut_of,
     given_slots,
     is_aligned,
-    is_real,
     number,
     page_ids,
     page_row,
+    request_at,
     step_sizes,
-    store_requests,
     store_step,
     visible_keys,
 )
@@ -167,35 +165,31 @@ def _plan_compressed(
 
     A request's programs are as many parts for its rows and for the entries of each ratio.
     """
-    if widths is not None:
-        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, BLOCK)
-        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
-        if rows is not None:
-            rows = captured.paging
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, BLOCK)
     request, forward, num_parts = tl.program_id(0), tl.program_id(2), tl.num_programs(1) // (NUM_RATIOS + 1)
     part, role, num_forwards = tl.program_id(1) % num_parts, tl.program_id(1) // num_parts, number(step.num_forwards)
-    begin = first_row(given_starts, step, request)
-    count = first_row(given_starts, step, request + 1) - begin
-    real = is_real(seq_lens, num_real, rows, step, bound, request)
-    committed = committed_tokens(seq_lens, real, step, bound, request)
+    given = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
+    real, committed, begin, count = request_at(*given, request, BLOCK)
     row = page_row(table, rows, real, step, bound, request)
     if (forward == 0) & (role == 0):
         if captured is not None:
-            given = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, committed, real, step, bound, request)
-            store_step(captured, *given, begin, count, part, num_parts, BLOCK)
-        last = visible_keys(committed, real, given_starts, step, request, num_forwards - 1)
+            engine = (seq_lens, num_real, out_cache_loc, row, rows, tree_mask, widths, cut)
+            store_step(captured, *engine, committed, real, begin, count, step, bound, request, part, num_parts, BLOCK)
+        last = visible_keys(committed, real, count, step, request, num_forwards - 1)
         into = page_table + request.to(tl.int64) * number(shared.page_table_stride)
         of_request = (begin, count, last, row, rows, real, step, bound, request, part, num_parts)
         _plan_request(starts, request_of_rows, into, *of_request, BLOCK)
     if (forward < num_forwards) & (role == 0):
-        end = visible_keys(committed, real, given_starts, step, request, forward)
+        end = visible_keys(committed, real, count, step, request, forward)
         of_rows = (window_slots, window_lens, write_slots, out_cache_loc, begin, count, end, committed)
         at = (row, rows, real, step, bound, shared, part, num_parts)
         _plan_rows(entries, sizes, *of_rows, *at, NUM_RATIOS, BLOCK)
     for i in tl.static_range(NUM_RATIOS):
         if (forward < num_forwards) & (role == i + 1):
-            source = (seq_lens, num_real, given_starts, out_cache_loc, row, rows, committed, real, step, bound)
-            plan_made(entries[i], sizes[i], forward, *source, part, num_parts, BLOCK)
+            own = (widths, cut, committed, real, begin, count, step, bound, part, num_parts)
+            plan_made(
+                entries[i], sizes[i], forward, seq_lens, num_real, given_starts, out_cache_loc, row, rows, *own, BLOCK
+            )
 
 
 def plan_compressed(

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from attn_backends.kernels.triton_launch import opaque
 from attn_backends.kernels.triton_step import (
-    committed_tokens,
-    first_row,
     given_slots,
-    is_real,
     number,
     page_ids,
+    requests_at,
     visible_keys,
 )
 
@@ -127,8 +125,12 @@ def plan_made(
     out_cache_loc,
     row,
     rows,
+    widths,
+    cut,
     committed,
     real,
+    begin,
+    num_rows,
     step,
     bound,
     part,
@@ -137,19 +139,17 @@ def plan_made(
 ):
     """One ratio's entries that a request closes in a forward, after those of the requests before it, and padding."""
     request, ratio = tl.program_id(0), number(sizes.ratio)
-    before, total = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
+    before, total, longer = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((), tl.int32)
+    source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
     for first_other in range(0, number(step.bs), BLOCK):
         other = first_other + tl.arange(0, BLOCK)
-        others_real = is_real(seq_lens, num_real, rows, step, bound, other)
-        others_committed = committed_tokens(seq_lens, others_real, step, bound, other)
-        keys = visible_keys(others_committed, others_real, given_starts, step, other, forward)
-        others = first_row(given_starts, step, other + 1) - first_row(given_starts, step, other)
+        others_real, others_committed, others, longer = requests_at(*source, other, longer)
+        keys = visible_keys(others_committed, others_real, others, step, other, forward)
         closing = keys // ratio - (keys - others) // ratio
         total += closing
         before += tl.where(other < request, closing, 0)
-    begin = first_row(given_starts, step, request)
-    end = visible_keys(committed, real, given_starts, step, request, forward)
-    start = end - (first_row(given_starts, step, request + 1) - begin)
+    end = visible_keys(committed, real, num_rows, step, request, forward)
+    start = end - num_rows
     first_entry, num_entries = tl.sum(before, axis=0), end // ratio - start // ratio
     for index in range(part, num_entries, num_parts):
         token = (start // ratio + index) * ratio

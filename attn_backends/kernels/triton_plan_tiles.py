@@ -22,11 +22,9 @@ from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspec
 from attn_backends.kernels.triton_plan import plan_request
 from attn_backends.kernels.triton_step import (
     arguments_of,
-    committed_tokens,
-    first_row,
-    is_real,
+    cut_of,
     number,
-    store_requests,
+    requests_at,
     visible_keys,
 )
 
@@ -34,13 +32,16 @@ _REQUESTS = 256  # of a block
 
 
 @triton.jit
-def _rows_and_blocks(seq_lens, num_real, given_starts, rows, bound, step, tiles, request, forward):
-    """Query rows of requests, as many as tiles count, and blocks of keys; 0 from `bs` on."""
-    real = is_real(seq_lens, num_real, rows, step, bound, request)
-    committed = committed_tokens(seq_lens, real, step, bound, request)
-    keys = visible_keys(committed, real, given_starts, step, request, forward)
-    num_rows = first_row(given_starts, step, request + 1) - first_row(given_starts, step, request)
-    return num_rows * number(tiles.pack), tl.cdiv(keys, number(tiles.keys))
+def _rows_and_blocks(
+    seq_lens, num_real, given_starts, rows, widths, cut, step, bound, tiles, request, forward, num_longer
+):
+    """Query rows of requests, as many as tiles count, and blocks of keys; 0 from `bs` on. The last result, and
+    num_longer: as of `requests_at`.
+    """
+    source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
+    real, committed, num_rows, num_longer = requests_at(*source, request, num_longer)
+    keys = visible_keys(committed, real, num_rows, step, request, forward)
+    return num_rows * number(tiles.pack), tl.cdiv(keys, number(tiles.keys)), num_longer
 
 
 @triton.jit
@@ -55,18 +56,32 @@ def _heads_at_once(blocks, tiles):
 
 
 @triton.jit
-def _write_words(seq_lens, num_real, given_starts, rows, bound, words, step, tiles, forward, REQUESTS: tl.constexpr):
+def _write_words(
+    seq_lens,
+    num_real,
+    given_starts,
+    rows,
+    widths,
+    cut,
+    bound,
+    words,
+    step,
+    tiles,
+    forward,
+    REQUESTS: tl.constexpr,
+):
     """The words of a forward: kinds of them one after the other, a run of `stride` each, then the counter of tiles."""
     n, stride, total = number(step.bs), number(tiles.stride), tl.zeros((REQUESTS,), dtype=tl.int32)
-    of_step = (seq_lens, num_real, given_starts, rows, bound, step, tiles)
+    of_step, longer = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound, tiles), tl.zeros((), tl.int32)
     for begin in range(0, n, REQUESTS):
-        num_rows, blocks = _rows_and_blocks(*of_step, begin + tl.arange(0, REQUESTS), forward)
+        num_rows, blocks, longer = _rows_and_blocks(*of_step, begin + tl.arange(0, REQUESTS), forward, longer)
         total += tl.cdiv(num_rows, number(tiles.rows)) * blocks
     cost = tl.sum(total, axis=0).to(tl.float32) * 1.1 * number(tiles.heads).to(tl.float32)
     share = tl.maximum(tl.ceil(tl.div_rn(cost, number(tiles.processors).to(tl.float32))).to(tl.int32), 1)
+    longer = tl.zeros((), tl.int32)
     for begin in range(0, n, REQUESTS):
         request = begin + tl.arange(0, REQUESTS)
-        num_rows, blocks = _rows_and_blocks(*of_step, request, forward)
+        num_rows, blocks, longer = _rows_and_blocks(*of_step, request, forward, longer)
         splits = tl.maximum(tl.minimum(tl.cdiv(blocks, share), number(tiles.most_splits)), 1)
         into = words + request
         tl.store(into, num_rows, mask=request < n)
@@ -105,17 +120,13 @@ def _plan_and_split(
     REQUESTS: tl.constexpr,
 ):
     """A request, or the ends; after these, the words of a forward each."""
-    if widths is not None:
-        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, REQUESTS)
-        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
-        if rows is not None:
-            rows = captured.paging
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, REQUESTS)
     forward = tl.program_id(0) - number(step.bs) - 1
     if forward < 0:
-        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
-        plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES)
+        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
+        plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES, REQUESTS)
     elif tl.program_id(1) == 0:
-        of_step, into = (seq_lens, num_real, given_starts, rows, bound), words + forward * words_stride
+        of_step, into = (seq_lens, num_real, given_starts, rows, widths, cut, bound), words + forward * words_stride
         _write_words(*of_step, into, step, tiles, forward, REQUESTS)
 
 

@@ -20,11 +20,9 @@ from attn_backends.kernels.triton_launch import Launch, Prepared, opaque, unspec
 from attn_backends.kernels.triton_plan import plan_request
 from attn_backends.kernels.triton_step import (
     arguments_of,
-    committed_tokens,
-    first_row,
-    is_real,
+    cut_of,
     number,
-    store_requests,
+    requests_at,
     visible_keys,
 )
 from attn_backends.kernels.triton_work import constants_of, num_warps, sizes_of, write_lists
@@ -33,17 +31,29 @@ from attn_backends.kernels.work_operators import WorkLists
 
 @triton.jit
 def _write_rows(
-    seq_lens, num_real, given_starts, rows, bound, starts, page_starts, lens, step, sizes, BLOCK: tl.constexpr
+    seq_lens,
+    num_real,
+    given_starts,
+    rows,
+    widths,
+    cut,
+    bound,
+    starts,
+    page_starts,
+    lens,
+    step,
+    sizes,
+    BLOCK: tl.constexpr,
 ):
     """Rows and lengths of all requests, by one program."""
-    n = number(step.bs)
+    n, row, longer = number(step.bs), tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
+    source = (seq_lens, num_real, given_starts, rows, widths, cut, step, bound)
     for begin in range(0, n + 1, BLOCK):
         request = begin + tl.arange(0, BLOCK)
-        real = is_real(seq_lens, num_real, rows, step, bound, request)
-        committed = committed_tokens(seq_lens, real, step, bound, request)
-        row = first_row(given_starts, step, request)
-        tl.store(lens + request, visible_keys(committed, real, given_starts, step, request, 0), mask=request < n)
-        tl.store(starts + request, row, mask=request <= n)
+        real, committed, num_rows, longer = requests_at(*source, request, longer)
+        tl.store(lens + request, visible_keys(committed, real, num_rows, step, request, 0), mask=request < n)
+        tl.store(starts + request, row + tl.cumsum(num_rows, axis=0) - num_rows, mask=request <= n)
+        row += tl.sum(num_rows, axis=0)
         tl.store(page_starts + request, request * number(sizes.pages_stride), mask=request <= n)
 
 
@@ -80,16 +90,12 @@ def _plan_and_list(
     BLOCKS: tl.constexpr,
 ):
     """A request, or the ends; in the last program, the lists."""
-    if widths is not None:
-        store_requests(seq_lens, num_real, rows, widths, captured, step, bound, SLOTS)
-        seq_lens, num_real, given_starts = captured.seq_lens, captured.num_real, captured.starts
-        if rows is not None:
-            rows = captured.paging
+    cut = cut_of(seq_lens, num_real, rows, widths, step, bound, SLOTS)
     if tl.program_id(0) <= number(step.bs):
-        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, captured, bound)
-        plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES)
+        given = (seq_lens, num_real, given_starts, out_cache_loc, table, rows, tree_mask, widths, cut, captured, bound)
+        plan_request(*given, starts, page_starts, lens, pages, write_slots, step, sizes, PAGES, SLOTS)
     elif tl.program_id(1) == 0:
-        of_step = (seq_lens, num_real, given_starts, rows, bound)
+        of_step = (seq_lens, num_real, given_starts, rows, widths, cut, bound)
         _write_rows(*of_step, starts, page_starts, lens, step, sizes, SLOTS)
         tl.debug_barrier()  # they are there for all threads
         n, slots, steps = number(lists.n), number(lists.slots), number(lists.steps)

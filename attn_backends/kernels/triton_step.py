@@ -1,9 +1,8 @@
 """Reads of a step by planners: from its own tensors, or from the buffers of an engine that it is bound to.
 
 Of a bound step every value is brought within the capacity and the pool as it is read, and entries after the real
-requests are padding; `spec_metadata.bound_inputs` has the definition. The launch that plans it also writes the captured
-step (`store_step`): every program looks up itself what it needs, so that none waits for another. Of a ragged step that
-is where the rows of all requests begin (`store_requests`).
+requests are padding, as `spec_metadata.bound_inputs` defines. The launch that plans it also writes the captured step
+(`store_step`). Every program looks up itself what it needs, of a ragged step the cut by all widths: none waits.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from attn_backends.kernels.plan_operators import BoundSizes, StepInputs
 from attn_backends.kernels.triton_launch import opaque
-from attn_backends.kernels.triton_widths import store_fitted
+from attn_backends.kernels.triton_widths import cut_rows, row_range, rows_of
 
 
 class StepSizes(NamedTuple):
-    """Strides and sizes of a step. num_columns: of its table. first, advance: keys that the last row of a uniform step
-    sees beside the committed ones in forward 0, and more in each further. known_real: real requests where the host
-    knows how many.
+    """Strides and sizes of a step. num_columns: of its table. added, advance: keys that the last row of a real request
+    sees in forward 0 beside the committed ones and its rows, below 0 where it sees not all of these, and more in each
+    further. known_real: real requests where the host knows how many.
     """
 
     seq_stride: int
@@ -36,7 +35,7 @@ class StepSizes(NamedTuple):
     bs: int
     width: int
     num_steps: int
-    first: int
+    added: int
     advance: int
     page_size: int
     reserved_page: int
@@ -46,9 +45,7 @@ class StepSizes(NamedTuple):
 
 
 class CapturedStep(NamedTuple):
-    """Tensors of a captured step. paging: its rows, or its pages. tree_mask: of bytes. starts: of a ragged one's rows.
-    What it has not is any other tensor.
-    """
+    """Tensors of a captured step. paging: its rows, or its pages. tree_mask: of bytes. starts: of a ragged step."""
 
     seq_lens: Tensor
     num_real: Tensor
@@ -65,7 +62,7 @@ def number(hidden):
 
 
 @triton.jit
-def first_row(given_starts, step, request):
+def _first_row(given_starts, step, request):
     """First query row of requests, and from `bs` on the end. given_starts: of a packed query, else None."""
     place = tl.minimum(request, number(step.bs))
     if given_starts is None:
@@ -75,9 +72,9 @@ def first_row(given_starts, step, request):
 
 
 @triton.jit
-def is_real(seq_lens, num_real, rows, step, bound, request):
+def _is_real(seq_lens, num_real, rows, step, bound, request):
     """Whether requests are real. num_real: None where the host knows how many, or, if bound, padding tells."""
-    live = request < number(step.bs)
+    live = request < (number(step.bs) if bound is None else number(bound.num_requests))
     if num_real is not None:
         return live & (request < tl.load(num_real))
     elif bound is None:
@@ -90,34 +87,103 @@ def is_real(seq_lens, num_real, rows, step, bound, request):
 
 
 @triton.jit
-def committed_tokens(seq_lens, real, step, bound, request):
+def _committed_tokens(seq_lens, widths, real, step, bound, request):
     """Committed tokens of requests; 0 from `bs` on, and of a bound step where they are not real."""
-    given = tl.load(seq_lens + request * number(step.seq_stride), mask=request < number(step.bs), other=0)
+    live = request < number(step.bs) if widths is None else real
+    given = tl.load(seq_lens + request * number(step.seq_stride), mask=live, other=0)
     if bound is None:
         return given.to(tl.int32)
     else:
-        within = tl.maximum(given.to(tl.int64) - number(bound.included), 0)
+        included = number(bound.included)
+        if widths is not None:
+            included *= tl.load(widths + request * number(bound.widths_stride), mask=real, other=0).to(tl.int64)
+        within = tl.maximum(given.to(tl.int64) - included, 0)
         return tl.where(real, tl.minimum(within, number(bound.most)), 0).to(tl.int32)
 
 
 @triton.jit
-def visible_keys(committed, real, given_starts, step, request, forward):
-    """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
-    if given_starts is None:
-        added = number(step.first) + forward * number(step.advance)
-        keys = tl.where(real, committed + added, number(step.width))
+def _count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
+    """How many requests of a bound step are real."""
+    found = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, number(bound.num_requests), BLOCK):
+        request = start + tl.arange(0, BLOCK)
+        found += _is_real(seq_lens, num_real, rows, step, bound, request).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def cut_of(seq_lens, num_real, rows, widths, step, bound, BLOCK: tl.constexpr):
+    """The cut of a bound ragged step: real requests, then as of `cut_rows`. Zeros of any other step."""
+    if widths is None:
+        nothing = tl.zeros((), dtype=tl.int32)
+        return nothing, nothing, nothing, nothing
     else:
-        keys = committed + first_row(given_starts, step, request + 1) - first_row(given_starts, step, request)
-    return tl.where(request < number(step.bs), keys, 0)
+        count = _count_real(seq_lens, num_real, rows, step, bound, BLOCK)
+        sizes = (number(step.width), number(bound.num_tokens))
+        depth, left, num_rows = cut_rows(widths, number(bound.widths_stride), count, *sizes, BLOCK)
+        return count, depth, left, num_rows
+
+
+@triton.jit
+def _with_padding(row, request, step, bound):
+    """A row of a ragged step, after those of padding that are left to the requests before it."""
+    left_over = tl.maximum(request - number(bound.num_requests), 0) * number(step.width)
+    return tl.minimum(row + left_over, number(bound.num_tokens))
+
+
+@triton.jit
+def request_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound, request, BLOCK: tl.constexpr):
+    """A request: whether it is real, committed tokens, its first query row and how many it has; from `bs` on the ends.
+
+    given_starts: of a packed query that is not bound, else None. cut: as of `cut_of`.
+    """
+    if widths is None:
+        real = _is_real(seq_lens, num_real, rows, step, bound, request)
+        begin, end = _first_row(given_starts, step, request), _first_row(given_starts, step, request + 1)
+    else:
+        count, depth, left, _ = cut
+        of_widths = (widths, number(bound.widths_stride), count, number(step.width), depth, left)
+        real = request < count
+        begin, end = row_range(*of_widths, request, BLOCK)
+        begin, end = _with_padding(begin, request, step, bound), _with_padding(end, request + 1, step, bound)
+    committed = _committed_tokens(seq_lens, widths, real, step, bound, request)
+    return real, committed, begin, end - begin
+
+
+@triton.jit
+def requests_at(seq_lens, num_real, given_starts, rows, widths, cut, step, bound, request, num_longer):
+    """Adjacent requests: whether they are real, their committed tokens and query rows, 0 from `bs` on. num_longer: of
+    the requests before them, the first time 0; the last result is that of the next ones.
+    """
+    if widths is None:
+        real = _is_real(seq_lens, num_real, rows, step, bound, request)
+        num_rows = _first_row(given_starts, step, request + 1) - _first_row(given_starts, step, request)
+    else:
+        count, depth, left, end = cut
+        of_widths = (widths, number(bound.widths_stride), count, number(step.width), depth, left)
+        real = request < count
+        num_rows, is_longer = rows_of(*of_widths, request, num_longer)
+        num_rows += _with_padding(end, request + 1, step, bound) - _with_padding(end, request, step, bound)
+        num_rows, num_longer = tl.where(request < number(step.bs), num_rows, 0), num_longer + tl.sum(is_longer, axis=0)
+    committed = _committed_tokens(seq_lens, widths, real, step, bound, request)
+    return real, committed, num_rows, num_longer
+
+
+@triton.jit
+def visible_keys(committed, real, num_rows, step, request, forward):
+    """Keys that the last row of requests sees in a forward, 0 from `bs` on: `spec_metadata.dense_part`."""
+    added = tl.where(real, committed + number(step.added) + forward * number(step.advance), 0)
+    return tl.where(request < number(step.bs), added + num_rows, 0)
 
 
 @triton.jit
 def row_number(rows, real, step, bound, request):
     """The row of a request in a table of slots."""
-    row = tl.load(rows + request * number(step.rows_stride), mask=request < number(step.bs), other=0).to(tl.int64)
+    at = rows + request * number(step.rows_stride)
     if bound is None:
-        return row
+        return tl.load(at, mask=request < number(step.bs), other=0).to(tl.int64)
     else:
+        row = tl.load(at, mask=request < tl.where(real, number(step.bs), 0), other=0).to(tl.int64)
         inside = real & (row >= 0) & (row < number(bound.num_rows))
         return tl.where(inside, row, number(bound.reserved_row))
 
@@ -208,59 +274,6 @@ def copy_mask(given, stride, row_stride, column_stride, into, real, width, BLOCK
 
 
 @triton.jit
-def _count_real(seq_lens, num_real, rows, step, bound, BLOCK: tl.constexpr):
-    """How many requests are real."""
-    found = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in range(0, number(step.bs), BLOCK):
-        request = start + tl.arange(0, BLOCK)
-        found += is_real(seq_lens, num_real, rows, step, bound, request).to(tl.int32)
-    return tl.sum(found, axis=0)
-
-
-@triton.jit
-def _count_given(seq_lens, num_real, rows, bound, BLOCK: tl.constexpr):
-    """How many requests of a ragged step's engine are real."""
-    n = number(bound.num_requests)
-    if num_real is not None:
-        return tl.minimum(tl.maximum(tl.load(num_real).to(tl.int32), 0), n)
-    else:
-        found = tl.zeros((BLOCK,), dtype=tl.int32)
-        for start in range(0, n, BLOCK):
-            request = start + tl.arange(0, BLOCK)
-            if rows is not None:
-                row = tl.load(rows + request * number(bound.rows_stride), mask=request < n, other=0)
-                found += ((request < n) & (row != number(bound.reserved_row))).to(tl.int32)
-            else:
-                lens = tl.load(seq_lens + request * number(bound.seq_stride), mask=request < n, other=0)
-                found += (lens > 0).to(tl.int32)
-        return tl.sum(found, axis=0)
-
-
-@triton.jit
-def store_requests(seq_lens, num_real, rows, widths, captured, step, bound, BLOCK: tl.constexpr):
-    """Write what a ragged step has of all requests: committed tokens, rows in a table of slots, first query rows. Each
-    program writes the same, and may read it from then on.
-    """
-    count, n = _count_given(seq_lens, num_real, rows, bound, BLOCK), number(step.bs)
-    stride = number(bound.widths_stride)
-    sizes = (number(step.width), number(bound.num_tokens), number(bound.num_requests), n)
-    store_fitted(widths, stride, count, *sizes, captured.starts, BLOCK)
-    tl.store(captured.num_real, count)
-    for start in range(0, n, BLOCK):
-        request = start + tl.arange(0, BLOCK)
-        real, live = request < count, request < n
-        given = tl.load(seq_lens + request * number(bound.seq_stride), mask=real, other=0).to(tl.int64)
-        asked = tl.load(widths + request * stride, mask=real, other=0).to(tl.int64)
-        within = tl.maximum(given - asked * number(bound.widths_included), 0)
-        tl.store(captured.seq_lens + request, tl.minimum(within, number(bound.most)).to(tl.int32), mask=live)
-        if rows is not None:
-            row = tl.load(rows + request * number(bound.rows_stride), mask=real, other=-1).to(tl.int64)
-            inside = (row >= 0) & (row < number(bound.num_rows))
-            tl.store(captured.paging + request, tl.where(inside, row, number(bound.reserved_row)), mask=live)
-    tl.debug_barrier()  # it is there for all threads
-
-
-@triton.jit
 def store_step(
     captured,
     seq_lens,
@@ -269,22 +282,26 @@ def store_step(
     row,
     rows,
     tree_mask,
+    widths,
+    cut,
     committed,
     real,
+    begin,
+    num_rows,
     step,
     bound,
     request,
-    begin,
-    count,
     part,
     num_parts,
     BLOCK: tl.constexpr,
 ):
-    """Write a request's part of a bound step. row: as of `page_ids`. begin, count: of its query rows. part, num_parts:
-    programs that share the request; after the last one is how many are real.
+    """Write a request's part of a bound step. row: as of `page_ids`. committed to num_rows: as of `request_at`. part,
+    num_parts: programs that share the request; after the last one is how many are real.
     """
-    is_request, num_writes = request < number(step.bs), count * number(step.num_steps)
+    is_request, num_writes = request < number(step.bs), num_rows * number(step.num_steps)
     if part == 0:
+        if widths is not None:
+            tl.store(captured.starts + request, begin)
         if is_request:
             tl.store(captured.seq_lens + request, committed)
             if rows is not None:
@@ -292,8 +309,10 @@ def store_step(
             if tree_mask is not None:
                 strides = (number(bound.mask_stride), number(bound.mask_row_stride), number(bound.mask_column_stride))
                 copy_mask(tree_mask, *strides, captured.tree_mask, real, number(step.width), BLOCK)
-        else:
+        elif widths is None:
             tl.store(captured.num_real, _count_real(seq_lens, num_real, rows, step, bound, BLOCK))
+        else:
+            tl.store(captured.num_real, cut[0])
     for start in range(part * BLOCK, tl.where(is_request, num_writes, 0), num_parts * BLOCK):
         place = start + tl.arange(0, BLOCK)
         write, live = begin * number(step.num_steps) + place, place < num_writes
@@ -309,18 +328,11 @@ def store_step(
 
 
 def step_sizes(inputs: StepInputs, *counts: int) -> StepSizes:
-    """The sizes of a step as kernels take them, of a bound ragged one once it is written. counts: those after `bs`."""
-    seq_lens, starts, rows, table = inputs.seq_lens, inputs.query_starts, inputs.rows, inputs.table
-    if inputs.widths is not None:
-        captured = CapturedStep(*inputs.captured)
-        seq_lens, starts, rows = captured.seq_lens, captured.starts, rows if rows is None else captured.paging
-    starts_stride, loc_stride, rows_stride = map(_stride, (starts, inputs.out_cache_loc, rows))
-    strides = (seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
-    return opaque(StepSizes(*strides, table.shape[1], seq_lens.shape[0], *counts))
-
-
-def _stride(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.stride(0)
+    """The sizes of a step as kernels take them. counts: those after `bs`."""
+    given, table = (inputs.query_starts, inputs.out_cache_loc, inputs.rows), inputs.table
+    starts_stride, loc_stride, rows_stride = [0 if each is None else each.stride(0) for each in given]
+    strides = (inputs.seq_lens.stride(0), starts_stride, loc_stride, table.stride(0), table.stride(1), rows_stride)
+    return opaque(StepSizes(*strides, table.shape[1], inputs.bs, *counts))
 
 
 def arguments_of(inputs: StepInputs) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:

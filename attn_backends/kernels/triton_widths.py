@@ -29,14 +29,41 @@ def _rows_through(widths, stride, count, width, depth, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _fitting_depth(widths, stride, count, width, room, BLOCK: tl.constexpr):
-    """The depth down to which all rows stay, and how many there are."""
-    whole = width
-    through = _rows_through(widths, stride, count, width, whole, BLOCK)
+def cut_rows(widths, stride, count, width, room, BLOCK: tl.constexpr):
+    """The depth down to which all rows stay, how many stay of those right below it, and rows of all requests, after a
+    cut to `room` rows. count: real requests.
+    """
+    depth, through = width, _rows_through(widths, stride, count, width, width, BLOCK)
+    num_rows = tl.minimum(through, room)
     while through > room:
-        whole -= 1
-        through = _rows_through(widths, stride, count, width, whole, BLOCK)
-    return whole, through
+        depth -= 1
+        through = _rows_through(widths, stride, count, width, depth, BLOCK)
+    return depth, room - through, num_rows
+
+
+@triton.jit
+def rows_of(widths, stride, count, width, depth, left, request, num_before):
+    """Rows that stay of adjacent requests, and how many of them ask for more than `depth`. depth, left: as of
+    `cut_rows`. num_before: requests before the first that ask for more.
+    """
+    wanted = _wanted(widths, stride, request, count, width)
+    is_longer = (wanted > depth).to(tl.int32)
+    place = num_before + tl.cumsum(is_longer, axis=0) - is_longer
+    return tl.minimum(wanted, depth) + tl.where(place < left, is_longer, 0), is_longer
+
+
+@triton.jit
+def row_range(widths, stride, count, width, depth, left, request, BLOCK: tl.constexpr):
+    """First and end row of a request. depth, left: as of `cut_rows`."""
+    before, longer = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in range(0, tl.minimum(request, count), BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        wanted = _wanted(widths, stride, other, count, width)
+        before += tl.where(other < request, tl.minimum(wanted, depth), 0)
+        longer += ((other < request) & (wanted > depth)).to(tl.int32)
+    num_longer, own = tl.sum(longer, axis=0), _wanted(widths, stride, request, count, width)
+    begin = tl.sum(before, axis=0) + tl.minimum(left, num_longer)
+    return begin, begin + tl.minimum(own, tl.where(num_longer < left, depth + 1, depth))
 
 
 @triton.jit
@@ -44,39 +71,6 @@ def fitted_rows(widths, stride, count, request, width, room, BLOCK: tl.constexpr
     """First and end row of a request, and the end of all real ones' rows, after a cut to `room` rows. The
     deepest go first, of equally deep ones those of the later requests. count: real requests.
     """
-    whole, through = _fitting_depth(widths, stride, count, width, room, BLOCK)
-    before, further = tl.zeros((BLOCK,), dtype=tl.int32), tl.zeros((BLOCK,), dtype=tl.int32)
-    own, own_further, all_further = tl.zeros_like(before), tl.zeros_like(before), tl.zeros_like(before)
-    for start in range(0, count, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        wanted = _wanted(widths, stride, other, count, width)
-        kept, is_further = tl.minimum(wanted, whole), (wanted > whole).to(tl.int32)
-        before += tl.where(other < request, kept, 0)
-        own += tl.where(other == request, kept, 0)
-        further += tl.where(other < request, is_further, 0)
-        own_further += tl.where(other == request, is_further, 0)
-        all_further += is_further
-    left, num_before = room - through, tl.sum(further, axis=0)
-    begin = tl.sum(before, axis=0) + tl.minimum(left, num_before)
-    end = tl.sum(before + own, axis=0) + tl.minimum(left, num_before + tl.sum(own_further, axis=0))
-    return begin, end, through + tl.minimum(left, tl.sum(all_further, axis=0))
-
-
-@triton.jit
-def store_fitted(widths, stride, count, width, room, num_given, bs, starts, BLOCK: tl.constexpr):
-    """Write [bs + 1] first rows of all requests, and the end, after a cut to `room` rows. Requests from `num_given` on
-    have what is left, up to `width` rows each. The rest as of `fitted_rows`.
-    """
-    whole, through = _fitting_depth(widths, stride, count, width, room, BLOCK)
-    begin, num_further = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32)
-    for start in range(0, bs + 1, BLOCK):
-        request = start + tl.arange(0, BLOCK)
-        wanted = _wanted(widths, stride, request, count, width)
-        is_further = (wanted > whole).to(tl.int32)
-        place = num_further + tl.cumsum(is_further, axis=0) - is_further
-        kept = tl.minimum(wanted, whole) + tl.where(place < room - through, is_further, 0)
-        first = begin + tl.cumsum(kept, axis=0) - kept
-        left_over = tl.maximum(request - num_given, 0) * width
-        tl.store(starts + request, tl.minimum(first + left_over, room), mask=request <= bs)
-        begin += tl.sum(kept, axis=0)
-        num_further += tl.sum(is_further, axis=0)
+    depth, left, num_rows = cut_rows(widths, stride, count, width, room, BLOCK)
+    begin, end = row_range(widths, stride, count, width, depth, left, request, BLOCK)
+    return begin, end, num_rows
