@@ -5,16 +5,16 @@ from __future__ import annotations
 import struct
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from time import sleep
 from typing import Any
 
 import pytest
 
-from attn_backends import results
 from tests.engines.vllm.given import BUG
 from tests.engines.vllm.gpu import correctness
+from tests.engines.vllm.gpu.__main__ import extensions
 from tests.engines.vllm.gpu.cases import (
     DEFAULT,
     FA3,
@@ -23,7 +23,6 @@ from tests.engines.vllm.gpu.cases import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
     OTHERS,
-    ROOT,
     SPECULATIVE,
     WITH_BUGS,
     Case,
@@ -281,6 +280,11 @@ def test_a_part_of_the_host_has_not_the_time_of_those_inside() -> None:
     assert spans.seconds["wait"] >= 0.1 > spans.seconds["engine"] > 0
 
 
+def test_a_head_has_the_versions_of_compiled_modules() -> None:
+    found = extensions("torch")
+    assert found["torch/_C"] == found["torch"] == version("torch")
+
+
 def test_entry_points_are_found_on_the_path(tmp_path: Path) -> None:
     write_entry_points(tmp_path)
     found = {each.name: each.value for one in distributions(path=[str(tmp_path)]) for each in one.entry_points}
@@ -298,48 +302,3 @@ def test_the_pieces_of_a_fat_binary_are_found() -> None:
     )
     data = b"\0" * 8 + struct.pack("<IHHQ", MAGIC, 1, 16, len(body)) + body
     assert [(kind, arch, data[place]) for kind, arch, place in entries(data, 0, len(data))] == pieces
-
-
-TABLE = {
-    "FlashAttention-3": ("llama-fa3-vllm_flash_attn", "llama-flash_attn"),
-    "Triton, grouped-query": ("llama-fa3-triton", "llama-triton_attn"),
-    "FlashMLA": ("deepseek-trtllm_mla-flashmla", "deepseek-flashmla"),
-    "FlashAttention-3 of MLA, 24 November": ("deepseek-fa3_mla-vllm_flash_attn", "deepseek-flash_attn_mla"),
-    "Triton, MLA": ("deepseek-trtllm_mla-triton", "deepseek-triton_mla"),
-}
-
-
-LATER = {"FlashAttention-3, Llama": TABLE["FlashAttention-3"], "FlashMLA": TABLE["FlashMLA"]}
-
-
-def test_the_later_table_is_the_committed_rows() -> None:
-    file, best = ROOT / "docs/results/h100/engine_vllm_throughput.json", "deepseek-flash_attn_mla"
-    rows = {(row["side"], row["batch"]): row for row in results.read(file).rows}
-    heading = "| kernel of ours | vLLM's on the same kernel | vLLM's FLASH_ATTN_MLA |\n"
-    _, _, after = (ROOT / "docs/vllm.md").read_text().partition(heading)
-    lines = [line.strip("|").split("|") for line in after.partition("\n\n")[0].splitlines()[1:]]
-    assert len(lines) > 1
-    for kernel, *cells in lines:
-        ours, same = LATER[kernel.strip()]
-        for cell, theirs in zip(cells, (same, best if "deepseek" in ours else None), strict=True):
-            pairs = [(rows[ours, batch], rows.get((theirs, batch), {})) for batch in (1, 32, 128)]
-            told = [
-                f"{them['step_us'] / us['step_us']:.2f}" if them.get("ok") else "theirs failed" for us, them in pairs
-            ]
-            assert cell.strip() == (", ".join(told) if theirs else "")
-
-
-def test_the_table_of_the_page_is_the_committed_rows() -> None:
-    files = ("engine_vllm_throughput", "engine_vllm_fa3_mla")  # the later one for what it has
-    kept = [row for name in files for row in results.read(ROOT / f"docs/results/h200/{name}.json").rows]
-    rows = {(row["side"], row["batch"]): row for row in kept if row["ok"] and "batch" in row}
-    lines = [line.strip("| ").split(" | ") for line in (ROOT / "docs/vllm.md").read_text().splitlines()]
-    told = [cells for cells in lines if cells[0] in TABLE and len(cells) == 9]
-    assert len(told) == 3 * len(TABLE) - 1, "one engine ran out of memory"
-    for name, batch, *numbers in told:
-        ours, theirs = (rows[side, int(batch)] for side in TABLE[name])
-        wanted = [ours["tokens_per_s"], theirs["tokens_per_s"], ours["of_same_kernel"]]
-        wanted += [side["launches_us"][0][1] for side in (ours, theirs)]
-        wanted += [side["metadata_us"] for side in (ours, theirs)]
-        assert all(abs(float(found) - number) <= 0.501 for found, number in zip(numbers, wanted, strict=True))
-        assert float(numbers[2]) == ours["of_same_kernel"]

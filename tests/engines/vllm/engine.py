@@ -83,7 +83,8 @@ class Run:
     engine, by kind (kinds.py). drafted: tokens that each step drafts, 0 where no request wants any. layers: of the
     target and the draft, by name. graphs: captured and replayed. attended: as of `attn_backends.engines.vllm.attended`.
     padded: steps that a larger graph ran. idle: steps without a request, for the others of data parallelism. cached:
-    prompt tokens from the cache. is_async: whether a step is scheduled before the one ahead of it is done.
+    prompt tokens from the cache. accepted: drafted tokens that the engine counted as accepted, by position. is_async:
+    whether a step is scheduled before the one ahead of it is done.
     """
 
     tokens: list[list[int]]
@@ -96,6 +97,7 @@ class Run:
     padded: int = 0
     idle: int = 0
     cached: int = 0
+    accepted: list[int] = field(default_factory=list)
     is_async: bool = False
 
 
@@ -148,6 +150,13 @@ def arguments(row: Row, models: Path) -> dict[str, Any]:
 def runner_of(llm: Any) -> Any:
     """The model runner of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def accepted_of(llm: Any) -> list[int]:
+    """Drafted tokens that an engine's metrics count as accepted, by position."""
+    found = {metric.name: metric for metric in llm.get_metrics()}
+    metric = found.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+    return list(metric.values) if metric else []
 
 
 def _watch(llm: Any, row: Row, run: Run) -> None:
@@ -222,4 +231,5 @@ def _run(
     found.tokens = [list(output.outputs[0].token_ids) for output in outputs]
     found.cached = sum(output.num_cached_tokens or 0 for output in outputs)
     found.graphs, found.attended = dict(recorded_graphs.NUM), attended()
+    found.accepted = accepted_of(llm)
     found.is_async = llm.llm_engine.engine_core.engine_core.batch_queue is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.engines.vllm.engine import Row, Run, prompts, run
+from tests.engines.vllm.engine import NUM_DRAFTED, Row, Run, prompts, run
 from tests.engines.vllm.kinds import draft_steps, wrong_layers
 from tests.engines.vllm.recompute import NUM_TOKENS, plain
 from tests.engines.vllm.shadow import Shadow, compared, stepwise
@@ -15,8 +15,11 @@ def check(row: Row, models: Path, num_prompts: int) -> tuple[Run, Shadow]:
     with compared() as shadow, stepwise(row):
         found = run(row, models, prompts(num_prompts), NUM_TOKENS, begin=shadow.begin)
     assert found.tokens == plain(row.model, models, num_prompts, False).tokens, "tokens of plain decoding"
-    wrong = wrong_drafts(found, plain(row.model, models, num_prompts, True, row.is_async), prompts(num_prompts))
+    exact = plain(row.model, models, num_prompts, True, row.is_async)
+    wrong = wrong_drafts(found, exact, prompts(num_prompts))
     assert not wrong, f"drafts on attention in float64: {'; '.join(wrong)}"
+    assert found.accepted == exact.accepted, "accepted drafts by position"
+    assert len(found.accepted) == NUM_DRAFTED, "vLLM's metrics"
     assert_attended(row, found)
     assert_compared(row, found, shadow)
     assert bool(found.padded) == (row.graphs != "NONE"), "2 or 3 requests run in the graph of 4"

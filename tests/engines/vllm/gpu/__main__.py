@@ -8,12 +8,21 @@ import sys
 import tempfile
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from attn_backends import results
 from tests.engines.vllm.gpu import correctness, models, throughput
 
 PARTS = {"correctness": correctness.rows, "bugs": correctness.bugs, "throughput": throughput.rows}
+
+
+def extensions(package: str) -> dict[str, str]:
+    """The version of a package, and of each module in it that is compiled: all come with its wheel."""
+    spec = find_spec(package)
+    folder = Path(spec.origin).parent if spec and spec.origin else Path()
+    names = sorted(file.relative_to(folder.parent).as_posix().partition(".")[0] for file in folder.rglob("*.so"))
+    return dict.fromkeys([package, *names], version(package))
 
 
 def main() -> int:
@@ -31,7 +40,7 @@ def main() -> int:
             models.write_all(folder / "models")
         command = ["python", "-m", "tests.engines.vllm.gpu", *sys.argv[1:]]
         head = results.head(shlex.split(shlex.join(command)), "cuda")
-        head = replace(head, versions={**head.versions, "vllm": version("vllm")})
+        head = replace(head, versions={**head.versions, **extensions("vllm")})
         failed = 0
         with results.Recording(args.json, head) as recording:
             for row in PARTS[args.part](folder / "models", folder, args.only):
