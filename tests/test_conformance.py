@@ -20,7 +20,6 @@ from attn_backends.conformance import (
     resolve_subjects,
     run_conformance,
     selected_cases,
-    selection,
 )
 from attn_backends.conformance.cases import CACHE_DTYPES
 from attn_backends.conformance.compressed_worlds import compressed_layer, is_compressed
@@ -45,21 +44,11 @@ def bad(report):
     return [(row.check, row.case, row.reason) for row in report.rows if row.status not in GOOD and not row.excused]
 
 
-FEWER = tuple(name for name in BUILT_IN if name not in ("fa3", "dsv4"))  # of dense caches like fa3's
 SEED = int(os.environ.get("CONFORMANCE_SEED", "0"))  # .ci/run gives another every day
 
 
-@pytest.mark.parametrize(
-    ("name", "most"),
-    [
-        pytest.param("fa3", 3, marks=pytest.mark.smoke),
-        ("dsv4", 2),
-        pytest.param("dsv4", 3, marks=pytest.mark.full),
-        *(pytest.param(name, most, marks=[pytest.mark.full] * (most > 2)) for name in FEWER for most in (2, 3)),
-    ],
-)
-def test_backend_conforms(name, most, monkeypatch):
-    monkeypatch.setattr(selection, "QUICK_CASES", most)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.smoke] * (name == "fa3")) for name in BUILT_IN])
+def test_backend_conforms(name):
     report = run_conformance(name, quick=True, seed=SEED)
     assert bad(report) == [], f"attn-backends conformance {name} --quick --seed {SEED}"
     assert report.executed > 100

@@ -87,7 +87,8 @@ class BoundGraph(Captured):
             reserved = ANYTHING
         self._fill(self.paging.static_input(), given, bs, reserved)
         if inputs.out_cache_loc is not None:
-            self._fill(inputs.out_cache_loc, step.flat_slots(), step.num_writes if bs else 0, -1)
+            behind = int(step.flat_slots()[0]) if self.counts and bs else -1  # a real request's
+            self._fill(inputs.out_cache_loc, step.flat_slots(), step.num_writes if bs else 0, behind)
         if inputs.num_real is not None:
             inputs.num_real.fill_(bs)
         if inputs.tree_mask is not None:
@@ -165,7 +166,7 @@ class BoundRaggedGraph(Captured):
         place = self.paging.static_input()[:bs]
         (place if assigned.ndim == 1 else place[:, : assigned.shape[1]]).copy_(assigned)
         if inputs.out_cache_loc is not None:
-            inputs.out_cache_loc.fill_(-1)
+            inputs.out_cache_loc.fill_(int(step.flat_slots()[0]))  # also of padding
             inputs.out_cache_loc[: bs * self.width].copy_(step.flat_slots())
 
 

@@ -35,6 +35,14 @@ def ragged_draft_extend(subject: Subject, case: Case) -> Measured:
     return measure_extra(subject, case)
 
 
+ASKED_AND_KEPT = (
+    ((4, 4, 4), (3, 2, 2)),
+    ((1, 9, 3), (1, 3, 2)),
+    ((0, 4, 4), (1, 2, 1)),
+    ((4, 4, 4), (3, 2, 0)),  # the last is padding
+)
+
+
 def _over_the_bound(subject: Subject) -> list[Case]:
     cases = []
     for case in one_page_size(ragged_kinds)(subject):
@@ -46,11 +54,11 @@ def _over_the_bound(subject: Subject) -> list[Case]:
 @check("math.ragged_cut", joined(_over_the_bound, in_8_bits(_over_the_bound)))
 def ragged_cut(subject: Subject, case: Case) -> Measured:
     """Widths over the bound are cut by the rule: the deepest rows go, of equally deep ones those of later requests, and
-    the root of each stays.
+    the root of each stays. Requests that the device says are padding have no row.
     """
     world, found = extra_world_of(subject, case), []
     captured = Captured(world, case) if case.path == "graph" else None
-    for turn, (asked, kept) in enumerate((((4, 4, 4), (3, 2, 2)), ((1, 9, 3), (1, 3, 2)), ((0, 4, 4), (1, 2, 1)))):
+    for turn, (asked, kept) in enumerate(ASKED_AND_KEPT):
         batch = replace(batch_of(case), widths=kept, asked=asked)
         scene = scene_of(world, batch, case.seed + turn)
         found.append(_measured(run_eagerly(scene, case) if captured is None else captured.run(scene, case)))

@@ -145,7 +145,8 @@ class Scene:
             case kind if self.batch.is_ragged:
                 room = strided(torch.tensor(self._room(), dtype=other, device=device))
                 make = Step.target_verify if kind is StepKind.TARGET_VERIFY else Step.draft_extend
-                return make(self._ragged_query(other), lens, self.paging(), room, **host)
+                step = make(self._ragged_query(other), lens, self.paging(), room, **host)
+                return step if all(self.widths) else replace(step, num_real=self._num_real())
             case StepKind.TARGET_VERIFY:
                 mask = self.tree_mask() if self.is_tree else None
                 return Step.target_verify(self.width, lens, self.paging(), slots, tree_mask=mask, **host)
@@ -161,6 +162,10 @@ class Scene:
         """Widths that the device alone knows."""
         asked = torch.tensor(self.batch.asked or self.batch.widths, dtype=index, device=self.world.device)
         return BoundedQuery(strided(asked), self.batch.bound, self.most_rows)
+
+    def _num_real(self) -> Tensor:
+        """Requests that have a row; those after them are padding of the step's own."""
+        return torch.tensor([sum(map(bool, self.widths))], dtype=torch.int32, device=self.world.device)
 
     def _room(self) -> list[int]:
         """Slots of each request for the most rows; after those that it has, places that no row of it may write."""

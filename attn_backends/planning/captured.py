@@ -49,7 +49,7 @@ class Captured:
         self.phase.take(None)  # until all is written, which may fail
         self.copy_inputs(step)
         self.phase.planned = self
-        return True
+        return True  # else it is copied again
 
     def admits(self, step: Step) -> bool:
         """Whether a step like this one was taken already. One that is bound takes none."""

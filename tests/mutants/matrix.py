@@ -9,6 +9,7 @@ the pages to docs/kill-matrix.md and docs/real-bugs.md. The gate, tests/test_mut
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -96,25 +97,30 @@ def search(chosen: Sequence[str] = (), *, everywhere: bool = False) -> Kills:
 
 def read_kills() -> Kills:
     """The kills that the last search found."""
-    found = json.loads(KILLS.read_text(encoding="utf-8"))
+    read = json.loads(KILLS.read_text(encoding="utf-8"))
     return {
-        name: {check: Case.from_dict({"check": check, **case}) for check, case in cases.items()}
-        for name, cases in found.items()
+        name: {check: Case.from_dict({"check": check, **read["cases"][key]}) for check, key in found.items()}
+        for name, found in read["kills"].items()
     }
 
 
 def write_kills(kills: Kills) -> None:
-    """One case a line, without the check's id, which stands before it."""
-    blocks = []
-    for name, cases in kills.items():
-        lines = ",\n".join(f"{json.dumps(check)}:{_short(case)}" for check, case in cases.items())
-        blocks.append(f"{json.dumps(name)}: {{\n{lines}}}")
-    KILLS.write_text("{\n" + ",\n".join(blocks) + "\n}\n", encoding="utf-8")
+    """Cases without their check, each once on a line, by a key that follows from it; of each mutant its cases' keys."""
+    texts = {name: {check: _short(case) for check, case in cases.items()} for name, cases in kills.items()}
+    known = {_key(text): text for found in texts.values() for text in found.values()}
+    cases = ",\n".join(f'"{key}":{text}' for key, text in sorted(known.items()))
+    lines = [f'"{name}":' + json.dumps({c: _key(text) for c, text in found.items()}) for name, found in texts.items()]
+    KILLS.write_text('{"cases":{\n' + cases + '},\n"kills":{\n' + ",\n".join(lines) + "}}\n", encoding="utf-8")
+    assert read_kills() == kills, "two cases have one key"
 
 
 def _short(case: Case) -> str:
     given = {name: value for name, value in case.to_dict().items() if name != "check"}
     return json.dumps(given, separators=(",", ":"))
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def page(kills: Kills) -> str:

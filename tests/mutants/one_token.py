@@ -13,7 +13,7 @@ from torch import Tensor
 from attn_backends.backends import dsv4
 from attn_backends.errors import UnsupportedStepError
 from attn_backends.planning import metadata
-from spec_metadata import BoundedQuery, Step, bound_inputs, fit_widths
+from spec_metadata import BoundedQuery, BoundInputs, CacheGeometry, Step, bound_inputs, fit_widths, static_inputs
 from spec_metadata.plans import compressed, ragged
 from spec_metadata.visibility import DensePart, KeptRows, kept_rows, write_pages
 from tests.mutants.mutant import mutant
@@ -79,3 +79,25 @@ def kept_rows_have_no_bound(patch: pytest.MonkeyPatch) -> None:
         return kept_rows(step, slots, num_kept, step.num_tokens)
 
     patch.setattr(metadata, "kept_rows", unbounded)
+
+
+@mutant(ORIGIN, "graph.bound_inputs", graph=True)
+def padded_rows_write_what_an_engine_left(patch: pytest.MonkeyPatch) -> None:
+    """Of an engine's slots those after its real requests are written, too, as far as the pool has them."""
+    own = bound_inputs._write_slots
+
+    def of_all(static: Step, inputs: BoundInputs, geometry: CacheGeometry) -> Tensor:
+        every = torch.full_like(static.num_real, static.bs)
+        return own(replace(static, num_real=every), inputs, geometry)
+
+    patch.setattr(bound_inputs, "_write_slots", of_all)
+
+
+@mutant(ORIGIN, "math.ragged_cut")
+def first_padded_request_is_real(patch: pytest.MonkeyPatch) -> None:
+    """Of a step whose device says how many requests are real one more has rows."""
+
+    def one_more(query: BoundedQuery, real: Tensor) -> Tensor:
+        return fit_widths(query, real | torch.nn.functional.pad(real, (1, -1)))
+
+    patch.setattr(static_inputs, "fit_widths", one_more)
